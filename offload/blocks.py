@@ -1,0 +1,125 @@
+"""A pool of numbered blocks: who holds which, which may be shared, and which are cached for reuse."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+
+
+class BlockPool:
+    """Reference-counted block numbers with a cache of released blocks.
+
+    The pool knows numbers only, not memory. A block is *free* (content worthless), *held* (reference count above 0) or
+    *cached*: nobody holds it, but its content is published under a key and can be taken up again until the room is
+    needed; the least recently released goes first. The lowest free number is handed out first, so that blocks of one
+    sequence tend to be neighbours, which lets one copy move several.
+
+    Args:
+        num_blocks: how many block numbers there are.
+        first: the first number handed out; lower ones are reserved for the owner (a scratch block).
+    """
+
+    def __init__(self, num_blocks: int, first: int = 0) -> None:
+        assert 0 <= first <= num_blocks
+        self._first = first
+        self._num_blocks = num_blocks
+        self._free = list(range(first, num_blocks))  # a heap
+        self._references: dict[int, int] = {}
+        self._key_of: dict[int, Hashable] = {}
+        self._block_of: dict[Hashable, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the pool can hand out in all."""
+        return self._num_blocks - self._first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds."""
+        return len(self._references)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and whose content can be taken up again."""
+        return len(self._cached)
+
+    def allocate(self, count: int) -> list[int]:
+        """Hands out `count` blocks with undefined content, evicting cached ones if need be.
+
+        Raises:
+            MemoryError: fewer than `count` blocks are free; nothing changes then.
+        """
+        if count > self.num_free:
+            raise MemoryError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} are free")
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = heapq.heappop(self._free)
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def lookup(self, key: Hashable) -> int | None:
+        """Takes up the block published under `key` and holds it, or returns None."""
+        block = self._block_of.get(key)
+        if block is None:
+            return None
+        self._cached.pop(block, None)
+        self._references[block] = self._references.get(block, 0) + 1
+        return block
+
+    def contains(self, key: Hashable) -> bool:
+        """Whether a block is published under `key`; takes nothing."""
+        return key in self._block_of
+
+    def publish(self, block: int, key: Hashable) -> None:
+        """Offers the content of a held block under `key`; the first block published under a key stays."""
+        assert block in self._references, f"block {block} is not held"
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def release(self, blocks: Iterable[int]) -> list[int]:
+        """Gives back one reference to each block; the last one frees it, or keeps it as cached if it is published.
+
+        Returns:
+            The blocks that became free, whose content nobody can reach any more.
+        """
+        freed = []
+        for block in blocks:
+            count = self._references[block] - 1
+            if count:
+                self._references[block] = count
+                continue
+            del self._references[block]
+            if block in self._key_of:
+                self._cached[block] = None
+            else:
+                heapq.heappush(self._free, block)
+                freed.append(block)
+        return freed
+
+    def references(self, block: int) -> int:
+        """How many hold the block."""
+        return self._references.get(block, 0)
+
+    def clear_cache(self) -> None:
+        """Frees every cached block and forgets every key."""
+        for block in self._cached:
+            heapq.heappush(self._free, block)
+        self._cached.clear()
+        self._key_of.clear()
+        self._block_of.clear()
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._key_of.pop(block)]

@@ -1,0 +1,251 @@
+"""The offload engine: runs one step layer by layer while host blocks pass through the ring.
+
+Three streams work side by side:
+
+    copy      host pool -> ring slot      fills a slot as soon as its last reader is done
+    compute   pieces and attention        waits for a slot's fill, never for the host
+    write     GPU pool -> host pool       sends full blocks to the host, once
+
+It does not know what a model is: a step brings the work of each layer as functions. The order of the operations comes
+from `ring_schedule`; the waits are in `Ring` and below, each with the name of its rule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from offload.blocks import BlockPool
+from offload.host_pool import HostPool
+from offload.layout import runs
+from offload.plan import Chunk, StreamPlan, host_runs
+from offload.ring import Attend, Compute, Fill, Ring, ring_schedule
+from offload.runtime import Event, Runtime, Stream
+
+
+class OffloadStep(Protocol):
+    """What the engine runs in one step. The methods enqueue work on the compute stream and return at once."""
+
+    plan: StreamPlan
+    ahead: StreamPlan | None  # what the next step will stream if nothing changes
+    write_through: list[tuple[int, int]]  # (GPU block, host block) of blocks that this step makes full
+
+    def compute(self, layer: int) -> None:
+        """Enqueues the piece before layer `layer`'s chunks; writes that layer's new KV. `num_layers` is the last."""
+
+    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        """Enqueues attention over a chunk that lies in `ring_slot`."""
+
+
+@dataclass
+class OffloadCounters:
+    """Running totals since the engine was made."""
+
+    streamed_bytes: int = 0  # host to GPU, prefetched chunks that were not used included
+    discarded_bytes: int = 0  # of these, chunks whose prefetch was not used
+    written_bytes: int = 0  # GPU to host
+    num_fills: int = 0
+    num_copies: int = 0
+
+
+@dataclass(frozen=True)
+class _Deferred:
+    """Blocks to release once all events have been reached."""
+
+    blocks: list[int]
+    events: tuple[Event, ...] = field(default=())
+
+
+class OffloadEngine:
+    """Streams host blocks through a ring beside the compute of each layer.
+
+    Args:
+        gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
+        gpu_blocks: who holds which GPU block.
+        host: the host pool.
+        ring: the ring slots.
+        compute: the stream on which the steps' work is enqueued.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        gpu_kv: torch.Tensor,
+        gpu_blocks: BlockPool,
+        host: HostPool,
+        ring: Ring,
+        compute: Stream,
+    ) -> None:
+        self.runtime = runtime
+        self.layout = host.layout
+        self.host = host
+        self.ring = ring
+        self.compute = compute
+        self.copy = runtime.stream("copy")
+        self.write = runtime.stream("write")
+        self.counters = OffloadCounters()
+        self._gpu_kv = gpu_kv
+        self._gpu_blocks = gpu_blocks
+        self._kv_ready = runtime.event()  # compute: a layer's new KV is written
+        self._written = runtime.event()  # write: all write-through so far has arrived on the host
+        self._has_unread_writes = False
+        self._first = 0  # running number of the next step's chunk 0
+        self._filled: list[tuple[int, Chunk]] = []  # chunks of the next step that are in the ring already
+        self._deferred_gpu: deque[_Deferred] = deque()
+        self._deferred_host: deque[_Deferred] = deque()
+
+    def run(self, step: OffloadStep) -> None:
+        """Enqueues one whole step. Nothing in it waits for the device."""
+        plan, ring = step.plan, self.ring
+        # Write-through of the step before must have arrived before its blocks are read again. One wait serves the
+        # whole step: blocks that become full in this step are not in its plan.
+        if self._has_unread_writes:
+            self.copy.wait(self._written, "ring.fill_after_write_through")
+            self._has_unread_writes = False
+        self._adopt_prefetch(plan)
+        ahead = step.ahead.head(ring.num_ring_slots) if step.ahead is not None else []
+        chunks = [(layer, chunk) for layer, chunks in enumerate(plan.chunks) for chunk in chunks]
+        filled, self._filled = len(self._filled), []
+        for operation in ring_schedule(
+            plan.chunks_per_layer, ring.num_ring_slots, first=self._first, filled=filled, chunks_ahead=len(ahead)
+        ):
+            match operation:
+                case Compute(layer):
+                    step.compute(layer)
+                    if step.write_through and layer < self.layout.num_layers:
+                        self._write_through(layer, step.write_through)
+                case Fill(number, ring_slot, is_ahead):
+                    layer, chunk = (ahead if is_ahead else chunks)[number]
+                    self._fill(layer, chunk, ring_slot)
+                    if is_ahead:
+                        self._filled.append((layer, chunk))
+                case Attend(layer, number, ring_slot):
+                    ring.before_attention(self.compute, ring_slot)
+                    step.attend(layer, chunks[number][1], ring_slot)
+                    self.runtime.poison(self.compute, ring.slots[ring_slot])
+                    ring.after_attention(self.compute, ring_slot)
+        self._first += len(chunks)
+        if step.write_through:
+            self.write.record(self._written)
+            self._has_unread_writes = True
+
+    def release_gpu(self, blocks: Iterable[int]) -> None:
+        """Gives back GPU blocks, once the write-through that reads them has run."""
+        written = self.runtime.event()
+        self.write.record(written)
+        self._deferred_gpu.append(_Deferred(list(blocks), (written,)))
+
+    def release_host(self, blocks: Iterable[int]) -> None:
+        """Gives back host blocks, once the copies that read or write them have run.
+
+        Prefetched chunks that hold one of them are dropped: the block may come back with other content.
+        """
+        blocks = list(blocks)
+        released = set(blocks)
+        if any(released.intersection(chunk.blocks) for _, chunk in self._filled):
+            self._discard_prefetch()
+        copied, written = self.runtime.event(), self.runtime.event()
+        self.copy.record(copied)
+        self.write.record(written)
+        self._deferred_host.append(_Deferred(blocks, (copied, written)))
+
+    def reclaim(self, wait: bool = False) -> None:
+        """Puts released blocks whose copies have run back into their pools; with `wait`, all of them."""
+        self._reclaim(self._deferred_gpu, self._gpu_blocks, "gpu_block.reuse_after_write_through", wait)
+        self._reclaim(self._deferred_host, self.host.blocks, "host_block.reuse_after_copies", wait)
+
+    @property
+    def num_deferred_gpu(self) -> int:
+        """GPU blocks released that a copy may still read."""
+        return sum(len(deferred.blocks) for deferred in self._deferred_gpu)
+
+    @property
+    def num_deferred_host(self) -> int:
+        """Host blocks released that a copy may still touch."""
+        return sum(len(deferred.blocks) for deferred in self._deferred_host)
+
+    def store(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies whole (GPU block, host block) pairs to the host, between steps, and waits for it."""
+        self.runtime.synchronize()
+        for layer in range(self.layout.num_layers):
+            self._write_layer(layer, pairs)
+        self.write.synchronize()
+
+    def load(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies whole (GPU block, host block) pairs to the GPU, between steps, and waits for it."""
+        self.runtime.synchronize()
+        for layer in range(self.layout.num_layers):
+            for on_gpu, on_host in self._pair_runs(layer, pairs):
+                self.copy.copy(on_gpu, on_host)
+                self.counters.streamed_bytes += on_host.nbytes
+        self.copy.synchronize()
+
+    def drain(self) -> None:
+        """Waits until no copy is in flight, drops the prefetch and reclaims every released block."""
+        self.runtime.synchronize()
+        self._discard_prefetch()
+        self.reclaim(wait=True)
+
+    def _adopt_prefetch(self, plan: StreamPlan) -> None:
+        """Keeps what the step before prefetched if it is what this step reads first."""
+        if self._filled != plan.head(len(self._filled)):
+            self._discard_prefetch()
+
+    def _discard_prefetch(self) -> None:
+        for _, chunk in self._filled:
+            self.counters.discarded_bytes += len(chunk.blocks) * self.layout.layer_block_bytes
+        self._first += len(self._filled)
+        self._filled = []
+
+    def _fill(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        self.ring.before_fill(self.copy, ring_slot)
+        slot = self.ring.slots[ring_slot]
+        for place, segment, begin, count in host_runs(chunk.blocks, self.host.blocks_per_segment):
+            source = self.host.run(layer, segment, begin, count)
+            self.copy.copy(slot[place : place + count], source)
+            self.counters.streamed_bytes += source.nbytes
+            self.counters.num_copies += 1
+        self.ring.after_fill(self.copy, ring_slot)
+        self.counters.num_fills += 1
+
+    def _write_through(self, layer: int, pairs: list[tuple[int, int]]) -> None:
+        self.compute.record(self._kv_ready)
+        self.write.wait(self._kv_ready, "write_through.after_kv_is_written")
+        self._write_layer(layer, pairs)
+
+    def _write_layer(self, layer: int, pairs: list[tuple[int, int]]) -> None:
+        for on_gpu, on_host in self._pair_runs(layer, pairs):
+            self.write.copy(on_host, on_gpu)
+            self.counters.written_bytes += on_gpu.nbytes
+
+    def _pair_runs(self, layer: int, pairs: list[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(GPU, host) views of neighbouring blocks that one copy can move."""
+        for gpu_block, host_block, count in runs(pairs):
+            blocks = tuple(range(host_block, host_block + count))
+            for place, segment, begin, part in host_runs(blocks, self.host.blocks_per_segment):
+                on_gpu = self._gpu_kv[layer, gpu_block + place : gpu_block + place + part]
+                yield on_gpu, self.host.run(layer, segment, begin, part)
+
+    def _reclaim(self, deferred: deque[_Deferred], pool: BlockPool, rule: str, wait: bool) -> None:
+        while deferred:
+            if wait:
+                for event in deferred[0].events:
+                    event.synchronize(rule)
+            elif not all(event.query(rule) for event in deferred[0].events):
+                return
+            freed = pool.release(deferred.popleft().blocks)
+            if self.runtime.poisons:
+                for block in freed:
+                    self._poison_block(pool, block)
+
+    def _poison_block(self, pool: BlockPool, block: int) -> None:
+        """Whoever still reads a freed block must notice."""
+        for layer in range(self.layout.num_layers):
+            if pool is self._gpu_blocks:
+                self.runtime.poison(self.compute, self._gpu_kv[layer, block])
+            else:
+                self.runtime.poison(self.write, self.host.block(layer, block))

@@ -1,0 +1,73 @@
+"""What one step streams: the host blocks of its rows, packed into chunks of the ring's size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from offload.layout import runs
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Host blocks that pass through one ring slot together; may belong to several sequences.
+
+    Attributes:
+        blocks: host block numbers; blocks[i] lies at place i of the ring slot.
+        begin: index of the first of them in the list that was packed.
+        tag: what the caller wants to know when the chunk is attended to.
+    """
+
+    blocks: tuple[int, ...]
+    begin: int
+    tag: object = None
+
+
+@lru_cache(maxsize=8192)  # every layer streams the same chunks
+def host_runs(blocks: tuple[int, ...], blocks_per_segment: int) -> list[tuple[int, int, int, int]]:
+    """Runs (place, segment, first block in the segment, count) of host blocks that one copy each can move."""
+    result = []
+    for place, block, count in runs(list(enumerate(blocks))):
+        while count:
+            segment, within = divmod(block, blocks_per_segment)
+            part = min(count, blocks_per_segment - within)
+            result.append((place, segment, within, part))
+            place, block, count = place + part, block + part, count - part
+    return result
+
+
+def pack(host_blocks: Sequence[int] | np.ndarray, blocks_per_slot: int, tag: object = None) -> list[Chunk]:
+    """Cuts a list of host blocks into chunks of at most `blocks_per_slot`, in order."""
+    blocks = [int(block) for block in host_blocks]
+    return [
+        Chunk(tuple(blocks[begin : begin + blocks_per_slot]), begin, tag)
+        for begin in range(0, len(blocks), blocks_per_slot)
+    ]
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """The chunks of each layer in one step. Layers that stream the same blocks share one list.
+
+    Attributes:
+        chunks: per layer, its chunks in the order in which they pass.
+    """
+
+    chunks: tuple[list[Chunk], ...]
+
+    @property
+    def chunks_per_layer(self) -> list[int]:
+        return [len(chunks) for chunks in self.chunks]
+
+    def head(self, count: int) -> list[tuple[int, Chunk]]:
+        """The first `count` (layer, chunk) pairs of the step."""
+        result: list[tuple[int, Chunk]] = []
+        for layer, chunks in enumerate(self.chunks):
+            for chunk in chunks:
+                if len(result) == count:
+                    return result
+                result.append((layer, chunk))
+        return result

@@ -1,0 +1,116 @@
+"""The ring: which chunk goes into which ring slot, and when a slot may be filled again.
+
+The arithmetic is a pure function over integers (`ring_schedule`), tested for all small sizes; `Ring` holds the
+buffers and the two events per slot that turn its order into an order of streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.layout import KVLayout
+from offload.runtime import Runtime, Stream
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run the piece before layer `layer`'s chunks (`num_layers` = the last piece)."""
+
+    layer: int
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Copy chunk `chunk` of this step (or, with `ahead`, of the next step) into `ring_slot`."""
+
+    chunk: int
+    ring_slot: int
+    ahead: bool
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attend to chunk `chunk` of layer `layer`, which lies in `ring_slot`."""
+
+    layer: int
+    chunk: int
+    ring_slot: int
+
+
+def ring_schedule(
+    chunks_per_layer: Sequence[int], num_ring_slots: int, *, first: int, filled: int, chunks_ahead: int
+) -> Iterator[Compute | Fill | Attend]:
+    """Order of one step over a ring.
+
+    Chunks are numbered through the step, layer after layer. Chunk i lies in ring slot `(first + i) % num_ring_slots`,
+    and the numbering goes on into the next step, so prefetch crosses the step boundary by the same rule. A slot is
+    filled again as soon as its chunk has been attended to, never before.
+
+    Args:
+        chunks_per_layer: number of chunks of each layer in this step.
+        num_ring_slots: size of the ring, at least 1.
+        first: running number of this step's chunk 0.
+        filled: how many of this step's chunks the step before has filled already, at most `num_ring_slots`.
+        chunks_ahead: how many chunks of the next step may be filled towards its end.
+
+    Yields:
+        `Compute(0)`, ..., `Compute(num_layers)` with each layer's `Attend` operations between, and every `Fill` as
+        early as the ring allows.
+    """
+    total = sum(chunks_per_layer)
+    assert 0 <= filled <= min(total, num_ring_slots), f"{filled} of {total} chunks filled in {num_ring_slots} slots"
+
+    def fills(begin: int, end: int) -> Iterator[Fill]:
+        for number in range(begin, min(end, total + chunks_ahead)):
+            ring_slot = (first + number) % num_ring_slots
+            yield Fill(number, ring_slot, False) if number < total else Fill(number - total, ring_slot, True)
+
+    yield from fills(filled, num_ring_slots)
+    chunk = 0
+    for layer, num_chunks in enumerate(chunks_per_layer):
+        yield Compute(layer)
+        for _ in range(num_chunks):
+            yield Attend(layer, chunk, (first + chunk) % num_ring_slots)
+            yield from fills(chunk + num_ring_slots, chunk + num_ring_slots + 1)
+            chunk += 1
+    yield Compute(len(chunks_per_layer))
+
+
+class Ring:
+    """Fixed-address GPU buffers with the two events of each.
+
+    `slots[s]` is `[blocks_per_slot, 2, block_size, num_kv_heads, head_dim]`: a small KV pool of its own, so attention
+    reads it as it reads the GPU pool. `copied[s]` is recorded on the copy stream behind the fill of s, `attended[s]`
+    on the compute stream behind the last kernel that reads s.
+    """
+
+    def __init__(self, runtime: Runtime, layout: KVLayout, num_ring_slots: int, blocks_per_slot: int) -> None:
+        self.num_ring_slots = num_ring_slots
+        self.blocks_per_slot = blocks_per_slot
+        self.slots = torch.zeros(
+            (num_ring_slots, blocks_per_slot, *layout.block_shape), dtype=layout.dtype, device=runtime.device
+        )
+        self.copied = [runtime.event() for _ in range(num_ring_slots)]
+        self.attended = [runtime.event() for _ in range(num_ring_slots)]
+
+    @property
+    def num_bytes(self) -> int:
+        """GPU memory that the ring takes, whatever the context length."""
+        return self.slots.nbytes
+
+    def before_fill(self, copy: Stream, ring_slot: int) -> None:
+        """The copy into a slot waits for the last attention that read it."""
+        copy.wait(self.attended[ring_slot], "ring.fill_after_attention")
+
+    def after_fill(self, copy: Stream, ring_slot: int) -> None:
+        copy.record(self.copied[ring_slot])
+
+    def before_attention(self, compute: Stream, ring_slot: int) -> None:
+        """Attention over a slot waits for the copy that filled it."""
+        compute.wait(self.copied[ring_slot], "ring.attention_after_fill")
+
+    def after_attention(self, compute: Stream, ring_slot: int) -> None:
+        compute.record(self.attended[ring_slot])

@@ -1,0 +1,225 @@
+"""The runtime on the CPU: what users without a GPU get, and the place where forgotten waits are found.
+
+Without a seed every piece of work runs when it is enqueued, which is one legal order. With a seed, streams are queues
+and a scheduler picks any order that the waits allow: copies run as early or as late as they may, released buffers are
+filled with NaN, and two copies that touch the same bytes without an order between them are reported. So a forgotten
+wait gives a wrong answer, a NaN or a `RaceError` under some seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from offload.runtime import Event, Graph, Runtime, Stream
+
+
+class RaceError(RuntimeError):
+    """Two copies without an order between them touch the same bytes, and at least one of them writes."""
+
+
+@dataclass(frozen=True)
+class _Range:
+    """A half-open range of addresses."""
+
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Range:
+        assert tensor.is_contiguous(), "copies move contiguous ranges"
+        return cls(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+    def overlaps(self, other: _Range) -> bool:
+        return self.begin < other.end and other.begin < self.end
+
+
+@dataclass(frozen=True)
+class _Operation:
+    number: int  # order in which the host enqueued it
+    work: Callable[[], None] | None = None
+    wait: tuple[SimulatedEvent, int] | None = None  # event, and the record that must have been reached
+    reads: _Range | None = None  # set for copies only
+    writes: _Range | None = None
+
+
+class SimulatedEvent(Event):
+    def __init__(self, runtime: SimulatedRuntime) -> None:
+        self._runtime = runtime
+        self.num_recorded = 0
+        self.num_reached = 0
+
+    def query(self, rule: str) -> bool:
+        return self.num_reached >= self.num_recorded or not self._runtime.enforces(rule)
+
+    def synchronize(self, rule: str) -> None:
+        target = self.num_recorded
+        if self._runtime.enforces(rule):
+            self._runtime.advance(lambda: self.num_reached >= target)
+
+
+class SimulatedGraph(Graph):
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+
+
+class SimulatedStream(Stream):
+    def __init__(self, name: str, runtime: SimulatedRuntime) -> None:
+        self.name = name
+        self.queue: deque[_Operation] = deque()
+        self._runtime = runtime
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._runtime.enqueue(self, work=work)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        assert destination.shape == source.shape, f"copy of {tuple(source.shape)} into {tuple(destination.shape)}"
+        if not self._runtime.shuffled:
+            destination.copy_(source)
+            return
+        self._runtime.enqueue(
+            self,
+            work=lambda: destination.copy_(source),
+            reads=_Range.of(source),
+            writes=_Range.of(destination),
+        )
+
+    def replay(self, graph: Graph) -> None:
+        assert isinstance(graph, SimulatedGraph)
+        self.run(graph.work)
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, SimulatedEvent)
+        event.num_recorded += 1
+        target = event.num_recorded
+
+        def reach() -> None:
+            event.num_reached = max(event.num_reached, target)
+
+        self.run(reach)
+
+    def wait(self, event: Event, rule: str) -> None:
+        assert isinstance(event, SimulatedEvent)
+        if self._runtime.enforces(rule) and self._runtime.shuffled:
+            self._runtime.enqueue(self, wait=(event, event.num_recorded))
+
+    def synchronize(self) -> None:
+        self._runtime.advance(lambda: not self.queue)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        yield
+
+
+class SimulatedRuntime(Runtime):
+    """Streams on the CPU.
+
+    Args:
+        seed: None runs everything in order at once; a number shuffles within what the waits allow.
+        dropped_rule: the name of one rule whose waits are left out, to see that a test notices.
+    """
+
+    def __init__(self, seed: int | None = None, dropped_rule: str | None = None) -> None:
+        self.device = torch.device("cpu")
+        self.shuffled = self.poisons = seed is not None
+        self.rules_seen: set[str] = set()
+        self._dropped_rule = dropped_rule
+        self._random = random.Random(seed)
+        self._streams: list[SimulatedStream] = []
+        self._favourite: SimulatedStream | None = None
+        self._num_enqueued = 0
+
+    def stream(self, name: str) -> SimulatedStream:
+        self._streams.append(SimulatedStream(name, self))
+        return self._streams[-1]
+
+    def event(self) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+    def capture(self, stream: Stream, work: Callable[[], None]) -> SimulatedGraph:
+        return SimulatedGraph(work)
+
+    def staging(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_elements, dtype=dtype)
+
+    def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
+        if self.poisons:
+            stream.run(lambda: tensor.fill_(torch.nan))
+
+    def synchronize(self) -> None:
+        self.advance(lambda: not any(stream.queue for stream in self._streams))
+
+    def enforces(self, rule: str) -> bool:
+        """Notes the rule, and says whether its waits are kept."""
+        self.rules_seen.add(rule)
+        return rule != self._dropped_rule
+
+    def enqueue(
+        self,
+        stream: SimulatedStream,
+        work: Callable[[], None] | None = None,
+        wait: tuple[SimulatedEvent, int] | None = None,
+        reads: _Range | None = None,
+        writes: _Range | None = None,
+    ) -> None:
+        if not self.shuffled:
+            assert work is not None
+            work()
+            return
+        self._num_enqueued += 1
+        stream.queue.append(_Operation(self._num_enqueued, work, wait, reads, writes))
+
+    def advance(self, finished: Callable[[], bool]) -> None:
+        """Runs queued work in a random legal order until `finished()`; other work may stay behind."""
+        while not finished():
+            stream = self._pick()
+            operation = stream.queue.popleft()
+            if operation.work is None:
+                continue
+            try:
+                self._check_race(stream, operation)
+                operation.work()
+            except BaseException:
+                for other in self._streams:
+                    other.queue.clear()
+                raise
+
+    def _pick(self) -> SimulatedStream:
+        ready = [stream for stream in self._streams if stream.queue and self._is_ready(stream.queue[0])]
+        if not ready:
+            heads = {stream.name: len(stream.queue) for stream in self._streams if stream.queue}
+            raise RuntimeError(f"deadlock: every stream waits for an event that nothing will reach; queued: {heads}")
+        # A favourite runs ahead for a while: pure chance would rarely let one stream get far ahead of another,
+        # and that is where a missing wait shows.
+        if self._favourite not in ready or self._random.random() < 0.1:
+            self._favourite = self._random.choice(ready)
+        return self._favourite
+
+    @staticmethod
+    def _is_ready(operation: _Operation) -> bool:
+        return operation.wait is None or operation.wait[0].num_reached >= operation.wait[1]
+
+    def _check_race(self, stream: SimulatedStream, operation: _Operation) -> None:
+        """Compares a copy that is about to run with the copies enqueued before it that have not run."""
+        if operation.writes is None:
+            return
+        for other_stream in self._streams:
+            if other_stream is stream:
+                continue
+            for other in other_stream.queue:
+                if other.writes is None or other.number > operation.number:
+                    continue
+                if (
+                    operation.writes.overlaps(other.writes)
+                    or operation.writes.overlaps(other.reads)
+                    or operation.reads.overlaps(other.writes)
+                ):
+                    raise RaceError(
+                        f"a copy on {stream.name!r} runs before an earlier copy on {other_stream.name!r} "
+                        "that touches the same bytes, and nothing orders the two"
+                    )

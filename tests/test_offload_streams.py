@@ -1,0 +1,244 @@
+"""The offload engine on the simulated runtime: any legal order of streams gives the same numbers, and each wait counts.
+
+A toy stands in for the model. Sequences grow token by token; the "KV" of a token is one whole number, and "attention"
+is a weighted sum over all full blocks, which float32 holds exactly. So a stale, early or overwritten block shows as a
+wrong number or a NaN, or the runtime reports the race between two copies.
+"""
+
+import functools
+import random
+
+import pytest
+import torch
+
+from offload import BlockPool, Chunk, HostPool, KVLayout, OffloadEngine, RaceError, Ring, SimulatedRuntime
+from offload import Staging, StreamPlan, pack
+
+LAYOUT = KVLayout(num_layers=3, block_size=2, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+NUM_SEEDS = 200
+
+
+class PlainArena:
+    """Host memory that is ready at once."""
+
+    def __init__(self, num_segments: int, segment_bytes: int) -> None:
+        self.num_ready = num_segments
+        self._segments = [torch.zeros(segment_bytes, dtype=torch.uint8) for _ in range(num_segments)]
+
+    def segment(self, index: int) -> torch.Tensor:
+        return self._segments[index]
+
+    def wait(self, num_segments: int | None = None) -> None:
+        pass
+
+
+def kv_value(sequence: int, token: int, layer: int) -> float:
+    return float((sequence * 131 + token * 17 + layer * 7) % 97 + 1)
+
+
+class ToySequence:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.num_tokens = 0
+        self.tail: int | None = None  # GPU block
+        self.host: list[int] = []
+
+
+class Toy:
+    """Random growth, ends and starts of sequences over tight pools."""
+
+    def __init__(self, seed: int, dropped_rule: str | None, num_ring_slots: int, blocks_per_slot: int) -> None:
+        self.random = random.Random(seed)
+        self.runtime = SimulatedRuntime(seed, dropped_rule)
+        self.compute_stream = self.runtime.stream("compute")
+        self.gpu_kv = torch.zeros(LAYOUT.pool_shape(6))
+        self.gpu_blocks = BlockPool(6, first=1)
+        host = HostPool(LAYOUT, PlainArena(4, 3 * LAYOUT.block_bytes), num_blocks=12, blocks_per_segment=3)
+        ring = Ring(self.runtime, LAYOUT, num_ring_slots, blocks_per_slot)
+        self.engine = OffloadEngine(self.runtime, self.gpu_kv, self.gpu_blocks, host, ring, self.compute_stream)
+        self.staging = Staging(self.runtime, 8, torch.float32)
+        self.new_kv = torch.zeros(8)
+        self.sums = torch.zeros(LAYOUT.num_layers)
+        self.sums_host = torch.zeros(LAYOUT.num_layers)
+        self.sums_read = self.runtime.event()
+        self.sequences: list[ToySequence] = []
+        self.num_started = 0
+
+    # The step, as the engine sees it
+
+    def compute(self, layer: int) -> None:
+        if layer == LAYOUT.num_layers:
+            return
+        writes = [(sequence.tail, (sequence.num_tokens - 1) % 2) for sequence in self.sequences]
+
+        def work() -> None:
+            for place, (block, offset) in enumerate(writes):
+                self.gpu_kv[layer, block, :, offset] = self.new_kv[place] + layer * 1000
+            self.sums[layer] = 0
+
+        self.compute_stream.run(work)
+
+    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        def work() -> None:
+            slot = self.engine.ring.slots[ring_slot]
+            for place in range(len(chunk.blocks)):
+                self.sums[layer] += (chunk.begin + place + 1) * slot[place].sum()
+
+        self.compute_stream.run(work)
+
+    def step(self) -> None:
+        self.engine.reclaim()
+        self._start_and_end()
+        for sequence in self.sequences:
+            if sequence.tail is None:
+                if not self.gpu_blocks.num_free:
+                    self.engine.reclaim(wait=True)
+                (sequence.tail,) = self.gpu_blocks.allocate(1)
+        streamed = [block for sequence in self.sequences for block in sequence.host]
+        expected = self._expected()
+        self.plan = self.ahead = StreamPlan((pack(streamed, self.engine.ring.blocks_per_slot),) * LAYOUT.num_layers)
+        self.write_through = []
+        for sequence in self.sequences:
+            sequence.num_tokens += 1
+            if sequence.num_tokens % 2 == 0:
+                if not self.engine.host.blocks.num_free:
+                    self.engine.reclaim(wait=True)
+                (host_block,) = self.engine.host.blocks.allocate(1)
+                sequence.host.append(host_block)
+                self.write_through.append((sequence.tail, host_block))
+        values = [kv_value(sequence.number, sequence.num_tokens - 1, 0) for sequence in self.sequences]
+        self.staging.acquire()[: len(values)] = torch.tensor(values)
+        self.staging.upload(self.compute_stream, self.new_kv)
+        self.engine.run(self)
+        self.compute_stream.copy(self.sums_host, self.sums)
+        self.compute_stream.record(self.sums_read)
+        for sequence in self.sequences:
+            if sequence.num_tokens % 2 == 0:
+                self.engine.release_gpu([sequence.tail])
+                sequence.tail = None
+        if self.random.random() < 0.5:  # a host that runs ahead leaves more room for wrong orders
+            self.sums_read.synchronize("host.read_after_step")
+            assert torch.equal(self.sums_host, expected), f"{self.sums_host} instead of {expected}"
+
+    def _start_and_end(self) -> None:
+        if self.sequences and (self.random.random() < 0.2 or self.engine.host.blocks.num_used > 8):
+            ended = self.sequences.pop(self.random.randrange(len(self.sequences)))
+            self.sums_read.synchronize("host.read_after_step")
+            self.engine.release_host(ended.host)
+            if ended.tail is not None:
+                self.engine.release_gpu([ended.tail])
+        while len(self.sequences) < 2:
+            self.sequences.append(ToySequence(self.num_started))
+            self.num_started += 1
+
+    def _expected(self) -> torch.Tensor:
+        """The sums over all full blocks as they stand before the step, from the formula alone."""
+        sums = []
+        for layer in range(LAYOUT.num_layers):
+            total, place = 0.0, 0
+            for sequence in self.sequences:
+                for block in range(len(sequence.host)):
+                    place += 1
+                    tokens = (2 * block, 2 * block + 1)
+                    total += place * sum(2 * (kv_value(sequence.number, t, 0) + layer * 1000) for t in tokens)
+            sums.append(total)
+        return torch.tensor(sums)
+
+    def finish(self) -> None:
+        """Ends everything; both pools must be as at the start."""
+        self.sums_read.synchronize("host.read_after_step")
+        for sequence in self.sequences:
+            self.engine.release_host(sequence.host)
+            if sequence.tail is not None:
+                self.engine.release_gpu([sequence.tail])
+        self.engine.drain()
+        assert self.gpu_blocks.num_free == 5 and self.engine.host.blocks.num_free == 12
+
+
+@functools.cache
+def rules() -> list[str]:
+    """Every rule that a run enforces."""
+    toy = play(seed=0)
+    return sorted(toy.runtime.rules_seen)
+
+
+def play(seed: int, dropped_rule: str | None = None, num_steps: int = 24) -> Toy:
+    num_ring_slots, blocks_per_slot = random.Random(seed).choice([(1, 1), (2, 1), (2, 3), (3, 2), (5, 1), (4, 4)])
+    toy = Toy(seed, dropped_rule, num_ring_slots, blocks_per_slot)
+    for _ in range(num_steps):
+        toy.step()
+    toy.finish()
+    return toy
+
+
+def test_every_legal_order_gives_the_same_numbers():
+    for seed in range(NUM_SEEDS):
+        play(seed)
+
+
+def test_the_toy_sees_every_rule_of_the_offload_package():
+    assert rules() == [
+        "gpu_block.reuse_after_write_through",
+        "host.read_after_step",
+        "host_block.reuse_after_copies",
+        "ring.attention_after_fill",
+        "ring.fill_after_attention",
+        "ring.fill_after_write_through",
+        "staging.fill_after_upload",
+        "write_through.after_kv_is_written",
+    ]
+
+
+@pytest.mark.parametrize("rule", rules())
+def test_each_wait_removed_is_noticed(rule):
+    for seed in range(NUM_SEEDS):
+        try:
+            play(seed, dropped_rule=rule)
+        except (AssertionError, RaceError):
+            return
+    pytest.fail(f"{NUM_SEEDS} seeds ran without {rule!r} and nothing went wrong: the wait or the test is not needed")
+
+
+def test_prefetch_crosses_the_step_boundary():
+    toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
+    host_blocks = toy.engine.host.blocks.allocate(3)
+    toy.plan = toy.ahead = StreamPlan((pack(host_blocks, 1),) * LAYOUT.num_layers)
+    toy.write_through = []
+    per_step = 3 * LAYOUT.num_layers
+    for step in range(1, 4):
+        toy.engine.run(toy)
+        assert toy.engine.counters.num_fills == step * per_step + 2, "the next step's first chunks are filled already"
+    assert toy.engine.counters.discarded_bytes == 0
+
+
+def test_a_freed_block_drops_the_prefetch_that_holds_it():
+    toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
+    host_blocks = toy.engine.host.blocks.allocate(3)
+    toy.plan = toy.ahead = StreamPlan((pack(host_blocks, 1),) * LAYOUT.num_layers)
+    toy.write_through = []
+    toy.engine.run(toy)
+    toy.engine.release_host(host_blocks[2:])
+    assert toy.engine.counters.discarded_bytes == 0, "the last block was not prefetched"
+    toy.engine.release_host(host_blocks[:1])
+    assert toy.engine.counters.discarded_bytes == 2 * LAYOUT.layer_block_bytes
+
+
+def test_store_and_load_move_whole_blocks_both_ways():
+    toy = Toy(seed=1, dropped_rule=None, num_ring_slots=2, blocks_per_slot=2)
+    original = torch.arange(toy.gpu_kv.numel(), dtype=torch.float32).view_as(toy.gpu_kv)
+    toy.gpu_kv.copy_(original)
+    toy.engine.store([(1, 2), (2, 3), (3, 4), (5, 0)])
+    toy.gpu_kv.zero_()
+    toy.engine.load([(5, 0), (1, 2), (2, 3), (3, 4)])
+    assert torch.equal(toy.gpu_kv[:, [1, 2, 3, 5]], original[:, [1, 2, 3, 5]])
+
+
+def test_a_stream_that_waits_for_nothing_is_reported_as_a_deadlock():
+    runtime = SimulatedRuntime(seed=0)
+    a, b = runtime.stream("a"), runtime.stream("b")
+    first, second = runtime.event(), runtime.event()
+    first.num_recorded = second.num_recorded = 1  # recorded by a stream that never comes so far
+    a.wait(first, "a")
+    b.wait(second, "b")
+    with pytest.raises(RuntimeError, match="deadlock"):
+        runtime.synchronize()
