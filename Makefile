@@ -1,0 +1,38 @@
+# make test, make bench: set up .venv (once) and run. make gpu-test, make gpu-bench: run with the Python at hand.
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.ready
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+# Small models spend their time in Python: more threads than cores of one test run only get in each other's way.
+TEST_ENV := TRITON_INTERPRET=1 OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),2) HF_HUB_OFFLINE=1
+ARGS ?=
+
+.PHONY: setup test bench gpu-test gpu-bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "nanoinfer needs Python 3.11 to 3.13, $(PYTHON) is another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch
+	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) install -q triton==3.9.0
+	$(PIP) install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+test: $(STAMP)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest tests $(ARGS)
+
+bench: $(STAMP)
+	$(VENV)/bin/python bench_offload.py $(ARGS)
+
+# The GPU's own Python, with a CUDA build of torch in it.
+gpu-test:
+	$(PYTHON) -m pytest tests/gpu $(ARGS)
+
+gpu-bench:
+	$(PYTHON) tools/gpu_bench.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,213 @@
+"""The attention interface: what a layer asks for, in terms that do not say where KV blocks lie.
+
+A KV buffer of one layer is ``kv: [num_blocks, 2, block_size, num_kv_heads, head_dim]``, contiguous; index 0 of dim 1
+is K and 1 is V. It may be a layer's part of the GPU pool or a ring slot. A *split* is one block: split ``s`` of a
+sequence covers its tokens ``[s * block_size, (s + 1) * block_size)``.
+
+Decode attends to each split on its own (``decode_partial``) and combines the splits in ascending order (``merge``),
+as in Flash-Decoding (Dao et al., 2023) with splits at fixed absolute positions. So the bits of a split depend on its
+bytes and its query alone, and the result does not depend on which buffer a block lies in.
+
+Prefill walks the keys in ascending order with the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1) and can
+put its running state down between two buffers and take it up again.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What all attention layers of a model have in common.
+
+    Raises ValueError for numbers that no backend can run.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on q.k, above 0 (usually head_dim ** -0.5)."""
+    block_size: int
+    """Tokens in a KV block and so in a split; a multiple of 16."""
+    softcap: float | None
+    """logits = softcap * tanh(logits / softcap), after the scale and before the mask; None: no cap."""
+    windows: tuple[int | None, ...]
+    """The distinct sliding windows of the model's layers, in tokens; None in it stands for full attention."""
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("num_q_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_q_heads is {self.num_q_heads} and num_kv_heads is {self.num_kv_heads}: "
+                "the query heads must divide evenly among the KV heads"
+            )
+        if self.block_size < 16 or self.block_size % 16:
+            raise ValueError(f"block_size is {self.block_size} tokens: give a positive multiple of 16, such as 256")
+        if not (self.scale > 0 and math.isfinite(self.scale)):
+            raise ValueError(f"attention scale is {self.scale}: give a finite number above 0")
+        if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
+            raise ValueError(f"softcap is {self.softcap}: give a finite number above 0, or None for no cap")
+        if not self.windows:
+            raise ValueError("windows is empty: list each distinct window of the layers, None for full attention")
+        for window in self.windows:
+            if window is not None and window < 1:
+                raise ValueError(f"sliding window is {window} tokens: give at least 1, or None for full attention")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeWork:
+    """Which splits of which batch rows lie in one KV buffer. Read from device memory each time a graph is replayed."""
+
+    items: Tensor
+    """[capacity, 4] int32, device, contiguous: (batch row b, split s, block index in the buffer, partial index p)."""
+    num_items: Tensor
+    """[1] int32, device. Rows of ``items`` from here on are stale and never reach a result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partials:
+    """Attention over single splits, waiting for the merge. A workspace that the caller owns and reuses."""
+
+    out: Tensor
+    """[capacity, num_q_heads, head_dim] float32, device: the split's own normalised output (0 if it saw no key)."""
+    lse: Tensor
+    """[capacity, num_q_heads] float32, device: natural log of the sum of exp(logits) (-inf if it saw no key)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillPiece:
+    """The keys and values of a consecutive range of each of S sequences, lying in one KV buffer.
+
+    A range begins at a block boundary. It ends at one too, unless it is the sequence's last: with that, cutting a
+    prompt's KV into pieces does not change a bit of the output (``exact_splits`` backends).
+    """
+
+    cu_seqlens_q: Tensor
+    """[S + 1] int32, device: sequence i owns q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]."""
+    query_pos: Tensor
+    """[S] int32, device: absolute position of each sequence's first query."""
+    first_block: Tensor
+    """[S] int32, device: logical index of the block in column 0 of block_table."""
+    kv_end: Tensor
+    """[S] int32, device: absolute position after the last KV token of this piece."""
+    load_state: Tensor
+    """[S] int32, device: 1 goes on from the PrefillState, 0 starts fresh (the state is not read)."""
+    block_table: Tensor
+    """[S, W] int32, device: index in the KV buffer of logical block first_block + column."""
+    max_query_len: int
+    """The longest of the S query ranges (host), at least 1."""
+    store_state: bool
+    """True: more pieces follow, put the state down. False: this is the last piece, write the output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillState:
+    """The online softmax between two pieces, float32. Its meaning belongs to the backend that allocated it."""
+
+    acc: Tensor
+    """[num_tokens, num_q_heads, head_dim] float32, device."""
+    m: Tensor
+    """[num_tokens, num_q_heads] float32, device."""
+    l: Tensor  # noqa: E741 - the papers' name
+    """[num_tokens, num_q_heads] float32, device."""
+
+
+class AttentionBackend(ABC):
+    """Attention over paged KV. All work goes to the current stream; nothing is allocated that outlives a call.
+
+    A query at position i sees keys j <= i, and with a window W of these i - W < j (as in transformers).
+    Memory of a block past the sequence's last token is never read into a result, whatever bytes it holds.
+    """
+
+    name: str
+    graph_safe: bool
+    """Decode (store_kv, decode_partial or decode_rows, merge) may be captured in a CUDA graph."""
+    exact_splits: bool
+    """Results are bit-identical wherever the blocks lie and however prefill is cut into pieces."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device | str) -> None:
+        self.spec = spec
+        self.device = torch.device(device)
+
+    @classmethod
+    @abstractmethod
+    def check(cls, spec: AttentionSpec, device: torch.device | str, offload: bool) -> None:
+        """Raise ValueError, naming a backend that can, where this one cannot run the model in this mode."""
+
+    def partials(self, capacity: int, device: torch.device | str | None = None) -> Partials:
+        """An uninitialised workspace for ``capacity`` partials."""
+        spec, device = self.spec, self.device if device is None else device
+        return Partials(
+            out=torch.empty(capacity, spec.num_q_heads, spec.head_dim, dtype=torch.float32, device=device),
+            lse=torch.empty(capacity, spec.num_q_heads, dtype=torch.float32, device=device),
+        )
+
+    def prefill_state(self, num_tokens: int, device: torch.device | str | None = None) -> PrefillState:
+        """An uninitialised state for ``num_tokens`` queries: the first piece has load_state 0."""
+        spec, device = self.spec, self.device if device is None else device
+        return PrefillState(
+            acc=torch.empty(num_tokens, spec.num_q_heads, spec.head_dim, dtype=torch.float32, device=device),
+            m=torch.empty(num_tokens, spec.num_q_heads, dtype=torch.float32, device=device),
+            l=torch.empty(num_tokens, spec.num_q_heads, dtype=torch.float32, device=device),
+        )
+
+    @abstractmethod
+    def store_kv(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+        """Write new tokens into their slots.
+
+        k, v: [num_tokens, num_kv_heads, head_dim] in kv's dtype; rows may be strided (a slice of a fused QKV).
+        slot_mapping: [num_tokens] int32 or int64, device: block * block_size + offset; a negative one is skipped.
+        """
+
+    @abstractmethod
+    def decode_partial(
+        self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
+    ) -> None:
+        """Attend to each split listed in ``work`` and write partial p of each.
+
+        q: [B, num_q_heads, head_dim], one query a row at position seq_lens[b] - 1; rows may be strided.
+        seq_lens: [B] int32, device, the current token counted. A split without a visible key yields out 0, lse -inf.
+        """
+
+    @abstractmethod
+    def merge(self, partials: Partials, ranges: Tensor, out: Tensor) -> None:
+        """Combine partials ranges[b]:ranges[b + 1], which lie in ascending order of split, into out[b].
+
+        ranges: [B + 1] int32, device. out: [B, num_q_heads, head_dim], contiguous; an empty range yields zeros.
+        """
+
+    @abstractmethod
+    def prefill(
+        self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None
+    ) -> None:
+        """Causal attention of all queries to the keys of one piece. Pieces come in ascending order of position.
+
+        q: [num_tokens, num_q_heads, head_dim], rows may be strided. out: the same shape, contiguous, written by the
+        last piece only. state may be None where the first piece is the last: load_state is 0 for every sequence and
+        store_state is False.
+        """
+
+    def decode_rows(
+        self, q: Tensor, kv: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, window: int | None
+    ) -> None:
+        """Whole-row decode, for backends that pick their own splits (``exact_splits`` False).
+
+        q, out: [B, num_q_heads, head_dim]; block_table: [B, W] int32, device; seq_lens: [B] int32, device.
+        Raises NotImplementedError where the backend has none.
+        """
+        raise NotImplementedError(f"attention backend {self.name!r} decodes by splits: use decode_partial and merge")

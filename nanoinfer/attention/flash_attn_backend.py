@@ -1,0 +1,143 @@
+"""Attention by the flash-attn package (Dao, 2023), version 2.
+
+Resident decode is one call that picks its own splits, so its results equal other modes' to rounding, not to the bit.
+Offload decode treats each split as a sequence of one block; prefill over several pieces merges by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, Partials, PrefillPiece, PrefillState
+from nanoinfer.kernels.merge import merge
+from nanoinfer.kernels.store_kv import store_kv
+from nanoinfer.kernels.store_partials import store_partials
+
+NEG_INF = float("-inf")
+
+
+class FlashAttnBackend(AttentionBackend):
+    """bfloat16 or float16, head_dim a multiple of 8 up to 256, blocks of a multiple of 256 tokens.
+
+    Of several prefill pieces, all but the last must end at or before each sequence's first query, and the last at
+    each sequence's last query: flash-attn aligns its causal mask to the last key. Windows need resident KV.
+    """
+
+    name = "flash_attn"
+    graph_safe = True
+    exact_splits = False
+
+    def __init__(self, spec: AttentionSpec, device: torch.device | str) -> None:
+        super().__init__(spec, device)
+        self._library = importlib.import_module("flash_attn")
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, device: torch.device | str, offload: bool) -> None:
+        device = torch.device(device)
+        if importlib.util.find_spec("flash_attn") is None:
+            raise ValueError(
+                "attention backend 'flash_attn' needs the package flash-attn, which is not installed: "
+                "pip install flash-attn --no-build-isolation, or choose attention backend 'triton'"
+            )
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+            raise ValueError(
+                f"attention backend 'flash_attn' needs a CUDA device of compute capability 8.0 or above, and got "
+                f"{str(device)!r}: choose attention backend 'triton' on an older GPU, 'torch' on a CPU"
+            )
+        cls.check_spec(spec, offload)
+
+    @staticmethod
+    def check_spec(spec: AttentionSpec, offload: bool) -> None:
+        """The part of the check that needs neither the package nor a GPU."""
+        problem = None
+        if spec.dtype not in (torch.bfloat16, torch.float16):
+            problem = f"dtype is {spec.dtype}, and it takes bfloat16 or float16"
+        elif spec.block_size % 256:
+            problem = f"block_size is {spec.block_size} tokens, and it takes multiples of 256"
+        elif spec.head_dim % 8 or spec.head_dim > 256:
+            problem = f"head_dim is {spec.head_dim}, and it takes multiples of 8 up to 256"
+        elif offload and any(window is not None for window in spec.windows):
+            problem = "the model has sliding-window layers, which it cannot run with offload"
+        if problem is not None:
+            raise ValueError(f"attention backend 'flash_attn': {problem}; choose attention backend 'triton'")
+
+    def store_kv(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+        store_kv(k, v, kv, slot_mapping)
+
+    def decode_rows(
+        self, q: Tensor, kv: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, window: int | None
+    ) -> None:
+        result = self._library.flash_attn_with_kvcache(
+            q[:, None], kv[:, 0], kv[:, 1], cache_seqlens=seq_lens, block_table=block_table, causal=True,
+            window_size=_window_size(window), **self._scoring(),
+        )  # fmt: skip
+        out.copy_(result[:, 0])
+
+    def decode_partial(
+        self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
+    ) -> None:
+        assert window is None, "flash_attn runs windows with resident KV only"
+        items = work.items
+        listed = torch.arange(items.shape[0], device=items.device) < work.num_items
+        row, split, block = (torch.where(listed, items[:, column], 0) for column in range(3))
+        visible = (seq_lens[row.long()] - split * self.spec.block_size).clamp(0, self.spec.block_size)
+        lens = torch.where(listed, visible, 0).int()
+        # num_splits 1: a one-block sequence needs no split, and one left to a heuristic could change with capacity
+        item_out, item_lse = self._library.flash_attn_with_kvcache(
+            q[row.long()][:, None], kv[:, 0], kv[:, 1], cache_seqlens=lens, block_table=block[:, None].contiguous(),
+            num_splits=1, return_softmax_lse=True, **self._scoring(),
+        )  # fmt: skip
+        item_out, item_lse = item_out[:, 0].contiguous(), item_lse[..., 0].contiguous()
+        store_partials(item_out, item_lse, items, work.num_items, partials.out, partials.lse)
+
+    def merge(self, partials: Partials, ranges: Tensor, out: Tensor) -> None:
+        merge(partials.out, partials.lse, ranges, out)
+
+    def prefill(
+        self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None
+    ) -> None:
+        assert state is not None or not piece.store_state, "store_state needs a PrefillState"
+        assert state is None or window is None, "flash_attn runs windows with resident KV only"
+        key_lens = (piece.kv_end - piece.first_block * self.spec.block_size).clamp(min=0)
+        cu_seqlens_k = torch.zeros_like(piece.cu_seqlens_q)
+        cu_seqlens_k[1:] = key_lens.cumsum(0)
+        causal = not piece.store_state
+        result, lse, _ = self._library.flash_attn_varlen_func(
+            q, kv[:, 0], kv[:, 1], piece.cu_seqlens_q, cu_seqlens_k, piece.max_query_len,
+            piece.block_table.shape[1] * self.spec.block_size, causal=causal, window_size=_window_size(window),
+            block_table=piece.block_table, return_attn_probs=True, **self._scoring(),
+        )  # fmt: skip
+        if state is None:
+            out.copy_(result)
+            return
+        self._merge_state(result, lse.t(), piece, state)
+        if not piece.store_state:
+            out.copy_(state.acc)
+
+    def _merge_state(self, result: Tensor, lse: Tensor, piece: PrefillPiece, state: PrefillState) -> None:
+        """state.acc, state.m: normalised output and natural log-sum-exp so far; l is not used."""
+        lse = torch.where(lse == float("inf"), NEG_INF, lse)  # flash-attn's mark for a row without keys
+        counts = piece.cu_seqlens_q.diff()
+        resume = piece.load_state.repeat_interleave(counts, output_size=result.shape[0]).bool()[:, None]
+        before = torch.where(resume, state.m, NEG_INF)
+        # where and not a product: memory that was never written may hold NaN
+        acc = torch.where(resume[..., None], state.acc, 0.0)
+        peak = torch.maximum(before, lse)
+        peak = torch.where(peak == NEG_INF, 0.0, peak)
+        old, new = (before - peak).exp(), (lse - peak).exp()
+        total = old + new
+        safe = torch.where(total == 0, 1.0, total)
+        state.acc.copy_(acc * (old / safe)[..., None] + result.float() * (new / safe)[..., None])
+        state.m.copy_(peak + total.log())
+
+    def _scoring(self) -> dict[str, float]:
+        return {"softmax_scale": self.spec.scale, "softcap": self.spec.softcap or 0.0}
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """flash-attn counts the keys to the left of the query, without the query's own."""
+    return (-1, -1) if window is None else (window - 1, 0)

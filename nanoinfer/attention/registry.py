@@ -1,0 +1,44 @@
+"""From a backend's name to a backend that has been checked against the model, the device and the mode."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+import torch
+
+from nanoinfer.attention.base import AttentionBackend, AttentionSpec
+
+BACKEND_NAMES = ("auto", "triton", "torch", "flash_attn")
+
+_CLASSES = {
+    "triton": ("nanoinfer.attention.triton_backend", "TritonBackend"),
+    "torch": ("nanoinfer.attention.torch_backend", "TorchBackend"),
+    "flash_attn": ("nanoinfer.attention.flash_attn_backend", "FlashAttnBackend"),
+}
+
+
+def make_backend(name: str, spec: AttentionSpec, device: torch.device | str, offload: bool) -> AttentionBackend:
+    """Build the named backend. "auto" is triton on a CUDA device and torch elsewhere.
+
+    Raises ValueError where the name is unknown, its package is missing, or it cannot run this model in this mode.
+    """
+    device = torch.device(device)
+    if name not in BACKEND_NAMES:
+        near = difflib.get_close_matches(name, BACKEND_NAMES, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown attention backend {name!r}: choose from {', '.join(BACKEND_NAMES)}{hint}")
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    module, class_name = _CLASSES[name]
+    try:
+        backend_class = getattr(importlib.import_module(module), class_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise ValueError(
+            f"attention backend {name!r} needs the package triton, which is not installed: "
+            "pip install triton, or choose attention backend 'torch'"
+        ) from error
+    backend_class.check(spec, device, offload)
+    return backend_class(spec, device)

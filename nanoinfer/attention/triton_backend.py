@@ -1,0 +1,113 @@
+"""The default backend on CUDA: our own Triton kernels, exact to the bit wherever KV blocks lie."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, Partials, PrefillPiece, PrefillState
+from nanoinfer.kernels.decode_partial import decode_partial
+from nanoinfer.kernels.merge import merge
+from nanoinfer.kernels.prefill import prefill
+from nanoinfer.kernels.shape import KernelShape, decode_programs, prefill_tiles
+from nanoinfer.kernels.store_kv import store_kv
+
+INTERPRETER_PROGRAMS = 2
+INTERPRETER_SHARED_MEMORY_BYTES = 99 * 1024
+MAX_HEAD_DIM = 256
+
+
+class TritonBackend(AttentionBackend):
+    """head_dim a multiple of 16 up to 256, any group size, float32, bfloat16 or float16, windows and soft caps.
+
+    num_programs (per KV head) is the width of the persistent decode grid; None: as many as the GPU holds at once.
+    """
+
+    name = "triton"
+    graph_safe = True
+    exact_splits = True
+
+    def __init__(self, spec: AttentionSpec, device: torch.device | str, num_programs: int | None = None) -> None:
+        super().__init__(spec, device)
+        self.shape = KernelShape(
+            num_q_heads=spec.num_q_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=spec.block_size,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            dtype=spec.dtype,
+            interpreted=self.device.type != "cuda",
+        )
+        if self.device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(self.device)
+            programs = decode_programs(self.shape, gpu.multi_processor_count, gpu.shared_memory_per_multiprocessor)
+            self.tiles = prefill_tiles(self.shape, gpu.shared_memory_per_block_optin)
+        else:
+            programs = INTERPRETER_PROGRAMS
+            self.tiles = prefill_tiles(self.shape, INTERPRETER_SHARED_MEMORY_BYTES)
+        self.num_programs = programs if num_programs is None else num_programs
+        # Prefill without a state still takes pointers of the state's dtype, for one binary; they are never read.
+        self._no_state = tuple(torch.empty(16, dtype=torch.float32, device=self.device) for _ in range(3))
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, device: torch.device | str, offload: bool) -> None:
+        device = torch.device(device)
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"attention backend 'triton' needs a CUDA device, not {device.type!r}: choose attention backend "
+                "'torch', or set TRITON_INTERPRET=1 before the first import to run the kernels in the interpreter"
+            )
+        if spec.head_dim % 16 or spec.head_dim > MAX_HEAD_DIM:
+            raise ValueError(
+                f"head_dim is {spec.head_dim}, and attention backend 'triton' takes multiples of 16 up to "
+                f"{MAX_HEAD_DIM}: choose attention backend 'torch'"
+            )
+        if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"attention dtype is {spec.dtype}, and attention backend 'triton' takes float32, bfloat16 or float16: "
+                "choose one of these, or attention backend 'torch'"
+            )
+
+    def store_kv(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+        self._check_rows(k, kv)
+        self._check_rows(v, kv)
+        store_kv(k, v, kv, slot_mapping)
+
+    def decode_partial(
+        self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
+    ) -> None:
+        self._check_rows(q, kv)
+        assert work.items.is_contiguous() and work.items.dtype == torch.int32, "items must be packed int32"
+        decode_partial(
+            q, kv, work.items, work.num_items, seq_lens, partials.out, partials.lse,
+            window=window, shape=self.shape, num_programs=self.num_programs,
+        )  # fmt: skip
+
+    def merge(self, partials: Partials, ranges: Tensor, out: Tensor) -> None:
+        assert out.is_contiguous(), "out must be contiguous"
+        merge(partials.out, partials.lse, ranges, out)
+
+    def prefill(
+        self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None
+    ) -> None:
+        assert state is not None or not piece.store_state, "store_state needs a PrefillState"
+        self._check_rows(q, kv)
+        assert out.is_contiguous(), "out must be contiguous"
+        prefill(
+            q, kv, out,
+            self._no_state if state is None else (state.acc, state.m, state.l),
+            (piece.cu_seqlens_q, piece.query_pos, piece.first_block, piece.kv_end, piece.load_state),
+            piece.block_table,
+            max_query_len=piece.max_query_len, store_state=piece.store_state, window=window,
+            shape=self.shape, tiles=self.tiles,
+        )  # fmt: skip
+
+    def _check_rows(self, x: Tensor, kv: Tensor) -> None:
+        """The kernels derive all strides but the row's from the shape, and rely on aligned vector loads."""
+        assert x.stride(2) == 1 and x.stride(1) == self.spec.head_dim, "heads of a row must be packed"
+        assert x.stride(0) % 16 == 0 or x.shape[0] == 1, "rows must lie a multiple of 16 values apart"
+        assert x.dtype == kv.dtype == self.spec.dtype, f"dtypes {x.dtype}, {kv.dtype}: expected {self.spec.dtype}"
+        assert kv.is_contiguous() and kv.data_ptr() % 16 == 0, "kv must be contiguous and aligned to 16 bytes"

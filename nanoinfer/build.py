@@ -1,0 +1,159 @@
+"""Start-up: from the config to a runner, checking everything that can be checked before memory is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from nanoinfer.attention.base import AttentionSpec
+from nanoinfer.attention.registry import make_backend
+from nanoinfer.config import EngineConfig
+from nanoinfer.loader import check_safetensors, find_model, load_config, load_model, resolve_dtype
+from nanoinfer.memory import MemoryPlan, gpu_budget, make_plan
+from nanoinfer.models import ModelSpec, resolve
+from nanoinfer.runner import ModelRunner
+from nanoinfer.sampling_batch import SamplingBatch
+from nanoinfer.sequence import Sequence
+from offload import CudaRuntime, KVLayout, Runtime, SimulatedRuntime
+from offload.pinned import memory_available_bytes
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    plan: MemoryPlan
+    runner: ModelRunner
+    tokenizer: PreTrainedTokenizerBase | None
+    end_token_ids: frozenset[int]
+
+
+def build(
+    config: EngineConfig,
+    runtime: Runtime | None,
+    make_sampling: Callable[[list[Sequence]], SamplingBatch | None],
+) -> BuiltEngine:
+    """Loads the model and lays out the memory.
+
+    Raises:
+        ValueError: something in the config, the checkpoint or the machine does not fit; says what and what to do.
+    """
+    device = resolve_device(config.device) if runtime is None else runtime.device
+    hf_config = load_config(config.model)
+    model_dir = find_model(config.model, weights=config.load_format != "dummy")
+    if config.load_format != "dummy":
+        check_safetensors(model_dir)
+    spec = resolve(hf_config).spec_from_config(hf_config, resolve_dtype(config.dtype, hf_config))
+    layout = KVLayout(
+        num_layers=spec.num_layers,
+        block_size=config.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=spec.dtype,
+    )
+    backend = make_backend(
+        config.attention_backend, attention_spec(spec, config.block_size), device, config.enable_cpu_offload
+    )
+    host_available = memory_available_bytes()
+    is_cuda = device.type == "cuda"
+    plan = make_plan(
+        config,
+        spec,
+        layout,
+        budget_bytes=gpu_budget(config, device, host_available),
+        host_available_bytes=host_available,
+        is_cuda=is_cuda,
+    )
+    tokenizer = load_tokenizer(config, model_dir)
+    if runtime is None:
+        runtime = CudaRuntime(device) if is_cuda else SimulatedRuntime()
+    with torch.inference_mode():
+        model = load_model(
+            model_dir,
+            hf_config,
+            spec.dtype,
+            device,
+            load_format=config.load_format,
+            seed=config.seed,
+            max_position=plan.max_model_len,
+            progress=config.progress_bar,
+        )
+    runner = ModelRunner(config, plan, runtime, model, backend, layout, make_sampling)
+    return BuiltEngine(plan, runner, tokenizer, end_token_ids(model_dir, hf_config))
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device that `name` asks for.
+
+    Raises:
+        ValueError: the name is no device, or CUDA is asked for where there is none.
+    """
+    if name == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f'device={name!r} is no device: give "auto", "cuda", "cuda:1" or "cpu"') from error
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f'device={name!r} is not supported: give "auto", "cuda", "cuda:1" or "cpu"')
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ValueError(
+                f"device={name!r}, but torch sees {count} CUDA devices: give "
+                + (f'"cuda:0" to "cuda:{count - 1}"' if count else '"cpu" or "auto", or install a CUDA build of torch')
+            )
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def attention_spec(spec: ModelSpec, block_size: int) -> AttentionSpec:
+    return AttentionSpec(
+        num_q_heads=spec.num_q_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.attention_scale,
+        block_size=block_size,
+        softcap=spec.softcap,
+        windows=tuple(dict.fromkeys(spec.windows)),
+        dtype=spec.dtype,
+    )
+
+
+def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, or None where it is not wanted or the checkpoint has none.
+
+    Raises:
+        ValueError: a tokenizer was named and cannot be loaded.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is None:
+        files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+        if not any((model_dir / name).exists() for name in files):
+            return None
+    source = config.tokenizer or model_dir
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"tokenizer {str(source)!r} cannot be loaded ({error}): check its files, or set skip_tokenizer_init=True "
+            "to work on token ids"
+        ) from error
+
+
+def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int]:
+    """Tokens that end a completion: those of generation_config.json if it names some, else of config.json."""
+    found = getattr(hf_config, "eos_token_id", None)
+    path = model_dir / "generation_config.json"
+    if path.exists():
+        try:
+            found = json.loads(path.read_text()).get("eos_token_id", found)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no JSON ({error}): mend or remove it") from error
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list) else [found])

@@ -1,0 +1,160 @@
+"""What the user can set. Everything that the engine works out from it goes into a plan, never back in here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.errors import nearest, refuse_unknown
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_bytes(value: int | float | str, name: str) -> int:
+    """Bytes from a number or from text such as "12GiB" (2^30) or "12GB" (10^9).
+
+    Raises:
+        ValueError: the text is no size, or the size is not positive.
+    """
+    size = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f'{name}={value!r} is no size: give bytes or text such as "12GiB" or "500MB"')
+        size = float(match[1]) * _UNITS[match[2].lower()]
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < float("inf"):
+        raise ValueError(f'{name}={value!r} must be a positive number of bytes or text such as "12GiB"')
+    return int(size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Names and meanings follow vLLM where it has them.
+
+    Attributes:
+        model: local directory of a Hugging Face checkpoint, or a hub id.
+        tokenizer: directory or hub id of the tokenizer; None takes the model's.
+        skip_tokenizer_init: True works on token ids only.
+        dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
+        device: "auto" (CUDA if there is one), "cuda", "cuda:1", "cpu".
+        max_model_len: tokens of a prompt with its output. None: the model's own limit, cut to what the memory holds.
+        max_num_seqs: sequences that run at once. None: 256, or 64 where the budget is below 32 GiB.
+        max_num_batched_tokens: tokens of one prefill step; bounds the activations. None: 8192 on CUDA, cut to what
+            the budget holds, 2048 on the CPU.
+        gpu_memory_utilization: share of the GPU's memory to use when no limit is given.
+        gpu_memory_limit: bytes (or "12GiB") that weights, KV blocks, ring, activations and graphs may take together.
+        host_memory_limit: bytes of pinned host memory for KV blocks. None: what `max_num_seqs` sequences can need, at
+            most 60 % of the memory that is available.
+        block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so another
+            block size rounds differently.
+        enable_cpu_offload: start in offload mode: full KV blocks live in host memory and stream through the ring.
+        num_ring_slots: ring slots, at least 2.
+        ring_slot_bytes: bytes of one ring slot, at least one layer of a block. None: 32 MiB.
+        enforce_eager: no CUDA graphs.
+        cuda_graph_batch_sizes: batch sizes to capture. None: powers of two up to `max_num_seqs`; "staged": powers of
+            two to 16, multiples of 16 to 256, multiples of 256 beyond.
+        attention_backend: "auto", "triton", "torch" or "flash_attn".
+        enable_prefix_caching: reuse KV blocks of equal prompt beginnings.
+        seed: for requests without a seed of their own, and for dummy weights.
+        load_format: "auto" (safetensors) or "dummy" (random weights from the config alone).
+        pin_host_memory: "auto" goes on with pageable memory where the system refuses, and says at what speed;
+            "require" raises.
+        progress_bar: show progress while loading, pinning and capturing.
+    """
+
+    model: str | Path
+    tokenizer: str | Path | None = None
+    skip_tokenizer_init: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    gpu_memory_limit: int | str | None = None
+    host_memory_limit: int | str | None = None
+    block_size: int = 256
+    enable_cpu_offload: bool = False
+    num_ring_slots: int = 4
+    ring_slot_bytes: int | str | None = None
+    enforce_eager: bool = False
+    cuda_graph_batch_sizes: list[int] | str | None = None
+    attention_backend: str = "auto"
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    load_format: str = "auto"
+    pin_host_memory: str = "auto"
+    progress_bar: bool = True
+
+    def __post_init__(self) -> None:
+        self._one_of("dtype", ("auto", "bfloat16", "float16", "float32"))
+        self._one_of("load_format", ("auto", "dummy"))
+        self._one_of("attention_backend", ("auto", "triton", "torch", "flash_attn"))
+        self._one_of("pin_host_memory", ("auto", "require"))
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            self._count(name, minimum=1, optional=True)
+        self._count("block_size", minimum=16)
+        if self.block_size % 16:
+            raise ValueError(f"block_size={self.block_size} must be a multiple of 16, such as 256")
+        self._count("num_ring_slots", minimum=2, reason=": one slot is filled while another is read")
+        self._count("seed", minimum=0)
+        for name in ("enable_cpu_offload", "enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        for name in ("gpu_memory_limit", "host_memory_limit", "ring_slot_bytes"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), name)
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={utilization!r} must be above 0 and at most 1, such as 0.9")
+        self._check_batch_sizes()
+
+    @classmethod
+    def from_arguments(cls, arguments: dict[str, Any]) -> EngineConfig:
+        """Builds the config, refusing unknown names with the nearest known one.
+
+        Raises:
+            UnknownNameError: an argument that does not exist.
+            ValueError: a value that is not allowed.
+        """
+        refuse_unknown(arguments, [field.name for field in fields(cls)], "LLM")
+        return cls(**arguments)
+
+    def graph_batch_sizes(self, max_num_seqs: int) -> list[int]:
+        """Padded decode batch sizes, ascending, none above `max_num_seqs` but the last, which covers it."""
+        if isinstance(self.cuda_graph_batch_sizes, list):
+            return sorted(set(self.cuda_graph_batch_sizes))
+        powers = [2**i for i in range(max_num_seqs.bit_length() + 1)]
+        if self.cuda_graph_batch_sizes == "staged":
+            sizes = [size for size in powers if size < 16]
+            sizes += [*range(16, 257, 16), *range(512, max_num_seqs + 256, 256)]
+        else:
+            sizes = [size for size in powers if size <= 256]
+        return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs]
+
+    def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            hint = nearest(str(value), allowed)
+            suggestion = f" (did you mean {hint!r}?)" if hint else ""
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}{suggestion}")
+
+    def _count(self, name: str, *, minimum: int, optional: bool = False, reason: str = "") -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {minimum}{reason}")
+
+    def _check_batch_sizes(self) -> None:
+        sizes = self.cuda_graph_batch_sizes
+        if sizes is None or sizes == "staged":
+            return
+        valid = isinstance(sizes, list) and sizes and all(type(size) is int and size >= 1 for size in sizes)
+        if not valid:
+            raise ValueError(
+                f'cuda_graph_batch_sizes={sizes!r} must be None, "staged" or a list of whole numbers of at least 1'
+            )

@@ -1,0 +1,290 @@
+"""Decode: one token for each row of a padded batch, as pieces that run eagerly or from captured graphs.
+
+Piece l is `after_attention` of layer l - 1 and `before_attention` of layer l with the attention over the GPU pool.
+Between two pieces the ring may attend to more splits of layer l; the next piece merges them all. Resident mode is the
+pieces one after the other, captured as one graph. So both modes run the same kernels in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanoinfer.attention.base import AttentionBackend, DecodeWork, Partials
+from nanoinfer.device_tables import DeviceTable, RowState
+from nanoinfer.kv_cache import KVCache
+from nanoinfer.models.base import DecoderModel
+from nanoinfer.sequence import Sequence
+from nanoinfer.work import slot_records, split_lists
+from offload import Chunk, Graph, Ring, Runtime, Stream, StreamPlan, pack
+
+
+@dataclass
+class DecodeCounters:
+    """Running totals of decode steps."""
+
+    graph_replays: int = 0
+    eager_steps: int = 0
+    padded_rows: int = 0
+    num_rows: int = 0
+
+
+class DecodeProgram:
+    """Buffers, tables, pieces and graphs of decode.
+
+    Args:
+        max_batch: largest padded batch.
+        batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
+        max_splits: capacity of the partials workspace, in splits over all rows.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        compute: Stream,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        rows: RowState,
+        ring: Ring,
+        *,
+        max_batch: int,
+        batch_sizes: list[int],
+        max_splits: int,
+    ) -> None:
+        spec, device = model.spec, runtime.device
+        self.batch_sizes = batch_sizes
+        self.windows = list(dict.fromkeys(spec.windows))
+        self.counters = DecodeCounters()
+        self.max_splits = max_splits
+        self.rows = rows
+        self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._runtime, self._compute = runtime, compute
+        self._model, self._backend, self._kv_cache, self._ring = model, backend, kv_cache, ring
+        self._kind = [self.windows.index(window) for window in spec.windows]  # layer -> index into windows
+        heads = (max_batch, spec.num_q_heads, spec.head_dim)
+        self._x = torch.zeros(max_batch, spec.hidden_size, dtype=spec.dtype, device=device)
+        self._q = torch.zeros(heads, dtype=spec.dtype, device=device)
+        self._attention = torch.zeros(heads, dtype=spec.dtype, device=device)
+        self._positions = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
+        self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
+        self._partials: Partials = backend.partials(max_splits)
+        # The host's tables, one set per window.
+        record = 4 + 4 * ring.blocks_per_slot
+        self._batch_rows = DeviceTable(runtime, max_batch)
+        self._ranges = [DeviceTable(runtime, max_batch + 1) for _ in self.windows]
+        self._items = [DeviceTable(runtime, 4 + 4 * max_splits) for _ in self.windows]
+        self._records = [DeviceTable(runtime, -(-max_splits // ring.blocks_per_slot) * record) for _ in self.windows]
+        self._slot_records = torch.zeros(ring.num_ring_slots, record, dtype=torch.int32, device=device)
+        self._pool_work = [_work(table.tensor) for table in self._items]
+        self._slot_work = [_work(slot_record) for slot_record in self._slot_records]
+        self._step_graphs: dict[int, Graph] = {}
+        self._piece_graphs: dict[int, list[Graph]] = {}
+        self._slot_graphs: list[list[Graph]] = []  # [window][ring slot]
+
+    # Pieces
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self._kind) + 1
+
+    def piece(self, index: int, size: int, whole_rows: bool = False) -> None:
+        """Runs piece `index` for a padded batch of `size` rows on the current stream.
+
+        `whole_rows` lets a backend without fixed splits attend to whole rows, which only resident mode can.
+        """
+        model, backend = self._model, self._backend
+        x, attention = self._x[:size], self._attention[:size]
+        if index == 0:
+            self._prepare(size)
+            x.copy_(model.embed(self.rows.token.index_select(0, self._batch_rows.tensor[:size])))
+        else:
+            if not whole_rows:
+                backend.merge(self._partials, self._ranges[self._kind[index - 1]].tensor[: size + 1], attention)
+            x.copy_(model.after_attention(index - 1, x, attention))
+        if index == len(self._kind):
+            self._finish(size)
+            return
+        q, k, v = model.before_attention(index, x, self._positions[:size])
+        kv, window, lengths = self._kv_cache.gpu_kv[index], model.spec.windows[index], self._lengths[:size]
+        backend.store_kv(k, v, kv, self._slots[:size])
+        self._q[:size].copy_(q)
+        if whole_rows:
+            backend.decode_rows(self._q[:size], kv, self._block_table[:size], lengths, attention, window)
+        else:
+            work = self._pool_work[self._kind[index]]
+            backend.decode_partial(self._q[:size], kv, work, lengths, self._partials, window)
+
+    def attend_slot(self, window_index: int, ring_slot: int) -> None:
+        """Attends to whatever the ring slot holds. Knows no layer: everything that varies lies in device tables."""
+        self._backend.decode_partial(
+            self._q,
+            self._ring.slots[ring_slot],
+            self._slot_work[ring_slot],
+            self._lengths,
+            self._partials,
+            self.windows[window_index],
+        )
+
+    def _prepare(self, size: int) -> None:
+        rows = self._batch_rows.tensor[:size]
+        block_size = self._kv_cache.block_size
+        self._lengths[:size].copy_(self.rows.length.index_select(0, rows))
+        positions = self._positions[:size]
+        positions.copy_(self._lengths[:size] - 1)
+        self._block_table[:size].copy_(self.rows.block_table.index_select(0, rows))
+        blocks = self._block_table[:size].gather(1, (positions // block_size).unsqueeze(1)).squeeze(1)
+        self._slots[:size].copy_(blocks * block_size + positions % block_size)
+
+    def _finish(self, size: int) -> None:
+        rows = self._batch_rows.tensor[:size].long()
+        self.logits[:size].copy_(self._model.logits(self._x[:size]))
+        self.tokens[:size].copy_(self.logits[:size].argmax(dim=-1))
+        self.rows.token.index_copy_(0, rows, self.tokens[:size])
+        is_real = (rows != self.rows.padding_row).to(torch.int32)
+        self.rows.length.index_copy_(0, rows, self._lengths[:size] + is_real)
+
+    def set_tokens(self, tokens: torch.Tensor) -> None:
+        """Replaces the greedy tokens of the first rows by sampled ones, [n] int64."""
+        count = len(tokens)
+        self.tokens[:count].copy_(tokens)
+        self.rows.token.index_copy_(0, self._batch_rows.tensor[:count].long(), tokens)
+
+    # Graphs
+
+    def capture_resident(self, progress: Callable[[str], None]) -> None:
+        """Captures the whole step for each batch size, the largest first, so that the shared pool grows only once."""
+        whole_rows = not self._backend.exact_splits
+        self._reset_tables()
+        for size in reversed(self.batch_sizes):
+            if size not in self._step_graphs:
+                self._step_graphs[size] = self._runtime.capture(
+                    self._compute, lambda size=size: self._whole_step(size, whole_rows)
+                )
+            progress(f"decode graph, batch {size}")
+
+    def capture_offload(self, progress: Callable[[str], None]) -> None:
+        """Captures each piece for each batch size, and the attention over each ring slot."""
+        self._reset_tables()
+        for size in reversed(self.batch_sizes):
+            if size not in self._piece_graphs:
+                self._piece_graphs[size] = [
+                    self._runtime.capture(self._compute, lambda index=index, size=size: self.piece(index, size))
+                    for index in range(self.num_pieces)
+                ]
+            progress(f"layer graphs, batch {size}")
+        if not self._slot_graphs:
+            self._slot_graphs = [
+                [
+                    self._runtime.capture(self._compute, lambda w=window, s=ring_slot: self.attend_slot(w, s))
+                    for ring_slot in range(self._ring.num_ring_slots)
+                ]
+                for window in range(len(self.windows))
+            ]
+        progress("ring slot graphs")
+
+    def _whole_step(self, size: int, whole_rows: bool) -> None:
+        for index in range(self.num_pieces):
+            self.piece(index, size, whole_rows)
+
+    def _reset_tables(self) -> None:
+        """A batch of padding rows only, which is what the warm-up run before a capture computes."""
+        count = len(self._q)
+        self._batch_rows.set(self._compute, np.full(count, self.rows.padding_row, dtype=np.int32))
+        for ranges, items in zip(self._ranges, self._items, strict=True):
+            ranges.set(self._compute, np.zeros(count + 1, dtype=np.int32))
+            items.set(self._compute, np.zeros(4, dtype=np.int32))
+
+    # Steps
+
+    def padded_size(self, count: int) -> int:
+        """The smallest captured batch size that holds `count` rows, or `count` itself beyond the largest."""
+        return next((size for size in self.batch_sizes if size >= count), count)
+
+    def begin(self, sequences: list[Sequence], write_through: list[tuple[int, int]]) -> DecodeStep:
+        """Uploads what changed and plans the step."""
+        self.rows.update(self._compute, sequences, self._kv_cache)
+        size = self.padded_size(len(sequences))
+        rows = np.array([sequence.row for sequence in sequences], dtype=np.int32)
+        lengths = np.array([sequence.num_tokens for sequence in sequences])
+        padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
+        self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
+        gpu_rows, host_rows = self._kv_cache.gpu_table[rows], self._kv_cache.host_table[rows]
+        chunks_of: list[list[Chunk]] = []
+        for index, window in enumerate(self.windows):
+            lists = split_lists(gpu_rows, host_rows, lengths, window, self._kv_cache.block_size)
+            ranges = np.concatenate([lists.ranges, np.full(len(padding), lists.ranges[-1], dtype=np.int32)])
+            assert ranges[-1] <= self.max_splits, f"{ranges[-1]} splits in a workspace of {self.max_splits}"
+            self._ranges[index].set(self._compute, ranges)
+            head = np.array([[len(lists.on_gpu), 0, 0, 0]], dtype=np.int32)
+            self._items[index].set(self._compute, np.concatenate([head, lists.on_gpu]))
+            chunks = pack(lists.on_host[:, 2], self._ring.blocks_per_slot)
+            self._records[index].set(self._compute, slot_records(lists.on_host, chunks, self._ring.blocks_per_slot))
+            chunks_of.append(chunks)
+        self.counters.padded_rows += len(padding)
+        self.counters.num_rows += len(rows)
+        plan = StreamPlan(tuple(chunks_of[kind] for kind in self._kind))
+        return DecodeStep(self, size, plan, write_through)
+
+    def run_resident(self, step: DecodeStep) -> None:
+        """Enqueues a whole step without ring."""
+        whole_rows = not self._backend.exact_splits
+        graph = self._step_graphs.get(step.size)
+        if graph is not None:
+            self._compute.replay(graph)
+            self.counters.graph_replays += 1
+        else:
+            self._compute.run(lambda: self._whole_step(step.size, whole_rows))
+            self.counters.eager_steps += 1
+
+    def enqueue_piece(self, index: int, size: int) -> None:
+        graphs = self._piece_graphs.get(size)
+        if graphs is not None:
+            self._compute.replay(graphs[index])
+            self.counters.graph_replays += 1
+        else:
+            self._compute.run(lambda: self.piece(index, size))
+            self.counters.eager_steps += index == 0
+
+    def enqueue_attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        window = self._kind[layer]
+        record = self._slot_records[ring_slot]
+        begin = chunk.begin // self._ring.blocks_per_slot * len(record)
+        self._compute.copy(record, self._records[window].tensor[begin : begin + len(record)])
+        if self._slot_graphs:
+            self._compute.replay(self._slot_graphs[window][ring_slot])
+            self.counters.graph_replays += 1
+        else:
+            self._compute.run(lambda: self.attend_slot(window, ring_slot))
+
+
+@dataclass
+class DecodeStep:
+    """One decode step as the offload engine runs it (see `offload.OffloadStep`)."""
+
+    program: DecodeProgram
+    size: int
+    plan: StreamPlan
+    write_through: list[tuple[int, int]]
+
+    @property
+    def ahead(self) -> StreamPlan:
+        """If no sequence comes or goes, the next step streams the same blocks first."""
+        return self.plan
+
+    def compute(self, layer: int) -> None:
+        self.program.enqueue_piece(layer, self.size)
+
+    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        self.program.enqueue_attend(layer, chunk, ring_slot)
+
+
+def _work(table: torch.Tensor) -> DecodeWork:
+    """Reads a flat table of (number of items, 0, 0, 0), items..."""
+    return DecodeWork(items=table[4:].view(-1, 4), num_items=table[:1])

@@ -1,0 +1,169 @@
+"""Token ids to text, piece by piece: characters that span tokens, and stop strings that span tokens."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+# What a decoder writes for bytes that are no whole UTF-8 character (yet).
+REPLACEMENT_CHARACTER = "\ufffd"
+# vLLM's number: enough context for tokenizers whose first piece of a text loses its leading space.
+NUM_PROMPT_CONTEXT_TOKENS = 5
+# A UTF-8 character has at most 4 bytes and a token at least one, so a longer wait is for text that never comes:
+# output that is no UTF-8, or a run of tokens without text. It ends, or each new token would decode all of them again.
+MAX_WAITING_TOKENS = 16
+
+
+class Tokenizer(Protocol):
+    """The one method of a transformers tokenizer that is used here."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+
+
+def token_text(tokenizer: Tokenizer | None, token_id: int) -> str | None:
+    """One token as text on its own (for Logprob.decoded_token); None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class Detokenizer:
+    """The text of one completion, as its tokens arrive.
+
+    Decoding is the prefix-offset algorithm of vLLM (`vllm/transformers_utils/detokenizer_utils.py`,
+    `detokenize_incrementally`) and text-generation-inference: the last tokens whose text is out are decoded again
+    together with the new ones, and what the text gained is new. Its cost per token does not grow with the text.
+
+    A stop string is found wherever the tokens cut it. Of several, the one that is complete first counts, and of two
+    that end together the longer one, so the result does not depend on how many tokens come at once. The text ends
+    before the stop string. Text that may yet become one is held back until it does or cannot any more.
+
+    The token that ends a completion (end token or stop_token_ids) is not to be appended: its text is no output.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Iterable[str] = (),
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ):
+        """
+        tokenizer: None: there is no text, and no stop string is ever found.
+        stop: strings that end the completion.
+        prompt_token_ids: the prompt; its last tokens are the context of the first generated one.
+        min_tokens: stop strings complete within so many tokens are ordinary text.
+        """
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._skip_special_tokens = skip_special_tokens
+        # Tokens [0, _num_read) of the window are out as text (or are prompt), the rest still waits.
+        self._window = list(prompt_token_ids[-NUM_PROMPT_CONTEXT_TOKENS:]) if tokenizer else []
+        self._num_read = len(self._window)
+        self._num_read_chars = len(self._decode(self._window))
+        self._held = ""  # decoded, not released: the longest end of the text that begins a stop string
+        self._released: list[str] = []
+        self.num_tokens = 0
+        """Tokens taken so far, up to and with the one that completed the stop string."""
+        self.stop_hit: str | None = None
+        """The stop string that was found."""
+
+    @property
+    def text(self) -> str:
+        """All text released so far: the deltas joined."""
+        return "".join(self._released)
+
+    def append(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
+        """Takes generated tokens; returns the text that they release and the stop string found, if any.
+
+        Tokens after a stop string are ignored.
+        """
+        num_released = len(self._released)
+        for token_id in token_ids:
+            if self.stop_hit is not None:
+                break
+            self.num_tokens += 1
+            if self._tokenizer is not None:
+                self._window.append(token_id)
+                self._release(self._read_window(), search=self.num_tokens > self._min_tokens)
+        return "".join(self._released[num_released:]), self.stop_hit
+
+    def flush(self) -> str:
+        """Releases what is held back, at the end of a completion; an unfinished character becomes U+FFFD."""
+        if self._tokenizer is None or self.stop_hit is not None:
+            return ""
+        num_released = len(self._released)
+        piece = self._decode(self._window)[self._num_read_chars :]
+        self._start_window(at=len(self._window))
+        self._release(piece, search=self.num_tokens > self._min_tokens)
+        self._released.append(self._held)
+        self._held = ""
+        return "".join(self._released[num_released:])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if not token_ids:
+            return ""
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def _read_window(self) -> str:
+        """The text that the waiting tokens add, or "" where they have to wait for more."""
+        text = self._decode(self._window)
+        is_overdue = len(self._window) - self._num_read >= MAX_WAITING_TOKENS
+        if len(text) <= self._num_read_chars:
+            # No text, such as special tokens. The next token needs the context before them, so they only leave.
+            if is_overdue:
+                del self._window[self._num_read :]
+            return ""
+        if text.endswith(REPLACEMENT_CHARACTER) and not is_overdue:
+            return ""
+        piece = text[self._num_read_chars :]
+        self._start_window(at=self._num_read)
+        return piece
+
+    def _start_window(self, *, at: int) -> None:
+        """Everything in the window is out; its tokens from `at` on are the context of the next one."""
+        self._window = self._window[at:]
+        self._num_read = len(self._window)
+        self._num_read_chars = len(self._decode(self._window))
+
+    def _release(self, piece: str, *, search: bool) -> None:
+        """Adds decoded text: up to a stop string if there is one, else up to what may become one."""
+        if not piece:
+            return
+        text = self._held + piece
+        found = self._find_stop(text) if search else None
+        if found is not None:
+            start, self.stop_hit = found
+            self._released.append(text[:start])
+            self._held = ""
+            return
+        num_held = self._num_chars_to_hold(text)
+        self._released.append(text[: len(text) - num_held])
+        self._held = text[len(text) - num_held :]
+
+    def _find_stop(self, text: str) -> tuple[int, str] | None:
+        """(start, stop string) of the match that ends first in `text`, the longest one of those."""
+        num_old = len(self._held)
+        matches = []
+        for stop in self._stop:
+            # A match that ends in the old text was complete within min_tokens, or would have been found then.
+            start = text.find(stop, max(0, num_old + 1 - len(stop)))
+            if start >= 0:
+                matches.append((start + len(stop), start, stop))
+        if not matches:
+            return None
+        _, start, stop = min(matches)
+        return start, stop
+
+    def _num_chars_to_hold(self, text: str) -> int:
+        """Length of the longest end of `text` that is the beginning of a stop string, and not all of it."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

@@ -1,0 +1,73 @@
+"""Small tables that the host keeps and the device reads: uploaded only when they changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanoinfer.kv_cache import KVCache
+from nanoinfer.sequence import Sequence
+from offload import Runtime, Staging, Stream
+
+
+class DeviceTable:
+    """A flat int32 table at a fixed device address, written by the host through rotating staging buffers."""
+
+    def __init__(self, runtime: Runtime, num_elements: int) -> None:
+        self.tensor = torch.zeros(num_elements, dtype=torch.int32, device=runtime.device)
+        self._staging = Staging(runtime, num_elements, torch.int32)
+        self._last = np.zeros(0, dtype=np.int32)
+
+    def set(self, stream: Stream, values: np.ndarray) -> None:
+        """Makes the table begin with `values` (any shape, int32) for all work enqueued on `stream` from here on."""
+        values = values.reshape(-1)
+        if len(values) == 0 or np.array_equal(values, self._last[: len(values)]):
+            return
+        self._staging.acquire().numpy()[: len(values)] = values
+        self._staging.upload(stream, self.tensor[: len(values)])
+        self._last = values.astype(np.int32, copy=True)
+
+
+class RowState:
+    """What decode needs to know of each row, on the device for the row's whole life.
+
+    The last row is for padding: it has one token, in the scratch block.
+
+    Attributes:
+        token: [max_num_seqs + 1] int64, the token whose KV is computed next.
+        length: [max_num_seqs + 1] int32, tokens of the sequence, that one included.
+        block_table: [max_num_seqs + 1, max_blocks_per_seq] int32, GPU blocks; 0 (scratch) where there is none.
+    """
+
+    def __init__(self, runtime: Runtime, max_num_seqs: int, max_blocks_per_seq: int) -> None:
+        device = runtime.device
+        self.padding_row = max_num_seqs
+        self.token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.length = torch.ones(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(max_num_seqs + 1, max_blocks_per_seq, dtype=torch.int32, device=device)
+        self._width = 3 + max_blocks_per_seq
+        self._updates = torch.zeros(max_num_seqs * self._width, dtype=torch.int32, device=device)
+        self._staging = Staging(runtime, max_num_seqs * self._width, torch.int32)
+
+    def update(self, stream: Stream, sequences: list[Sequence], kv_cache: KVCache) -> None:
+        """Uploads the rows of `sequences` that changed since their last upload."""
+        changed = [sequence for sequence in sequences if sequence.row in kv_cache.changed_rows]
+        if not changed:
+            return
+        count = len(changed)
+        host = self._staging.acquire().numpy()[: count * self._width].reshape(count, self._width)
+        for line, sequence in zip(host, changed, strict=True):
+            line[:3] = sequence.row, sequence.token_ids[-1], sequence.num_tokens
+            np.maximum(kv_cache.gpu_table[sequence.row], 0, out=line[3:])
+            kv_cache.changed_rows.discard(sequence.row)
+        updates = self._updates[: count * self._width]
+        self._staging.upload(stream, updates)
+
+        def apply() -> None:
+            lines = updates.view(count, self._width)
+            rows = lines[:, 0].long()
+            self.token.index_copy_(0, rows, lines[:, 1].long())
+            self.length.index_copy_(0, rows, lines[:, 2])
+            self.block_table.index_copy_(0, rows, lines[:, 3:])
+
+        stream.run(apply)

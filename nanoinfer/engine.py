@@ -1,0 +1,273 @@
+"""The engine: requests in, steps, tokens out."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+from nanoinfer.build import BuiltEngine, build
+from nanoinfer.config import EngineConfig
+from nanoinfer.outputs import StreamOutput
+from nanoinfer.request import Request
+from nanoinfer.runner import SampledTokens
+from nanoinfer.sampling_batch import RowSampling, SamplingBatch
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduler import PrefillBatch, Scheduler
+from nanoinfer.sequence import Sequence, SequenceState
+from offload import Runtime
+
+MODES = ("resident", "offload")
+
+
+@dataclass
+class _StepTimes:
+    """Where the time of the steps went, in seconds."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+    streaming_decode: float = 0.0  # decode steps that streamed something
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    decode_streamed_bytes: int = 0
+
+
+class LLMEngine:
+    """Runs requests step by step. Not thread-safe: one thread calls it.
+
+    Args:
+        runtime: streams, events and graphs; None makes the one that fits the device.
+    """
+
+    def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
+        built: BuiltEngine = build(config, runtime, self._make_sampling)
+        self.config, self.plan, self.tokenizer, self.runner = config, built.plan, built.tokenizer, built.runner
+        self.vocab_size = built.runner.model.spec.vocab_size
+        self.scheduler = Scheduler(built.runner.kv_cache, built.plan.max_num_batched_tokens)
+        self._end_token_ids = built.end_token_ids
+        self._requests: dict[str, Request] = {}
+        self._next_sequence_id = 0
+        self._random = random.Random(config.seed)
+        self._times = _StepTimes()
+        if config.enable_cpu_offload:
+            self.runner.switch_mode("offload", [])
+        else:
+            self.runner.capture()
+
+    # Requests
+
+    def tokenize(self, prompt: str | list[int]) -> list[int]:
+        """Token ids of a prompt, checked.
+
+        Raises:
+            ValueError: the prompt is empty, too long, holds a token outside the vocabulary, or is text although there
+                is no tokenizer.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the prompt is text, but there is no tokenizer: give token ids, or set tokenizer=...")
+            token_ids = list(self.tokenizer.encode(prompt))
+        else:
+            token_ids = list(prompt)
+        if not token_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                raise ValueError(
+                    f"prompt token {token_id!r} is outside the vocabulary: token ids are whole numbers from 0 to "
+                    f"{self.vocab_size - 1}"
+                )
+        limit = self.plan.max_model_len
+        if len(token_ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, max_model_len is {limit} and at least one token is "
+                "generated: shorten the prompt or raise max_model_len"
+            )
+        return token_ids
+
+    def add_request(
+        self, request_id: str, prompt: str | list[int], params: SamplingParams, token_ids: list[int] | None = None
+    ) -> Request:
+        """Queues a request.
+
+        Args:
+            token_ids: the prompt's tokens, if `tokenize` was called before.
+
+        Raises:
+            ValueError: the prompt or the id cannot be used; nothing changes.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...)")
+        token_ids = self.tokenize(prompt) if token_ids is None else token_ids
+        text = prompt if isinstance(prompt, str) else None
+        request = Request(request_id, text, token_ids, params, self.tokenizer, self._end_token_ids)
+        for index in range(params.n):
+            seed = self._random.getrandbits(64) if params.seed is None else (params.seed + index) % 2**64
+            max_tokens = min(params.max_tokens, self.plan.max_model_len - len(token_ids))
+            sequence = Sequence(self._next_sequence_id, request_id, index, token_ids, params, seed, max_tokens)
+            self._next_sequence_id += 1
+            request.add_sequence(sequence)
+            self.scheduler.add(sequence)
+        self._requests[request_id] = request
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request and gives back what it holds; False if there is no such request."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        request.abort()
+        for sequence in request.sequences:
+            if not sequence.is_finished:
+                self.scheduler.remove(sequence)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # Steps
+
+    def step(self) -> list[StreamOutput]:
+        """Runs one prefill or decode step.
+
+        Returns:
+            What each sequence that got a token gained.
+
+        Raises:
+            Exception: whatever went wrong on the device. The requests of the failed step are aborted then, and the
+                engine can go on with the others.
+        """
+        batch = self.scheduler.schedule()
+        if batch is None:
+            assert not self.scheduler.has_work, "nothing can run, although requests wait and every block is free"
+            return []
+        begin, streamed_before = time.perf_counter(), self._streamed_bytes()
+        is_prefill = isinstance(batch, PrefillBatch)
+        scheduled = [chunk.sequence for chunk in batch.chunks] if is_prefill else batch.sequences
+        for sequence in scheduled:
+            self._requests[sequence.request_id].mark_scheduled()
+        try:
+            sequences, sampled = self.runner.prefill(batch) if is_prefill else (scheduled, self.runner.decode(batch))
+        except BaseException:
+            self.runner.recover()
+            for request_id in {sequence.request_id for sequence in scheduled}:
+                self.abort(request_id)
+            raise
+        self._count(batch, time.perf_counter() - begin, self._streamed_bytes() - streamed_before)
+        return self._take(sequences, sampled)
+
+    def _take(self, sequences: list[Sequence], sampled: SampledTokens) -> list[StreamOutput]:
+        outputs = []
+        for sequence, token_id, logprobs in zip(sequences, sampled.tokens, sampled.logprobs, strict=True):
+            request = self._requests[sequence.request_id]
+            sequence.state = SequenceState.DECODE
+            request.take(sequence, token_id, logprobs)
+            if sequence.finish_reason is not None:
+                self.scheduler.remove(sequence)
+            outputs.append(request.stream_output(sequence))
+            if request.is_finished:
+                del self._requests[request.request_id]
+        return outputs
+
+    def _make_sampling(self, sequences: list[Sequence]) -> SamplingBatch | None:
+        """Sampling tensors of a batch; None where every row takes the argmax of its raw logits."""
+        rows = []
+        is_plain = True
+        for sequence in sequences:
+            params = sequence.params
+            row = RowSampling.from_params(
+                params,
+                seed=sequence.seed,
+                step=sequence.num_generated,
+                penalty_token_ids=sequence.seen_token_ids if params.repetition_penalty != 1 else (),
+                end_token_ids=self._end_token_ids.union(params.stop_token_ids or ()),
+            )
+            is_plain &= row.is_greedy and params.repetition_penalty == 1 and not row.banned_token_ids
+            rows.append(row)
+        return None if is_plain else SamplingBatch.build(rows, self.runner.runtime.device, self.vocab_size)
+
+    # Modes and statistics
+
+    @property
+    def mode(self) -> str:
+        return self.runner.mode
+
+    def switch_mode(self, mode: str) -> None:
+        """Goes on in "offload" or "resident" mode; running requests keep their KV, and so their output.
+
+        Raises:
+            ValueError: there is no such mode, or what runs does not fit; nothing changes then.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+        self.runner.switch_mode(mode, self.scheduler.running)
+
+    def _streamed_bytes(self) -> int:
+        return 0 if self.runner.offload is None else self.runner.offload.counters.streamed_bytes
+
+    def _count(self, batch: object, seconds: float, streamed_bytes: int) -> None:
+        times = self._times
+        if isinstance(batch, PrefillBatch):
+            times.prefill += seconds
+            times.num_prefill_steps += 1
+            times.num_prefill_tokens += sum(chunk.end - chunk.begin for chunk in batch.chunks)
+            return
+        times.decode += seconds
+        times.num_decode_steps += 1
+        times.num_decode_tokens += len(batch.sequences)
+        if streamed_bytes:
+            times.streaming_decode += seconds
+            times.decode_streamed_bytes += streamed_bytes
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Counters since the engine was made, and the state of both pools.
+
+        `link_gbps` is the bytes of all streaming decode steps over their whole time, compute included, in GB/s
+        (10^9): what the link was used for, not what it could do.
+        """
+        runner, times, counters = self.runner, self._times, self.runner.decode_program.counters
+        gpu_blocks, offload = runner.kv_cache.gpu_blocks, runner.offload
+        if offload is not None:
+            offload.reclaim()
+        host_blocks = None if offload is None else offload.host.blocks
+        transfer = None if offload is None else offload.counters
+        return {
+            "mode": self.mode,
+            "num_waiting": len(self.scheduler.waiting),
+            "num_running": len(self.scheduler.running),
+            "num_preemptions": self.scheduler.num_preemptions,
+            "gpu_blocks_total": gpu_blocks.num_blocks,
+            "gpu_blocks_used": gpu_blocks.num_used,
+            "gpu_blocks_free": gpu_blocks.num_free,
+            "gpu_blocks_cached": gpu_blocks.num_cached,
+            "host_blocks_total": 0 if host_blocks is None else host_blocks.num_blocks,
+            "host_blocks_used": 0 if host_blocks is None else host_blocks.num_used,
+            "host_blocks_free": 0 if host_blocks is None else host_blocks.num_free,
+            "host_blocks_cached": 0 if host_blocks is None else host_blocks.num_cached,
+            "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
+            "discarded_prefetch_bytes": 0 if transfer is None else transfer.discarded_bytes,
+            "written_bytes": 0 if transfer is None else transfer.written_bytes,
+            "decode_streamed_bytes": times.decode_streamed_bytes,
+            "link_gbps": times.decode_streamed_bytes / times.streaming_decode / 1e9 if times.streaming_decode else 0.0,
+            "num_prefill_steps": times.num_prefill_steps,
+            "num_prefill_tokens": times.num_prefill_tokens,
+            "prefill_seconds": times.prefill,
+            "num_decode_steps": times.num_decode_steps,
+            "num_decode_tokens": times.num_decode_tokens,
+            "decode_seconds": times.decode,
+            "graph_replays": counters.graph_replays,
+            "eager_steps": counters.eager_steps,
+            "padded_rows": counters.padded_rows,
+            "graph_bytes": 0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
+        }
+
+    def close(self) -> None:
+        """Aborts what runs and gives back host memory."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self.runner.close()

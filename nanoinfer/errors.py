@@ -1,0 +1,51 @@
+"""Refusing names that do not exist, with the nearest one that does."""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Collection, Iterable
+
+
+class UnknownNameError(TypeError, ValueError):
+    """An unknown name: a TypeError, as Python raises for keywords, and a ValueError, as our user errors are."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name that looks most like `name`, or None where none comes close."""
+    matches = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def refuse_unknown(given: Iterable[str], allowed: Collection[str], what: str) -> None:
+    """Refuse the first name in `given` that is not in `allowed`.
+
+    what: who was given the names, in the user's words ("LLM", "SamplingParams").
+
+    Raises:
+        UnknownNameError: names the unknown argument, the nearest allowed one, and all allowed ones.
+    """
+    for name in given:
+        if name in allowed:
+            continue
+        guess = nearest(name, allowed)
+        hint = f": did you mean {guess!r}?" if guess else "."
+        raise UnknownNameError(f"{what} got an unknown argument {name!r}{hint} Allowed: {', '.join(allowed)}.")
+
+
+def refuse_unknown_keywords(cls: type) -> type:
+    """Class decorator for a keyword-only dataclass: unknown keywords are refused with the nearest field's name."""
+    generated_init = cls.__init__
+    names = tuple(field.name for field in dataclasses.fields(cls) if field.init)
+
+    @functools.wraps(generated_init)
+    def __init__(self, *args, **kwargs):
+        if args:
+            raise TypeError(
+                f"{cls.__name__} got {len(args)} positional argument(s), it takes keywords only: "
+                f"name them, as in {cls.__name__}({names[0]}=...)."
+            )
+        refuse_unknown(kwargs, names, cls.__name__)
+        generated_init(self, **kwargs)
+
+    cls.__init__ = __init__
+    return cls

@@ -1,0 +1,1 @@
+"""Triton kernels over the paged KV cache. Importing a module of this package imports triton."""

@@ -1,0 +1,110 @@
+"""Decode attention over single splits (Flash-Decoding, Dao et al. 2023, with splits at fixed absolute positions)."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.online_softmax import softmax_step, tile_logits
+from nanoinfer.kernels.shape import NO_WINDOW, KernelShape, decode_tiles
+
+
+@triton.jit(
+    do_not_specialize=["q_stride", "window"],
+    # A work list may be any slice of a larger one: its alignment must not pick another binary.
+    do_not_specialize_on_alignment=["items", "num_items", "seq_lens", "lse"],
+)
+def decode_partial_kernel(
+    q,  # [B, num_q_heads, HEAD_DIM], rows q_stride apart
+    kv,  # [num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
+    items,  # [capacity, 4] int32: batch row, split, block in kv, partial index
+    num_items,  # [1] int32
+    seq_lens,  # [B] int32
+    out,  # [capacity, num_q_heads, HEAD_DIM] float32
+    lse,  # [capacity, num_q_heads] float32
+    q_stride,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TO_LOG2: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Persistent programs: the grid is fixed when a graph is captured, the number of items is read when it runs.
+    head = tl.program_id(1)
+    count = tl.load(num_items)
+    rows = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    tokens = tl.arange(0, BLOCK_N)
+    in_head = columns < HEAD_DIM
+    in_q = (rows < GROUP_SIZE)[:, None] & in_head[None, :]
+    q_heads = head * GROUP_SIZE + rows
+
+    for item in range(tl.program_id(0), count, tl.num_programs(0)):
+        row = tl.load(items + item * 4).to(tl.int64)
+        split = tl.load(items + item * 4 + 1)
+        block = tl.load(items + item * 4 + 2).to(tl.int64)  # int64: a pool holds more than 2^31 values
+        partial = tl.load(items + item * 4 + 3).to(tl.int64)
+        seq_len = tl.load(seq_lens + row)
+
+        q_row = q + row * tl.multiple_of(q_stride, 16)
+        q_tile = tl.load(q_row + q_heads[:, None] * HEAD_DIM + columns[None, :], mask=in_q, other=0.0)
+        k_head = kv + block * (2 * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM) + head * HEAD_DIM
+        v_head = k_head + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
+
+        # Offsets in the block of the keys that the query at seq_len - 1 sees: [begin, end)
+        begin = tl.maximum(seq_len - window - split * BLOCK_SIZE, 0)
+        end = tl.minimum(seq_len - split * BLOCK_SIZE, BLOCK_SIZE)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        for start in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
+            offsets = start + tokens
+            seen = (offsets >= begin) & (offsets < end)
+            # Unseen tokens are not read: their memory may hold NaN, and 0 * NaN would reach the result.
+            address = offsets * (NUM_KV_HEADS * HEAD_DIM)
+            k_t = tl.load(
+                k_head + address[None, :] + columns[:, None], mask=seen[None, :] & in_head[:, None], other=0.0
+            )
+            v = tl.load(v_head + address[:, None] + columns[None, :], mask=seen[:, None] & in_head[None, :], other=0.0)
+            logits = tile_logits(q_tile, k_t, SCALE, SOFTCAP, PRECISION, WIDEN)
+            logits = tl.where(seen[None, :], logits, float("-inf"))
+            acc, m, l = softmax_step(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
+
+        l_safe = tl.where(l == 0.0, 1.0, l)
+        natural = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * 0.6931471805599453)
+        partial_heads = partial * (NUM_KV_HEADS * GROUP_SIZE) + q_heads
+        tl.store(lse + partial_heads, natural, mask=rows < GROUP_SIZE)
+        tl.store(out + partial_heads[:, None] * HEAD_DIM + columns[None, :], acc / l_safe[:, None], mask=in_q)
+
+
+def decode_partial(
+    q: Tensor,
+    kv: Tensor,
+    items: Tensor,
+    num_items: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    window: int | None,
+    shape: KernelShape,
+    num_programs: int,
+) -> None:
+    """Attend to the listed splits; out and lse (natural log, float32) are written at each item's partial index.
+
+    q: [B, num_q_heads, head_dim]; kv: one layer's pool or one ring slot; items: [capacity, 4] int32; num_items: [1]
+    int32. num_programs changes which program computes a split, never its bits.
+    """
+    tiles = decode_tiles(shape)
+    decode_partial_kernel[(num_programs, shape.num_kv_heads)](
+        q, kv, items, num_items, seq_lens, out, lse, q.stride(0), NO_WINDOW if window is None else window,
+        **shape.constants(), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip

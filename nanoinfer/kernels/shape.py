@@ -1,0 +1,122 @@
+"""What the attention kernels are compiled for, and the tile sizes chosen for it.
+
+Nothing in here may depend on where KV lies: resident and offload mode must launch the same binary with the same tiles,
+or their results would differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+NO_WINDOW = 1 << 30
+"""Stands for full attention in the kernels, so that windowed and full layers share one binary. Positions stay below
+it, and position - NO_WINDOW still fits an int32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelShape:
+    """The constants of one model's attention."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+    softcap: float | None
+    dtype: torch.dtype
+    interpreted: bool
+    """Runs under Triton's interpreter, whose matrix product knows no bfloat16: operands are widened first, after
+    they were rounded where the GPU rounds them."""
+
+    @property
+    def block_d(self) -> int:
+        """head_dim padded to a power of two, as tile sides must be."""
+        return next_power_of_2(self.head_dim)
+
+    @property
+    def to_log2(self) -> float:
+        """Factor from (soft-capped) logits to the base-2 exponents that exp2 takes."""
+        return (self.scale if self.softcap is None else 1.0) * math.log2(math.e)
+
+    def constants(self) -> dict[str, object]:
+        """The constexpr arguments that all attention kernels share."""
+        return {
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "GROUP_SIZE": self.num_q_heads // self.num_kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": self.block_d,
+            "BLOCK_SIZE": self.block_size,
+            "TO_LOG2": self.to_log2,
+            "SCALE": self.scale,
+            "SOFTCAP": self.softcap or 0.0,
+            # tf32 would keep 10 bits of a float32 mantissa
+            "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
+            "WIDEN": self.interpreted,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Tile sizes of one kernel: block_m query rows by block_n keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def largest_tile(block_size: int, at_most: int) -> int:
+    """The largest power of two that divides block_size, up to at_most: a tile of keys never crosses a block."""
+    return min(at_most, block_size & -block_size)
+
+
+def decode_tiles(shape: KernelShape) -> Tiles:
+    """Small key tiles in several stages: decode is bound by bytes in flight, not by the matrix units.
+
+    At head_dim 128 in bf16 the stages take 48 KiB of shared memory, so four programs fit on a Hopper SM and two on
+    an Ada SM.
+    """
+    rows = max(16, next_power_of_2(shape.num_q_heads // shape.num_kv_heads))  # tl.dot takes no side below 16
+    wide = shape.block_d * shape.dtype.itemsize > 256
+    block_n = largest_tile(shape.block_size, 16 if wide and shape.dtype == torch.float32 else 32)
+    return Tiles(block_m=rows, block_n=block_n, num_warps=4, num_stages=2 if wide else 3)
+
+
+def decode_programs(shape: KernelShape, num_sms: int, shared_memory_per_sm: int) -> int:
+    """Programs per KV head of the persistent decode grid: as many as are on the GPU at once, 4 an SM at most."""
+    tiles = decode_tiles(shape)
+    stage_bytes = 2 * tiles.block_n * shape.block_d * shape.dtype.itemsize  # K and V
+    program_bytes = tiles.num_stages * stage_bytes + 1024  # CUDA keeps 1 KiB of each program's shared memory
+    per_sm = max(1, min(4, shared_memory_per_sm // program_bytes))
+    return max(1, per_sm * num_sms // shape.num_kv_heads)
+
+
+def prefill_tiles(shape: KernelShape, shared_memory_per_program: int) -> Tiles:
+    """By head size and by the shared memory that one program may take.
+
+    That is 99 KiB on sm_86 and sm_89, 163 KiB on sm_80 and 227 KiB on sm_90.
+    """
+    large = shared_memory_per_program >= 160 * 1024
+    if shape.dtype == torch.float32:  # no matrix units for IEEE float32: small tiles, for exactness and not speed
+        block_m, block_n, num_warps, num_stages = 16, 16, 4 if shape.block_d <= 128 else 8, 1
+    elif shape.block_d <= 64:
+        block_m, block_n, num_warps, num_stages = 128, 64, 4, 3
+    elif shape.block_d <= 128:
+        block_m, block_n, num_warps, num_stages = 128, 64, 8, 3 if large else 2
+    elif large:
+        block_m, block_n, num_warps, num_stages = 128, 64, 8, 2
+    else:
+        block_m, block_n, num_warps, num_stages = 64, 32, 4, 2
+    return Tiles(
+        block_m=block_m,
+        block_n=largest_tile(shape.block_size, block_n),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )

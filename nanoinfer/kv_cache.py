@@ -1,0 +1,420 @@
+"""Which KV blocks each sequence holds, on the GPU and on the host.
+
+A sequence's logical block s covers tokens [s * block_size, (s + 1) * block_size). It lies in the GPU pool, in the host
+pool, or not yet anywhere:
+
+    resident mode   every block lies in the GPU pool
+    offload mode    full blocks lie in the host pool, the tail (the block that still grows) in the GPU pool
+
+The tables say for each row and logical block where it lies; attention reads nothing else, so any mixture works.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanoinfer.sequence import Sequence
+from offload import BlockPool, KVLayout, OffloadEngine, Runtime, Stream
+
+NO_BLOCK = -1
+
+
+@dataclass(frozen=True)
+class SavedKV:
+    """KV of a preempted sequence: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, CPU."""
+
+    blocks: torch.Tensor
+
+
+class KVCache:
+    """Hands out rows and blocks to sequences, shares equal prefixes, and moves blocks between the pools.
+
+    Args:
+        gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`. Block 0 is scratch: padding
+            rows write there.
+        max_num_seqs: number of rows.
+        max_blocks_per_seq: logical blocks of a row.
+        max_splits: blocks that all rows together may attend to; rows that share blocks count each for itself.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        compute: Stream,
+        layout: KVLayout,
+        gpu_kv: torch.Tensor,
+        *,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        max_splits: int,
+        enable_prefix_caching: bool,
+    ) -> None:
+        self.layout = layout
+        self.max_splits = max_splits
+        self.block_size = layout.block_size
+        self.gpu_kv = gpu_kv
+        self.gpu_blocks = BlockPool(gpu_kv.shape[1], first=1)
+        self.gpu_table = np.full((max_num_seqs, max_blocks_per_seq), NO_BLOCK, dtype=np.int32)
+        self.host_table = np.full((max_num_seqs, max_blocks_per_seq), NO_BLOCK, dtype=np.int32)
+        self.changed_rows: set[int] = set()  # rows whose table on the device is out of date
+        self.offload: OffloadEngine | None = None  # set while in offload mode
+        self._runtime = runtime
+        self._compute = compute
+        self._enable_prefix_caching = enable_prefix_caching
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._num_reserved_host = 0
+        self._rows_without_tail: set[int] = set()  # offload: rows to which a GPU block is promised
+
+    # Admission
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Gives the sequence a row and its blocks (resident) or a promise of them (offload), if there is room.
+
+        Takes up blocks of an equal prefix, or the KV saved at preemption. Returns False, with nothing changed, if
+        there is no room.
+        """
+        if not self._free_rows:
+            return False
+        if sequence.saved is not None:
+            return self._admit_saved(sequence)
+        hits = self._find_prefix(sequence)
+        if self.offload is not None:
+            admitted = self._admit_offload(sequence, hits)
+        else:
+            admitted = self._admit_resident(sequence, hits)
+        if admitted:
+            sequence.num_computed = sequence.num_cached = len(hits) * self.block_size
+        return admitted
+
+    def _admit_resident(self, sequence: Sequence, hits: list[int]) -> bool:
+        missing = self._num_blocks(sequence.num_tokens) - len(hits)
+        if missing > self.gpu_blocks.num_free:
+            self.gpu_blocks.release(hits)
+            return False
+        row = self._take_row(sequence)
+        blocks = hits + self.gpu_blocks.allocate(missing)
+        self.gpu_table[row, : len(blocks)] = blocks
+        return True
+
+    def _admit_offload(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Promises every host block that the sequence can ever fill, so it never has to give way later."""
+        assert self.offload is not None
+        reserve = sequence.max_num_tokens // self.block_size - len(hits)
+        if not self._has_offload_room(reserve):
+            self.offload.host.blocks.release(hits)
+            return False
+        row = self._take_row(sequence)
+        self.host_table[row, : len(hits)] = hits
+        self._reserve_host(sequence, reserve)
+        self._rows_without_tail.add(row)
+        return True
+
+    def _has_offload_room(self, num_host_blocks: int) -> bool:
+        assert self.offload is not None
+        host = self.offload.host.blocks
+        if num_host_blocks > host.num_free - self._num_reserved_host:
+            self.offload.reclaim(wait=True)
+        if num_host_blocks > host.num_free - self._num_reserved_host:
+            return False
+        return self.num_free_gpu_blocks >= 1
+
+    def _reserve_host(self, sequence: Sequence, count: int) -> None:
+        sequence.num_reserved_host = count
+        self._num_reserved_host += count
+
+    def _take_row(self, sequence: Sequence) -> int:
+        sequence.row = self._free_rows.pop()
+        self.changed_rows.add(sequence.row)
+        return sequence.row
+
+    # Growth
+
+    @property
+    def num_free_gpu_blocks(self) -> int:
+        """GPU blocks that nobody holds and that are promised to no row."""
+        if self.offload is not None:
+            self.offload.reclaim()
+            if self.offload.num_deferred_gpu and self.gpu_blocks.num_free <= len(self._rows_without_tail):
+                self.offload.reclaim(wait=True)
+        return self.gpu_blocks.num_free - len(self._rows_without_tail)
+
+    def max_chunk(self, sequence: Sequence) -> int:
+        """Tokens for which the admitted sequence has, or can get, GPU blocks now."""
+        tokens_in_tail = sequence.num_computed % self.block_size
+        row = sequence.row
+        first = sequence.num_computed // self.block_size
+        held = int((self.gpu_table[row, first:] != NO_BLOCK).sum()) + (row in self._rows_without_tail)
+        return (held + max(0, self.num_free_gpu_blocks)) * self.block_size - tokens_in_tail
+
+    def num_missing(self, sequence: Sequence, end: int) -> int:
+        """GPU blocks to allocate before tokens up to `end` (exclusive) can be computed."""
+        first = sequence.num_computed // self.block_size
+        return int((self.gpu_table[sequence.row, first : self._num_blocks(end)] == NO_BLOCK).sum())
+
+    def grow(self, sequence: Sequence, end: int) -> None:
+        """Makes sure that the tokens from `num_computed` to `end` have GPU blocks to be written to.
+
+        Raises:
+            MemoryError: too few free blocks; ask `max_chunk` or `num_missing` before.
+        """
+        row = sequence.row
+        first = sequence.num_computed // self.block_size
+        missing = first + np.flatnonzero(self.gpu_table[row, first : self._num_blocks(end)] == NO_BLOCK)
+        if len(missing) == 0:
+            return
+        if self.offload is not None and len(missing) > self.gpu_blocks.num_free:
+            self.offload.reclaim(wait=True)
+        self.gpu_table[row, missing] = self.gpu_blocks.allocate(len(missing))
+        self.changed_rows.add(row)
+        self._rows_without_tail.discard(row)
+
+    def fill(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
+        """In offload mode: allocates the host blocks of the blocks that become full when `end` tokens are computed.
+
+        Returns:
+            (GPU block, host block) pairs to write through; empty in resident mode.
+        """
+        if self.offload is None:
+            return []
+        row = sequence.row
+        full = range(sequence.num_computed // self.block_size, end // self.block_size)
+        if not full:
+            return []
+        host_blocks = self.offload.host.blocks.allocate(len(full))
+        sequence.num_reserved_host -= len(full)
+        self._num_reserved_host -= len(full)
+        self.host_table[row, full.start : full.stop] = host_blocks
+        return [(int(self.gpu_table[row, s]), block) for s, block in zip(full, host_blocks, strict=True)]
+
+    def commit(self, sequence: Sequence, end: int) -> None:
+        """Notes that the tokens up to `end` have their KV: publishes full blocks, drops their GPU copy in offload."""
+        row = sequence.row
+        full = range(sequence.num_computed // self.block_size, end // self.block_size)
+        sequence.num_computed = end
+        if not full:
+            return
+        table, pool = self._prefix_home()
+        if self._enable_prefix_caching:
+            keys = self._keys(sequence, full.stop)
+            for s in full:
+                pool.publish(int(table[row, s]), keys[s])
+        if self.offload is not None:
+            self.offload.release_gpu(self.gpu_table[row, full.start : full.stop].tolist())
+            self.gpu_table[row, full.start : full.stop] = NO_BLOCK
+            if end % self.block_size == 0:
+                self._rows_without_tail.add(row)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives back the row and every block of an admitted sequence."""
+        row = sequence.row
+        assert row is not None, "only an admitted sequence holds blocks"
+        on_gpu, on_host = _present(self.gpu_table[row]), _present(self.host_table[row])
+        if self.offload is not None:
+            self.offload.release_gpu(on_gpu)
+            self.offload.release_host(on_host)
+        else:
+            assert not on_host, "resident mode holds no host blocks"
+            self._release_gpu_now(on_gpu)
+        self.gpu_table[row] = NO_BLOCK
+        self.host_table[row] = NO_BLOCK
+        self._num_reserved_host -= sequence.num_reserved_host
+        sequence.num_reserved_host = 0
+        sequence.row = None
+        self._rows_without_tail.discard(row)
+        self.changed_rows.discard(row)
+        self._free_rows.append(row)
+
+    def _release_gpu_now(self, blocks: Iterable[int]) -> None:
+        freed = self.gpu_blocks.release(blocks)
+        if self._runtime.poisons:
+            for block in freed:
+                for layer in range(self.layout.num_layers):
+                    self._runtime.poison(self._compute, self.gpu_kv[layer, block])
+
+    # Preemption: the KV moves to plain host memory and comes back unchanged
+
+    def save(self, sequence: Sequence) -> None:
+        """Copies the computed KV of a resident sequence to the host and gives back its row and blocks."""
+        assert self.offload is None, "offload mode promises every block at admission and never preempts"
+        blocks = self.gpu_table[sequence.row, : self._num_blocks(sequence.num_computed)].tolist()
+        saved = torch.empty(self.layout.pool_shape(len(blocks)), dtype=self.layout.dtype)
+        self._runtime.synchronize()
+        for place, block in enumerate(blocks):
+            saved[:, place].copy_(self.gpu_kv[:, block])
+        sequence.saved = SavedKV(saved)
+        self.release(sequence)
+
+    def _admit_saved(self, sequence: Sequence) -> bool:
+        assert sequence.saved is not None
+        saved = sequence.saved.blocks
+        if self.offload is not None:
+            num_full = sequence.num_computed // self.block_size
+            if not self._has_offload_room(sequence.max_num_tokens // self.block_size):
+                return False
+            row = self._take_row(sequence)
+            self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - num_full)
+            host_blocks = self.offload.host.blocks.allocate(num_full)
+            self.host_table[row, :num_full] = host_blocks
+            self._runtime.synchronize()
+            for place, block in enumerate(host_blocks):
+                for layer in range(self.layout.num_layers):
+                    self.offload.host.block(layer, block).copy_(saved[layer, place])
+            first_on_gpu = num_full
+            if saved.shape[1] > num_full:
+                self.gpu_table[row, num_full] = self.gpu_blocks.allocate(1)[0]
+            else:
+                self._rows_without_tail.add(row)
+        else:
+            # One block to spare for each running row, or the sequence would be preempted again at once.
+            num_running = len(self.gpu_table) - len(self._free_rows)
+            missing = self._num_blocks(sequence.num_tokens)
+            if missing + num_running > self.gpu_blocks.num_free and num_running:
+                return False
+            row = self._take_row(sequence)
+            self.gpu_table[row, :missing] = self.gpu_blocks.allocate(missing)
+            first_on_gpu = 0
+            self._runtime.synchronize()
+        for place in range(first_on_gpu, saved.shape[1]):
+            self.gpu_kv[:, int(self.gpu_table[row, place])].copy_(saved[:, place])
+        self._runtime.synchronize()
+        sequence.saved = None
+        return True
+
+    # The switch
+
+    def switch_to_offload(self, offload: OffloadEngine, sequences: list[Sequence]) -> None:
+        """Moves every full block of the running sequences to the host.
+
+        Raises:
+            ValueError: the host pool cannot hold what the sequences can grow to; nothing changes.
+        """
+        assert self.offload is None
+        offload.drain()
+        needed = sum(sequence.max_num_tokens // self.block_size for sequence in sequences)
+        free = offload.host.blocks.num_free
+        if needed > free:
+            raise ValueError(
+                f"switch to offload refused: {len(sequences)} running sequences can grow to {needed} KV blocks "
+                f"({_gib(needed * self.layout.block_bytes)}), the host pool has {free} free "
+                f"({_gib(free * self.layout.block_bytes)}): raise host_memory_limit or wait until some have ended"
+            )
+        pairs = []
+        for sequence in sequences:
+            num_full = sequence.num_computed // self.block_size
+            host_blocks = offload.host.blocks.allocate(num_full)
+            self.host_table[sequence.row, :num_full] = host_blocks
+            pairs += zip(self.gpu_table[sequence.row, :num_full].tolist(), host_blocks, strict=True)
+            self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - num_full)
+        offload.store(pairs)
+        for sequence in sequences:
+            self._leave_only_tail(sequence)
+        self.offload = offload
+        for sequence in sequences:
+            self._publish_all(sequence)
+
+    def _leave_only_tail(self, sequence: Sequence) -> None:
+        """Gives back all GPU blocks but the one that is partly written."""
+        row, (num_full, in_tail) = sequence.row, divmod(sequence.num_computed, self.block_size)
+        keep = num_full if in_tail else None
+        dropped = [s for s in np.flatnonzero(self.gpu_table[row] != NO_BLOCK) if s != keep]
+        self._release_gpu_now(self.gpu_table[row, dropped].tolist())
+        self.gpu_table[row, dropped] = NO_BLOCK
+        if keep is None:
+            self._rows_without_tail.add(row)
+        self.changed_rows.add(row)
+
+    def switch_to_resident(self, sequences: list[Sequence]) -> None:
+        """Brings every host block of the running sequences into the GPU pool.
+
+        Raises:
+            ValueError: the GPU pool cannot hold them; nothing changes.
+        """
+        offload = self.offload
+        assert offload is not None
+        offload.drain()
+        wanted = {}
+        for sequence in sequences:
+            table = self.gpu_table[sequence.row, : self._num_blocks(sequence.num_tokens)]
+            wanted[sequence.sequence_id] = np.flatnonzero(table == NO_BLOCK)
+        needed, free = sum(len(blocks) for blocks in wanted.values()), self.gpu_blocks.num_free
+        if needed > free:
+            raise ValueError(
+                f"switch to resident refused: {len(sequences)} running sequences need {needed} more KV blocks on the "
+                f"GPU ({_gib(needed * self.layout.block_bytes)}), {free} are free "
+                f"({_gib(free * self.layout.block_bytes)}): raise gpu_memory_limit or wait until some have ended"
+            )
+        pairs = []
+        for sequence in sequences:
+            row, missing = sequence.row, wanted[sequence.sequence_id]
+            self.gpu_table[row, missing] = self.gpu_blocks.allocate(len(missing))
+            on_host = np.flatnonzero(self.host_table[row] != NO_BLOCK)
+            pairs += zip(self.gpu_table[row, on_host].tolist(), self.host_table[row, on_host].tolist(), strict=True)
+            self.changed_rows.add(row)
+        offload.load(pairs)
+        for sequence in sequences:
+            offload.release_host(_present(self.host_table[sequence.row]))
+            self.host_table[sequence.row] = NO_BLOCK
+            self._num_reserved_host -= sequence.num_reserved_host
+            sequence.num_reserved_host = 0
+        self._rows_without_tail.clear()
+        self.offload = None
+        offload.drain()
+        for sequence in sequences:
+            self._publish_all(sequence)
+
+    def _publish_all(self, sequence: Sequence) -> None:
+        if not self._enable_prefix_caching:
+            return
+        table, pool = self._prefix_home()
+        for s, key in enumerate(self._keys(sequence, sequence.num_computed // self.block_size)):
+            pool.publish(int(table[sequence.row, s]), key)
+
+    # Prefix caching
+
+    def _prefix_home(self) -> tuple[np.ndarray, BlockPool]:
+        """The table and pool in which full blocks lie, and are published, in this mode."""
+        if self.offload is not None:
+            return self.host_table, self.offload.host.blocks
+        return self.gpu_table, self.gpu_blocks
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Takes up the published blocks of the longest known prefix; at least one token stays to be computed."""
+        if not self._enable_prefix_caching:
+            return []
+        _, pool = self._prefix_home()
+        hits = []
+        for key in self._keys(sequence, (sequence.num_tokens - 1) // self.block_size):
+            block = pool.lookup(key)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Keys of the first `count` logical blocks: each is a digest of its tokens and of the key before it."""
+        keys = sequence.block_keys
+        while len(keys) < count:
+            begin = len(keys) * self.block_size
+            tokens = np.asarray(sequence.token_ids[begin : begin + self.block_size], dtype=np.int32).tobytes()
+            keys.append(hashlib.blake2b((keys[-1] if keys else b"") + tokens, digest_size=16).digest())
+        return keys[:count]
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+def _present(row: np.ndarray) -> list[int]:
+    return row[row != NO_BLOCK].tolist()
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

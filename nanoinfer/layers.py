@@ -1,0 +1,125 @@
+"""The parts that layers are made of. Each rounds where transformers rounds, so that float32 results agree closely and
+bfloat16 results differ by the order of sums alone.
+
+Weights are allocated, not initialised: the loader fills every one. All shapes are per token: x is [N, features].
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.errors import nearest
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def find_activation(name: str):
+    """The elementwise function that a config calls `name`.
+
+    Raises:
+        ValueError: not one of the supported ones.
+    """
+    if name not in _ACTIVATIONS:
+        guess = nearest(name, _ACTIVATIONS)
+        hint = f" (did you mean {guess!r}?)" if guess else ""
+        raise ValueError(f"activation {name!r} is not supported{hint}. Supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    """An uninitialised weight that takes no gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias, for one or more projections of the same input, merged along the output.
+
+    out_features: output features of each projection, by its name in the checkpoint. Their rows lie in this order in
+    weight [sum(out_features), in_features] and bias [sum(out_features)]. A projection alone may be given as a number.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int | dict[str, int], *, bias: bool, dtype: torch.dtype, device
+    ) -> None:
+        super().__init__()
+        self.parts = out_features if isinstance(out_features, dict) else None
+        num_rows = sum(self.parts.values()) if self.parts else out_features
+        self.weight = empty_weight(num_rows, in_features, dtype=dtype, device=device)
+        self.bias = empty_weight(num_rows, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """Rows of weight [vocab_size, hidden_size], by token id."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device) -> None:
+        super().__init__()
+        self.weight = empty_weight(vocab_size, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """weight * x / rms(x) over the last dimension (Zhang and Sennrich, arXiv:1910.07467).
+
+    The statistics are float32. x / rms(x) is rounded to x's dtype before the product with the weight, as in Llama.
+    """
+
+    neutral_weight = 1.0
+    """The weight that leaves the normalised x as it is."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = empty_weight(size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x, self.weight, self.eps)
+
+    @staticmethod
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x: [..., size] with a weight that broadcasts to it."""
+        return weight * _over_rms(x, eps).to(x.dtype)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """(1 + weight) * x / rms(x), all in float32 and rounded once, as in Gemma."""
+
+    neutral_weight = 0.0
+
+    @staticmethod
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return (_over_rms(x, eps) * (1.0 + weight.float())).to(x.dtype)
+
+
+def _over_rms(x: Tensor, eps: float) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202); gate and up are one matrix product."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool, dtype: torch.dtype, device
+    ) -> None:
+        super().__init__()
+        gate_up = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = Linear(hidden_size, gate_up, bias=bias, dtype=dtype, device=device)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+        self._activation = find_activation(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self._activation(gate) * up)

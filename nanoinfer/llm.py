@@ -1,0 +1,214 @@
+"""What users import: vLLM's `LLM`, with KV offload to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.outputs import RequestOutput, StreamOutput
+from nanoinfer.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """An LLM with its KV cache on the GPU ("resident") or in host memory ("offload").
+
+    Args:
+        model: local directory of a Hugging Face checkpoint, or a hub id.
+        arguments: the fields of `nanoinfer.EngineConfig`, such as `enable_cpu_offload`, `gpu_memory_limit`,
+            `host_memory_limit`, `max_model_len`, `dtype` or `device`.
+
+    Raises:
+        UnknownNameError (a TypeError and ValueError): an argument that does not exist; names the nearest one.
+        ValueError: a value that is not allowed, a checkpoint that cannot be used, memory limits that are too small.
+
+    Several LLMs can live in one process. One thread at a time may call an LLM.
+    """
+
+    def __init__(self, model: str | Path, **arguments: Any) -> None:
+        self.engine = LLMEngine(EngineConfig.from_arguments({"model": model, **arguments}))
+        self._next_request = 0
+        if self.engine.config.progress_bar:
+            print(f"nanoinfer: {self.mode} mode; {self.engine.plan.one_line()}")
+            if self.engine.runner.graph_memory is not None:
+                before, after = (num_bytes / 2**30 for num_bytes in self.engine.runner.graph_memory)
+                print(f"nanoinfer: GPU memory in use {before:.2f} GiB before graph capture, {after:.2f} GiB after")
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> LLM:
+        """An LLM over an engine that exists already, such as one on a simulated runtime."""
+        llm = cls.__new__(cls)
+        llm.engine, llm._next_request = engine, 0
+        return llm
+
+    @property
+    def mode(self) -> str:
+        """ "resident" or "offload"."""
+        return self.engine.mode
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Completes each prompt.
+
+        Args:
+            prompts: one prompt or a list of them, each text or a list of token ids.
+            sampling_params: one for all prompts, or a list with one for each; None is `SamplingParams()`.
+            use_tqdm: show progress.
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            ValueError: a prompt or its parameters cannot be used. No prompt runs then.
+        """
+        prompts = _as_list(prompts)
+        params = _one_each(sampling_params, len(prompts))
+        token_ids = [self._check(prompt, i, len(prompts)) for i, prompt in enumerate(prompts)]
+        requests = []
+        try:
+            for prompt, param, ids in zip(prompts, params, token_ids, strict=True):
+                requests.append(self.engine.add_request(self._new_id(), prompt, param, ids))
+            with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
+                while not all(request.is_finished for request in requests):
+                    self.engine.step()
+                    bar.update(sum(request.is_finished for request in requests) - bar.n)
+        finally:
+            for request in requests:
+                self.engine.abort(request.request_id)  # those that an exception left behind
+        return [request.output() for request in requests]
+
+    @torch.inference_mode()
+    def generate_stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
+    ) -> Iterator[StreamOutput]:
+        """Completes prompts and yields what each gained, as soon as it is known.
+
+        A prompt that cannot be used fails alone: its only output has `finish_reason="error"` and says why in `error`.
+        `request_id` is the prompt's number in this call for `abort`: "0", "1", ... of the LLM's life.
+        """
+        prompts = _as_list(prompts)
+        params = _one_each(sampling_params, len(prompts))
+        requests = []
+        try:
+            for prompt, param in zip(prompts, params, strict=True):
+                request_id = self._new_id()
+                try:
+                    requests.append(self.engine.add_request(request_id, prompt, param))
+                except ValueError as error:
+                    yield StreamOutput(
+                        request_id=request_id,
+                        index=0,
+                        text_delta="",
+                        token_ids_delta=[],
+                        finished=True,
+                        finish_reason="error",
+                        error=str(error),
+                    )
+            wanted = {request.request_id for request in requests}
+            while not all(request.is_finished for request in requests):
+                for output in self.engine.step():
+                    if output.request_id in wanted:
+                        yield output
+        finally:
+            for request in requests:
+                self.engine.abort(request.request_id)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes conversations through the tokenizer's chat template.
+
+        Args:
+            messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
+
+        Raises:
+            ValueError: there is no tokenizer or it has no chat template.
+        """
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
+            raise ValueError(f"chat() needs a chat template, but {missing}: use generate() with a finished prompt")
+        if not messages:
+            raise ValueError("messages is empty: give at least one message")
+        conversations = messages if isinstance(messages[0], list) else [messages]
+        prompts = [
+            tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request, for example between two outputs of `generate_stream`; False if it is not running."""
+        return self.engine.abort(request_id)
+
+    @torch.inference_mode()
+    def switch_mode(self, mode: str) -> None:
+        """Goes on in "offload" or "resident" mode, also between the outputs of a running stream.
+
+        The output of running requests does not change by one bit.
+
+        Raises:
+            ValueError: no such mode, or what runs does not fit into the other pool; nothing changes then.
+        """
+        self.engine.switch_mode(mode)
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Counters since the start and the state of both pools; see `LLMEngine.stats`."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Gives back pinned host memory now instead of when the LLM is collected."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _new_id(self) -> str:
+        self._next_request += 1
+        return str(self._next_request - 1)
+
+    def _check(self, prompt: Prompt, place: int, count: int) -> list[int]:
+        try:
+            return self.engine.tokenize(prompt)
+        except ValueError as error:
+            raise ValueError(f"prompt {place} of {count}: {error}" if count > 1 else str(error)) from error
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+def _one_each(params: Params, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    params = list(params)
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or one for each prompt")
+    for param in params:
+        if not isinstance(param, SamplingParams):
+            raise ValueError(f"sampling_params holds a {type(param).__name__}: give SamplingParams(...)")
+    return params

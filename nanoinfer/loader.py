@@ -1,0 +1,264 @@
+"""From a checkpoint to a model on its device: find it, read its config, check it, and copy tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+from transformers import AutoConfig, PretrainedConfig
+
+from nanoinfer.models import DecoderModel, find_architecture, resolve
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
+# Not *.safetensors: some repositories hold the weights a second time in another layout (consolidated.safetensors).
+_WEIGHTS = ["model*.safetensors"]
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FILE_DTYPES = ("BF16", "F16", "F32", "F64")
+# A progress bar for less than this would only flicker.
+_PROGRESS_DELAY_S = 2.0
+
+
+def find_model(model: str | Path, *, weights: bool = True) -> Path:
+    """The local directory of a checkpoint: `model` itself, or the download of a Hugging Face hub id.
+
+    weights: False downloads config and tokenizer only.
+
+    Raises:
+        ValueError: no such directory, or the hub does not give it.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"model {str(model)!r} is a file: give the directory that holds config.json")
+    if not _HUB_ID.fullmatch(str(model)):
+        raise ValueError(
+            f"model {str(model)!r} does not exist: give a directory with config.json or a hub id such as Qwen/Qwen3-4B"
+        )
+    try:
+        patterns = _CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
+    except Exception as error:  # the client's own errors and those of its HTTP library share no base
+        raise ValueError(
+            f"model {str(model)!r} is no directory here, and the Hugging Face hub does not give it "
+            f"({type(error).__name__}: {error}). Check the name, the network and your access, or give a directory"
+        ) from error
+
+
+def load_config(model: str | Path) -> PretrainedConfig:
+    """The checkpoint's config, read by transformers; no code of the checkpoint runs.
+
+    Raises:
+        ValueError: the model or its config.json is missing, not readable, or of an unsupported architecture.
+    """
+    model_dir = find_model(model, weights=False)
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable as JSON ({error}): download it again") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a {type(raw).__name__}, not an object: download it again")
+    # Before transformers reads it: what it says of a model type that it does not know would not list ours.
+    try:
+        find_architecture(raw.get("architectures"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    try:
+        return AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no valid config: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """Where a tensor lies, from the header of its file."""
+
+    name: str
+    path: Path
+    shape: tuple[int, ...]
+
+
+def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
+    """All tensors of a checkpoint by name. Reads the headers alone: milliseconds for any size.
+
+    Raises:
+        ValueError: no safetensors, a shard is missing, cut short or corrupt, or holds no floating-point weights.
+    """
+    model_dir = Path(model_dir)
+    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if single.is_file():
+        return {entry.name: entry for entry in _read_header(single)}
+    if not index.is_file():
+        raise ValueError(
+            f"{model_dir} holds neither {single.name} nor {index.name}: give a checkpoint in safetensors format "
+            "(save_pretrained of transformers writes it)"
+        )
+    shard_of = _read_index(index)
+    missing = sorted({shard for shard in shard_of.values() if not (model_dir / shard).is_file()})
+    if missing:
+        raise ValueError(f"{index} names files that are not there: {_listed(missing)}. Download them again")
+    found = {shard: {e.name: e for e in _read_header(model_dir / shard)} for shard in sorted(set(shard_of.values()))}
+    absent = [f"{name} in {shard}" for name, shard in shard_of.items() if name not in found[shard]]
+    if absent:
+        raise ValueError(f"{index} names tensors that are not there: {_listed(absent)}. Download the files again")
+    return {name: found[shard][name] for name, shard in shard_of.items()}
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name to file name."""
+    try:
+        shard_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        # A plain name: an index must not lead out of its directory.
+        valid = all(isinstance(shard, str) and Path(shard).name == shard for shard in shard_of.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no safetensors index ({error!r}): download it again") from error
+    if not valid:
+        raise ValueError(f"{path} is no safetensors index: weight_map must give a file name for each tensor")
+    return shard_of
+
+
+def _read_header(path: Path) -> list[TensorEntry]:
+    entries = []
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                tensor = file.get_slice(name)
+                if tensor.get_dtype() not in _FILE_DTYPES:
+                    raise ValueError(
+                        f"{name} in {path} has dtype {tensor.get_dtype()}: supported are {', '.join(_FILE_DTYPES)}"
+                    )
+                entries.append(TensorEntry(name=name, path=path, shape=tuple(tensor.get_shape())))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is cut short or corrupt ({error}): download it again") from error
+    return entries
+
+
+def resolve_dtype(dtype: str | torch.dtype, hf_config: PretrainedConfig) -> torch.dtype:
+    """The dtype to compute in: a name or dtype as it is, "auto" as the config says, float32 where it says nothing.
+
+    Raises:
+        ValueError: not bfloat16, float16 or float32.
+    """
+    wanted = dtype
+    if dtype == "auto":
+        wanted = getattr(hf_config, "dtype", None) or torch.float32
+    resolved = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
+    if resolved not in _DTYPES:
+        raise ValueError(f"dtype {wanted} (given: {dtype!r}) is not supported: give bfloat16, float16 or float32")
+    return resolved
+
+
+def load_model(
+    model_dir: str | Path,
+    hf_config: PretrainedConfig,
+    dtype: str | torch.dtype,
+    device: torch.device | str,
+    *,
+    load_format: str = "auto",
+    seed: int = 0,
+    max_position: int | None = None,
+    progress: bool = True,
+) -> DecoderModel:
+    """Builds the model on `device` and fills it. Each weight is allocated once, there; no copy of all stays in host
+    memory: the files are mapped, and tensors go over one at a time, cast to `dtype` on the way.
+
+    load_format: "auto" reads safetensors; "dummy" takes random weights, the same for the same seed and device kind.
+    max_position: positions to make the position tables for; None: the config's.
+    progress: show a bar where loading takes more than 2 s.
+
+    Raises:
+        ValueError: the config or the files do not make a supported model. Nothing lies on the device then.
+    """
+    model_class = resolve(hf_config)
+    spec = model_class.spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
+    max_position = spec.max_position if max_position is None else max_position
+    if load_format == "dummy":
+        model = model_class(hf_config, spec, device=device, max_position=max_position)
+        _fill_with_noise(model, seed)
+    elif load_format == "auto":
+        entries = check_safetensors(model_dir)
+        _check_matches(entries, model_class(hf_config, spec, device="meta", max_position=1), model_dir)
+        model = model_class(hf_config, spec, device=device, max_position=max_position)
+        _fill_from_files(model, entries, progress)
+    else:
+        raise ValueError(f'load_format={load_format!r} is not supported: give "auto" or "dummy"')
+    return model.eval()
+
+
+def _check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_dir: str | Path) -> None:
+    """Compares names and shapes with those of `model`, which may lie on the meta device."""
+    views = model.checkpoint_views()
+    missing = [name for name in views if name not in entries]
+    if missing:
+        raise ValueError(f"{model_dir} lacks tensors that {model.spec.architecture} needs: {_listed(missing)}")
+    unexpected = [name for name in entries if name not in views and not model.ignores(name)]
+    if unexpected:
+        raise ValueError(
+            f"{model_dir} holds tensors that {model.spec.architecture} has no place for: {_listed(unexpected)}. "
+            "Does config.json belong to these weights?"
+        )
+    wrong = [
+        f"{name} is {list(entries[name].shape)}, expected {list(view.shape)}"
+        for name, view in views.items()
+        if entries[name].shape != tuple(view.shape)
+    ]
+    if wrong:
+        raise ValueError(f"{model_dir} does not fit its config.json: {_listed(wrong)}")
+    if model.spec.tied_embeddings and "lm_head.weight" in entries:
+        _check_head_repeats_embeddings(entries["lm_head.weight"], entries["model.embed_tokens.weight"])
+
+
+def _check_head_repeats_embeddings(head: TensorEntry, embeddings: TensorEntry) -> None:
+    """A tied checkpoint may repeat the embeddings as its head, but not hold another head."""
+    same = head.shape == embeddings.shape
+    with safe_open(head.path, framework="pt") as head_file, safe_open(embeddings.path, framework="pt") as other_file:
+        head_rows, embedding_rows = head_file.get_slice(head.name), other_file.get_slice(embeddings.name)
+        for begin in range(0, head.shape[0] if same else 0, 4096):
+            same = same and torch.equal(head_rows[begin : begin + 4096], embedding_rows[begin : begin + 4096])
+    if not same:
+        raise ValueError(
+            f"config.json says tie_word_embeddings, but {head.name} in {head.path} differs from {embeddings.name}: "
+            "set tie_word_embeddings to false if the model has a head of its own, or remove the tensor"
+        )
+
+
+def _fill_from_files(model: DecoderModel, entries: dict[str, TensorEntry], progress: bool) -> None:
+    views = model.checkpoint_views()
+    by_file: dict[Path, list[str]] = {}
+    for name in views:
+        by_file.setdefault(entries[name].path, []).append(name)
+    with tqdm(
+        total=len(views), desc="loading weights", unit="tensor", delay=_PROGRESS_DELAY_S, disable=not progress
+    ) as bar:
+        for path, names in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for name in names:
+                    views[name].copy_(file.get_tensor(name))
+                    bar.update()
+
+
+def _fill_with_noise(model: DecoderModel, seed: int) -> None:
+    """Normal with a standard deviation of 0.02, around what leaves x as it is for norms and around 0 for others."""
+    generator = None
+    for module in model.modules():
+        mean = getattr(module, "neutral_weight", 0.0)
+        for weight in module.parameters(recurse=False):
+            generator = generator or torch.Generator(weight.device).manual_seed(seed)
+            weight.normal_(mean, 0.02, generator=generator)
+
+
+def _listed(items: list[str]) -> str:
+    """At most 8 of the items: a wrong checkpoint lacks hundreds."""
+    rest = f" and {len(items) - 8} more" if len(items) > 8 else ""
+    return ", ".join(items[:8]) + rest

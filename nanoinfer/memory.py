@@ -1,0 +1,292 @@
+"""How the memory budget is spent: worked out from the config alone, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanoinfer.config import EngineConfig, parse_bytes
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.sampler import workspace_bytes as sampling_workspace_bytes
+from offload import KVLayout
+
+DEFAULT_RING_SLOT_BYTES = 32 * 2**20
+GIB = 2**30
+# Segments of the allocator are rounded to 2 or 20 MiB; this is what the rounding of all buffers may add up to.
+ALLOCATOR_MARGIN_BYTES = 96 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What each part of the engine takes, in bytes, and the sizes that follow.
+
+    Attributes:
+        activation_bytes: transient memory of the largest prefill step, sampling included.
+        workspace_bytes: fixed decode buffers and tables, without the attention partials.
+        graph_bytes: private memory of the captured graphs.
+        split_bytes: attention partials of one split.
+        num_gpu_blocks: KV blocks of the GPU pool, the scratch block included.
+        max_splits: splits that one decode step may attend to.
+    """
+
+    budget_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+    graph_bytes: int
+    ring_bytes: int
+    block_bytes: int
+    split_bytes: int
+    blocks_per_slot: int
+    num_gpu_blocks: int
+    num_host_blocks: int
+    max_splits: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the KV pool and the partials that grow with it."""
+        parts = (self.weight_bytes, self.activation_bytes, self.workspace_bytes, self.graph_bytes, self.ring_bytes)
+        return sum(parts)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_gpu_blocks * self.block_bytes + self.max_splits * self.split_bytes
+
+    def one_line(self) -> str:
+        """The plan as the engine prints it at start-up."""
+
+        def gib(num_bytes: int) -> str:
+            return f"{num_bytes / GIB:.2f}"
+
+        return (
+            f"budget {gib(self.budget_bytes)} GiB: weights {gib(self.weight_bytes)}, KV pool {gib(self.pool_bytes)} "
+            f"({self.num_gpu_blocks - 1} blocks), ring {gib(self.ring_bytes)}, activations "
+            f"{gib(self.activation_bytes)}, buffers and graphs {gib(self.workspace_bytes + self.graph_bytes)}; "
+            f"host pool {gib(self.num_host_blocks * self.block_bytes)} GiB ({self.num_host_blocks} blocks); "
+            f"max_model_len {self.max_model_len}, prefill steps of {self.max_num_batched_tokens} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the user may leave open, decided."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def make_plan(
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: KVLayout,
+    *,
+    budget_bytes: int,
+    host_available_bytes: int,
+    is_cuda: bool,
+) -> MemoryPlan:
+    """Spends the budget.
+
+    Raises:
+        ValueError: a limit is too small; the message names the smallest that works.
+    """
+    slot_bytes = DEFAULT_RING_SLOT_BYTES
+    if config.ring_slot_bytes is not None:
+        slot_bytes = parse_bytes(config.ring_slot_bytes, "ring_slot_bytes")
+        if slot_bytes < layout.layer_block_bytes:
+            raise ValueError(
+                f"ring_slot_bytes={config.ring_slot_bytes!r} cannot hold one layer of a KV block: give at least "
+                f"{layout.layer_block_bytes} bytes, or lower block_size={config.block_size}"
+            )
+    elif slot_bytes < layout.layer_block_bytes:
+        slot_bytes = layout.layer_block_bytes
+    largest = min(config.max_model_len or spec.max_position, spec.max_position)
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is beyond the model's own limit of {spec.max_position} positions: "
+            "lower max_model_len, or set RoPE scaling in the model's config"
+        )
+    max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
+    for tokens in _batched_tokens(config, largest, is_cuda):
+        sizes = _Sizes(largest, max_num_seqs, tokens)
+        plan = _spend(config, spec, layout, sizes, budget_bytes, slot_bytes, is_cuda)
+        if plan.num_gpu_blocks >= _min_blocks(config, plan, layout.block_size):
+            break
+    else:
+        _refuse_gpu(config, plan, layout.block_size)
+    plan = _with_host(config, plan, layout, host_available_bytes)
+    return _with_model_len(config, plan, layout.block_size)
+
+
+def _batched_tokens(config: EngineConfig, max_model_len: int, is_cuda: bool) -> list[int]:
+    if config.max_num_batched_tokens is not None:
+        return [config.max_num_batched_tokens]
+    return [size for size in (8192, 4096, 2048, 1024, 512, 256) if is_cuda or size <= 2048]
+
+
+def _spend(
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: KVLayout,
+    sizes: _Sizes,
+    budget_bytes: int,
+    slot_bytes: int,
+    is_cuda: bool,
+) -> MemoryPlan:
+    max_blocks = -(-sizes.max_model_len // layout.block_size)
+    blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * sizes.max_num_seqs)
+    split_bytes = spec.num_q_heads * (spec.head_dim + 1) * 4
+    size = spec.dtype.itemsize
+    workspace = sizes.max_num_seqs * (
+        4 * spec.vocab_size + size * (spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + 16 * max_blocks + 64
+    )
+    plan = MemoryPlan(
+        budget_bytes=budget_bytes,
+        weight_bytes=spec.weight_bytes + spec.rope_bytes(sizes.max_model_len),
+        activation_bytes=_activation_bytes(spec, sizes) + (ALLOCATOR_MARGIN_BYTES if is_cuda else 0),
+        workspace_bytes=workspace,
+        graph_bytes=0 if config.enforce_eager or not is_cuda else _step_bytes(spec, sizes.max_num_seqs, False),
+        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes,
+        block_bytes=layout.block_bytes,
+        split_bytes=split_bytes,
+        blocks_per_slot=blocks_per_slot,
+        num_gpu_blocks=0,
+        num_host_blocks=0,
+        max_splits=0,
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+    )
+    # Each block of the pool brings room for two splits, because rows may share blocks. The tables of items and ring
+    # chunks take 32 bytes per split and window.
+    split_bytes += 64 * len(set(spec.windows))
+    plan = replace(plan, split_bytes=split_bytes)
+    rows = sizes.max_num_seqs * split_bytes
+    num_blocks = max(0, budget_bytes - plan.fixed_bytes - rows) // (layout.block_bytes + 2 * split_bytes)
+    if not is_cuda or config.enable_cpu_offload:
+        # More than all rows can fill is of no use: on the CPU it would be the user's own memory, and offload mode
+        # keeps what fits nowhere else on the host.
+        num_blocks = min(num_blocks, max_blocks * sizes.max_num_seqs + sizes.max_num_seqs + 2)
+    return replace(plan, num_gpu_blocks=num_blocks)
+
+
+def _activation_bytes(spec: ModelSpec, sizes: _Sizes) -> int:
+    tokens = sizes.max_num_batched_tokens
+    return _step_bytes(spec, tokens, True) + _sampling_bytes(spec, min(sizes.max_num_seqs, tokens))
+
+
+def _step_bytes(spec: ModelSpec, tokens: int, is_prefill: bool) -> int:
+    """Transient memory of one layer for `tokens` tokens, the attention state of prefill included."""
+    size, heads = spec.dtype.itemsize, spec.num_q_heads * spec.head_dim
+    qkv = heads + 2 * spec.num_kv_heads * spec.head_dim
+    attention = size * (3 * spec.hidden_size + 3 * qkv + heads)
+    mlp = size * (4 * spec.hidden_size + 4 * spec.intermediate_size)
+    norms = 3 * 4 * max(spec.hidden_size, heads)  # float32 copies
+    per_token = max(attention, mlp) + norms
+    if is_prefill:
+        return tokens * (per_token + 4 * spec.num_q_heads * (spec.head_dim + 2))
+    return tokens * (per_token + (4 + size) * spec.vocab_size)
+
+
+def _sampling_bytes(spec: ModelSpec, rows: int) -> int:
+    """Logits of the rows in two types and what sampling them takes."""
+    logits = rows * spec.vocab_size * (4 + spec.dtype.itemsize)
+    return logits + sampling_workspace_bytes(rows, spec.vocab_size)
+
+
+def _min_blocks(config: EngineConfig, plan: MemoryPlan, block_size: int) -> int:
+    """The smallest useful GPU pool: scratch, one prefill chunk in flight, the tail behind it and one decoding tail."""
+    chunk = -(-plan.max_num_batched_tokens // block_size)
+    if config.enable_cpu_offload:
+        return chunk + 3
+    wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, block_size)
+    return -(-wanted // block_size) + 2
+
+
+def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, block_size: int) -> None:
+    blocks = _min_blocks(config, plan, block_size)
+    needed = plan.fixed_bytes + plan.max_num_seqs * plan.split_bytes
+    needed += blocks * (plan.block_bytes + 2 * plan.split_bytes)
+    needed = -(-needed // 2**20) * 2**20
+    given = f"gpu_memory_limit={config.gpu_memory_limit!r}" if config.gpu_memory_limit is not None else "the GPU memory"
+    help_offload = "" if config.enable_cpu_offload else ", lower max_model_len or set enable_cpu_offload=True"
+    raise ValueError(
+        f"{given} ({plan.budget_bytes / GIB:.3f} GiB) is too small: weights {plan.weight_bytes / GIB:.3f} GiB, "
+        f"activations and buffers {(plan.fixed_bytes - plan.weight_bytes) / GIB:.3f} GiB and {blocks} KV blocks of "
+        f"{plan.block_bytes / 2**20:.2f} MiB need {needed} bytes ({needed / GIB:.3f} GiB): give at least "
+        f'"{needed // 2**20}MiB", lower max_num_batched_tokens={plan.max_num_batched_tokens} or '
+        f"max_num_seqs={plan.max_num_seqs}{help_offload}"
+    )
+
+
+def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, available_bytes: int) -> MemoryPlan:
+    max_blocks = -(-plan.max_model_len // layout.block_size)
+    if config.host_memory_limit is not None:
+        limit = parse_bytes(config.host_memory_limit, "host_memory_limit")
+        if limit > available_bytes and config.enable_cpu_offload:
+            raise ValueError(
+                f"host_memory_limit={config.host_memory_limit!r} is {limit / GIB:.2f} GiB, "
+                f"{available_bytes / GIB:.2f} GiB are available: lower host_memory_limit"
+            )
+        num_blocks = limit // layout.block_bytes
+        wanted = config.max_model_len or layout.block_size
+        smallest = -(-wanted // layout.block_size)
+        if num_blocks < smallest:
+            raise ValueError(
+                f"host_memory_limit={config.host_memory_limit!r} holds {num_blocks} KV blocks of "
+                f"{layout.block_bytes / 2**20:.2f} MiB, {wanted} tokens need {smallest}: give at least "
+                f"{smallest * layout.block_bytes} bytes"
+            )
+    else:
+        num_blocks = min(int(available_bytes * 0.6) // layout.block_bytes, max_blocks * plan.max_num_seqs)
+    num_blocks = max(1, num_blocks)
+    max_splits = min(
+        max_blocks * plan.max_num_seqs, 2 * max(plan.num_gpu_blocks, num_blocks) + plan.max_num_seqs
+    )
+    num_gpu_blocks = plan.num_gpu_blocks
+    # A host pool larger than the GPU pool brings more splits than _spend counted on: take them from the pool.
+    extra = max(0, max_splits - 2 * num_gpu_blocks - plan.max_num_seqs) * plan.split_bytes
+    num_gpu_blocks -= -(-extra // plan.block_bytes)
+    plan = replace(plan, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_blocks, max_splits=max_splits)
+    if num_gpu_blocks < _min_blocks(config, plan, layout.block_size):
+        _refuse_gpu(config, replace(plan, workspace_bytes=plan.workspace_bytes + extra), layout.block_size)
+    return plan
+
+
+def _with_model_len(config: EngineConfig, plan: MemoryPlan, block_size: int) -> MemoryPlan:
+    """Cuts a `max_model_len` that the user left open to what one sequence can have."""
+    # Resident mode keeps a spare block, so that a preempted sequence can come back beside another one.
+    blocks = plan.num_host_blocks if config.enable_cpu_offload else plan.num_gpu_blocks - 1
+    capacity = blocks * block_size
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} needs {-(-config.max_model_len // block_size)} KV blocks, "
+            f"{blocks} fit: lower max_model_len to at most {capacity} or raise "
+            f"{'host_memory_limit' if config.enable_cpu_offload else 'gpu_memory_limit'}"
+        )
+    return replace(plan, max_model_len=min(plan.max_model_len, capacity))
+
+
+def gpu_budget(config: EngineConfig, device: torch.device, host_available_bytes: int) -> int:
+    """Bytes that the engine may take on its device.
+
+    Raises:
+        ValueError: the limit is more than the GPU has.
+    """
+    limit = None if config.gpu_memory_limit is None else parse_bytes(config.gpu_memory_limit, "gpu_memory_limit")
+    if device.type != "cuda":
+        return limit if limit is not None else int(host_available_bytes * 0.4)
+    total = torch.cuda.get_device_properties(device).total_memory
+    if limit is not None:
+        if limit > total:
+            raise ValueError(
+                f"gpu_memory_limit={config.gpu_memory_limit!r} is {limit / GIB:.2f} GiB, the GPU has "
+                f"{total / GIB:.2f} GiB: lower gpu_memory_limit"
+            )
+        return limit
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(int(total * config.gpu_memory_utilization), free)

@@ -1,0 +1,140 @@
+"""What the engine knows about a model: its numbers, before any weight is read, and the calls that make up a layer.
+
+A layer is cut at its attention. The engine runs
+
+    x = model.embed(token_ids)
+    for layer in range(spec.num_layers):
+        q, k, v = model.before_attention(layer, x, positions)
+        attn = ...                                  # the attention backend; the model never sees the KV cache
+        x = model.after_attention(layer, x, attn)
+    logits = model.logits(x)
+
+so model files hold no branch on the mode. Every call treats each row (token) on its own: a batch may be cut into
+chunks of rows anywhere, and rows of several sequences may lie in one batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model's numbers, from its config alone.
+
+    Raises:
+        ValueError: numbers that the attention kernels cannot run.
+    """
+
+    architecture: str
+    """The checkpoint's own word, such as "Qwen3ForCausalLM"."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Elements of one head; may differ from hidden_size / num_q_heads."""
+    vocab_size: int
+    max_position: int
+    """Tokens of context that the checkpoint's config allows."""
+    attention_scale: float
+    """Factor on q.k."""
+    softcap: float | None
+    """Attention logits become softcap * tanh(logits / softcap); None: no cap."""
+    windows: tuple[int | None, ...]
+    """Per layer: a query at position i sees keys j with i - window < j <= i; None: all j <= i."""
+    tied_embeddings: bool
+    dtype: torch.dtype
+    num_rope_tables: int = 1
+    """Distinct position tables that the layers share."""
+    num_parameters: int
+    """Weights that lie on the device; a tied head counts once."""
+
+    def __post_init__(self) -> None:
+        if self.head_dim < 16 or self.head_dim > 256 or self.head_dim % 16:
+            raise ValueError(
+                f"{self.architecture} has head_dim={self.head_dim}: supported are multiples of 16 from 16 to 256"
+            )
+        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.architecture} has {self.num_q_heads} query heads and {self.num_kv_heads} KV heads: "
+                "the number of query heads must be a multiple of the number of KV heads"
+            )
+        assert len(self.windows) == self.num_layers, "one window (or None) per layer"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device."""
+        return self.num_parameters * self.dtype.itemsize
+
+    def rope_bytes(self, max_position: int) -> int:
+        """Bytes of the position tables of a model built for `max_position` tokens."""
+        return self.num_rope_tables * max_position * self.head_dim * self.dtype.itemsize
+
+
+class DecoderModel(nn.Module, ABC):
+    """A decoder-only transformer, cut at its attention.
+
+    All tensors lie on the device that the model was built on. The calls launch work on the current stream and neither
+    wait for it nor look at a value, so they may be captured in a CUDA graph. No weight takes a gradient.
+    """
+
+    spec: ModelSpec
+
+    def __init__(
+        self, hf_config: PretrainedConfig, spec: ModelSpec, *, device: torch.device | str, max_position: int
+    ) -> None:
+        """Allocates the weights, not yet filled, and the position tables.
+
+        max_position: positions that will be used, [0, max_position).
+        """
+        super().__init__()
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
+        """The model's numbers; reads no weight and allocates nothing.
+
+        Raises:
+            ValueError: the config asks for something that is not supported.
+        """
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype."""
+
+    @abstractmethod
+    def before_attention(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm, projections and positions: what a layer's attention needs.
+
+        x: [N, hidden_size]; positions: [N] int64, absolute, below max_position.
+        Returns q [N, num_q_heads, head_dim], k and v [N, num_kv_heads, head_dim]: each token's heads are contiguous,
+        tokens may be strided.
+        """
+
+    @abstractmethod
+    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
+        """Output projection, residuals, norms and MLP.
+
+        x: [N, hidden_size] as given to `before_attention`; attn: [N, num_q_heads, head_dim], contiguous.
+        Returns the new x [N, hidden_size]; the old one is left as it was.
+        """
+
+    @abstractmethod
+    def logits(self, x: Tensor) -> Tensor:
+        """Final norm, head and cap: x [N, hidden_size] -> [N, vocab_size] float32."""
+
+    @abstractmethod
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        """Each tensor name of the checkpoint, with the part of our (merged) weights that it fills."""
+
+    @abstractmethod
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor although the model has no place for it."""

@@ -1,0 +1,244 @@
+"""The decoder that the families share: RMS norms before each part, rotary positions, grouped queries, a gated MLP.
+
+A family says in `Traits` where it differs, overrides the classmethods that read its config, and brings a
+`DecoderLayer` of its own where the order of a layer differs. Modules are named as in the checkpoints, so that only
+merged weights need another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from nanoinfer.layers import Embedding, GatedMLP, Linear, RMSNorm
+from nanoinfer.models.base import DecoderModel, ModelSpec
+from nanoinfer.rope import apply_rope, rope_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """How a family differs from the plain decoder."""
+
+    norm_eps: float
+    activation: str
+    norm: type[RMSNorm] = RMSNorm
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Bias of the attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Norm of each query and key head, before the rotation."""
+    embedding_scale: float | None = None
+    """Factor on the embeddings, rounded to the model's dtype."""
+    logits_softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap)."""
+
+
+class Attention(nn.Module):
+    """What surrounds attention itself: projections, head norms and positions."""
+
+    def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
+        super().__init__()
+        self._num_q_heads, self._num_kv_heads, self._head_dim = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
+        q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        options = dict(dtype=spec.dtype, device=device)
+        self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, **options)
+        self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, **options)
+        self.q_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
+        self.k_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
+
+    def project(self, x: Tensor, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [N, hidden_size], normalised -> q, k, v: [N, heads, head_dim]."""
+        num_qk_heads = self._num_q_heads + self._num_kv_heads
+        # [N, (num_q_heads + 2 * num_kv_heads) * head_dim] -> [N, heads, head_dim]
+        qkv = self.qkv_proj(x).unflatten(-1, (num_qk_heads + self._num_kv_heads, self._head_dim))
+        # Queries and keys stay one tensor: half the launches of a norm and a rotation for each.
+        qk, v = qkv.split((num_qk_heads, self._num_kv_heads), dim=1)
+        if self.q_norm is not None:
+            # [num_qk_heads, head_dim]: each head with its own weight.
+            weight = torch.cat(
+                (self.q_norm.weight.expand(self._num_q_heads, -1), self.k_norm.weight.expand(self._num_kv_heads, -1))
+            )
+            qk = self.q_norm.norm(qk, weight, self.q_norm.eps)
+        q, k = apply_rope(qk, rope, positions).split((self._num_q_heads, self._num_kv_heads), dim=1)
+        return q, k, v
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
+        super().__init__()
+        options = dict(dtype=spec.dtype, device=device)
+        self.input_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
+        self.self_attn = Attention(spec, traits, device=device)
+        self.post_attention_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
+        self.mlp = GatedMLP(
+            spec.hidden_size, spec.intermediate_size, traits.activation, bias=traits.mlp_bias, **options
+        )
+
+    def before_attention(self, x: Tensor, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `DecoderModel.before_attention`; rope: the layer's position table."""
+        return self.self_attn.project(self.input_layernorm(x), rope, positions)
+
+    def after_attention(self, x: Tensor, attn: Tensor) -> Tensor:
+        """See `DecoderModel.after_attention`; attn: [N, num_q_heads * head_dim]."""
+        x = x + self.self_attn.o_proj(attn)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(DecoderModel):
+    """A `DecoderModel` of `DecoderLayer`s."""
+
+    layer_class = DecoderLayer
+
+    def __init__(
+        self, hf_config: PretrainedConfig, spec: ModelSpec, *, device: torch.device | str, max_position: int
+    ) -> None:
+        super().__init__(hf_config, spec, device=device, max_position=max_position)
+        traits = self.traits(hf_config)
+        options = dict(dtype=spec.dtype, device=device)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **options)
+        self.layers = nn.ModuleList(self.layer_class(spec, traits, device=device) for _ in range(spec.num_layers))
+        self.norm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
+        if not spec.tied_embeddings:
+            self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, **options)
+        self._embedding_scale = _rounded(traits.embedding_scale, spec.dtype)
+        self._logits_softcap = traits.logits_softcap
+        ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
+        self._rope_tables = [rope_table(rope, spec.head_dim, max_position, **options) for rope in ropes]
+
+    # What a family reads from its config
+
+    @classmethod
+    def traits(cls, hf_config: PretrainedConfig) -> Traits:
+        """Where the family differs. The default is Llama without biases."""
+        return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act)
+
+    @classmethod
+    def windows(cls, hf_config: PretrainedConfig) -> tuple[int | None, ...]:
+        """The sliding window of each layer."""
+        return (None,) * hf_config.num_hidden_layers
+
+    @classmethod
+    def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:
+        """The rotation of each layer."""
+        return (hf_config.rope_parameters,) * hf_config.num_hidden_layers
+
+    @classmethod
+    def attention_scale(cls, hf_config: PretrainedConfig, head_dim: int) -> float:
+        """Factor on q.k."""
+        return head_dim**-0.5
+
+    @classmethod
+    def attention_softcap(cls, hf_config: PretrainedConfig) -> float | None:
+        """Cap of the attention logits."""
+        return None
+
+    @classmethod
+    def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
+        if getattr(hf_config, "quantization_config", None):
+            raise ValueError(
+                "the config has a quantization_config, and quantized checkpoints are not supported: "
+                "take one in bfloat16, float16 or float32"
+            )
+        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        windows = cls.windows(hf_config)
+        ropes, _ = _distinct(cls.rope_parameters(hf_config))
+        spec = ModelSpec(
+            architecture=(hf_config.architectures or [cls.__name__])[0],
+            num_layers=hf_config.num_hidden_layers,
+            hidden_size=hf_config.hidden_size,
+            intermediate_size=hf_config.intermediate_size,
+            num_q_heads=hf_config.num_attention_heads,
+            num_kv_heads=hf_config.num_key_value_heads,
+            head_dim=head_dim,
+            vocab_size=hf_config.vocab_size,
+            max_position=hf_config.max_position_embeddings,
+            attention_scale=cls.attention_scale(hf_config, head_dim),
+            softcap=cls.attention_softcap(hf_config),
+            windows=windows,
+            tied_embeddings=hf_config.tie_word_embeddings,
+            dtype=dtype,
+            num_rope_tables=len(ropes),
+            num_parameters=0,
+        )
+        # Counted, not calculated: the number cannot drift from what the constructor allocates.
+        shapes_only = cls(hf_config, spec, device="meta", max_position=1)
+        return replace(spec, num_parameters=sum(weight.numel() for weight in shapes_only.parameters()))
+
+    # The calls
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        x = self.embed_tokens(token_ids)
+        return x if self._embedding_scale is None else x * self._embedding_scale
+
+    def before_attention(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.layers[layer].before_attention(x, self._rope_tables[self._rope_of_layer[layer]], positions)
+
+    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
+        return self.layers[layer].after_attention(x, attn.flatten(1))
+
+    def logits(self, x: Tensor) -> Tensor:
+        head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
+        logits = F.linear(self.norm(x), head.weight)
+        if self._logits_softcap is not None:
+            logits = torch.tanh(logits / self._logits_softcap) * self._logits_softcap
+        return logits.float()
+
+    # The checkpoint
+
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        views = {}
+        for name, weight in self.named_parameters():
+            module_name, kind = name.rsplit(".", 1)
+            parts = getattr(self.get_submodule(module_name), "parts", None)
+            prefix = "" if module_name == "lm_head" else "model."
+            if parts is None:
+                views[prefix + name] = weight
+                continue
+            parent = module_name.rsplit(".", 1)[0]
+            for part, rows in zip(parts, weight.split(tuple(parts.values())), strict=True):
+                views[f"{prefix}{parent}.{part}.{kind}"] = rows
+        return views
+
+    def ignores(self, name: str) -> bool:
+        # Old checkpoints hold the inverse frequencies, which the config determines; tied ones may repeat the
+        # embeddings as the head.
+        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.spec.tied_embeddings)
+
+
+def windows_by_layer_type(layer_types: list[str], sliding_window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer, for configs that name each layer's kind of attention.
+
+    Raises:
+        ValueError: another kind of layer, or sliding layers without a window.
+    """
+    for layer_type in layer_types:
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"layer type {layer_type!r} is not supported. Supported: full_attention, sliding_attention"
+            )
+    if "sliding_attention" in layer_types and not sliding_window:
+        raise ValueError(f"the config has sliding_attention layers, but sliding_window={sliding_window!r}")
+    return tuple(sliding_window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+def _distinct(ropes: tuple[Mapping, ...]) -> tuple[list[Mapping], list[int]]:
+    """The different ones among the layers' rotations, and which of them each layer takes."""
+    distinct: list[Mapping] = []
+    for rope in ropes:
+        if rope not in distinct:
+            distinct.append(rope)
+    return distinct, [distinct.index(rope) for rope in ropes]
+
+
+def _rounded(value: float | None, dtype: torch.dtype) -> float | None:
+    """`value` as `dtype` holds it: the product with a tensor of this dtype then rounds as with a scalar tensor."""
+    return None if value is None else torch.tensor(value, dtype=dtype, device="cpu").item()

@@ -1,0 +1,66 @@
+"""Gemma 3, text only: sliding and full layers with a rotation each, and norms before and after each part."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nanoinfer.layers import OffsetRMSNorm
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.decoder import Decoder, DecoderLayer, Traits, windows_by_layer_type
+from nanoinfer.models.registry import register
+
+
+class Gemma3Layer(DecoderLayer):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+
+    def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
+        super().__init__(spec, traits, device=device)
+        options = dict(dtype=spec.dtype, device=device)
+        self.pre_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
+        self.post_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
+
+    def after_attention(self, x: Tensor, attn: Tensor) -> Tensor:
+        x = x + self.post_attention_layernorm(self.self_attn.o_proj(attn))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+@register("Gemma3ForCausalLM")
+class Gemma3(Decoder):
+    """https://arxiv.org/abs/2503.19786"""
+
+    layer_class = Gemma3Layer
+
+    @classmethod
+    def traits(cls, hf_config: PretrainedConfig) -> Traits:
+        if hf_config.use_bidirectional_attention:
+            raise ValueError("use_bidirectional_attention=true makes an encoder of the model; only decoders can run")
+        return Traits(
+            norm_eps=hf_config.rms_norm_eps,
+            activation=hf_config.hidden_activation,
+            norm=OffsetRMSNorm,
+            qkv_bias=hf_config.attention_bias,
+            output_bias=hf_config.attention_bias,
+            qk_norm=True,
+            embedding_scale=hf_config.hidden_size**0.5,
+            logits_softcap=hf_config.final_logit_softcapping,
+        )
+
+    @classmethod
+    def windows(cls, hf_config: PretrainedConfig) -> tuple[int | None, ...]:
+        return windows_by_layer_type(hf_config.layer_types, hf_config.sliding_window)
+
+    @classmethod
+    def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:
+        # transformers keys them by layer type, also those of older configs (rope_theta, rope_local_base_freq).
+        return tuple(hf_config.rope_parameters[layer_type] for layer_type in hf_config.layer_types)
+
+    @classmethod
+    def attention_scale(cls, hf_config: PretrainedConfig, head_dim: int) -> float:
+        return hf_config.query_pre_attn_scalar**-0.5
+
+    @classmethod
+    def attention_softcap(cls, hf_config: PretrainedConfig) -> float | None:
+        # The released checkpoints have none, and transformers reads the field but does not apply it.
+        return hf_config.attn_logit_softcapping

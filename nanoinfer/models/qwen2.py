@@ -1,0 +1,20 @@
+"""Qwen2 and Qwen2.5: biases on queries, keys and values; a sliding window in the upper layers where configured."""
+
+from transformers import PretrainedConfig
+
+from nanoinfer.models.decoder import Decoder, Traits, windows_by_layer_type
+from nanoinfer.models.registry import register
+
+
+@register("Qwen2ForCausalLM")
+class Qwen2(Decoder):
+    """https://arxiv.org/abs/2407.10671"""
+
+    @classmethod
+    def traits(cls, hf_config: PretrainedConfig) -> Traits:
+        return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act, qkv_bias=True)
+
+    @classmethod
+    def windows(cls, hf_config: PretrainedConfig) -> tuple[int | None, ...]:
+        # transformers works out layer_types from use_sliding_window and max_window_layers.
+        return windows_by_layer_type(hf_config.layer_types, hf_config.sliding_window)

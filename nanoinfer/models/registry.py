@@ -1,0 +1,63 @@
+"""Architecture name, as checkpoints give it, to model class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from transformers import PretrainedConfig
+
+from nanoinfer.errors import nearest
+from nanoinfer.models.base import DecoderModel
+
+Model = TypeVar("Model", bound=type[DecoderModel])
+
+# Filled while the package is imported, and only read from then on.
+_MODELS: dict[str, type[DecoderModel]] = {}
+
+
+def register(architecture: str) -> Callable[[Model], Model]:
+    """Class decorator: this class runs checkpoints whose config names `architecture`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def add(model: Model) -> Model:
+        if architecture in _MODELS:
+            raise ValueError(f"{architecture} is already registered, by {_MODELS[architecture].__name__}")
+        _MODELS[architecture] = model
+        return model
+
+    return add
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """The names that `resolve` knows, sorted."""
+    return tuple(sorted(_MODELS))
+
+
+def find_architecture(names: list[str] | None) -> str:
+    """The first supported one of a config's `architectures`.
+
+    Raises:
+        ValueError: none of them is supported, or the config names none.
+    """
+    for name in names or ():
+        if name in _MODELS:
+            return name
+    supported = ", ".join(supported_architectures())
+    if not names:
+        raise ValueError(f'the config names no architecture: set "architectures" to one of {supported}')
+    guess = nearest(names[0], _MODELS)
+    hint = f" (nearest: {guess})" if guess else ""
+    raise ValueError(f"architecture {names[0]!r} is not supported{hint}. Supported: {supported}")
+
+
+def resolve(hf_config: PretrainedConfig) -> type[DecoderModel]:
+    """The class that runs this config's model.
+
+    Raises:
+        ValueError: the architecture is not supported; lists those that are.
+    """
+    return _MODELS[find_architecture(hf_config.architectures)]

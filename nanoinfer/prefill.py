@@ -1,0 +1,265 @@
+"""Prefill: chunks of prompts through all layers, with the history from the GPU pool or through the ring.
+
+The keys of a sequence are walked in ascending order. What lies in the host pool passes through the ring first, with
+the running softmax put down between two chunks; the GPU pool, which holds the newest tokens, comes last and writes the
+output. Where everything lies in the GPU pool there is one piece only. Both give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from nanoinfer.attention.base import AttentionBackend, PrefillPiece, PrefillState
+from nanoinfer.device_tables import DeviceTable
+from nanoinfer.kv_cache import NO_BLOCK, KVCache
+from nanoinfer.models.base import DecoderModel
+from nanoinfer.scheduler import PrefillChunk
+from nanoinfer.work import first_visible_block
+from offload import Chunk, Ring, Runtime, Stream, StreamPlan, pack
+
+
+class PrefillProgram:
+    """Runs prefill steps eagerly.
+
+    Args:
+        max_tokens: tokens of one step.
+        max_seqs: sequences of one step.
+        max_blocks_per_seq: logical blocks of one sequence.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        compute: Stream,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        ring: Ring,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks_per_seq: int,
+    ) -> None:
+        self.runtime, self.compute = runtime, compute
+        self.model, self.backend, self.kv_cache, self.ring = model, backend, kv_cache, ring
+        windows = list(dict.fromkeys(model.spec.windows))
+        self.windows = windows
+        self.kind = [windows.index(window) for window in model.spec.windows]
+        self.max_seqs = min(max_seqs, max_tokens)
+        # Tokens, positions and slots; then per sequence the offsets and ranges; then block tables and ring chunks.
+        blocks = max_tokens // kv_cache.block_size + 2 * self.max_seqs + max_blocks_per_seq * 2
+        size = 3 * max_tokens + (5 + len(windows)) * self.max_seqs + 8 + self.max_seqs * max_blocks_per_seq
+        size += 3 * len(windows) * blocks
+        self._table = DeviceTable(runtime, size)
+        self._slot_places = torch.arange(ring.blocks_per_slot, dtype=torch.int32, device=runtime.device).view(1, -1)
+
+    def begin(self, chunks: list[PrefillChunk], write_through: list[tuple[int, int]]) -> PrefillStep:
+        """Uploads the step's tables and plans it."""
+        packer = _Packer()
+        token_ids, positions, slots = self._tokens(chunks)
+        tokens = [packer.add(values) for values in (token_ids, positions, slots)]
+        lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
+        cu_seqlens = packer.add(np.concatenate([[0], np.cumsum(lengths)]))
+        last = packer.add(np.cumsum(lengths)[[i for i, chunk in enumerate(chunks) if chunk.is_last]] - 1)
+        query_pos = packer.add([chunk.begin for chunk in chunks])
+        kv_end = packer.add([chunk.end for chunk in chunks])
+        first_blocks = [self._first_gpu_block(chunk) for chunk in chunks]
+        first_block = packer.add(first_blocks)
+        width = max(-(-chunk.end // self.kv_cache.block_size) - f for chunk, f in zip(chunks, first_blocks, strict=True))
+        block_table = packer.add(self._block_table(chunks, first_blocks, width))
+        load_state, histories = [], []
+        for window in self.windows:
+            history = [self._history(i, chunk, f, window) for i, (chunk, f) in enumerate(zip(chunks, first_blocks))]
+            load_state.append(packer.add([int(bool(pieces)) for pieces in history]))
+            histories.append(_History([piece for pieces in history for piece in pieces], packer, self.kv_cache))
+        table = packer.upload(self._table, self.compute)
+        view = table.view
+        gpu_pieces = [
+            PrefillPiece(
+                cu_seqlens_q=view(cu_seqlens),
+                query_pos=view(query_pos),
+                first_block=view(first_block),
+                kv_end=view(kv_end),
+                load_state=view(load_state[kind]),
+                block_table=view(block_table).view(len(chunks), width),
+                max_query_len=int(lengths.max()),
+                store_state=False,
+            )
+            for kind in range(len(self.windows))
+        ]
+        return PrefillStep(
+            program=self,
+            chunks=chunks,
+            write_through=write_through,
+            plan=StreamPlan(tuple(histories[kind].chunks for kind in self.kind)),
+            token_ids=view(tokens[0]),
+            positions=view(tokens[1]),
+            slots=view(tokens[2]),
+            last=view(last),
+            gpu_pieces=gpu_pieces,
+            slot_tables=[view(history.table).view(-1, 3) for history in histories],
+            lengths=lengths,
+        )
+
+    def slot_piece(self, step: PrefillStep, kind: int, chunk: Chunk) -> PrefillPiece:
+        """The keys of one sequence that lie in a ring slot."""
+        sequence, number = chunk.tag
+        gpu_piece, record = step.gpu_pieces[kind], step.slot_tables[kind][number]
+        return PrefillPiece(
+            cu_seqlens_q=gpu_piece.cu_seqlens_q[sequence : sequence + 2],
+            query_pos=gpu_piece.query_pos[sequence : sequence + 1],
+            first_block=record[0:1],
+            kv_end=record[1:2],
+            load_state=record[2:3],
+            block_table=self._slot_places,
+            max_query_len=int(step.lengths[sequence]),
+            store_state=True,
+        )
+
+    def _tokens(self, chunks: list[PrefillChunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, positions and slots of all tokens of the step."""
+        block_size = self.kv_cache.block_size
+        positions = [np.arange(chunk.begin, chunk.end) for chunk in chunks]
+        slots = [
+            self.kv_cache.gpu_table[chunk.sequence.row, at // block_size] * block_size + at % block_size
+            for chunk, at in zip(chunks, positions, strict=True)
+        ]
+        token_ids = [chunk.sequence.token_ids[chunk.begin : chunk.end] for chunk in chunks]
+        return np.concatenate(token_ids), np.concatenate(positions), np.concatenate(slots)
+
+    def _first_gpu_block(self, chunk: PrefillChunk) -> int:
+        """The logical block from which on all blocks lie on the GPU; those before it lie on the host."""
+        row = self.kv_cache.gpu_table[chunk.sequence.row, : -(-chunk.end // self.kv_cache.block_size)]
+        missing = np.flatnonzero(row == NO_BLOCK)
+        return int(missing[-1]) + 1 if len(missing) else 0
+
+    def _block_table(self, chunks: list[PrefillChunk], first_blocks: list[int], width: int) -> np.ndarray:
+        table = np.zeros((len(chunks), width), dtype=np.int32)
+        for line, chunk, first in zip(table, chunks, first_blocks, strict=True):
+            blocks = self.kv_cache.gpu_table[chunk.sequence.row, first : -(-chunk.end // self.kv_cache.block_size)]
+            line[: len(blocks)] = blocks
+        return table
+
+    def _history(self, index: int, chunk: PrefillChunk, end: int, window: int | None) -> list[_HistoryPiece]:
+        """The host blocks before logical block `end` that a query of the chunk sees, cut for the ring."""
+        first = int(first_visible_block(np.array(chunk.begin), window, self.kv_cache.block_size))
+        blocks = self.kv_cache.host_table[chunk.sequence.row, first:end]
+        assert np.all(blocks != NO_BLOCK), "a block lies neither on the GPU nor on the host"
+        pieces = pack(blocks, self.ring.blocks_per_slot)
+        return [_HistoryPiece(index, piece.blocks, first + piece.begin, piece.begin > 0) for piece in pieces]
+
+
+@dataclass(frozen=True)
+class _HistoryPiece:
+    sequence: int  # index in the batch
+    blocks: tuple[int, ...]
+    first_block: int
+    continues: bool
+
+
+class _History:
+    """The ring chunks of one kind of layer, with a table of (first block, end of the keys, load state) for each."""
+
+    def __init__(self, pieces: list[_HistoryPiece], packer: _Packer, kv_cache: KVCache) -> None:
+        self.chunks = [Chunk(piece.blocks, 0, (piece.sequence, i)) for i, piece in enumerate(pieces)]
+        ends = [(piece.first_block + len(piece.blocks)) * kv_cache.block_size for piece in pieces]
+        rows = [(piece.first_block, end, int(piece.continues)) for piece, end in zip(pieces, ends, strict=True)]
+        self.table = packer.add(np.array(rows, dtype=np.int32).reshape(-1))
+
+
+@dataclass
+class PrefillStep:
+    """One prefill step as the offload engine runs it (see `offload.OffloadStep`).
+
+    Attributes:
+        last_hidden: [number of chunks that end their prompt, hidden], filled by the last piece.
+    """
+
+    program: PrefillProgram
+    chunks: list[PrefillChunk]
+    write_through: list[tuple[int, int]]
+    plan: StreamPlan
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    last: torch.Tensor
+    gpu_pieces: list[PrefillPiece]
+    slot_tables: list[torch.Tensor]
+    lengths: np.ndarray
+    ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
+    last_hidden: torch.Tensor = field(init=False)
+    _x: torch.Tensor = field(init=False)
+    _q: torch.Tensor = field(init=False)
+    _positions: torch.Tensor = field(init=False)
+    _out: torch.Tensor | None = None
+    _state: PrefillState | None = None
+
+    def compute(self, layer: int) -> None:
+        self.program.compute.run(lambda: self._piece(layer))
+
+    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        self.program.compute.run(lambda: self._attend_slot(layer, chunk, ring_slot))
+
+    def _piece(self, layer: int) -> None:
+        program, model = self.program, self.program.model
+        if layer == 0:
+            self._positions = self.positions.long()
+            self._x = model.embed(self.token_ids.long())
+        else:
+            self._x = model.after_attention(layer - 1, self._x, self._attend_gpu(layer - 1))
+        if layer == len(program.kind):
+            self.last_hidden = self._x.index_select(0, self.last)
+            self._state = self._out = None
+            del self._x, self._q
+            return
+        self._q, k, v = model.before_attention(layer, self._x, self._positions)
+        program.backend.store_kv(k, v, program.kv_cache.gpu_kv[layer], self.slots)
+
+    def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        program, kind = self.program, self.program.kind[layer]
+        if self._state is None:
+            self._state = program.backend.prefill_state(len(self._q))
+        piece = program.slot_piece(self, kind, chunk)
+        self._run(layer, piece, program.ring.slots[ring_slot])
+
+    def _attend_gpu(self, layer: int) -> torch.Tensor:
+        kv = self.program.kv_cache.gpu_kv[layer]
+        return self._run(layer, self.gpu_pieces[self.program.kind[layer]], kv)
+
+    def _run(self, layer: int, piece: PrefillPiece, kv: torch.Tensor) -> torch.Tensor:
+        if self._out is None:
+            self._out = torch.empty_like(self._q, memory_format=torch.contiguous_format)
+        window = self.program.model.spec.windows[layer]
+        self.program.backend.prefill(self._q, kv, piece, self._state, self._out, window)
+        return self._out
+
+
+class _Packer:
+    """Collects int32 arrays for one upload and hands out where each lies. Each begins at a multiple of 4 elements."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+        self._size = 0
+
+    def add(self, values: np.ndarray | list[int]) -> slice:
+        array = np.asarray(values, dtype=np.int32).reshape(-1)
+        place = slice(self._size, self._size + len(array))
+        padding = np.zeros(-len(array) % 4, dtype=np.int32)
+        self._arrays += [array, padding]
+        self._size += len(array) + len(padding)
+        return place
+
+    def upload(self, table: DeviceTable, stream: Stream) -> _Packed:
+        table.set(stream, np.concatenate(self._arrays))
+        return _Packed(table.tensor)
+
+
+class _Packed:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def view(self, place: slice) -> torch.Tensor:
+        return self._tensor[place]

@@ -1,0 +1,340 @@
+"""Model, pools, ring and programs of one engine, and the three things that it does: prefill, decode, switch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from nanoinfer.attention.base import AttentionBackend, PrefillPiece
+from nanoinfer.config import EngineConfig
+from nanoinfer.decode import DecodeProgram
+from nanoinfer.device_tables import RowState
+from nanoinfer.kv_cache import KVCache
+from nanoinfer.memory import ALLOCATOR_MARGIN_BYTES, GIB, MemoryPlan
+from nanoinfer.models.base import DecoderModel
+from nanoinfer.prefill import PrefillProgram
+from nanoinfer.sampler import SamplingBatch, logprobs_of, sample
+from nanoinfer.scheduler import DecodeBatch, PrefillBatch
+from nanoinfer.sequence import Sequence
+from offload import HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream
+from offload.pinned import HostArena
+
+SEGMENT_BYTES = GIB
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """What a step sampled, one entry per sequence.
+
+    Attributes:
+        logprobs: per sequence, None or (log-probability of the token, its rank, top values, top ids).
+    """
+
+    tokens: list[int]
+    logprobs: list[tuple[float, int, list[float], list[int]] | None]
+
+
+class ModelRunner:
+    """Runs batches on one device.
+
+    Args:
+        plan: what the memory budget is spent on.
+        make_sampling: builds the sampling tensors of a batch, or None where every row is greedy and plain.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: MemoryPlan,
+        runtime: Runtime,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        layout: KVLayout,
+        make_sampling: Callable[[list[Sequence]], SamplingBatch | None],
+    ) -> None:
+        self.config, self.plan, self.runtime, self.layout = config, plan, runtime, layout
+        self.model, self.backend = model, backend
+        self._make_sampling = make_sampling
+        self.compute: Stream = runtime.stream("compute")
+        self.ring = Ring(runtime, layout, config.num_ring_slots, plan.blocks_per_slot)
+        self.num_gpu_blocks = plan.num_gpu_blocks
+        if runtime.device.type == "cuda":
+            self.num_gpu_blocks -= self._blocks_over_plan()
+        max_blocks = -(-plan.max_model_len // layout.block_size)
+        gpu_kv = torch.zeros(layout.pool_shape(self.num_gpu_blocks), dtype=layout.dtype, device=runtime.device)
+        self.kv_cache = KVCache(
+            runtime,
+            self.compute,
+            layout,
+            gpu_kv,
+            max_num_seqs=plan.max_num_seqs,
+            max_blocks_per_seq=max_blocks,
+            max_splits=plan.max_splits,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        rows = RowState(runtime, plan.max_num_seqs, max_blocks)
+        sizes = config.graph_batch_sizes(plan.max_num_seqs)
+        self.decode_program = DecodeProgram(
+            runtime,
+            self.compute,
+            model,
+            backend,
+            self.kv_cache,
+            rows,
+            self.ring,
+            max_batch=max(sizes[-1], plan.max_num_seqs),
+            batch_sizes=sizes,
+            max_splits=plan.max_splits,
+        )
+        self.prefill_program = PrefillProgram(
+            runtime,
+            self.compute,
+            model,
+            backend,
+            self.kv_cache,
+            self.ring,
+            max_tokens=plan.max_num_batched_tokens,
+            max_seqs=plan.max_num_seqs,
+            max_blocks_per_seq=max_blocks,
+        )
+        self._offload: OffloadEngine | None = None  # kept between switches, since graphs hold the ring's addresses
+        self._arena: HostArena | None = None
+        self._tokens_host = runtime.staging(self.decode_program.tokens.numel(), torch.int64)
+        self._tokens_read = runtime.event()
+        self._prefill_tokens = torch.zeros_like(self.decode_program.tokens)
+        self.graph_memory: tuple[int, int] | None = None  # bytes in use before and after capture
+
+    # Modes
+
+    @property
+    def mode(self) -> str:
+        return "resident" if self.kv_cache.offload is None else "offload"
+
+    @property
+    def offload(self) -> OffloadEngine | None:
+        """The offload engine, once offload mode was entered for the first time."""
+        return self._offload
+
+    def switch_mode(self, mode: str, sequences: list[Sequence]) -> None:
+        """Moves the blocks of the running sequences and goes on in `mode`.
+
+        Raises:
+            ValueError: the other pool cannot hold them, or the backend cannot run the mode; nothing changes.
+        """
+        if mode == self.mode:
+            return
+        with self.compute.current():
+            if mode == "offload":
+                type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
+                self.kv_cache.switch_to_offload(self._get_offload(), sequences)
+            else:
+                self.kv_cache.switch_to_resident(sequences)
+            self.capture()
+
+    def _get_offload(self) -> OffloadEngine:
+        """The offload engine; the host pool is mapped and pinned when it is first needed."""
+        if self._offload is None:
+            num_blocks, block_bytes = self.plan.num_host_blocks, self.layout.block_bytes
+            num_segments = max(1, min(num_blocks, -(-num_blocks * block_bytes // SEGMENT_BYTES)))
+            blocks_per_segment = num_blocks // num_segments
+            is_cuda = self.runtime.device.type == "cuda"
+            self._arena = HostArena(
+                num_segments,
+                blocks_per_segment * block_bytes,
+                pin=is_cuda,
+                require_pin=self.config.pin_host_memory == "require",
+                progress=self._pinning_progress(num_segments) if is_cuda else None,
+            )
+            host = HostPool(self.layout, self._arena, num_segments * blocks_per_segment, blocks_per_segment)
+            kv_cache = self.kv_cache
+            self._offload = OffloadEngine(
+                self.runtime, kv_cache.gpu_kv, kv_cache.gpu_blocks, host, self.ring, self.compute
+            )
+        return self._offload
+
+    def _pinning_progress(self, num_segments: int) -> Callable[[int, int], None]:
+        bar = tqdm(total=num_segments, desc="pinning host memory", unit="GiB", disable=not self.config.progress_bar)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(done - bar.n)
+            if done == total:
+                bar.close()
+
+        return progress
+
+    def capture(self) -> None:
+        """Captures the graphs of the current mode, if they are not captured yet."""
+        is_cuda = self.runtime.device.type == "cuda"
+        if self.config.enforce_eager or (is_cuda and not self.backend.graph_safe):
+            return
+        program = self.decode_program
+        steps = len(program.batch_sizes) + (self.mode == "offload")
+        before = self._memory_in_use()
+        bar = tqdm(total=steps, desc="capturing graphs", disable=not self.config.progress_bar or before == 0)
+
+        def progress(what: str) -> None:
+            bar.set_postfix_str(what)
+            bar.update()
+
+        with bar, self.compute.current():
+            (program.capture_offload if self.mode == "offload" else program.capture_resident)(progress)
+        self.graph_memory = (before, self._memory_in_use())
+
+    def _memory_in_use(self) -> int:
+        if self.runtime.device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self.runtime.device)
+        return total - free
+
+    # Steps
+
+    def prefill(self, batch: PrefillBatch) -> tuple[list[Sequence], SampledTokens]:
+        """Computes the chunks; samples the next token of each sequence whose last chunk this is."""
+        kv_cache, program = self.kv_cache, self.prefill_program
+        write_through = self._fill((chunk.sequence, chunk.end) for chunk in batch.chunks)
+        finished = [chunk.sequence for chunk in batch.chunks if chunk.is_last]
+        with self.compute.current():
+            step = program.begin(batch.chunks, write_through)
+            if kv_cache.offload is not None:
+                kv_cache.offload.run(step)
+            else:
+                for piece in range(self.decode_program.num_pieces):
+                    step.compute(piece)
+            sampled = self._sample_prefill(step, finished)
+        for chunk in batch.chunks:
+            kv_cache.commit(chunk.sequence, chunk.end)
+        for sequence in finished:
+            assert sequence.row is not None
+            kv_cache.changed_rows.add(sequence.row)
+        return finished, sampled
+
+    def _sample_prefill(self, step, finished: list[Sequence]) -> SampledTokens:
+        if not finished:
+            self.compute.synchronize()
+            return SampledTokens([], [])
+        sampling = self._make_sampling(finished)
+        logits: list[torch.Tensor] = []
+
+        def choose() -> None:
+            logits.append(self.model.logits(step.last_hidden))
+            tokens = sample(logits[0], sampling) if sampling is not None else logits[0].argmax(dim=-1)
+            self._prefill_tokens[: len(finished)].copy_(tokens)
+
+        self.compute.run(choose)
+        return self._read_back(finished, self._prefill_tokens, lambda: logits[0])
+
+    def decode(self, batch: DecodeBatch) -> SampledTokens:
+        """Computes one token for each sequence and samples the next."""
+        sequences, kv_cache, program = batch.sequences, self.kv_cache, self.decode_program
+        write_through = self._fill((sequence, sequence.num_tokens) for sequence in sequences)
+        with self.compute.current():
+            step = program.begin(sequences, write_through)
+            if kv_cache.offload is not None:
+                kv_cache.offload.run(step)
+            else:
+                program.run_resident(step)
+            sampling = self._make_sampling(sequences)
+            if sampling is not None:
+                self.compute.run(lambda: program.set_tokens(sample(program.logits[: len(sequences)], sampling)))
+            sampled = self._read_back(sequences, program.tokens, lambda: program.logits[: len(sequences)])
+        for sequence in sequences:
+            kv_cache.commit(sequence, sequence.num_tokens)
+        return sampled
+
+    def _fill(self, ends: Iterable[tuple[Sequence, int]]) -> list[tuple[int, int]]:
+        return [pair for sequence, end in ends for pair in self.kv_cache.fill(sequence, end)]
+
+    def _read_back(
+        self, sequences: list[Sequence], tokens: torch.Tensor, logits: Callable[[], torch.Tensor]
+    ) -> SampledTokens:
+        """Waits for the sampled tokens; log-probabilities only of those who asked."""
+        count = len(sequences)
+        wanted = [i for i, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+        found: list[tuple[torch.Tensor, ...]] = []
+        if wanted:
+            top = max(sequences[i].params.logprobs for i in wanted)
+            index = torch.tensor(wanted, device=self.runtime.device)
+            self.compute.run(lambda: found.append(logprobs_of(logits()[index], tokens[:count][index], top)))
+        self.compute.copy(self._tokens_host[:count], tokens[:count])
+        self.compute.record(self._tokens_read)
+        self._tokens_read.synchronize("host.read_after_step")
+        logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * count
+        if wanted:
+            for i, *values in zip(wanted, *(tensor.tolist() for tensor in found[0]), strict=True):
+                logprobs[i] = tuple(values)
+        return SampledTokens(self._tokens_host[:count].tolist(), logprobs)
+
+    def recover(self) -> None:
+        """After an exception inside a step: waits until nothing is in flight any more."""
+        if self._offload is not None:
+            self._offload.drain()
+        self.runtime.synchronize()
+
+    def close(self) -> None:
+        """Gives back host memory; the runner cannot be used afterwards."""
+        self.runtime.synchronize()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    # Memory
+
+    def _blocks_over_plan(self) -> int:
+        """GPU blocks to give up because a prefill step, run once at its largest, took more than was planned.
+
+        The plan is a formula over the config; libraries may take workspaces of their own.
+        """
+        device = self.runtime.device
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
+        with self.compute.current():
+            self._run_largest_prefill()
+            self.compute.synchronize()
+        torch.cuda.synchronize(device)
+        taken = torch.cuda.memory_reserved(device) - before
+        torch.cuda.empty_cache()
+        kept = torch.cuda.memory_reserved(device) - before  # workspaces that libraries hold for good
+        planned_before = self.plan.weight_bytes + self.plan.ring_bytes
+        over = max(0, before - planned_before) + max(0, taken - self.plan.activation_bytes) + max(0, kept)
+        over -= ALLOCATOR_MARGIN_BYTES // 2
+        blocks = max(0, -(-over // self.layout.block_bytes))
+        if blocks:
+            warnings.warn(
+                f"memory use is {over / GIB:.2f} GiB above the plan: {blocks} KV blocks fewer on the GPU", stacklevel=2
+            )
+        return blocks
+
+    def _run_largest_prefill(self) -> None:
+        """One layer of the largest prefill step and its sampling, on a pool of one block that all tokens share."""
+        device, tokens = self.runtime.device, self.plan.max_num_batched_tokens
+        kv = torch.zeros(1, *self.layout.block_shape, dtype=self.layout.dtype, device=device)
+
+        def table(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        piece = PrefillPiece(
+            cu_seqlens_q=table(0, tokens),
+            query_pos=table(0),
+            first_block=table(0),
+            kv_end=table(tokens),
+            load_state=table(0),
+            block_table=torch.zeros(1, -(-tokens // self.layout.block_size), dtype=torch.int32, device=device),
+            max_query_len=tokens,
+            store_state=False,
+        )
+        x = self.model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
+        positions = torch.arange(tokens, device=device) % self.plan.max_model_len
+        for _ in range(2):
+            q, k, v = self.model.before_attention(0, x, positions)
+            self.backend.store_kv(k, v, kv, positions % self.layout.block_size)
+            state = self.backend.prefill_state(tokens)
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            self.backend.prefill(q, kv, piece, state, out, self.model.spec.windows[0])
+            x = self.model.after_attention(0, x, out)
+        rows = min(self.plan.max_num_seqs, tokens)
+        self.model.logits(x[:rows]).argmax(dim=-1)

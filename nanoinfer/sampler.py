@@ -1,0 +1,224 @@
+"""Picks the next tokens from the logits, on the device, without a host synchronisation.
+
+A row's token depends only on that row's logits, settings, seed and step: never on its place in the batch, its
+neighbours or the batch's size. So sums over a row use integers, whose order does not matter, and the noise is a hash
+of (seed, step, token id) instead of a generator's next numbers.
+
+Order, as in vLLM: repetition penalty and bans; greedy rows take the argmax; the others are divided by the
+temperature, cut by min_p, top_k and top_p (each on what the one before left), and drawn with the Gumbel-max trick:
+argmax(logit + g) with standard Gumbel noise g is a sample of softmax(logits) (Gumbel, 1954; Maddison et al., 2014).
+"""
+
+import torch
+
+from nanoinfer.sampling_batch import RowSampling, SamplingBatch
+from nanoinfer.sampling_params import GREEDY_TEMPERATURE
+
+__all__ = ["RowSampling", "SamplingBatch", "gumbel_noise", "logprobs_of", "sample", "workspace_bytes"]
+
+# Rows are filtered so many elements at a time: 13 rows of a vocabulary of 150,000.
+CHUNK_ELEMENTS = 2**21
+# Chunk's rows, sorted values and ids, fixed-point weights, their sums, and the sort's own buffers.
+_SORT_BYTES_PER_ELEMENT = 64
+# Probabilities relative to the likeliest token's, in units of 2^-40; sums of up to 2^22 of them stay below 2^63.
+_FIXED_POINT_ONE = 2.0**40
+_MAX_VOCAB_SIZE = 2**22
+
+_MASK_32 = 0xFFFFFFFF
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Next tokens, on the current stream.
+
+    logits: [B, V] float32; not changed.
+    Returns: [B] int64, on the same device.
+    """
+    assert logits.dtype == torch.float32, f"logits are {logits.dtype}, the sampler takes float32"
+    assert logits.shape == (batch.num_rows, batch.vocab_size), (
+        f"logits have shape {tuple(logits.shape)}, the batch is {batch.num_rows} x {batch.vocab_size}"
+    )
+    scores = _penalise(logits, batch)
+    if batch.all_greedy:
+        return scores.argmax(dim=-1)
+    greedy = scores.argmax(dim=-1) if batch.any_greedy else None
+    scores = _cut(scores, batch, owned=scores is not logits)
+    drawn = _draw(scores, batch)
+    return drawn if greedy is None else torch.where(batch.temperature < GREEDY_TEMPERATURE, greedy, drawn)
+
+
+def logprobs_of(
+    logits: torch.Tensor, tokens: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities from the raw logits (before penalties, temperature and cuts), as vLLM returns them.
+
+    logits: [B, V] float32; tokens: [B] int64, the sampled ones; top: how many of the likeliest tokens, 0 for none.
+    Returns:
+        chosen [B] float32; rank [B] int64, 1 for the likeliest; top_values [B, top] float32, descending;
+        top_ids [B, top] int64.
+    """
+    parts = []
+    for chunk, chunk_tokens in zip(_chunks(logits), tokens.split(_chunk_rows(logits.shape[1])), strict=True):
+        # Not logsumexp: its reduction on CUDA is split by the number of rows, and so rounds by it too.
+        logprobs = torch.log_softmax(chunk, dim=-1)
+        chosen = logprobs.gather(1, chunk_tokens[:, None])
+        # From the logits: log_softmax may round two of them to one value.
+        rank = (chunk > chunk.gather(1, chunk_tokens[:, None])).sum(dim=-1) + 1
+        parts.append((chosen[:, 0], rank, *logprobs.topk(top, dim=-1)))
+    chosen, rank, top_values, top_ids = (torch.cat(part) for part in zip(*parts, strict=True))
+    return chosen, rank, top_values, top_ids
+
+
+def workspace_bytes(num_rows: int, vocab_size: int) -> int:
+    """Upper bound of the memory that `sample` and `logprobs_of` take for a while, beside the logits."""
+    copy = 4 * num_rows * vocab_size
+    chunk = min(num_rows, _chunk_rows(vocab_size)) * vocab_size
+    return copy + _SORT_BYTES_PER_ELEMENT * chunk
+
+
+def gumbel_noise(seed: torch.Tensor, step: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise, a pure function of (seed, step, token id); the reference of the Triton kernel.
+
+    seed, step: [B] int64. Returns: [B, vocab_size] float32.
+    """
+    bits = _noise_bits(seed, step, vocab_size)
+    # u in (0, 1). -log(-log(1 - u)): the largest noise, which decides the draw, comes from small u, where floats are
+    # dense; near 1 they would have steps of 6e-8, and large vocabularies would draw ties.
+    u = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4))))  # of -log(1 - u); its error at 2^-6 is below 2e-8
+    exponential = torch.where(u < 2.0**-6, series, -torch.log(1 - u))
+    return -torch.log(exponential)
+
+
+def _chunk_rows(vocab_size: int) -> int:
+    return max(1, CHUNK_ELEMENTS // vocab_size)
+
+
+def _chunks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows.split(_chunk_rows(rows.shape[1]))
+
+
+def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Repetition penalty (CTRL, section 4.1) and bans; `logits` itself where there are none."""
+    num_bans = batch.banned_ids.shape[0]
+    if not batch.needs_penalty and not num_bans:
+        return logits
+    scores = logits.clone()
+    if batch.needs_penalty:
+        seen = scores[batch.penalty_rows, batch.penalty_ids]
+        penalty = batch.repetition_penalty[batch.penalty_rows]
+        # A token that is listed twice gets the same value twice.
+        scores[batch.penalty_rows, batch.penalty_ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    if num_bans:
+        old = scores[batch.banned_rows, batch.banned_ids]
+        is_banned = batch.step[batch.banned_rows] < batch.banned_until
+        scores[batch.banned_rows, batch.banned_ids] = torch.where(is_banned, -torch.inf, old)
+    return scores
+
+
+def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tensor:
+    """Puts -inf where min_p, top_k or top_p drop a token; in place where `scores` is ours."""
+    if not batch.min_p_rows.shape[0] and not batch.needs_sort:
+        return scores
+    if not owned:
+        scores = scores.clone()
+    num_chunk_rows = _chunk_rows(batch.vocab_size)
+    # Chunks of rows: a sort takes many times the memory of its input.
+    for rows in batch.min_p_rows.split(num_chunk_rows) if batch.min_p_rows.shape[0] else ():
+        scores[rows] = _cut_min_p(scores[rows], batch.temperature[rows], batch.min_p[rows])
+    for rows in batch.sort_rows.split(num_chunk_rows) if batch.needs_sort else ():
+        scores[rows] = _cut_top_k_top_p(
+            scores[rows], batch.temperature[rows], batch.top_k[rows], batch.top_p[rows]
+        )
+    return scores
+
+
+def _scaled(scores: torch.Tensor, row_max: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """(scores - row_max) / temperature: at most 0, never NaN, exact for scores near the maximum.
+
+    scores: [R, V]; row_max: [R, 1]; temperature: [R].
+    """
+    row_max = torch.where(row_max == -torch.inf, 0, row_max)  # a row of -inf only stays one
+    temperature = torch.where(temperature < GREEDY_TEMPERATURE, 1, temperature)  # greedy rows: the result is unused
+    return torch.where(scores == row_max, 0, (scores - row_max) / temperature[:, None])
+
+
+def _cut_min_p(scores: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """scores: [R, V]; temperature, min_p: [R]. Keeps probabilities of at least min_p times the largest one."""
+    relative = _scaled(scores, scores.amax(dim=-1, keepdim=True), temperature).exp_()
+    return scores.masked_fill_(relative < min_p[:, None], -torch.inf)
+
+
+def _cut_top_k_top_p(
+    scores: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """scores: [R, V]; the others: [R].
+
+    top_k keeps what equals the k-th score, as vLLM does; of equal scores top_p takes lower token ids first.
+    """
+    vocab_size = scores.shape[1]
+    assert vocab_size <= _MAX_VOCAB_SIZE, f"sums over {vocab_size} tokens may overflow, {_MAX_VOCAB_SIZE} do not"
+    # Only a stable sort has one right answer, whatever the number of rows.
+    ordered, token_ids = scores.sort(dim=-1, descending=True, stable=True)
+    k = torch.where(top_k <= 0, vocab_size, top_k.clamp(max=vocab_size))
+    kth_score = ordered.gather(1, k[:, None] - 1)
+    ordered.masked_fill_(ordered < kth_score, -torch.inf)
+    # Fixed point: a float sum on CUDA is split, and so rounded, by the number of rows.
+    relative = _scaled(ordered, ordered[:, :1], temperature).exp_()
+    weights = relative.mul_(_FIXED_POINT_ONE).to(torch.int64)
+    sum_before = weights.cumsum(dim=-1)
+    total = sum_before[:, -1].to(torch.float64)
+    sum_before -= weights
+    # A token stays if those before it have not reached top_p; the first one always stays.
+    limit = (top_p.to(torch.float64) * total).ceil().to(torch.int64).clamp(min=1)
+    limit = torch.where(top_p >= 1, torch.iinfo(torch.int64).max, limit)
+    ordered.masked_fill_(sum_before >= limit[:, None], -torch.inf)
+    return scores.scatter_(1, token_ids, ordered)
+
+
+def _draw(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """argmax(score / temperature + Gumbel noise) of each row: [B] int64."""
+    row_max = scores.amax(dim=-1)
+    if scores.is_cuda:
+        # Triton comes with the CUDA builds of torch only.
+        from nanoinfer.kernels.sample import gumbel_argmax
+
+        return gumbel_argmax(scores, row_max, batch.temperature, batch.seed, batch.step)
+    drawn = []
+    num_chunk_rows = _chunk_rows(batch.vocab_size)
+    for start in range(0, batch.num_rows, num_chunk_rows):
+        rows = slice(start, start + num_chunk_rows)
+        scaled = _scaled(scores[rows], row_max[rows, None], batch.temperature[rows])
+        noise = gumbel_noise(batch.seed[rows], batch.step[rows], batch.vocab_size)
+        drawn.append((scaled + noise).argmax(dim=-1))
+    return torch.cat(drawn)
+
+
+def _noise_bits(seed: torch.Tensor, step: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """32 random bits per (seed, step, token id), as [B, vocab_size] int64 in [0, 2^32).
+
+    The row's key is two steps of splitmix64 (Steele et al., 2014); its halves key two rounds of murmur3's 32-bit
+    finaliser (Appleby, 2011) over the token id.
+    """
+    key = _splitmix64(_splitmix64(seed) + _signed(0x9E3779B97F4A7C15) * (step + 1))
+    low, high = key & _MASK_32, (key >> 32) & _MASK_32
+    token_ids = torch.arange(vocab_size, device=seed.device)
+    bits = _fmix32((token_ids * 0x9E3779B1 + low[:, None]) & _MASK_32)
+    return _fmix32(bits ^ high[:, None])
+
+
+def _signed(value: int) -> int:
+    """The 64 bits of an unsigned constant as torch's int64 holds them; int64 arithmetic wraps around."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+    # >> copies the sign bit, so what came from it is masked away.
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def _fmix32(x: torch.Tensor) -> torch.Tensor:
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK_32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK_32
+    return x ^ (x >> 16)

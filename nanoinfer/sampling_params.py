@@ -1,0 +1,137 @@
+"""SamplingParams: how one request picks its tokens and when it ends, with vLLM's names and meanings."""
+
+import math
+import numbers
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nanoinfer.errors import refuse_unknown_keywords
+
+# vLLM's threshold: a division by less would only blur the logits' differences, so such rows take the argmax.
+GREEDY_TEMPERATURE = 1e-5
+# vLLM's default `max_logprobs`.
+MAX_LOGPROBS = 20
+
+
+@refuse_unknown_keywords
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. One object may serve many requests: the engine never changes it.
+
+    Raises:
+        UnknownNameError: for a keyword that is not a field, with the nearest field.
+        ValueError: for a value out of its range, with the range and what to do.
+    """
+
+    n: int = 1
+    """Completions per prompt."""
+    temperature: float = 1.0
+    """Divides the logits; below 1e-5 (so also 0): greedy, always the most likely token."""
+    top_k: int = 0
+    """Sample from the k most likely tokens; 0 or -1: from all."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probabilities add up to top_p (Holtzman et al., 2020); 1: all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the most likely one (Nguyen et al., 2024); 0: none."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (Keskar et al., 2019,
+    section 4.1); above 1 discourages them, 1: off."""
+    max_tokens: int = 16
+    """Generated tokens per completion, at most."""
+    min_tokens: int = 0
+    """Generated tokens before end token, stop_token_ids or stop strings may end a completion."""
+    stop: str | Iterable[str] | None = None
+    """Strings that end a completion; its text ends before them. Kept as a tuple."""
+    stop_token_ids: Iterable[int] | None = None
+    """Tokens that end a completion. Kept as a tuple."""
+    ignore_eos: bool = False
+    """Go on after the model's own end token."""
+    seed: int | None = None
+    """Same seed, same prompt, same tokens, whatever else runs in the batch; None: the engine draws one."""
+    logprobs: int | None = None
+    """Return log-probabilities of the sampled token and of this many most likely ones; None: of none."""
+
+    def __post_init__(self):
+        self._set("n", _integer("n", self.n, low=1, fix="ask for at least one completion"))
+        self._set("temperature", _number("temperature", self.temperature, "a finite number >= 0",
+                                         lambda x: 0 <= x < math.inf, "use 0 for greedy sampling"))
+        self._set("top_k", _integer("top_k", self.top_k, low=-1, fix="use 0 to sample from all tokens"))
+        self._set("top_p", _number("top_p", self.top_p, "a number in (0, 1]",
+                                   lambda x: 0 < x <= 1, "use 1 to sample from all tokens"))
+        self._set("min_p", _number("min_p", self.min_p, "a number in [0, 1]",
+                                   lambda x: 0 <= x <= 1, "use 0 to turn it off"))
+        self._set("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, "a finite number > 0",
+                                                lambda x: 0 < x < math.inf, "use 1 to turn it off"))
+        self._set("max_tokens", _integer("max_tokens", self.max_tokens, low=1, fix="ask for at least one token"))
+        self._set("min_tokens", _integer("min_tokens", self.min_tokens, low=0, fix="use 0 to turn it off"))
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
+                             "min_tokens may be at most max_tokens; lower min_tokens or raise max_tokens.")
+        self._set("stop", _stop_strings(self.stop))
+        self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(_message("ignore_eos", self.ignore_eos, "True or False", "pass one of them"))
+        if self.seed is not None:
+            self._set("seed", _integer("seed", self.seed, low=0, high=2**64 - 1,
+                                       fix="use None to let the engine draw one"))
+        if self.logprobs is not None:
+            self._set("logprobs", _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS,
+                                           fix="use None for no log-probabilities"))
+
+    @property
+    def is_greedy(self) -> bool:
+        """True where the most likely token is taken and no seed matters."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # only from __post_init__: checked values in their plain Python type
+
+
+def _message(name: str, given: object, allowed: str, fix: str) -> str:
+    return f"{name} is {given!r}, it must be {allowed}: {fix}."
+
+
+def _integer(name: str, given: object, *, low: int, fix: str, high: int | None = None) -> int:
+    allowed = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+    # bool is an int in Python; n=True is far more likely a slip than a 1.
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+        raise ValueError(_message(name, given, allowed, fix))
+    if given < low or (high is not None and given > high):
+        raise ValueError(_message(name, given, allowed, fix))
+    return int(given)
+
+
+def _number(name: str, given: object, allowed: str, is_allowed, fix: str) -> float:
+    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not is_allowed(given):  # NaN fails too
+        raise ValueError(_message(name, given, allowed, fix))
+    return float(given)
+
+
+def _stop_strings(given: object) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    allowed = "a string or a list of strings, none of them empty"
+    if isinstance(given, str):
+        given = (given,)
+    if not isinstance(given, Iterable) or isinstance(given, (bytes, dict)):
+        raise ValueError(_message("stop", given, allowed, "pass stop=[...]"))
+    strings = tuple(given)
+    for string in strings:
+        if not isinstance(string, str):
+            raise ValueError(_message("stop", list(strings), allowed, f"{string!r} is not a string"))
+        if not string:
+            raise ValueError(_message("stop", list(strings), allowed, "remove the empty one, it is everywhere"))
+    return strings
+
+
+def _stop_token_ids(given: object) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    allowed = "a list of token ids, integers >= 0"
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, dict)):
+        raise ValueError(_message("stop_token_ids", given, allowed, "pass stop_token_ids=[...]"))
+    ids = tuple(given)
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral) or token_id < 0:
+            raise ValueError(_message("stop_token_ids", list(ids), allowed, f"{token_id!r} is not a token id"))
+    return tuple(int(token_id) for token_id in ids)

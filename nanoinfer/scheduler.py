@@ -1,0 +1,138 @@
+"""Who computes what in the next step. The policy is the same in both modes, so both form the same batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from nanoinfer.kv_cache import KVCache
+from nanoinfer.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens [begin, end) of one sequence."""
+
+    sequence: Sequence
+    begin: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token can be sampled after this chunk."""
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    chunks: list[PrefillChunk]
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One new token for each sequence."""
+
+    sequences: list[Sequence]
+
+
+class Scheduler:
+    """First come, first served, with chunked prefill.
+
+    A step is a prefill step or a decode step. While both are wanted they take turns, so a long prompt delays the
+    running sequences by one chunk at a time. When the GPU pool is full in resident mode, the youngest sequence gives
+    way: its KV moves to host memory unchanged and it is first in the queue again.
+
+    Args:
+        max_num_batched_tokens: tokens of one prefill step.
+    """
+
+    def __init__(self, kv_cache: KVCache, max_num_batched_tokens: int) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # admitted, oldest first
+        self.num_preemptions = 0
+        self._kv_cache = kv_cache
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._last_was_prefill = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is, and gives back what it holds."""
+        if sequence.row is not None:
+            self._kv_cache.release(sequence)
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.saved = None
+        sequence.state = SequenceState.FINISHED
+
+    def schedule(self) -> PrefillBatch | DecodeBatch | None:
+        """The next step, with the blocks that it writes to in place; None when nothing can run."""
+        can_decode = any(sequence.state is SequenceState.DECODE for sequence in self.running)
+        if not (can_decode and self._last_was_prefill):
+            chunks = self._schedule_prefill()
+            if chunks:
+                self._last_was_prefill = True
+                return PrefillBatch(chunks)
+        self._last_was_prefill = False
+        sequences = self._schedule_decode()
+        return DecodeBatch(sequences) if sequences else None
+
+    def _schedule_prefill(self) -> list[PrefillChunk]:
+        chunks: list[PrefillChunk] = []
+        budget = self._max_num_batched_tokens
+        for sequence in self.running:
+            if sequence.state is SequenceState.PREFILL and budget:
+                budget -= self._add_chunk(sequence, budget, chunks)
+        while self.waiting and budget:
+            sequence = self.waiting[0]
+            if not self._kv_cache.admit(sequence):
+                break
+            self.waiting.popleft()
+            self.running.append(sequence)
+            is_computed = sequence.num_computed >= sequence.num_tokens - 1 and sequence.num_generated
+            sequence.state = SequenceState.DECODE if is_computed else SequenceState.PREFILL
+            if sequence.state is SequenceState.PREFILL:
+                budget -= self._add_chunk(sequence, budget, chunks)
+        return chunks
+
+    def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
+        """Appends the sequence's next chunk, if it has room for one, and returns its tokens."""
+        begin = sequence.num_computed
+        end = min(sequence.num_tokens, begin + min(budget, self._kv_cache.max_chunk(sequence)))
+        edge = end // self._kv_cache.block_size * self._kv_cache.block_size
+        if begin < edge and end < sequence.num_tokens:
+            end = edge  # a chunk that ends on a block edge leaves no half-written block behind
+        if end <= begin:
+            return 0
+        self._kv_cache.grow(sequence, end)
+        chunks.append(PrefillChunk(sequence, begin, end))
+        return end - begin
+
+    def _schedule_decode(self) -> list[Sequence]:
+        batch: list[Sequence] = []
+        for sequence in list(self.running):
+            if sequence.state is not SequenceState.DECODE:
+                continue
+            while sequence.row is not None and not self._has_room(sequence):
+                self._preempt_youngest()
+            if sequence.row is not None:
+                self._kv_cache.grow(sequence, sequence.num_tokens)
+                batch.append(sequence)
+        return [sequence for sequence in batch if sequence.row is not None]
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        missing = self._kv_cache.num_missing(sequence, sequence.num_tokens)
+        return missing == 0 or self._kv_cache.max_chunk(sequence) >= sequence.num_tokens - sequence.num_computed
+
+    def _preempt_youngest(self) -> None:
+        victim = self.running.pop()
+        self._kv_cache.save(victim)
+        victim.state = SequenceState.WAITING
+        self.waiting.appendleft(victim)
+        self.num_preemptions += 1

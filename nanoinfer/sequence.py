@@ -1,0 +1,94 @@
+"""One sequence on its way through the engine."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nanoinfer.outputs import Logprob
+from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoinfer.kv_cache import SavedKV
+
+
+class SequenceState(enum.Enum):
+    WAITING = "waiting"  # not admitted yet, or preempted
+    PREFILL = "prefill"  # admitted; part of its tokens has no KV yet
+    DECODE = "decode"  # every token but the last has its KV in the cache
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and what was generated for it.
+
+    `num_computed` counts the tokens whose KV is in the cache. A request with `n > 1` is n sequences.
+
+    Attributes:
+        row: place in the persistent device tables, held from admission to the end.
+        saved: KV of a preempted sequence, in host memory.
+        num_cached: prompt tokens taken from the prefix cache.
+    """
+
+    sequence_id: int
+    request_id: str
+    index: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int  # params.max_tokens, cut to what max_model_len leaves
+    token_ids: list[int] = field(default_factory=list)
+    state: SequenceState = SequenceState.WAITING
+    row: int | None = None
+    num_computed: int = 0
+    num_cached: int = 0
+    num_reserved_host: int = 0  # host blocks promised at admission and not allocated yet
+    saved: SavedKV | None = None
+    block_keys: list[bytes] = field(default_factory=list)  # prefix cache keys of the full blocks
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    _seen: set[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        if self._seen is not None:
+            self._seen.add(token_id)
+
+    @property
+    def seen_token_ids(self) -> set[int]:
+        """Tokens in prompt and output, for the repetition penalty; kept up to date once it was asked for."""
+        if self._seen is None:
+            self._seen = set(self.token_ids)
+        return self._seen
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens this sequence can ever have."""
+        return len(self.prompt_token_ids) + self.max_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is SequenceState.FINISHED

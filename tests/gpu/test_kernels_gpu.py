@@ -1,0 +1,311 @@
+"""The attention kernels on a GPU: accuracy over shapes, poison, equality to the bit, CUDA graphs, flash-attn."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the compiled kernels need TRITON_INTERPRET unset", allow_module_level=True)
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from test_attention_cases import (
+    POISON,
+    dense_decode,
+    dense_prefill,
+    int32,
+    list_items,
+    make_paged,
+    make_q,
+    make_spec,
+    make_work,
+    relative_error,
+    run_decode,
+    run_prefill,
+    run_prefill_after_history,
+)
+
+from nanoinfer.attention import make_backend
+from nanoinfer.attention.triton_backend import TritonBackend
+
+needs_flash = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
+HEAD_DIMS = range(16, 257, 16)
+GROUPS = [1, 2, 3, 4, 7, 8]
+DEVICE = "cuda"
+
+
+def bf16_spec(group=4, head_dim=128, block_size=256, softcap=None, windows=(None,), kv_heads=2):
+    return make_spec(group * kv_heads, kv_heads, head_dim, block_size, torch.bfloat16, softcap, windows)
+
+
+def check_decode(spec, lens, window=None, tolerance=1e-2):
+    paged, q = make_paged(spec, lens, DEVICE), make_q(spec, len(lens), DEVICE)
+    out, _ = run_decode(TritonBackend(spec, DEVICE), q, paged.kv, paged.tables, lens, window)
+    assert out.isfinite().all()
+    assert relative_error(out, dense_decode(spec, q, paged, lens, window)) < tolerance
+
+
+def check_prefill(spec, query_pos, q_lens, window=None, tolerance=1e-2):
+    paged = make_paged(spec, [p + n for p, n in zip(query_pos, q_lens, strict=True)], DEVICE)
+    q = make_q(spec, sum(q_lens), DEVICE)
+    out = run_prefill(TritonBackend(spec, DEVICE), q, paged, query_pos, q_lens, window)
+    assert out.isfinite().all()
+    assert relative_error(out, dense_prefill(spec, q, paged, query_pos, q_lens, window)) < tolerance
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_head_size_equals_dense_attention(head_dim):
+    spec = bf16_spec(head_dim=head_dim)
+    check_decode(spec, [1, 255, 256, 257, 0, 700])
+    check_prefill(spec, [0, 300, 256], [257, 1, 130])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_group_size_equals_dense_attention(group):
+    spec = bf16_spec(group=group)
+    check_decode(spec, [31, 32, 33, 513])
+    check_prefill(spec, [0, 100], [129, 64])
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 512])
+def test_every_block_size_equals_dense_attention(block_size):
+    spec = bf16_spec(block_size=block_size)
+    check_decode(spec, [1, block_size - 1, block_size, block_size + 1, 600])
+    check_prefill(spec, [0, block_size, 5], [block_size + 1, 127, 128])
+
+
+@pytest.mark.parametrize("window", [1, 31, 64, 127, 128, 129, 256, 257, 5000])
+def test_every_window_edge_equals_dense_attention(window):
+    spec = bf16_spec(windows=(window,))
+    check_decode(spec, [1, 128, 256, 257, 640, 900], window)
+    check_prefill(spec, [0, 255, 600], [300, 130, 1], window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_other_dtypes_equal_dense_attention(dtype, head_dim):
+    spec = make_spec(6, 2, head_dim, 256, dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    check_decode(spec, [1, 256, 300], tolerance=tolerance)
+    check_prefill(spec, [0, 250], [260, 20], tolerance=tolerance)
+
+
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+def test_softcap_equals_dense_attention(softcap):
+    spec = bf16_spec(softcap=softcap)
+    check_decode(spec, [1, 256, 600])
+    check_prefill(spec, [0, 300], [300, 50])
+
+
+def test_merge_of_512_splits_equals_dense_attention():
+    check_decode(bf16_spec(block_size=16, kv_heads=1), [512 * 16, 511 * 16 + 1])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("window", [None, 300])
+def test_decode_bits_do_not_depend_on_where_blocks_lie(head_dim, window):
+    spec, lens = bf16_spec(head_dim=head_dim), [1025, 7, 256, 600]
+    backend, paged, q = TritonBackend(spec, DEVICE), make_paged(spec, lens, DEVICE), make_q(spec, 4, DEVICE)
+    want, _ = run_decode(backend, q, paged.kv, paged.tables, lens, window)
+    items, ranges = list_items(spec, paged.tables, lens, window)
+    in_ring = items[1::2][::-1]
+    ring_slot = torch.full((len(in_ring) + 1, *paged.kv.shape[1:]), POISON, dtype=spec.dtype, device=DEVICE)
+    moved = []
+    for index, (row, split, block, p) in enumerate(in_ring, start=1):
+        ring_slot[index] = paged.kv[block]
+        moved.append((row, split, index, p))
+        paged.kv[block] = POISON
+    seq_lens = int32([0, *lens], DEVICE)[1:]  # an address that is not a multiple of 16 bytes
+    partials = backend.partials(len(items))
+    other = TritonBackend(spec, DEVICE, num_programs=3)
+    other.decode_partial(q, ring_slot, make_work(moved, 5, DEVICE), seq_lens, partials, window)
+    backend.decode_partial(q, paged.kv, make_work(items[::2], 1, DEVICE), seq_lens, partials, window)
+    out = torch.empty_like(want)
+    backend.merge(partials, int32(ranges, DEVICE), out)
+    assert torch.equal(out, want)
+
+
+def test_decode_bits_of_a_row_do_not_depend_on_its_neighbours():
+    spec, lens = bf16_spec(), [1, 900, 256, 31]
+    backend, paged, q = TritonBackend(spec, DEVICE), make_paged(spec, lens, DEVICE), make_q(spec, 4, DEVICE)
+    out, _ = run_decode(backend, q, paged.kv, paged.tables, lens)
+    for row in range(4):
+        alone, _ = run_decode(backend, q[row : row + 1], paged.kv, paged.tables[row : row + 1], lens[row : row + 1])
+        assert torch.equal(alone[0], out[row])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (300, None), (None, 20.0), (64, 20.0)])
+def test_prefill_bits_do_not_depend_on_pieces(head_dim, window, softcap):
+    spec = bf16_spec(head_dim=head_dim, softcap=softcap)
+    query_pos, q_lens = [1000, 0, 511, 768], [400, 129, 2, 256]
+    paged = make_paged(spec, [p + n for p, n in zip(query_pos, q_lens, strict=True)], DEVICE)
+    q = make_q(spec, sum(q_lens), DEVICE)
+    backend = TritonBackend(spec, DEVICE)
+    whole = run_prefill(backend, q, paged, query_pos, q_lens, window)
+    assert whole.isfinite().all()
+    for cuts in (1, 2, 5):
+        assert torch.equal(run_prefill(backend, q, paged, query_pos, q_lens, window, cuts), whole)
+    if window is None:
+        assert torch.equal(run_prefill_after_history(backend, q, paged, query_pos, q_lens), whole)
+
+
+def test_resident_and_offload_launch_the_same_binaries():
+    from nanoinfer.kernels.decode_partial import decode_partial_kernel
+    from nanoinfer.kernels.prefill import prefill_kernel
+
+    spec = bf16_spec(head_dim=112)  # a head size that no other test leaves compiled for this many query heads
+    backend, lens = TritonBackend(spec, DEVICE), [1, 16, 513]
+    kernels = (decode_partial_kernel, prefill_kernel)
+
+    def count_binaries():
+        caches = [next(iter(kernel.device_caches[torch.cuda.current_device()])) for kernel in kernels]
+        return [len(cache) for cache in caches]
+
+    paged, q = make_paged(spec, lens, DEVICE), make_q(spec, 3, DEVICE)
+    run_decode(backend, q, paged.kv, paged.tables, lens)
+    run_prefill(backend, q, paged, [0, 15, 512], [1, 1, 1])
+    before = count_binaries()
+    for window in (None, 1, 16, 100):
+        run_decode(backend, q[1:], paged.kv, paged.tables[1:], lens[1:], window)
+        for cuts in (None, 1, 2):
+            run_prefill(backend, q, paged, [0, 15, 512], [1, 1, 1], window, cuts)
+    assert count_binaries() == before
+
+
+def test_captured_decode_follows_the_number_of_items():
+    spec, lens = bf16_spec(), [900, 300]
+    backend, paged, q = TritonBackend(spec, DEVICE), make_paged(spec, lens, DEVICE), make_q(spec, 2, DEVICE)
+    seq_lens, ranges = int32([0, 0], DEVICE), int32([0, 0, 0], DEVICE)
+    work, partials = make_work([(0, 0, 0, 0)] * 8, 0, DEVICE), backend.partials(8)
+    out = torch.empty(q.shape, dtype=q.dtype, device=DEVICE)
+    work.num_items.zero_()
+
+    def step():
+        backend.decode_partial(q, paged.kv, work, seq_lens, partials, None)
+        backend.merge(partials, ranges, out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for now in ([900, 300], [1, 0], [256, 257], [0, 0]):
+        items, bounds = list_items(spec, paged.tables, now, None)
+        fresh = make_work(items, 8 - len(items), DEVICE)
+        for target, source in ((work.items, fresh.items), (work.num_items, fresh.num_items)):
+            target.copy_(source)
+        seq_lens.copy_(int32(now, DEVICE))
+        ranges.copy_(int32(bounds, DEVICE))
+        partials.out.fill_(POISON)
+        graph.replay()
+        want, _ = run_decode(backend, q, paged.kv, paged.tables, now)
+        assert torch.equal(out, want)
+        assert not out[[n == 0 for n in now]].any()
+
+
+def test_store_kv_writes_the_slots_and_nothing_else():
+    spec = bf16_spec(group=1, kv_heads=3, head_dim=80)
+    fused = torch.randn(4, 9, 80, device=DEVICE).bfloat16()
+    k, v = fused[:, 3:6], fused[:, 6:]
+    kv = torch.full((3, 2, 256, 3, 80), 9.0, dtype=torch.bfloat16, device=DEVICE)
+    want = kv.clone()
+    for token, (block, offset) in enumerate([(2, 255), (0, 0), (1, 7)]):
+        want[block, 0, offset], want[block, 1, offset] = k[token], v[token]
+    TritonBackend(spec, DEVICE).store_kv(k, v, kv, torch.tensor([767, 0, 263, -1], device=DEVICE))
+    assert torch.equal(kv, want)
+
+
+def test_blocks_beyond_two_gib_values_are_addressed():
+    spec = bf16_spec(group=1, kv_heads=8)
+    num_blocks = 2**31 // (2 * 256 * 8 * 128) + 2
+    needed = num_blocks * 2 * 256 * 8 * 128 * 2
+    if torch.cuda.mem_get_info()[0] < needed + 2**30:
+        pytest.skip(f"needs {needed / 2**30:.1f} GiB of free GPU memory")
+    paged, q = make_paged(spec, [300], DEVICE), make_q(spec, 1, DEVICE)
+    want, _ = run_decode(TritonBackend(spec, DEVICE), q, paged.kv, paged.tables, [300])
+    kv = torch.empty(num_blocks, *paged.kv.shape[1:], dtype=spec.dtype, device=DEVICE)
+    kv[-2:] = paged.kv[paged.tables[0]]
+    far = [[num_blocks - 2, num_blocks - 1]]
+    out, _ = run_decode(TritonBackend(spec, DEVICE), q, kv, far, [300])
+    assert torch.equal(out, want)
+    paged.tables, paged.kv = far, kv
+    assert relative_error(run_prefill(TritonBackend(spec, DEVICE), q, paged, [299], [1]), want) < 1e-2
+
+
+@needs_flash
+@pytest.mark.parametrize(("head_dim", "group", "softcap"), [(64, 1, None), (128, 4, None), (256, 2, 30.0)])
+def test_flash_attn_equals_dense_attention_in_both_modes(head_dim, group, softcap):
+    spec, lens = bf16_spec(group=group, head_dim=head_dim, softcap=softcap), [1, 256, 257, 0, 900]
+    backend = make_backend("flash_attn", spec, DEVICE, offload=True)
+    paged, q = make_paged(spec, lens, DEVICE), make_q(spec, len(lens), DEVICE)
+    want = dense_decode(spec, q, paged, lens)
+    out, partials = run_decode(backend, q, paged.kv, paged.tables, lens)
+    assert relative_error(out, want) < 1e-2
+    assert partials.lse[-1].isnan().all()  # the stale items wrote nowhere
+    table = int32([blocks + [0] * (4 - len(blocks)) for blocks in paged.tables], DEVICE)
+    rows = torch.empty_like(out)
+    backend.decode_rows(q, paged.kv, table, int32(lens, DEVICE), rows, None)
+    assert relative_error(rows, want) < 1e-2
+
+    query_pos, q_lens = [1024, 1030], [130, 7]
+    paged, q = make_paged(spec, [1154, 1037], DEVICE), make_q(spec, 137, DEVICE)
+    want = dense_prefill(spec, q, paged, query_pos, q_lens)
+    assert relative_error(run_prefill(backend, q, paged, query_pos, q_lens), want) < 1e-2
+    assert relative_error(run_prefill(backend, q, paged, query_pos, q_lens, cuts=4), want) < 1e-2
+    query_pos, q_lens = [1024, 0], [130, 7]
+    paged = make_paged(spec, [1154, 7], DEVICE)
+    want = dense_prefill(spec, q, paged, query_pos, q_lens)
+    assert relative_error(run_prefill_after_history(backend, q, paged, query_pos, q_lens), want) < 1e-2
+
+
+@needs_flash
+@pytest.mark.parametrize("window", [1, 256, 300])
+def test_flash_attn_windows_equal_dense_attention_with_resident_kv(window):
+    spec, lens = bf16_spec(windows=(window,)), [1, 257, 700]
+    backend = make_backend("flash_attn", spec, DEVICE, offload=False)
+    paged, q = make_paged(spec, lens, DEVICE), make_q(spec, 3, DEVICE)
+    table = int32([blocks + [0] * (3 - len(blocks)) for blocks in paged.tables], DEVICE)
+    out = torch.empty(q.shape, dtype=q.dtype, device=DEVICE)
+    backend.decode_rows(q, paged.kv, table, int32(lens, DEVICE), out, window)
+    assert relative_error(out, dense_decode(spec, q, paged, lens, window)) < 1e-2
+    query_pos, q_lens = [0, 200], [1, 57]
+    paged, q = make_paged(spec, [1, 257], DEVICE), make_q(spec, 58, DEVICE)
+    out = run_prefill(backend, q, paged, query_pos, q_lens, window)
+    assert relative_error(out, dense_prefill(spec, q, paged, query_pos, q_lens, window)) < 1e-2
+    with pytest.raises(ValueError, match="sliding-window layers.*offload"):
+        make_backend("flash_attn", spec, DEVICE, offload=True)
+
+
+@needs_flash
+def test_captured_flash_attn_decode_follows_the_number_of_items():
+    spec, lens = bf16_spec(), [900]
+    backend = make_backend("flash_attn", spec, DEVICE, offload=True)
+    paged, q = make_paged(spec, lens, DEVICE), make_q(spec, 1, DEVICE)
+    items, _ = list_items(spec, paged.tables, lens, None)
+    work, partials = make_work(items, 2, DEVICE), backend.partials(8)
+    seq_lens, ranges = int32(lens, DEVICE), int32([0, 4], DEVICE)
+    out = torch.empty(q.shape, dtype=q.dtype, device=DEVICE)
+
+    def step():
+        backend.decode_partial(q, paged.kv, work, seq_lens, partials, None)
+        backend.merge(partials, ranges, out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for n, splits in ((900, 4), (256, 1)):
+        seq_lens.fill_(n)
+        work.num_items.fill_(splits)
+        ranges.copy_(int32([0, splits], DEVICE))
+        partials.out.fill_(POISON)
+        graph.replay()
+        assert relative_error(out, dense_decode(spec, q, paged, [n])) < 1e-2

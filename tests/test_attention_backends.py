@@ -1,0 +1,223 @@
+"""What every attention backend owes its callers; the Triton kernels run in Triton's interpreter."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import torch
+from test_attention_cases import (
+    POISON,
+    dense_decode,
+    dense_prefill,
+    int32,
+    list_items,
+    make_paged,
+    make_q,
+    make_spec,
+    make_work,
+    relative_error,
+    run_decode,
+    run_prefill,
+    run_prefill_after_history,
+)
+
+from nanoinfer.attention import make_backend
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+SHAPES = [  # q_heads, kv_heads, head_dim, block_size, dtype, softcap
+    (2, 2, 16, 16, torch.float32, None),
+    (6, 2, 48, 32, torch.float32, 30.0),
+    (7, 1, 80, 48, torch.float32, None),
+    (3, 1, 128, 32, torch.bfloat16, None),
+    (2, 1, 256, 16, torch.bfloat16, 20.0),
+]
+
+
+def build(name, spec):
+    if name == "triton":
+        triton = pytest.importorskip("triton")
+        if not triton.knobs.runtime.interpret:
+            pytest.skip("triton was imported without TRITON_INTERPRET=1")
+    return make_backend(name, spec, "cpu", offload=True)
+
+
+def shaped(shape):
+    q_heads, kv_heads, head_dim, block_size, dtype, softcap = shape
+    return make_spec(q_heads, kv_heads, head_dim, block_size, dtype, softcap)
+
+
+backends = pytest.mark.parametrize("name", ["torch", "triton"])
+
+
+@backends
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode_equals_dense_attention_at_block_edges(name, shape):
+    spec = shaped(shape)
+    bs = spec.block_size
+    lens = [1, bs - 1, bs, bs + 1, 0, 3 * bs]
+    paged, q = make_paged(spec, lens), make_q(spec, len(lens))
+    out, _ = run_decode(build(name, spec), q, paged.kv, paged.tables, lens)
+    assert relative_error(out, dense_decode(spec, q, paged, lens)) < TOLERANCE[spec.dtype]
+    assert not out[4].any()
+
+
+@backends
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 32, 1000])
+def test_decode_equals_dense_attention_at_window_edges(name, window):
+    spec, lens = make_spec(windows=(window,)), [1, 16, 17, 33, 48]
+    paged, q = make_paged(spec, lens), make_q(spec, len(lens))
+    out, _ = run_decode(build(name, spec), q, paged.kv, paged.tables, lens, window)
+    assert relative_error(out, dense_decode(spec, q, paged, lens, window)) < 2e-6
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+def test_decode_bits_do_not_depend_on_where_blocks_lie(name, dtype, window):
+    spec, lens = make_spec(head_dim=32, dtype=dtype), [40, 5, 64]
+    backend, paged, q = build(name, spec), make_paged(spec, lens), make_q(spec, 3)
+    want, want_partials = run_decode(backend, q, paged.kv, paged.tables, lens, window)
+
+    items, ranges = list_items(spec, paged.tables, lens, window)
+    in_ring = items[1::2][::-1]
+    ring_slot = torch.full((len(in_ring) + 1, *paged.kv.shape[1:]), POISON, dtype=dtype)
+    moved = []
+    for index, (row, split, block, p) in enumerate(in_ring, start=1):
+        ring_slot[index] = paged.kv[block]
+        moved.append((row, split, index, p))
+        paged.kv[block] = POISON
+    partials = backend.partials(len(items))
+    backend.decode_partial(q, ring_slot, make_work(moved, stale=5), int32(lens), partials, window)
+    for part in (items[0:4:2], items[4::2]):
+        backend.decode_partial(q, paged.kv, make_work(part, stale=1), int32(lens), partials, window)
+    out = torch.empty_like(want)
+    backend.merge(partials, int32(ranges), out)
+    assert torch.equal(partials.out, want_partials.out[: len(items)])
+    assert torch.equal(partials.lse, want_partials.lse[: len(items)])
+    assert torch.equal(out, want)
+
+
+@backends
+def test_stale_items_are_never_read_and_no_other_partial_is_written(name):
+    spec, lens = make_spec(), [20]
+    backend, paged, q = build(name, spec), make_paged(spec, lens), make_q(spec, 1)
+    partials = backend.partials(4)
+    partials.out.fill_(7)
+    partials.lse.fill_(7)
+    work = make_work([(0, 1, paged.tables[0][1], 2)], stale=3)
+    backend.decode_partial(q, paged.kv, work, int32(lens), partials, None)
+    for kept in (0, 1, 3):
+        assert (partials.out[kept] == 7).all() and (partials.lse[kept] == 7).all()
+    assert partials.out[2].isfinite().all() and (partials.lse[2] != 7).all()
+
+    before = partials.out.clone()
+    work.num_items.zero_()
+    backend.decode_partial(q, paged.kv, work, int32(lens), partials, None)
+    assert torch.equal(partials.out, before)
+
+
+@backends
+@pytest.mark.parametrize(("seq_len", "window"), [(16, None), (0, None), (60, 8)])
+def test_split_without_a_visible_key_is_zero_and_adds_nothing_to_the_merge(name, seq_len, window):
+    spec = make_spec()
+    backend, q = build(name, spec), make_q(spec, 1)
+    kv = torch.full((1, 2, 16, 2, 16), POISON)
+    partials = backend.partials(2)
+    backend.decode_partial(q, kv, make_work([(0, 1, 0, 0)]), int32([seq_len]), partials, window)
+    assert not partials.out[0].any()
+    assert (partials.lse[0] == float("-inf")).all()
+
+    partials.out[1], partials.lse[1] = 3.0, -50.0
+    out = torch.full((3, 6, 16), POISON)
+    backend.merge(partials, int32([0, 1, 1, 2]), out)
+    assert not out[:2].any()
+    assert (out[2] == 3).all()
+    both = torch.empty(1, 6, 16)
+    backend.merge(partials, int32([0, 2]), both)
+    assert (both == 3).all()
+
+
+@backends
+@pytest.mark.parametrize("count", [1, 31, 33, 130, 300])
+def test_merge_equals_one_softmax_over_all_splits(name, count):
+    spec = make_spec(q_heads=2, kv_heads=1, head_dim=48)
+    backend = build(name, spec)
+    partials = backend.partials(count + 5)
+    partials.out.normal_(generator=torch.Generator().manual_seed(count))
+    partials.lse.normal_(generator=torch.Generator().manual_seed(count)).mul_(20)
+    want = torch.einsum("sh,shd->hd", partials.lse[3 : 3 + count].double().softmax(0), partials.out[3:-2].double())
+    for outside in (slice(0, 3), slice(3 + count, None)):
+        partials.out[outside], partials.lse[outside] = POISON, POISON
+    out = torch.empty(1, 2, 48)
+    backend.merge(partials, int32([3, 3 + count]), out)
+    assert relative_error(out[0], want) < 1e-6
+
+
+@backends
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prefill_equals_dense_attention(name, shape):
+    spec = shaped(shape)
+    bs = spec.block_size
+    query_pos, q_lens = [0, bs + 3, 2 * bs], [bs + 1, 1, 5]
+    paged = make_paged(spec, [p + n for p, n in zip(query_pos, q_lens, strict=True)])
+    q = make_q(spec, sum(q_lens))
+    out = run_prefill(build(name, spec), q, paged, query_pos, q_lens)
+    assert relative_error(out, dense_prefill(spec, q, paged, query_pos, q_lens)) < TOLERANCE[spec.dtype]
+
+
+@backends
+@pytest.mark.parametrize("window", [1, 16, 33])
+def test_prefill_equals_dense_attention_at_window_edges(name, window):
+    spec, query_pos, q_lens = make_spec(q_heads=3, kv_heads=1, windows=(window,)), [0, 30], [50, 20]
+    paged, q = make_paged(spec, [50, 50]), make_q(spec, 70)
+    out = run_prefill(build(name, spec), q, paged, query_pos, q_lens, window)
+    assert relative_error(out, dense_prefill(spec, q, paged, query_pos, q_lens, window)) < 2e-6
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 15.0)])
+def test_prefill_bits_do_not_depend_on_pieces(name, dtype, window, softcap):
+    spec = make_spec(q_heads=3, kv_heads=1, head_dim=32, dtype=dtype, softcap=softcap)
+    query_pos, q_lens = [37, 0, 60], [40, 9, 7]
+    paged, q = make_paged(spec, [77, 9, 67]), make_q(spec, 56)
+    backend = build(name, spec)
+    whole = run_prefill(backend, q, paged, query_pos, q_lens, window)
+    assert relative_error(whole, dense_prefill(spec, q, paged, query_pos, q_lens, window)) < TOLERANCE[dtype]
+    for cuts in (1, 3):
+        assert torch.equal(run_prefill(backend, q, paged, query_pos, q_lens, window, cuts), whole)
+
+
+@backends
+def test_prefill_piece_without_keys_leaves_an_empty_state(name):
+    spec, query_pos, q_lens = make_spec(), [37, 0, 5], [20, 18, 3]
+    paged, q = make_paged(spec, [57, 18, 8]), make_q(spec, 41)
+    backend = build(name, spec)
+    out = run_prefill_after_history(backend, q, paged, query_pos, q_lens)
+    assert torch.equal(out, run_prefill(backend, q, paged, query_pos, q_lens))
+
+
+@backends
+def test_prefill_reads_no_block_before_the_window(name):
+    spec, window = make_spec(), 10
+    paged, q = make_paged(spec, [53]), make_q(spec, 5)
+    want = run_prefill(build(name, spec), q, paged, [48], [5], window)
+    paged.kv[paged.tables[0][:2]] = POISON  # the first query, at 48, sees 39 and up: block 2
+    assert torch.equal(run_prefill(build(name, spec), q, paged, [48], [5], window), want)
+
+
+@backends
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_store_kv_writes_the_slots_and_nothing_else(name, index_dtype, dtype):
+    spec = make_spec(q_heads=3, kv_heads=3, head_dim=16, dtype=dtype)
+    fused = torch.randn(4, 9, 16).to(dtype)
+    k, v = fused[:, 3:6], fused[:, 6:]
+    kv = torch.full((3, 2, 16, 3, 16), 9.0, dtype=dtype)
+    want = kv.clone()
+    for token, (block, offset) in enumerate([(2, 15), (0, 0), (1, 7)]):
+        want[block, 0, offset], want[block, 1, offset] = k[token], v[token]
+    build(name, spec).store_kv(k, v, kv, torch.tensor([47, 0, 23, -1], dtype=index_dtype))
+    assert torch.equal(kv, want)

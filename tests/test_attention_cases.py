@@ -1,0 +1,233 @@
+"""Paged inputs and a dense float64 reference for the attention tests, and the tests of that reference."""
+
+import os
+import random
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+if "triton" not in sys.modules and not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
+from nanoinfer.attention import AttentionSpec, DecodeWork, PrefillPiece
+
+POISON = float("nan")
+
+
+def make_spec(q_heads=6, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, softcap=None, windows=(None,)):
+    return AttentionSpec(
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        block_size=block_size,
+        softcap=softcap,
+        windows=windows,
+        dtype=dtype,
+    )
+
+
+@dataclass
+class Paged:
+    """Sequences' keys and values, dense and in a poisoned pool at shuffled blocks."""
+
+    keys: list
+    values: list
+    kv: torch.Tensor
+    tables: list
+
+
+def make_paged(spec, lens, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    bs = spec.block_size
+    counts = [-(-n // bs) for n in lens]
+    free = list(range(sum(counts) + 2))
+    random.Random(seed).shuffle(free)
+    kv = torch.full((len(free), 2, bs, spec.num_kv_heads, spec.head_dim), POISON, dtype=spec.dtype)
+    keys, values, tables = [], [], []
+    for n, count in zip(lens, counts, strict=True):
+        k, v = (torch.randn(n, *kv.shape[3:], generator=generator).to(spec.dtype) for _ in range(2))
+        table = [free.pop() for _ in range(count)]
+        for s, block in enumerate(table):
+            part = slice(s * bs, min((s + 1) * bs, n))
+            kv[block, 0, : part.stop - part.start] = k[part]
+            kv[block, 1, : part.stop - part.start] = v[part]
+        keys.append(k.to(device))
+        values.append(v.to(device))
+        tables.append(table)
+    return Paged(keys, values, kv.to(device), tables)
+
+
+def make_q(spec, num_tokens, device="cpu", seed=1):
+    """Queries whose rows are strided, as a slice of a fused QKV is."""
+    generator = torch.Generator().manual_seed(seed)
+    width = spec.num_q_heads + 2 * spec.num_kv_heads
+    fused = torch.randn(num_tokens, width, spec.head_dim, generator=generator).to(spec.dtype)
+    return fused.to(device)[:, : spec.num_q_heads]
+
+
+def dense(spec, q, k, v, pos, window):
+    """Causal attention of q [n, Hq, D] at positions pos.. to k, v [L, Hkv, D], in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    i = torch.arange(pos, pos + len(q), device=q.device)[:, None]
+    j = torch.arange(len(k), device=q.device)[None, :]
+    hidden = j > i
+    if window is not None:
+        hidden |= j <= i - window
+    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, float("-inf")).softmax(-1), v).float()
+
+
+def relative_error(got, want):
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+def int32(values, device="cpu"):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def visible_splits(spec, seq_len, window):
+    first = 0 if window is None else max(0, seq_len - window) // spec.block_size
+    return range(first, -(-seq_len // spec.block_size))
+
+
+def list_items(spec, tables, lens, window):
+    """All (row, split, block, partial), and the ranges for the merge."""
+    items, ranges = [], [0]
+    for row, n in enumerate(lens):
+        items += [(row, s, tables[row][s], 0) for s in visible_splits(spec, n, window)]
+        ranges.append(len(items))
+    return [(*item[:3], p) for p, item in enumerate(items)], ranges
+
+
+def make_work(items, stale=2, device="cpu"):
+    """A work list with stale rows behind it that would fault if they were read."""
+    rows = [list(item) for item in items] + [[2**30] * 4] * stale
+    return DecodeWork(items=int32(rows, device).view(-1, 4), num_items=int32([len(items)], device))
+
+
+def run_decode(backend, q, kv, tables, lens, window=None):
+    spec = backend.spec
+    items, ranges = list_items(spec, tables, lens, window)
+    partials = backend.partials(len(items) + 1, q.device)
+    partials.out.fill_(POISON)
+    partials.lse.fill_(POISON)
+    backend.decode_partial(q, kv, make_work(items, device=q.device), int32(lens, q.device), partials, window)
+    out = torch.full(q.shape, POISON, dtype=q.dtype, device=q.device)
+    backend.merge(partials, int32(ranges, q.device), out)
+    return out, partials
+
+
+def dense_decode(spec, q, paged, lens, window=None):
+    rows = []
+    for b, n in enumerate(lens):
+        if n == 0:
+            rows.append(torch.zeros(1, *q.shape[1:], device=q.device))
+        else:
+            rows.append(dense(spec, q[b : b + 1], paged.keys[b][:n], paged.values[b][:n], n - 1, window))
+    return torch.cat(rows)
+
+
+def run_prefill(backend, q, paged, query_pos, q_lens, window=None, cuts=None):
+    """Prefill with the KV in one piece (cuts None), or in pieces that lie in buffers of their own.
+
+    cuts: blocks per piece. A piece's buffer holds its blocks alone, in reversed order, the rest is poison.
+    """
+    spec, device = backend.spec, q.device
+    kv_lens = [pos + n for pos, n in zip(query_pos, q_lens, strict=True)]
+    cu = [sum(q_lens[:i]) for i in range(len(q_lens) + 1)]
+    out = torch.full(q.shape, POISON, dtype=q.dtype, device=device)
+    widest = max(len(table) for table in paged.tables)
+    step = widest if cuts is None else cuts
+    state = None
+    if cuts is not None:
+        state = backend.prefill_state(len(q), device)
+        for part in (state.acc, state.m, state.l):
+            part.fill_(POISON)
+    for first in range(0, widest, step):
+        buffer, tables = (paged.kv, paged.tables) if cuts is None else _move(paged, first, step)
+        table = [blocks + [2**30] * (step - len(blocks)) for blocks in tables]
+        piece = PrefillPiece(
+            cu_seqlens_q=int32(cu, device),
+            query_pos=int32(query_pos, device),
+            first_block=int32([first] * len(q_lens), device),
+            kv_end=int32([min(n, (first + step) * spec.block_size) for n in kv_lens], device),
+            load_state=int32([int(first > 0)] * len(q_lens), device),
+            block_table=int32(table, device),
+            max_query_len=max(q_lens),
+            store_state=first + step < widest,
+        )
+        backend.prefill(q, buffer, piece, state, out, window)
+    return out
+
+
+def run_prefill_after_history(backend, q, paged, query_pos, q_lens):
+    """Prefill in two pieces that each sequence cuts for itself: its full history blocks, then the rest.
+
+    A sequence without a full history block has nothing in the first piece.
+    """
+    spec, device = backend.spec, q.device
+    history = [pos // spec.block_size for pos in query_pos]
+    state = backend.prefill_state(len(q), device)
+    for part in (state.acc, state.m, state.l):
+        part.fill_(POISON)
+    out = torch.full(q.shape, POISON, dtype=q.dtype, device=device)
+    widest = max(len(table) for table in paged.tables)
+    for last in (False, True):
+        tables = [table[cut:] if last else table[:cut] for table, cut in zip(paged.tables, history, strict=True)]
+        ends = [pos + n for pos, n in zip(query_pos, q_lens, strict=True)]
+        piece = PrefillPiece(
+            cu_seqlens_q=int32([sum(q_lens[:i]) for i in range(len(q_lens) + 1)], device),
+            query_pos=int32(query_pos, device),
+            first_block=int32(history if last else [0] * len(history), device),
+            kv_end=int32(ends if last else [cut * spec.block_size for cut in history], device),
+            load_state=int32([int(last)] * len(history), device),
+            block_table=int32([blocks + [2**30] * (widest - len(blocks)) for blocks in tables], device),
+            max_query_len=max(q_lens),
+            store_state=not last,
+        )
+        backend.prefill(q, paged.kv, piece, state, out, None)
+    return out
+
+
+def _move(paged, first, step):
+    moved = [table[first : first + step] for table in paged.tables]
+    blocks = [block for table in moved for block in table][::-1]
+    buffer = torch.full((len(blocks) + 1, *paged.kv.shape[1:]), POISON, dtype=paged.kv.dtype, device=paged.kv.device)
+    buffer[1:] = paged.kv[blocks]
+    return buffer, [[1 + blocks.index(block) for block in table] for table in moved]
+
+
+def dense_prefill(spec, q, paged, query_pos, q_lens, window=None):
+    rows, begin = [], 0
+    for i, (pos, n) in enumerate(zip(query_pos, q_lens, strict=True)):
+        rows.append(dense(spec, q[begin : begin + n], paged.keys[i], paged.values[i], pos, window))
+        begin += n
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("pos", [0, 5])
+def test_reference_equals_torch_attention(pos):
+    spec = make_spec()
+    q, k, v = make_q(spec, 7), torch.randn(7 + pos, 2, 16), torch.randn(7 + pos, 2, 16)
+    mask = torch.ones(7, 7 + pos, dtype=torch.bool).tril(pos)
+    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+    assert torch.allclose(dense(spec, q, k, v, pos, None), want[0].transpose(0, 1), atol=1e-6)
+
+
+def test_reference_window_counts_the_query_itself():
+    spec = make_spec()
+    q, k, v = make_q(spec, 4), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
+    want = v.repeat_interleave(3, dim=1)
+    assert torch.allclose(dense(spec, q, k, v, 0, 1), want, atol=1e-6)
+
+
+def test_unused_pool_memory_is_poisoned():
+    paged = make_paged(make_spec(), [5, 16])
+    assert paged.kv.isnan().any(dim=-1).sum() == paged.kv[..., 0].numel() - 21 * 2 * 2

@@ -1,0 +1,74 @@
+"""What belongs to the Triton kernels alone, in Triton's interpreter."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import torch
+from test_attention_cases import int32, make_paged, make_q, make_spec, run_decode
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+from nanoinfer.attention.triton_backend import TritonBackend
+from nanoinfer.kernels.shape import KernelShape, decode_programs, decode_tiles, largest_tile, prefill_tiles
+from nanoinfer.kernels.store_partials import store_partials
+
+KIB = 1024
+
+
+def kernel_shape(head_dim, dtype, block_size=256, num_q_heads=32):
+    return KernelShape(
+        num_q_heads=num_q_heads, num_kv_heads=8, head_dim=head_dim, block_size=block_size,
+        scale=1.0, softcap=None, dtype=dtype, interpreted=True,
+    )  # fmt: skip
+
+
+def test_decode_bits_do_not_depend_on_the_number_of_programs():
+    spec, lens = make_spec(q_heads=2, kv_heads=1), [70, 33]
+    paged, q = make_paged(spec, lens), make_q(spec, 2)
+    outs = [run_decode(TritonBackend(spec, "cpu", n), q, paged.kv, paged.tables, lens)[0] for n in (1, 3, 16)]
+    assert outs[0].isfinite().all()
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def test_store_partials_drops_stale_rows_and_marks_empty_splits():
+    item_out, item_lse = torch.randn(3, 2, 16).bfloat16(), torch.tensor([[1.0, float("inf")], [2.0, 3.0], [9.0, 9.0]])
+    out, lse = torch.full((4, 2, 16), 7.0), torch.full((4, 2), 7.0)
+    items = int32([[0, 0, 0, 3], [0, 1, 0, 1], [0, 2, 0, 0]])
+    store_partials(item_out, item_lse, items, int32([2]), out, lse)
+    assert torch.equal(out[[3, 1]], item_out[:2].float())
+    assert torch.equal(lse, torch.tensor([[7.0, 7.0], [2.0, 3.0], [7.0, 7.0], [1.0, float("-inf")]]))
+    assert (out[[0, 2]] == 7).all()
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("shared_memory", [99 * KIB, 227 * KIB])
+def test_tiles_divide_blocks_and_fit_shared_memory(head_dim, dtype, block_size, shared_memory):
+    shape = kernel_shape(head_dim, dtype, block_size)
+    row_bytes = shape.block_d * dtype.itemsize
+    tiles = prefill_tiles(shape, shared_memory)
+    for tile in (tiles, decode_tiles(shape)):
+        assert block_size % tile.block_n == 0 and tile.block_n >= 16 and tile.block_m >= 16
+    assert 2 * tiles.num_stages * tiles.block_n * row_bytes <= shared_memory
+
+
+def test_decode_grid_fills_the_gpu_and_is_never_empty():
+    shape = kernel_shape(128, torch.bfloat16)
+    assert decode_programs(shape, 132, 228 * KIB) == 4 * 132 // 8
+    assert decode_programs(shape, 128, 100 * KIB) == 2 * 128 // 8
+    assert decode_programs(shape, 1, 16 * KIB) == 1
+
+
+def test_a_tile_of_keys_never_crosses_a_block():
+    assert [largest_tile(n, 64) for n in (16, 48, 64, 96, 256)] == [16, 16, 64, 32, 64]
+
+
+@pytest.mark.parametrize(("num_q_heads", "rows"), [(8, 16), (56, 16), (136, 32)])
+def test_query_group_is_padded_to_the_matrix_unit(num_q_heads, rows):
+    assert decode_tiles(kernel_shape(64, torch.bfloat16, num_q_heads=num_q_heads)).block_m == rows

@@ -1,0 +1,339 @@
+"""Finding, checking and filling a model, and what is said where that fails."""
+
+import json
+
+import huggingface_hub.errors
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, make_checkpoint, tiny_config
+
+from nanoinfer import loader
+from nanoinfer.loader import check_safetensors, find_model, load_config, load_model, resolve_dtype
+
+
+def load(directory, dtype="auto", **options):
+    return load_model(directory, load_config(directory), dtype, "cpu", progress=False, **options)
+
+
+def state(model) -> dict[str, torch.Tensor]:
+    return model.state_dict()
+
+
+def edit_tensors(directory, change) -> None:
+    """Writes the single file again after `change` has edited its dict of tensors."""
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_json(path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+# Loading
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_the_checkpoint_lands_in_its_part_of_the_merged_weights(family, tmp_path):
+    directory = make_checkpoint(family, tmp_path, num_heads=6, num_kv_heads=2)
+    saved = load_file(directory / "model.safetensors")
+    views = load(directory).checkpoint_views()
+    assert views.keys() == saved.keys()
+    assert all(torch.equal(views[name], tensor) for name, tensor in saved.items())
+
+
+def test_views_cover_every_weight_exactly_once(tmp_path):
+    model = load(make_checkpoint("llama", tmp_path, attention_bias=True, mlp_bias=True))
+    for weight in model.parameters():
+        weight.zero_()
+    for view in model.checkpoint_views().values():
+        view += 1
+    assert all((weight == 1).all() for weight in model.parameters())
+
+
+def test_shards_hold_the_same_model_as_one_file(tmp_path):
+    one = make_checkpoint("qwen3", tmp_path / "one")
+    several = make_checkpoint("qwen3", tmp_path / "several", shards=3)
+    assert len(list(several.glob("*.safetensors"))) >= 3
+    expected, actual = state(load(one)), state(load(several))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@torch.inference_mode()
+def test_a_model_may_be_loaded_in_inference_mode(tmp_path):
+    model = load(make_checkpoint("llama", tmp_path))
+    x = model.embed(torch.tensor([3, 4]))
+    assert x.is_inference() and torch.equal(x, model.checkpoint_views()["model.embed_tokens.weight"][3:5])
+
+
+def test_weights_are_cast_to_the_dtype_asked_for(tmp_path):
+    directory = make_checkpoint("llama", tmp_path)
+    exact, rounded = state(load(directory)), state(load(directory, "bfloat16"))
+    assert all(rounded[name].dtype == torch.bfloat16 for name in exact)
+    assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in exact)
+
+
+def test_auto_dtype_is_the_checkpoints_own(tmp_path):
+    directory = make_checkpoint("llama", tmp_path, dtype=torch.float16)
+    assert load(directory).spec.dtype == torch.float16
+    config = tiny_config("llama")
+    config.dtype = None
+    assert resolve_dtype("auto", config) == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float64", "half-precision", torch.int8])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match="give bfloat16, float16 or float32"):
+        resolve_dtype(dtype, tiny_config("llama"))
+
+
+def test_known_leftovers_are_ignored(tmp_path):
+    directory = make_checkpoint("llama", tmp_path, tied=True)
+
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    expected = state(load(directory))
+    edit_tensors(directory, add)
+    actual = state(load(directory))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_a_tied_checkpoint_with_another_head_is_refused(tmp_path):
+    directory = make_checkpoint("llama", tmp_path, tied=True)
+    edit_tensors(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(ValueError, match="tie_word_embeddings, but lm_head.weight .* differs from model.embed_tokens"):
+        load(directory)
+
+
+def test_progress_bar_counts_tensors_and_can_be_switched_off(tmp_path, monkeypatch, capsys):
+    directory = make_checkpoint("llama", tmp_path)
+    monkeypatch.setattr(loader, "_PROGRESS_DELAY_S", 0.0)
+    config = load_config(directory)
+    capsys.readouterr()
+    model = load_model(directory, config, "auto", "cpu", progress=True)
+    count = len(model.checkpoint_views())
+    assert f"{count}/{count}" in capsys.readouterr().err
+    load_model(directory, config, "auto", "cpu", progress=False)
+    assert capsys.readouterr().err == ""
+
+
+# Dummy weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dummy_weights_depend_on_the_seed_alone(family, tmp_path):
+    make_checkpoint(family, tmp_path)
+    config = load_config(tmp_path)
+    first, again, other = (
+        state(load_model("no/files/needed", config, "float32", "cpu", load_format="dummy", seed=seed))
+        for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("family, neutral", [("llama", 1.0), ("gemma3", 0.0)])
+def test_dummy_norms_are_near_what_leaves_activations_unchanged(family, neutral, tmp_path):
+    model = load(make_checkpoint(family, tmp_path), load_format="dummy")
+    assert (model.norm.weight - neutral).abs().max() < 0.1
+    assert 0.015 < model.layers[0].mlp.down_proj.weight.std() < 0.025
+
+
+def test_unknown_load_format_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="load_format='gguf' is not supported: give \"auto\" or \"dummy\""):
+        load(make_checkpoint("llama", tmp_path), load_format="gguf")
+
+
+# The config
+
+
+def test_missing_directory_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="does not exist: give a directory with config.json or a hub id"):
+        load_config(tmp_path / "absent")
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
+    path = make_checkpoint("llama", tmp_path) / "config.json"
+    with pytest.raises(ValueError, match="is a file: give the directory"):
+        load_config(path)
+
+
+def test_directory_without_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no config.json"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("text, message", [('{"architectures": [', "not readable as JSON"), ("[]", "holds a list")])
+def test_corrupt_config_is_refused(text, message, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_config(tmp_path)
+
+
+def test_unsupported_architecture_is_refused_before_transformers_reads_the_config(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen9ForCausalLM"], "model_type": "qwen9"}')
+    with pytest.raises(ValueError, match="'Qwen9ForCausalLM' is not supported .nearest: Qwen.*Supported: .*Llama"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("fields", [dict(hidden_size="wide"), dict(model_type="unheard-of"), dict(hidden_size=13)])
+def test_invalid_config_values_are_refused(fields, tmp_path):
+    directory = make_checkpoint("llama", tmp_path)
+    edit_json(directory / "config.json", **fields)
+    with pytest.raises(ValueError, match="is no valid config"):
+        load_config(directory)
+
+
+def test_older_config_files_give_the_same_model(tmp_path):
+    new, old = make_checkpoint("gemma3", tmp_path / "new"), make_checkpoint("gemma3", tmp_path / "old")
+    fields = json.loads((old / "config.json").read_text())
+    for name in ("rope_parameters", "dtype", "layer_types"):
+        fields.pop(name, None)
+    fields |= dict(torch_dtype="float32", rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=3)
+    (old / "config.json").write_text(json.dumps(fields))
+    new_model, old_model = load(new), load(old)
+    assert old_model.spec == new_model.spec
+    x, positions = torch.randn(4, new_model.spec.hidden_size), torch.tensor([0, 1, 50, 4000])
+    for layer in range(new_model.spec.num_layers):
+        expected = new_model.before_attention(layer, x, positions)
+        actual = old_model.before_attention(layer, x, positions)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_hub_id_is_downloaded_config_first(tmp_path, monkeypatch):
+    directory = make_checkpoint("llama", tmp_path)
+    asked = []
+
+    def download(repo_id, allow_patterns):
+        asked.append((repo_id, "model*.safetensors" in allow_patterns))
+        return str(directory)
+
+    monkeypatch.setattr(loader, "snapshot_download", download)
+    assert load_config("someone/some-model").hidden_size == 48
+    assert find_model("someone/some-model") == directory
+    assert asked == [("someone/some-model", False), ("someone/some-model", True)]
+
+
+@pytest.mark.parametrize("error", [huggingface_hub.errors.LocalEntryNotFoundError, RuntimeError])
+def test_hub_that_cannot_be_reached_is_reported_with_the_reason(error, monkeypatch):
+    def download(repo_id, allow_patterns):
+        raise error("no route to the hub")
+
+    monkeypatch.setattr(loader, "snapshot_download", download)
+    with pytest.raises(ValueError, match="someone/some-model.*no route to the hub.*Check the name, the network"):
+        load_config("someone/some-model")
+
+
+# The files
+
+
+def test_headers_alone_give_names_and_shapes(tmp_path):
+    entries = check_safetensors(make_checkpoint("qwen2", tmp_path, shards=3))
+    assert entries["model.layers.1.self_attn.k_proj.bias"].shape == (32,)
+    assert len({entry.path for entry in entries.values()}) >= 3
+
+
+def test_directory_without_safetensors_is_refused(tmp_path):
+    directory = make_checkpoint("llama", tmp_path)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds neither model.safetensors nor model.safetensors.index.json"):
+        load(directory)
+
+
+def test_missing_shard_is_named(tmp_path):
+    directory = make_checkpoint("llama", tmp_path, shards=3)
+    shard = sorted(directory.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"names files that are not there: {shard.name}"):
+        load(directory)
+
+
+def test_tensor_missing_from_its_shard_is_named(tmp_path):
+    directory = make_checkpoint("llama", tmp_path, shards=3)
+    entry = check_safetensors(directory)["model.norm.weight"]
+    tensors = {name: tensor.clone() for name, tensor in load_file(entry.path).items() if name != "model.norm.weight"}
+    save_file(tensors, entry.path)
+    with pytest.raises(ValueError, match=f"names tensors that are not there: model.norm.weight in {entry.path.name}"):
+        load(directory)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}', '{"weight_map": {"a": "../a.safetensors"}}'])
+def test_corrupt_index_is_refused(text, tmp_path):
+    directory = make_checkpoint("llama", tmp_path, shards=3)
+    (directory / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="is no safetensors index"):
+        load(directory)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 4, 100, -1])
+def test_truncated_file_is_refused(keep_bytes, tmp_path):
+    path = make_checkpoint("llama", tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep_bytes])
+    with pytest.raises(ValueError, match="model.safetensors is cut short or corrupt .*: download it again"):
+        load(tmp_path)
+
+
+def test_corrupt_header_is_refused(tmp_path):
+    path = make_checkpoint("llama", tmp_path) / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[8:20] = b"not a header"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="cut short or corrupt"):
+        load(tmp_path)
+
+
+def test_missing_tensors_are_named(tmp_path):
+    directory = make_checkpoint("qwen3", tmp_path)
+    edit_tensors(directory, lambda tensors: tensors.pop("model.layers.1.self_attn.k_norm.weight"))
+    with pytest.raises(ValueError, match="lacks tensors that Qwen3ForCausalLM needs: model.layers.1.self_attn.k_norm"):
+        load(directory)
+
+
+def test_many_missing_tensors_are_counted(tmp_path):
+    directory = make_checkpoint("llama", tmp_path, num_layers=2)
+    edit_json(directory / "config.json", num_hidden_layers=4)
+    with pytest.raises(ValueError, match="and 10 more"):
+        load(directory)
+
+
+def test_unexpected_tensors_are_named(tmp_path):
+    directory = make_checkpoint("llama", tmp_path)
+    edit_tensors(directory, lambda tensors: tensors.update({"model.layers.0.adapter.weight": torch.ones(2)}))
+    with pytest.raises(ValueError, match="has no place for: model.layers.0.adapter.weight"):
+        load(directory)
+
+
+def test_wrong_shape_is_named_with_both_shapes(tmp_path):
+    directory = make_checkpoint("llama", tmp_path)
+    edit_tensors(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
+    with pytest.raises(ValueError, match=r"model.norm.weight is \[7\], expected \[48\]"):
+        load(directory)
+
+
+def test_weights_that_are_not_floating_point_are_refused(tmp_path):
+    directory = make_checkpoint("llama", tmp_path)
+    edit_tensors(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
+    with pytest.raises(ValueError, match="model.norm.weight in .* has dtype I8: supported are BF16"):
+        load(directory)
+
+
+def test_files_are_checked_before_the_model_is_built(tmp_path, monkeypatch):
+    directory = make_checkpoint("llama", tmp_path)
+    edit_tensors(directory, lambda tensors: tensors.pop("model.norm.weight"))
+    config = load_config(directory)
+    devices = []
+    model_class = loader.resolve(config)
+    build = model_class.__init__
+
+    def watch(self, *args, device, **kwargs):
+        devices.append(str(device))
+        build(self, *args, device=device, **kwargs)
+
+    monkeypatch.setattr(model_class, "__init__", watch)
+    with pytest.raises(ValueError, match="lacks tensors"):
+        load_model(directory, config, "auto", "cpu")
+    assert set(devices) == {"meta"}

@@ -1,0 +1,176 @@
+"""Every family computes what transformers computes, with plain attention in place of the paged one."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES, make_checkpoint, random_tokens, reference_logits
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma3 import modeling_gemma3
+
+from nanoinfer.loader import load_config, load_model
+from nanoinfer.models import DecoderModel
+
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=256,
+)
+
+
+def load(directory, dtype=torch.float32) -> DecoderModel:
+    return load_model(directory, load_config(directory), dtype, "cpu", progress=False)
+
+
+def dense_attention(q, k, v, scale, softcap, window):
+    """Causal softmax attention over one whole sequence. q: [N, Hq, D]; k, v: [N, Hkv, D]."""
+    group_size = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
+    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return torch.einsum("hqk,khd->qhd", weights, v).contiguous()
+
+
+def dense_logits(model: DecoderModel, token_ids: list[int], first_position: int = 0) -> torch.Tensor:
+    spec = model.spec
+    positions = torch.arange(first_position, first_position + len(token_ids))
+    x = model.embed(torch.tensor(token_ids))
+    for layer in range(spec.num_layers):
+        q, k, v = model.before_attention(layer, x, positions)
+        attn = dense_attention(q, k, v, spec.attention_scale, spec.softcap, spec.windows[layer])
+        x = model.after_attention(layer, x, attn)
+    return model.logits(x)
+
+
+def assert_same_logits(directory, num_tokens=40, first_position=0):
+    tokens = random_tokens(num_tokens)
+    expected = reference_logits(directory, tokens, first_position=first_position)
+    actual = dense_logits(load(directory), tokens, first_position)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("shape", [(16, 4, 2), (32, 3, 1), (64, 2, 2), (48, 7, 1)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family, shape, tmp_path):
+    head_dim, num_heads, num_kv_heads = shape
+    fields = dict(head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, tied=num_heads % 2 == 1)
+    assert_same_logits(make_checkpoint(family, tmp_path, **fields))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+def test_prompts_longer_than_the_window_equal_transformers(family, tmp_path):
+    directory = make_checkpoint(family, tmp_path, sliding_window=7)
+    assert 7 in load(directory).spec.windows
+    assert_same_logits(directory)
+
+
+def test_largest_head_size_equals_transformers(tmp_path):
+    assert_same_logits(make_checkpoint("gemma3", tmp_path, head_dim=256, num_heads=2, num_kv_heads=1, num_layers=2))
+
+
+@pytest.mark.parametrize(
+    "family, biases",
+    [
+        ("llama", dict(attention_bias=True)),
+        ("llama", dict(mlp_bias=True)),
+        ("qwen3", dict(attention_bias=True)),
+        ("gemma3", dict(attention_bias=True)),
+    ],
+    ids=str,
+)
+def test_configured_biases_equal_transformers(family, biases, tmp_path):
+    assert_same_logits(make_checkpoint(family, tmp_path, **biases))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("rope", [LLAMA3_ROPE, dict(rope_type="linear", rope_theta=500.0, factor=4.0)])
+def test_scaled_rope_equals_transformers_at_late_positions(family, rope, tmp_path):
+    directory = make_checkpoint(family, tmp_path, head_dim=32, rope_parameters=rope)
+    assert_same_logits(directory, first_position=4000)
+
+
+def test_gemma3_scales_the_full_layers_alone(tmp_path):
+    rope = dict(
+        full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+    )
+    directory = make_checkpoint("gemma3", tmp_path, rope_parameters=rope)
+    assert load(directory).spec.num_rope_tables == 2
+    assert_same_logits(directory, first_position=3000)
+
+
+def test_gemma3_caps_the_final_logits(tmp_path):
+    directory = make_checkpoint("gemma3", tmp_path, final_logit_softcapping=3.0)
+    assert dense_logits(load(directory), random_tokens(8)).abs().max() <= 3.0
+    assert_same_logits(directory)
+
+
+def test_gemma3_caps_the_attention_logits(tmp_path, monkeypatch):
+    """transformers reads attn_logit_softcapping for Gemma 3 but does not pass it on: the reference here does."""
+
+    def capped(module, *args, **kwargs):
+        return modeling_gemma3.eager_attention_forward(module, *args, softcap=module.attn_logit_softcapping, **kwargs)
+
+    directory = make_checkpoint("gemma3", tmp_path, attn_logit_softcapping=1.5)
+    tokens = random_tokens(30)
+    uncapped = reference_logits(directory, tokens)
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *args: capped)
+    expected = reference_logits(directory, tokens)
+    assert (expected - uncapped).abs().max() > 0.1
+    torch.testing.assert_close(dense_logits(load(directory), tokens), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_logits_are_close_to_transformers(family, tmp_path):
+    directory = make_checkpoint(family, tmp_path, dtype=torch.bfloat16)
+    tokens = random_tokens(40)
+    model = load(directory, "auto")
+    assert model.spec.dtype == torch.bfloat16
+    actual = dense_logits(model, tokens)
+    expected = reference_logits(directory, tokens, dtype=torch.bfloat16)
+    exact = reference_logits(directory, tokens)
+    # No further from the exact logits than transformers' own bfloat16 ones, with a margin for the order of sums.
+    assert (actual - exact).norm() <= 1.2 * (expected - exact).norm()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_number_of_parameters_is_exact(family, tied, tmp_path):
+    directory = make_checkpoint(family, tmp_path, tied=tied)
+    spec = load(directory).spec
+    assert spec.num_parameters == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+    assert spec.weight_bytes == 4 * spec.num_parameters
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_of_a_token_are_contiguous_and_inputs_stay_as_they_were(family, tmp_path):
+    model = load(make_checkpoint(family, tmp_path))
+    x = model.embed(torch.tensor(random_tokens(5)))
+    before = x.clone()
+    q, k, v = model.before_attention(0, x, torch.arange(5))
+    assert q.shape == (5, 4, 16) and k.shape == v.shape == (5, 2, 16)
+    assert all(tensor.stride()[1:] == (16, 1) for tensor in (q, k, v))
+    after = model.after_attention(0, x, q.contiguous())
+    assert torch.equal(x, before) and after.data_ptr() != x.data_ptr()
+
+
+def test_no_weight_takes_a_gradient(tmp_path):
+    model = load(make_checkpoint("qwen3", tmp_path))
+    assert not dense_logits(model, random_tokens(4)).requires_grad
+    assert not any(weight.requires_grad for weight in model.parameters())
+
+
+def test_spec_reports_the_rope_tables_it_allocates(tmp_path):
+    directory = make_checkpoint("gemma3", tmp_path)
+    model = load_model(directory, load_config(directory), "float32", "cpu", max_position=100)
+    tables = model._rope_tables
+    assert [tuple(table.shape) for table in tables] == [(100, 16), (100, 16)]
+    assert model.spec.rope_bytes(100) == sum(table.numel() * table.element_size() for table in tables)

@@ -1,0 +1,94 @@
+"""Which configs run, and what is said of those that do not."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_config
+
+from nanoinfer.models import ModelSpec, register, resolve, supported_architectures
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+
+
+def spec_of(family: str, **fields) -> ModelSpec:
+    config = tiny_config(family, architectures=[ARCHITECTURES[family]], **fields)
+    return resolve(config).spec_from_config(config, torch.bfloat16)
+
+
+def test_every_family_is_registered():
+    assert set(supported_architectures()) == {ARCHITECTURES[family] for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spec_comes_from_the_config_alone(family):
+    spec = spec_of(family, head_dim=48, num_heads=6, num_kv_heads=2, tied=True, num_layers=5)
+    assert spec.architecture == ARCHITECTURES[family]
+    assert (spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.vocab_size) == (5, 72, 56, 160)
+    assert (spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.max_position) == (6, 2, 48, 4096)
+    assert spec.tied_embeddings and spec.dtype == torch.bfloat16 and spec.softcap is None
+    assert spec.attention_scale == (20 if family == "gemma3" else 48) ** -0.5
+    assert spec.weight_bytes == 2 * spec.num_parameters > 0
+
+
+@pytest.mark.parametrize(
+    "family, fields, windows",
+    [
+        ("llama", {}, (None, None, None)),
+        ("mistral", {}, (None, None, None)),
+        ("mistral", dict(sliding_window=9), (9, 9, 9)),
+        ("qwen2", dict(sliding_window=9), (None, 9, 9)),
+        ("qwen2", dict(sliding_window=9, use_sliding_window=False), (None, None, None)),
+        ("qwen3", dict(sliding_window=9, max_window_layers=2), (None, None, 9)),
+        ("gemma3", dict(sliding_window=9), (9, 9, None)),
+        ("gemma3", dict(layer_types=None, sliding_window=9, num_layers=7), (9, 9, 9, 9, 9, None, 9)),
+    ],
+    ids=str,
+)
+def test_windows_of_the_layers(family, fields, windows):
+    assert spec_of(family, **fields).windows == windows
+
+
+def test_one_rotation_table_serves_layers_that_rotate_alike():
+    assert spec_of("llama").num_rope_tables == 1
+    assert spec_of("gemma3").num_rope_tables == 2
+
+
+def test_unsupported_architecture_is_refused_with_the_supported_ones():
+    with pytest.raises(ValueError, match="nearest: Qwen3ForCausalLM.*Supported: Gemma3ForCausalLM, Llama.*Qwen3For"):
+        resolve(tiny_config("qwen3", architectures=["Qwen3MoeForCausalLM"]))
+
+
+def test_config_without_architecture_is_refused():
+    with pytest.raises(ValueError, match="names no architecture.*LlamaForCausalLM"):
+        resolve(tiny_config("llama"))
+
+
+def test_an_architecture_registers_once():
+    llama = resolve(tiny_config("llama", architectures=["LlamaForCausalLM"]))
+    with pytest.raises(ValueError, match="LlamaForCausalLM is already registered, by Llama"):
+        register("LlamaForCausalLM")(llama)
+
+
+@pytest.mark.parametrize(
+    "family, fields, message",
+    [
+        ("llama", dict(head_dim=24), "head_dim=24: supported are multiples of 16 from 16 to 256"),
+        ("llama", dict(head_dim=272), "head_dim=272"),
+        ("llama", dict(num_heads=4, num_kv_heads=3), "4 query heads and 3 KV heads"),
+        ("llama", dict(hidden_act="gelu_tanh"), "'gelu_tanh' is not supported.*silu, gelu, gelu_pytorch_tanh"),
+        ("llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "'dynamic'"),
+        ("llama", dict(quantization_config=dict(quant_method="fp8")), "quantized checkpoints are not supported"),
+        ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        ("qwen3", dict(layer_types=["sliding_attention"] * 3), "sliding_attention layers, but sliding_window=None"),
+        ("qwen3", dict(layer_types=["chunked_attention"] * 3), "'chunked_attention' is not supported"),
+    ],
+    ids=str,
+)
+def test_configs_that_cannot_run_are_refused(family, fields, message):
+    with pytest.raises(ValueError, match=message):
+        spec_of(family, **fields)

@@ -1,0 +1,149 @@
+"""Every value that SamplingParams refuses, what it says, and the refusal of unknown names."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from nanoinfer.errors import UnknownNameError, nearest, refuse_unknown
+from nanoinfer.outputs import CompletionOutput
+from nanoinfer.sampling_params import SamplingParams
+
+
+def test_defaults_are_those_of_vllm():
+    params = SamplingParams()
+    assert dataclasses.asdict(params) == {
+        "n": 1, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+        "max_tokens": 16, "min_tokens": 0, "stop": (), "stop_token_ids": (), "ignore_eos": False, "seed": None,
+        "logprobs": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("n", 0, "an integer >= 1"),
+        ("n", True, "an integer >= 1"),
+        ("n", 1.5, "an integer >= 1"),
+        ("temperature", math.nan, "a finite number >= 0"),
+        ("temperature", -0.1, "a finite number >= 0"),
+        ("temperature", math.inf, "a finite number >= 0"),
+        ("temperature", "0.5", "a finite number >= 0"),
+        ("temperature", True, "a finite number >= 0"),
+        ("temperature", None, "a finite number >= 0"),
+        ("top_k", -2, "an integer >= -1"),
+        ("top_k", 2.0, "an integer >= -1"),
+        ("top_k", False, "an integer >= -1"),
+        ("top_p", 0, "a number in (0, 1]"),
+        ("top_p", 1.01, "a number in (0, 1]"),
+        ("top_p", math.nan, "a number in (0, 1]"),
+        ("top_p", True, "a number in (0, 1]"),
+        ("min_p", -0.01, "a number in [0, 1]"),
+        ("min_p", 1.01, "a number in [0, 1]"),
+        ("min_p", math.nan, "a number in [0, 1]"),
+        ("min_p", False, "a number in [0, 1]"),
+        ("repetition_penalty", 0, "a finite number > 0"),
+        ("repetition_penalty", -1.0, "a finite number > 0"),
+        ("repetition_penalty", math.nan, "a finite number > 0"),
+        ("repetition_penalty", math.inf, "a finite number > 0"),
+        ("repetition_penalty", True, "a finite number > 0"),
+        ("max_tokens", 0, "an integer >= 1"),
+        ("max_tokens", None, "an integer >= 1"),
+        ("max_tokens", True, "an integer >= 1"),
+        ("min_tokens", -1, "an integer >= 0"),
+        ("min_tokens", 0.0, "an integer >= 0"),
+        ("stop", "", "a string or a list of strings, none of them empty"),
+        ("stop", ["a", ""], "a string or a list of strings, none of them empty"),
+        ("stop", ["a", 3], "a string or a list of strings, none of them empty"),
+        ("stop", b"a", "a string or a list of strings, none of them empty"),
+        ("stop", 3, "a string or a list of strings, none of them empty"),
+        ("stop_token_ids", [-1], "a list of token ids, integers >= 0"),
+        ("stop_token_ids", [1.0], "a list of token ids, integers >= 0"),
+        ("stop_token_ids", [True], "a list of token ids, integers >= 0"),
+        ("stop_token_ids", "12", "a list of token ids, integers >= 0"),
+        ("stop_token_ids", 12, "a list of token ids, integers >= 0"),
+        ("ignore_eos", 1, "True or False"),
+        ("seed", 1.0, "an integer in [0, 18446744073709551615]"),
+        ("seed", -1, "an integer in [0, 18446744073709551615]"),
+        ("seed", 2**64, "an integer in [0, 18446744073709551615]"),
+        ("seed", True, "an integer in [0, 18446744073709551615]"),
+        ("logprobs", -1, "an integer in [0, 20]"),
+        ("logprobs", 21, "an integer in [0, 20]"),
+        ("logprobs", True, "an integer in [0, 20]"),
+    ],
+)
+def test_a_refusal_says_what_was_given_what_is_allowed_and_what_to_do(name, value, allowed):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**{name: value})
+    given = [value] if name == "stop" and isinstance(value, str) else value
+    text = str(error.value)
+    assert text.startswith(f"{name} is ") and f"it must be {allowed}: " in text and text.endswith(".")
+    assert repr(given).strip("[]()").rstrip(",") in text
+
+
+def test_min_tokens_above_max_tokens_are_refused_with_both_values():
+    with pytest.raises(ValueError, match="min_tokens is 17, max_tokens is 16: .*lower min_tokens or raise max_tokens"):
+        SamplingParams(min_tokens=17)
+    assert SamplingParams(min_tokens=16).min_tokens == 16
+
+
+@pytest.mark.parametrize("values", [
+    {"n": 3, "temperature": 0, "top_k": -1, "top_p": 1, "min_p": 1, "repetition_penalty": 1e-3, "logprobs": 0},
+    {"seed": 0}, {"seed": 2**64 - 1}, {"logprobs": 20}, {"max_tokens": 10**9}, {"top_k": 10**6},
+])
+def test_values_at_the_edge_of_their_range_are_taken(values):
+    params = SamplingParams(**values)
+    assert {name: getattr(params, name) for name in values} == values
+
+
+def test_stop_and_stop_token_ids_are_kept_as_tuples():
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c")
+    assert SamplingParams(stop_token_ids=range(2)).stop_token_ids == (0, 1)
+
+
+def test_numpy_numbers_become_plain_ones():
+    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(4), stop_token_ids=np.array([3]))
+    assert type(params.temperature) is float and type(params.top_k) is int
+    assert [type(token_id) for token_id in params.stop_token_ids] == [int]
+
+
+def test_params_cannot_be_changed_and_can_be_compared_and_copied():
+    params = SamplingParams(top_k=4, stop=["a"])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.top_k = 5
+    assert params == SamplingParams(top_k=4, stop="a") and hash(params) == hash(SamplingParams(top_k=4, stop="a"))
+    assert dataclasses.replace(params, top_k=5).top_k == 5
+    with pytest.raises(ValueError, match="top_k is -3"):
+        dataclasses.replace(params, top_k=-3)
+
+
+def test_greedy_is_what_is_too_cold_to_divide_by():
+    assert SamplingParams(temperature=0).is_greedy and SamplingParams(temperature=9e-6).is_greedy
+    assert not SamplingParams(temperature=1e-5).is_greedy
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError])
+def test_an_unknown_argument_is_refused_with_the_nearest_name(kind):
+    with pytest.raises(kind, match="SamplingParams got an unknown argument 'temprature': did you mean 'temperature'\\? "
+                                   "Allowed: n, temperature, .*logprobs\\."):
+        SamplingParams(temprature=0.5)
+
+
+def test_positional_arguments_are_refused():
+    with pytest.raises(TypeError, match="got 1 positional argument.*keywords only"):
+        SamplingParams(0.5)
+
+
+def test_refuse_unknown_takes_known_names_and_guesses_only_near_ones():
+    refuse_unknown(["model"], ["model", "seed"], "LLM")
+    with pytest.raises(UnknownNameError, match="^LLM got an unknown argument 'zzz'. Allowed: model, seed.$"):
+        refuse_unknown(["model", "zzz"], ["model", "seed"], "LLM")
+    assert nearest("gpu_memory_limt", ["gpu_memory_limit", "gpu_memory_utilization"]) == "gpu_memory_limit"
+    assert nearest("zzz", ["model"]) is None
+
+
+def test_a_completion_is_finished_when_it_has_a_reason():
+    assert not CompletionOutput(index=0, text="", token_ids=[]).finished
+    assert CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort").finished

@@ -1,0 +1,119 @@
+"""Random checkpoints of a few thousand weights, written by transformers, for tests that compare with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3"]
+VOCAB_SIZE = 160
+_CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gemma3": Gemma3TextConfig,
+}
+
+
+def tiny_config(
+    family: str,
+    *,
+    head_dim: int = 16,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    tied: bool = False,
+    sliding_window: int | None = None,
+    num_layers: int = 3,
+    **overrides,
+) -> PretrainedConfig:
+    """A config whose head size is not hidden_size / num_heads.
+
+    sliding_window: llama has none; all layers of mistral; all but the first of qwen2 and qwen3; all but the last of
+    gemma3, which takes 8 where None is given. overrides: any other field of the family's config.
+    """
+    fields = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=12 * num_heads,
+        intermediate_size=56,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    if family == "mistral":
+        fields |= dict(sliding_window=sliding_window)
+    elif family in ("qwen2", "qwen3"):
+        use_window = sliding_window is not None
+        fields |= dict(sliding_window=sliding_window, use_sliding_window=use_window, max_window_layers=1)
+    elif family == "gemma3":
+        layer_types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
+        fields |= dict(sliding_window=sliding_window or 8, layer_types=layer_types, query_pre_attn_scalar=20)
+    elif sliding_window is not None:
+        raise ValueError(f"{family} has no sliding window")
+    return _CONFIGS[family](**(fields | overrides))
+
+
+def make_checkpoint(
+    family: str,
+    directory: str | Path,
+    *,
+    shards: int = 1,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **config_fields,
+) -> Path:
+    """Saves a random model of `tiny_config(family, **config_fields)` in `directory` and returns it.
+
+    The weights spread more than transformers' own initial ones, so that attention is not uniform and the logits lie
+    far apart. shards: at least this many files, where it is above 1.
+    """
+    config = tiny_config(family, **config_fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if "norm" in name:
+            weight.data = 0.2 * noise + (0.0 if family == "gemma3" else 1.0)
+        elif name.endswith("bias"):
+            weight.data = 0.3 * noise
+        elif "embed_tokens" in name or "lm_head" in name:
+            weight.data = 0.5 * noise
+        else:
+            weight.data = 1.5 * weight.shape[1] ** -0.5 * noise
+    model.tie_weights()
+    model.to(dtype)
+    limit = {} if shards == 1 else dict(max_shard_size=model.num_parameters() * dtype.itemsize // shards)
+    model.save_pretrained(directory, **limit)
+    return Path(directory)
+
+
+@torch.inference_mode()
+def reference_logits(
+    directory: str | Path, token_ids: list[int], *, dtype: torch.dtype = torch.float32, first_position: int = 0
+) -> Tensor:
+    """transformers' own logits for every token of one sequence: [num_tokens, vocab_size] float32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    positions = torch.arange(first_position, first_position + len(token_ids))[None]
+    return model(torch.tensor([token_ids]), position_ids=positions, use_cache=False).logits[0].float()
+
+
+def random_tokens(num_tokens: int, seed: int = 0) -> list[int]:
+    """Token ids without the special ones."""
+    return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
