@@ -98,7 +98,8 @@ class TorchBackend(AttentionBackend):
         running: tuple[Tensor, Tensor, Tensor],  # acc [Hkv, G, n, D], m and l [Hkv, G, n]; updated in place
         window: int | None,
     ) -> None:
-        # Queries that see a key of this block; all bounds are absolute, so a cut between pieces moves none of them.
+        # The queries [first, last) that see a key of this block, and so get a finite maximum. All bounds are
+        # absolute: a cut between pieces moves none of them.
         first_key, last_key = keys
         num_queries = queries.shape[2]
         first = max(0, first_key - pos)
@@ -107,8 +108,6 @@ class TorchBackend(AttentionBackend):
             return
         offset = first_key // self.spec.block_size * self.spec.block_size
         begin = first_key if window is None else max(first_key, pos + first - window + 1)
-        if begin >= last_key:
-            return
         k, v = self._heads_first(kv, block, begin - offset, last_key - offset)
         acc, m, l = (part[:, :, first:last] for part in running)
         group = queries.shape[1]
@@ -119,9 +118,8 @@ class TorchBackend(AttentionBackend):
         hidden = key > at if window is None else (key > at) | (key <= at - window)
         logits = logits.masked_fill(hidden, NEG_INF)
         m_new = torch.maximum(m, logits.amax(-1))
-        m_finite = torch.where(m_new == NEG_INF, 0.0, m_new)
-        p = (logits - m_finite[..., None]).exp()
-        alpha = (m - m_finite).exp()
+        p = (logits - m_new[..., None]).exp()
+        alpha = (m - m_new).exp()
         mixed = (p.flatten(1, 2) @ v).unflatten(1, (group, last - first))
         acc.mul_(alpha[..., None]).add_(mixed)
         l.mul_(alpha).add_(p.sum(-1))
