@@ -16,7 +16,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.loader import check_safetensors, find_model, load_config, load_model, resolve_dtype
 from nanoinfer.memory import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.models import ModelSpec, resolve
-from nanoinfer.runner import ModelRunner
+from nanoinfer.runner import ModelRunner, reserved_bytes
 from nanoinfer.sampling_batch import SamplingBatch
 from nanoinfer.sequence import Sequence
 from offload import CudaRuntime, KVLayout, Runtime, SimulatedRuntime
@@ -68,6 +68,7 @@ def build(
         is_cuda=is_cuda,
     )
     tokenizer = load_tokenizer(config, model_dir)
+    memory_before = reserved_bytes(device)
     if runtime is None:
         runtime = CudaRuntime(device) if is_cuda else SimulatedRuntime()
     with torch.inference_mode():
@@ -81,7 +82,7 @@ def build(
             max_position=plan.max_model_len,
             progress=config.progress_bar,
         )
-    runner = ModelRunner(config, plan, runtime, model, backend, layout, make_sampling)
+    runner = ModelRunner(config, plan, runtime, model, backend, layout, make_sampling, memory_before)
     return BuiltEngine(plan, runner, tokenizer, end_token_ids(model_dir, hf_config))
 
 

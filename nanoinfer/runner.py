@@ -14,7 +14,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.decode import DecodeProgram
 from nanoinfer.device_tables import RowState
 from nanoinfer.kv_cache import KVCache
-from nanoinfer.memory import ALLOCATOR_MARGIN_BYTES, GIB, MemoryPlan
+from nanoinfer.memory import GIB, MemoryPlan
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.prefill import PrefillProgram
 from nanoinfer.sampler import SamplingBatch, logprobs_of, sample
@@ -44,6 +44,7 @@ class ModelRunner:
     Args:
         plan: what the memory budget is spent on.
         make_sampling: builds the sampling tensors of a batch, or None where every row is greedy and plain.
+        memory_before: bytes that the allocator held before this engine took its first.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ModelRunner:
         backend: AttentionBackend,
         layout: KVLayout,
         make_sampling: Callable[[list[Sequence]], SamplingBatch | None],
+        memory_before: int = 0,
     ) -> None:
         self.config, self.plan, self.runtime, self.layout = config, plan, runtime, layout
         self.model, self.backend = model, backend
@@ -63,7 +65,7 @@ class ModelRunner:
         self.ring = Ring(runtime, layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
         if runtime.device.type == "cuda":
-            self.num_gpu_blocks -= self._blocks_over_plan()
+            self.num_gpu_blocks -= self._blocks_over_plan(memory_before)
         max_blocks = -(-plan.max_model_len // layout.block_size)
         gpu_kv = torch.zeros(layout.pool_shape(self.num_gpu_blocks), dtype=layout.dtype, device=runtime.device)
         self.kv_cache = KVCache(
@@ -283,29 +285,29 @@ class ModelRunner:
 
     # Memory
 
-    def _blocks_over_plan(self) -> int:
+    def _blocks_over_plan(self, memory_before: int) -> int:
         """GPU blocks to give up because a prefill step, run once at its largest, took more than was planned.
 
-        The plan is a formula over the config; libraries may take workspaces of their own.
+        The plan is a formula over the config; libraries may take workspaces of their own, and the allocator rounds.
         """
-        device = self.runtime.device
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(device)
+        device, plan = self.runtime.device, self.plan
+        held = reserved_bytes(device) - memory_before  # weights and ring
+        torch.cuda.reset_peak_memory_stats(device)
         with self.compute.current():
             self._run_largest_prefill()
             self.compute.synchronize()
-        torch.cuda.synchronize(device)
-        taken = torch.cuda.memory_reserved(device) - before
-        torch.cuda.empty_cache()
-        kept = torch.cuda.memory_reserved(device) - before  # workspaces that libraries hold for good
-        planned_before = self.plan.weight_bytes + self.plan.ring_bytes
-        over = max(0, before - planned_before) + max(0, taken - self.plan.activation_bytes) + max(0, kept)
-        over -= ALLOCATOR_MARGIN_BYTES // 2
+        peak = torch.cuda.max_memory_reserved(device) - memory_before
+        kept = reserved_bytes(device) - memory_before - held  # workspaces that libraries hold for good
+        planned = plan.weight_bytes + plan.ring_bytes + plan.activation_bytes
+        # What is kept counts twice: inside the peak, and for the stream's graphs, which bring workspaces of their own.
+        over = peak + kept - planned
         blocks = max(0, -(-over // self.layout.block_bytes))
         if blocks:
             warnings.warn(
-                f"memory use is {over / GIB:.2f} GiB above the plan: {blocks} KV blocks fewer on the GPU", stacklevel=2
+                f"memory use is {over / GIB:.3f} GiB above the plan (weights and ring {held / GIB:.3f} instead of "
+                f"{(plan.weight_bytes + plan.ring_bytes) / GIB:.3f} GiB, prefill {(peak - held) / GIB:.3f} instead of "
+                f"{plan.activation_bytes / GIB:.3f}): {blocks} KV blocks fewer on the GPU",
+                stacklevel=2,
             )
         return blocks
 
@@ -338,3 +340,12 @@ class ModelRunner:
             x = self.model.after_attention(0, x, out)
         rows = min(self.plan.max_num_seqs, tokens)
         self.model.logits(x[:rows]).argmax(dim=-1)
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Bytes that torch's allocator holds on the device, unused caches given back; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)

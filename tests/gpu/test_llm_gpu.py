@@ -1,0 +1,243 @@
+"""The whole engine on a CUDA device: modes, rings, graphs and switches give the same bits, inside the budget."""
+
+import gc
+import json
+import random
+
+import pytest
+import torch
+
+from nanoinfer import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+QWEN3 = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
+    vocab_size=4000,
+    max_position_embeddings=65536,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
+GEMMA3 = dict(
+    architectures=["Gemma3ForCausalLM"],
+    model_type="gemma3_text",
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=256,
+    vocab_size=4000,
+    max_position_embeddings=65536,
+    query_pre_attn_scalar=256,
+    sliding_window=96,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    dtype="bfloat16",
+)
+LLAMA_GROUP_OF_3 = QWEN3 | dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", num_attention_heads=6, num_key_value_heads=2, head_dim=80
+)
+COMMON = dict(load_format="dummy", block_size=32, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048)
+COMMON |= dict(gpu_memory_limit="1GiB", host_memory_limit="256MiB", progress_bar=False)
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(params=[QWEN3, GEMMA3, LLAMA_GROUP_OF_3], ids=["qwen3", "gemma3", "llama"])
+def model(request, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(request.param))
+    return tmp_path
+
+
+def prompts(count: int, longest: int = 900, seed: int = 0) -> list[list[int]]:
+    generator = random.Random(seed)
+    lengths = [generator.randint(1, longest) for _ in range(count)]
+    return [[generator.randrange(4000) for _ in range(length)] for length in lengths]
+
+
+def params(count: int, max_tokens: int = 40) -> list[SamplingParams]:
+    """Half greedy, half seeded, of unequal lengths, so that the batch shrinks and grows."""
+    return [
+        SamplingParams(
+            temperature=0.8 * (i % 2), seed=i, max_tokens=max_tokens - 3 * (i % 5), ignore_eos=True, logprobs=3
+        )
+        for i in range(count)
+    ]
+
+
+def run(llm: LLM, count: int = 6, switches: dict[int, str] | None = None, **arguments) -> list:
+    """Token ids and log-probabilities of each prompt; `switches` maps a number of outputs to the mode from then on."""
+    requests = [
+        llm.engine.add_request(f"r{i}", prompt, param)
+        for i, (prompt, param) in enumerate(zip(prompts(count, **arguments), params(count), strict=True))
+    ]
+    num_steps = 0
+    with torch.inference_mode():
+        while not all(request.is_finished for request in requests):
+            if switches and num_steps in switches:
+                llm.switch_mode(switches[num_steps])
+            llm.engine.step()
+            num_steps += 1
+    stats = llm.stats()
+    assert stats["gpu_blocks_used"] == 0 and stats["host_blocks_used"] == 0
+    return [(r.output().outputs[0].token_ids, r.output().outputs[0].logprobs) for r in requests]
+
+
+@pytest.fixture
+def expected(model):
+    with LLM(model, **COMMON) as llm:
+        result = run(llm)
+        assert llm.stats()["graph_replays"] > 0 and llm.stats()["streamed_bytes"] == 0
+    return result
+
+
+@pytest.mark.parametrize("num_ring_slots, blocks_per_slot", [(2, 1), (3, 2), (5, 7), (2, 64)])
+def test_offload_equals_resident_bit_for_bit_for_every_ring(model, expected, num_ring_slots, blocks_per_slot):
+    layer_block_bytes = 2 * 32 * 2 * 256 * 2  # enough for every model here
+    with LLM(
+        model,
+        **COMMON,
+        enable_cpu_offload=True,
+        num_ring_slots=num_ring_slots,
+        ring_slot_bytes=blocks_per_slot * layer_block_bytes,
+    ) as llm:
+        assert run(llm) == expected
+        assert llm.stats()["streamed_bytes"] > 0 and llm.stats()["graph_replays"] > 0
+        assert run(llm) == expected, "a second round in the same engine differs"
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+def test_eager_equals_graphs_bit_for_bit(model, expected, enable_cpu_offload):
+    with LLM(model, **COMMON, enable_cpu_offload=enable_cpu_offload, enforce_eager=True) as llm:
+        assert run(llm) == expected
+        assert llm.stats()["graph_replays"] == 0 and llm.stats()["eager_steps"] > 0
+
+
+@pytest.mark.parametrize(
+    "start, switches",
+    [
+        (False, {3: "offload"}),
+        (False, {12: "offload", 22: "resident", 25: "offload"}),
+        (True, {2: "resident"}),
+        (True, {15: "resident", 30: "offload"}),
+    ],
+)
+def test_switching_half_way_changes_no_bit(model, expected, start, switches):
+    with LLM(model, **COMMON, enable_cpu_offload=start) as llm:
+        assert run(llm, switches=switches) == expected
+
+
+def test_unpadded_batches_beyond_the_largest_graph_run_eagerly(model):
+    with LLM(model, **COMMON, cuda_graph_batch_sizes=[1, 2]) as llm, LLM(
+        model, **COMMON, cuda_graph_batch_sizes=[1, 2], enable_cpu_offload=True
+    ) as other:
+        assert run(llm) == run(other)
+        assert llm.stats()["eager_steps"] > 0 and llm.stats()["graph_replays"] > 0
+
+
+def test_two_engines_in_one_process_do_not_disturb_each_other(model, expected):
+    with LLM(model, **COMMON) as one, LLM(model, **COMMON, enable_cpu_offload=True) as other:
+        assert run(one) == expected and run(other) == expected and run(one) == expected
+
+
+def test_many_random_requests_equal_in_both_modes(tmp_path):
+    """Tight pools, so that blocks are reused while copies are in flight."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    results = []
+    for enable_cpu_offload in (False, True):
+        arguments = COMMON | dict(host_memory_limit="48MiB", enable_prefix_caching=False)
+        with LLM(tmp_path, **arguments, enable_cpu_offload=enable_cpu_offload, ring_slot_bytes="256KiB") as llm:
+            results.append([run(llm, count=40, longest=300, seed=seed) for seed in range(3)])
+    resident, offload = results
+    # With the pool tight, offload admits fewer sequences at a time: other padded batches, so compare tokens of the
+    # first requests, whose batches are the same, and the shape of all.
+    assert [[len(tokens) for tokens, _ in part] for part in resident] == [
+        [len(tokens) for tokens, _ in part] for part in offload
+    ]
+    assert [part[:4] for part in resident] == [part[:4] for part in offload]
+
+
+def test_peak_memory_stays_under_the_limit_for_a_prompt_beyond_the_gpu_pool(tmp_path):
+    """A prompt whose KV is several times the GPU budget: it runs, and the allocator never holds more than was named."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | dict(num_hidden_layers=16)))
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    limit = 640 * 2**20
+    with LLM(
+        tmp_path,
+        load_format="dummy",
+        enable_cpu_offload=True,
+        gpu_memory_limit=limit,
+        host_memory_limit="1200MiB",
+        max_num_seqs=2,
+        max_num_batched_tokens=1024,
+        max_model_len=40000,
+        ring_slot_bytes="8MiB",
+        progress_bar=False,
+    ) as llm:
+        kv_bytes = 36000 * 16 * 2 * 2 * 128 * 2
+        assert kv_bytes > 2 * (llm.engine.runner.kv_cache.gpu_kv.nbytes)
+        generator = random.Random(0)
+        prompt = [generator.randrange(4000) for _ in range(36000)]
+        output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+        assert len(output[0].outputs[0].token_ids) == 8
+        assert torch.cuda.max_memory_reserved() - before <= limit
+
+
+def test_float32_greedy_tokens_equal_transformers_on_the_gpu(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(**{k: v for k, v in QWEN3.items() if k not in ("architectures", "dtype")})
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    torch.manual_seed(0)
+    for name, weight in reference.named_parameters():
+        if "norm" not in name:
+            weight.data = torch.randn_like(weight) * (0.5 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5)
+    reference.save_pretrained(tmp_path)
+    reference.to("cuda").eval()
+    questions = prompts(4, longest=200)
+    wanted = []
+    for question in questions:
+        ids = torch.tensor([question], device="cuda")
+        generated = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=None
+        )
+        wanted.append(generated[0, len(question) :].tolist())
+    del reference
+    for enable_cpu_offload in (False, True):
+        arguments = COMMON | dict(load_format="auto")
+        with LLM(tmp_path, **arguments, enable_cpu_offload=enable_cpu_offload) as llm:
+            outputs = llm.generate(questions, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+            assert [output.outputs[0].token_ids for output in outputs] == wanted
+
+
+def test_flash_attn_backend_follows_triton_to_rounding(tmp_path):
+    pytest.importorskip("flash_attn")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    results = {}
+    for backend in ("triton", "flash_attn"):
+        for enable_cpu_offload in (False, True):
+            arguments = COMMON | dict(block_size=256, attention_backend=backend)
+            with LLM(tmp_path, **arguments, enable_cpu_offload=enable_cpu_offload) as llm:
+                results[backend, enable_cpu_offload] = run(llm)
+    wanted = results["triton", False]
+    assert results["triton", True] == wanted
+    for enable_cpu_offload in (False, True):
+        for (tokens, logprobs), (wanted_tokens, wanted_logprobs) in zip(
+            results["flash_attn", enable_cpu_offload], wanted, strict=True
+        ):
+            first = abs(logprobs[0][tokens[0]].logprob - wanted_logprobs[0].get(tokens[0], logprobs[0][tokens[0]]).logprob)
+            assert first < 0.05, "the first token's log-probability is another"

@@ -1,0 +1,46 @@
+"""The host arena with a real driver: pinned, exact, and given back."""
+
+import time
+
+import pytest
+import torch
+
+from offload.pinned import HostArena, measure_copy_gbps
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+MIB = 2**20
+
+
+def test_segments_are_pinned_and_copy_asynchronously():
+    with HostArena(4, 64 * MIB, pin=True) as arena:
+        arena.wait(1)
+        assert arena.segment(0).is_pinned()
+        arena.wait()
+        assert arena.pinned_bytes == arena.mapped_bytes == 4 * 64 * MIB and arena.unpinned_bytes == 0
+        destination = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        source = arena.segment(3)
+        source.fill_(7)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # the copy has to wait behind this; the host must not
+        begin = time.perf_counter()
+        destination.copy_(source, non_blocking=True)
+        assert time.perf_counter() - begin < 0.02, "the copy blocked the host"
+        torch.cuda.synchronize()
+        assert bool((destination == 7).all())
+
+
+def test_odd_sizes_are_mapped_to_the_page_and_no_further():
+    with HostArena(3, 5 * MIB + 1, pin=True, background=False) as arena:
+        assert arena.mapped_bytes == 3 * (5 * MIB + 4096)
+        assert arena.segment(2).numel() == 5 * MIB + 1 and arena.segment(2).is_pinned()
+
+
+def test_memory_can_be_pinned_again_after_close():
+    for _ in range(3):
+        arena = HostArena(2, 32 * MIB, pin=True, background=False)
+        arena.close()
+
+
+def test_pinned_copies_are_faster_than_pageable_ones():
+    assert measure_copy_gbps(pinned=True) > measure_copy_gbps(pinned=False)
