@@ -267,7 +267,8 @@ class LLMEngine:
         }
 
     def close(self) -> None:
-        """Aborts what runs and gives back host memory."""
+        """Aborts what runs and gives back device and host memory; the engine cannot be used afterwards."""
         for request_id in list(self._requests):
             self.abort(request_id)
         self.runner.close()
+        del self.runner, self.scheduler

@@ -34,7 +34,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **arguments: Any) -> None:
-        self.engine = LLMEngine(EngineConfig.from_arguments({"model": model, **arguments}))
+        self._engine: LLMEngine | None = LLMEngine(EngineConfig.from_arguments({"model": model, **arguments}))
         self._next_request = 0
         if self.engine.config.progress_bar:
             print(f"nanoinfer: {self.mode} mode; {self.engine.plan.one_line()}")
@@ -46,8 +46,15 @@ class LLM:
     def from_engine(cls, engine: LLMEngine) -> LLM:
         """An LLM over an engine that exists already, such as one on a simulated runtime."""
         llm = cls.__new__(cls)
-        llm.engine, llm._next_request = engine, 0
+        llm._engine, llm._next_request = engine, 0
         return llm
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine below, step by step."""
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed: make a new one")
+        return self._engine
 
     @property
     def mode(self) -> str:
@@ -173,8 +180,10 @@ class LLM:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Gives back pinned host memory now instead of when the LLM is collected."""
-        self.engine.close()
+        """Gives back device and host memory now instead of when the LLM is collected. May be called again."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def __enter__(self) -> LLM:
         return self

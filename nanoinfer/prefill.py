@@ -86,6 +86,7 @@ class PrefillProgram:
                 load_state=view(load_state[kind]),
                 block_table=view(block_table).view(len(chunks), width),
                 max_query_len=int(lengths.max()),
+                query_rows=(0, len(token_ids)),
                 store_state=False,
             )
             for kind in range(len(self.windows))
@@ -116,6 +117,7 @@ class PrefillProgram:
             load_state=record[2:3],
             block_table=self._slot_places,
             max_query_len=int(step.lengths[sequence]),
+            query_rows=(int(step.lengths[:sequence].sum()), int(step.lengths[: sequence + 1].sum())),
             store_state=True,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -182,8 +183,16 @@ class ModelRunner:
             bar.set_postfix_str(what)
             bar.update()
 
-        with bar, self.compute.current():
-            (program.capture_offload if self.mode == "offload" else program.capture_resident)(progress)
+        # The collector must not free another engine's device memory in the middle of a capture.
+        gc.collect()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with bar, self.compute.current():
+                (program.capture_offload if self.mode == "offload" else program.capture_resident)(progress)
+        finally:
+            if was_enabled:
+                gc.enable()
         self.graph_memory = (before, self._memory_in_use())
 
     def _memory_in_use(self) -> int:
@@ -277,8 +286,10 @@ class ModelRunner:
         self.runtime.synchronize()
 
     def close(self) -> None:
-        """Gives back host memory; the runner cannot be used afterwards."""
+        """Gives back device and host memory at once; the runner cannot be used afterwards."""
         self.runtime.synchronize()
+        del self.decode_program, self.prefill_program, self.kv_cache, self.ring, self.model
+        self._offload = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -327,6 +338,7 @@ class ModelRunner:
             load_state=table(0),
             block_table=torch.zeros(1, -(-tokens // self.layout.block_size), dtype=torch.int32, device=device),
             max_query_len=tokens,
+            query_rows=(0, tokens),
             store_state=False,
         )
         x = self.model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))

@@ -60,7 +60,7 @@ class HostArena:
         num_segments, segment_bytes: the segments; each is rounded up to whole pages, and no further.
         pin: register with CUDA. False maps the memory only: its pages come when they are first written.
         require_pin: raise where the system refuses to pin, instead of going on with pageable memory.
-        num_threads: threads that touch pages; None takes all cores, at most 32.
+        num_threads: threads that touch pages; None takes the cores, at most 8: more only queue up in the kernel.
         num_register_threads: threads that register; the driver serialises part of the work.
         progress: called from the background with (segments ready, segments in all).
         background: False returns only when everything is ready.
@@ -119,7 +119,7 @@ class HostArena:
         self.seconds = 0.0  # time until the last segment was ready
         self._thread: threading.Thread | None = None
         if pin:
-            cores = min(os.cpu_count() or 1, 32) if num_threads is None else num_threads
+            cores = min(os.cpu_count() or 1, 8) if num_threads is None else num_threads
             device = torch.cuda.current_device() if register is None else None
             self._thread = threading.Thread(
                 target=self._pin_all, args=(cores, num_register_threads, device), name="pin-host-memory", daemon=True

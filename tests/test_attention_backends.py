@@ -21,6 +21,7 @@ from test_attention_cases import (
     run_decode,
     run_prefill,
     run_prefill_after_history,
+    run_prefill_through_ring,
 )
 
 from nanoinfer.attention import make_backend
@@ -196,6 +197,16 @@ def test_prefill_piece_without_keys_leaves_an_empty_state(name):
     paged, q = make_paged(spec, [57, 18, 8]), make_q(spec, 41)
     backend = build(name, spec)
     out = run_prefill_after_history(backend, q, paged, query_pos, q_lens)
+    assert torch.equal(out, run_prefill(backend, q, paged, query_pos, q_lens))
+
+
+@backends
+@pytest.mark.parametrize("blocks_per_slot", [1, 2])
+def test_prefill_through_ring_slots_equals_resident_bit_for_bit(name, blocks_per_slot):
+    spec, query_pos, q_lens = make_spec(), [37, 0, 64], [20, 18, 3]
+    paged, q = make_paged(spec, [57, 18, 67]), make_q(spec, 41)
+    backend = build(name, spec)
+    out = run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_slot)
     assert torch.equal(out, run_prefill(backend, q, paged, query_pos, q_lens))
 
 

@@ -160,6 +160,7 @@ def run_prefill(backend, q, paged, query_pos, q_lens, window=None, cuts=None):
             load_state=int32([int(first > 0)] * len(q_lens), device),
             block_table=int32(table, device),
             max_query_len=max(q_lens),
+            query_rows=(0, len(q)),
             store_state=first + step < widest,
         )
         backend.prefill(q, buffer, piece, state, out, window)
@@ -189,9 +190,54 @@ def run_prefill_after_history(backend, q, paged, query_pos, q_lens):
             load_state=int32([int(last)] * len(history), device),
             block_table=int32([blocks + [2**30] * (widest - len(blocks)) for blocks in tables], device),
             max_query_len=max(q_lens),
+            query_rows=(0, len(q)),
             store_state=not last,
         )
         backend.prefill(q, paged.kv, piece, state, out, None)
+    return out
+
+
+def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_slot):
+    """As the ring does it: each sequence's full history blocks in chunks of its own, then the rest of all at once."""
+    spec, device = backend.spec, q.device
+    history = [pos // spec.block_size for pos in query_pos]
+    state = backend.prefill_state(len(q), device)
+    for part in (state.acc, state.m, state.l):
+        part.fill_(POISON)
+    out = torch.full(q.shape, POISON, dtype=q.dtype, device=device)
+    cu = [sum(q_lens[:i]) for i in range(len(q_lens) + 1)]
+    cu_seqlens = int32(cu, device)
+    for i, table in enumerate(paged.tables):
+        for first in range(0, history[i], blocks_per_slot):
+            end = min(first + blocks_per_slot, history[i])
+            slot = torch.full((blocks_per_slot, *paged.kv.shape[1:]), POISON, dtype=paged.kv.dtype, device=device)
+            slot[: end - first] = paged.kv[table[first:end]]
+            piece = PrefillPiece(
+                cu_seqlens_q=cu_seqlens[i : i + 2],
+                query_pos=int32(query_pos[i : i + 1], device),
+                first_block=int32([first], device),
+                kv_end=int32([end * spec.block_size], device),
+                load_state=int32([int(first > 0)], device),
+                block_table=int32([list(range(blocks_per_slot))], device),
+                max_query_len=q_lens[i],
+                query_rows=(cu[i], cu[i + 1]),
+                store_state=True,
+            )
+            backend.prefill(q, slot, piece, state, out, None)
+    widest = max(len(table) for table in paged.tables)
+    rest = [table[cut:] for table, cut in zip(paged.tables, history, strict=True)]
+    piece = PrefillPiece(
+        cu_seqlens_q=cu_seqlens,
+        query_pos=int32(query_pos, device),
+        first_block=int32(history, device),
+        kv_end=int32([pos + n for pos, n in zip(query_pos, q_lens, strict=True)], device),
+        load_state=int32([int(cut > 0) for cut in history], device),
+        block_table=int32([blocks + [2**30] * (widest - len(blocks)) for blocks in rest], device),
+        max_query_len=max(q_lens),
+        query_rows=(0, len(q)),
+        store_state=False,
+    )
+    backend.prefill(q, paged.kv, piece, state, out, None)
     return out
 
 

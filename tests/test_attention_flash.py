@@ -19,6 +19,7 @@ from test_attention_cases import (
     run_decode,
     run_prefill,
     run_prefill_after_history,
+    run_prefill_through_ring,
 )
 
 triton = pytest.importorskip("triton")
@@ -122,8 +123,9 @@ def test_prefill_over_history_pieces_merges_by_log_sum_exp(build):
 def test_prefill_piece_without_keys_adds_nothing(build):
     spec, query_pos, q_lens = make_spec(), [37, 0, 5], [20, 18, 3]
     paged, q = make_paged(spec, [57, 18, 8]), make_q(spec, 41)
-    out = run_prefill_after_history(build(spec), q, paged, query_pos, q_lens)
-    assert relative_error(out, dense_prefill(spec, q, paged, query_pos, q_lens)) < 2e-6
+    want = dense_prefill(spec, q, paged, query_pos, q_lens)
+    assert relative_error(run_prefill_after_history(build(spec), q, paged, query_pos, q_lens), want) < 2e-6
+    assert relative_error(run_prefill_through_ring(build(spec), q, paged, query_pos, q_lens, 1), want) < 2e-6
 
 
 @pytest.mark.parametrize(

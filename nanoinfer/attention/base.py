@@ -111,6 +111,8 @@ class PrefillPiece:
     """[S, W] int32, device: index in the KV buffer of logical block first_block + column."""
     max_query_len: int
     """The longest of the S query ranges (host), at least 1."""
+    query_rows: tuple[int, int]
+    """(first, last + 1) of the rows of q that the S sequences own: cu_seqlens_q[0] and cu_seqlens_q[S], on the host."""
     store_state: bool
     """True: more pieces follow, put the state down. False: this is the last piece, write the output."""
 

@@ -106,33 +106,44 @@ class FlashAttnBackend(AttentionBackend):
         cu_seqlens_k = torch.zeros_like(piece.cu_seqlens_q)
         cu_seqlens_k[1:] = key_lens.cumsum(0)
         causal = not piece.store_state
+        rows = slice(*piece.query_rows)
         result, lse, _ = self._library.flash_attn_varlen_func(
-            q, kv[:, 0], kv[:, 1], piece.cu_seqlens_q, cu_seqlens_k, piece.max_query_len,
+            q[rows], kv[:, 0], kv[:, 1], piece.cu_seqlens_q - piece.query_rows[0], cu_seqlens_k, piece.max_query_len,
             piece.block_table.shape[1] * self.spec.block_size, causal=causal, window_size=_window_size(window),
             block_table=piece.block_table, return_attn_probs=True, **self._scoring(),
         )  # fmt: skip
         if state is None:
-            out.copy_(result)
+            out[rows].copy_(result)
             return
-        self._merge_state(result, lse.t(), piece, state)
+        self._merge_state(result, lse.t(), key_lens, piece, state.acc[rows], state.m[rows])
         if not piece.store_state:
-            out.copy_(state.acc)
+            out[rows].copy_(state.acc[rows])
 
-    def _merge_state(self, result: Tensor, lse: Tensor, piece: PrefillPiece, state: PrefillState) -> None:
-        """state.acc, state.m: normalised output and natural log-sum-exp so far; l is not used."""
-        lse = torch.where(lse == float("inf"), NEG_INF, lse)  # flash-attn's mark for a row without keys
+    def _merge_state(
+        self, result: Tensor, lse: Tensor, key_lens: Tensor, piece: PrefillPiece, acc: Tensor, m: Tensor
+    ) -> None:
+        """acc, m: normalised output and natural log-sum-exp so far, updated in place; the state's l is not used."""
         counts = piece.cu_seqlens_q.diff()
-        resume = piece.load_state.repeat_interleave(counts, output_size=result.shape[0]).bool()[:, None]
-        before = torch.where(resume, state.m, NEG_INF)
+
+        def each_query(values: Tensor) -> Tensor:
+            """[S] -> [num_tokens, 1]."""
+            return values.repeat_interleave(counts, output_size=result.shape[0])[:, None]
+
+        resume = each_query(piece.load_state).bool()
+        # flash-attn writes nothing useful for a sequence without keys in this piece, and inf for a row that sees none
+        has_keys = (each_query(key_lens) > 0) & (lse != float("inf"))
+        lse = torch.where(has_keys, lse, NEG_INF)
+        result = torch.where(has_keys[..., None], result, 0.0)
+        before = torch.where(resume, m, NEG_INF)
         # where and not a product: memory that was never written may hold NaN
-        acc = torch.where(resume[..., None], state.acc, 0.0)
+        so_far = torch.where(resume[..., None], acc, 0.0)
         peak = torch.maximum(before, lse)
         peak = torch.where(peak == NEG_INF, 0.0, peak)
         old, new = (before - peak).exp(), (lse - peak).exp()
         total = old + new
         safe = torch.where(total == 0, 1.0, total)
-        state.acc.copy_(acc * (old / safe)[..., None] + result.float() * (new / safe)[..., None])
-        state.m.copy_(peak + total.log())
+        acc.copy_(so_far * (old / safe)[..., None] + result.float() * (new / safe)[..., None])
+        m.copy_(peak + total.log())
 
     def _scoring(self) -> dict[str, float]:
         return {"softmax_scale": self.spec.scale, "softcap": self.spec.softcap or 0.0}

@@ -29,6 +29,7 @@ from test_attention_cases import (
     run_decode,
     run_prefill,
     run_prefill_after_history,
+    run_prefill_through_ring,
 )
 
 from nanoinfer.attention import make_backend
@@ -154,6 +155,8 @@ def test_prefill_bits_do_not_depend_on_pieces(head_dim, window, softcap):
         assert torch.equal(run_prefill(backend, q, paged, query_pos, q_lens, window, cuts), whole)
     if window is None:
         assert torch.equal(run_prefill_after_history(backend, q, paged, query_pos, q_lens), whole)
+        for blocks_per_slot in (1, 3):
+            assert torch.equal(run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_slot), whole)
 
 
 def test_resident_and_offload_launch_the_same_binaries():
@@ -263,6 +266,7 @@ def test_flash_attn_equals_dense_attention_in_both_modes(head_dim, group, softca
     paged = make_paged(spec, [1154, 7], DEVICE)
     want = dense_prefill(spec, q, paged, query_pos, q_lens)
     assert relative_error(run_prefill_after_history(backend, q, paged, query_pos, q_lens), want) < 1e-2
+    assert relative_error(run_prefill_through_ring(backend, q, paged, query_pos, q_lens, 3), want) < 1e-2
 
 
 @needs_flash
