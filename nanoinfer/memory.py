@@ -170,7 +170,8 @@ def _spend(
     if not is_cuda or config.enable_cpu_offload:
         # More than all rows can fill is of no use: on the CPU it would be the user's own memory, and offload mode
         # keeps what fits nowhere else on the host.
-        num_blocks = min(num_blocks, max_blocks * sizes.max_num_seqs + sizes.max_num_seqs + 2)
+        useful = max_blocks * sizes.max_num_seqs + sizes.max_num_seqs + 2
+        num_blocks = min(num_blocks, max(useful, _min_blocks(config, plan, layout.block_size)))
     return replace(plan, num_gpu_blocks=num_blocks)
 
 

@@ -1,0 +1,63 @@
+"""The `nanoinfer` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import nanoinfer
+from nanoinfer.bench import command as bench
+from nanoinfer.llm import LLM
+from nanoinfer.sampling_params import SamplingParams
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `nanoinfer ...`; errors of the user are one line on stderr and exit code 2."""
+    parser = argparse.ArgumentParser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
+    parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench.add_arguments(commands.add_parser("bench", help="measure offload against resident decode"))
+    _add_generate_arguments(commands.add_parser("generate", help="complete a prompt"))
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "bench":
+            bench.run(options)
+        else:
+            _generate(options)
+    except (ValueError, MemoryError) as error:
+        print(f"nanoinfer {options.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="checkpoint directory or hub id")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--offload", action="store_true", help="keep the KV cache in host memory")
+    parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
+    parser.add_argument("--host-memory", help="host memory limit for KV blocks")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--device", default="auto")
+
+
+def _generate(options: argparse.Namespace) -> None:
+    """Prints the completion as it comes."""
+    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed)
+    with LLM(
+        options.model,
+        enable_cpu_offload=options.offload,
+        gpu_memory_limit=options.gpu_memory,
+        host_memory_limit=options.host_memory,
+        max_model_len=options.max_model_len,
+        device=options.device,
+        progress_bar=sys.stderr.isatty(),
+    ) as llm:
+        for output in llm.generate_stream(options.prompt, params):
+            if output.error is not None:
+                raise ValueError(output.error)
+            print(output.text_delta, end="", flush=True)
+    print()

@@ -1,0 +1,155 @@
+"""The host arena without a GPU: sizes, order, refusals and cleaning up, with a register function of our own."""
+
+import gc
+import threading
+import warnings
+
+import pytest
+import torch
+
+from offload.pinned import PAGE_BYTES, HostArena, PinError, memory_available_bytes
+
+
+class Driver:
+    """Stands in for CUDA: notes what is registered, and refuses from the nth call on."""
+
+    def __init__(self, refuse_from: int | None = None, hold: threading.Event | None = None) -> None:
+        self.sizes: dict[int, int] = {}
+        self.num_calls = 0
+        self._refuse_from, self._hold = refuse_from, hold
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        self.num_calls += 1
+        if self._refuse_from is not None and self.num_calls >= self._refuse_from:
+            return "out of memory"
+        if self._hold is not None and self.num_calls > 1:
+            assert self._hold.wait(10)
+        assert address not in self.sizes
+        self.sizes[address] = num_bytes
+        return None
+
+    def unregister(self, address: int) -> None:
+        del self.sizes[address]
+
+
+def arena(driver: Driver, num_segments: int = 4, segment_bytes: int = 3 * PAGE_BYTES, **arguments) -> HostArena:
+    arguments = dict(pin=True, num_register_threads=1, register=driver.register, unregister=driver.unregister) | arguments
+    return HostArena(num_segments, segment_bytes, **arguments)
+
+
+def test_exactly_the_page_rounded_bytes_are_mapped_and_registered():
+    driver = Driver()
+    with arena(driver, num_segments=5, segment_bytes=2 * PAGE_BYTES + 1) as host:
+        host.wait()
+        assert host.mapped_bytes == host.pinned_bytes == 5 * 3 * PAGE_BYTES
+        assert sum(driver.sizes.values()) == host.mapped_bytes and host.unpinned_bytes == 0
+        assert host.segment(4).numel() == 2 * PAGE_BYTES + 1
+        assert not host.segment(4).any(), "new memory is zero"
+    assert not driver.sizes, "close unregisters everything"
+
+
+def test_segments_do_not_overlap():
+    with arena(Driver()) as host:
+        host.wait()
+        for i in range(4):
+            host.segment(i).fill_(i + 1)
+        assert [int(host.segment(i).sum()) for i in range(4)] == [(i + 1) * 3 * PAGE_BYTES for i in range(4)]
+
+
+def test_the_first_segment_is_usable_while_others_are_not():
+    hold = threading.Event()
+    driver = Driver(hold=hold)
+    with arena(driver) as host:
+        host.wait(1)
+        assert host.num_ready == 1 and host.segment(0).numel() == 3 * PAGE_BYTES
+        with pytest.raises(RuntimeError, match=r"segment 3 of 4 is not ready: call wait\(4\) first"):
+            host.segment(3)
+        hold.set()
+        host.wait()
+        assert host.num_ready == 4
+
+
+def test_progress_reports_every_segment():
+    seen = []
+    with arena(Driver(), progress=lambda done, total: seen.append((done, total))) as host:
+        host.wait()
+        host.close()
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_refusal_leaves_the_rest_pageable_and_says_so():
+    driver = Driver(refuse_from=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with arena(driver) as host:
+            host.wait()
+            host._thread.join()
+            assert host.pinned_bytes == 2 * 3 * PAGE_BYTES and host.unpinned_bytes == 2 * 3 * PAGE_BYTES
+            assert host.segment(3).numel() == 3 * PAGE_BYTES, "usable all the same"
+            assert driver.num_calls == 3, "one refusal is enough"
+    assert any("refused to pin" in str(w.message) and "out of memory" in str(w.message) for w in caught)
+    assert not driver.sizes
+
+
+def test_a_refusal_raises_where_pinning_is_required_and_what_was_pinned_is_given_back():
+    driver = Driver(refuse_from=2)
+    host = arena(driver, require_pin=True)
+    with pytest.raises(PinError, match="refused to pin host memory after .* of .* GiB .*lower host_memory_limit"):
+        host.wait()
+    host.close()
+    assert not driver.sizes
+
+
+def test_a_failure_in_the_background_reaches_whoever_waits():
+    def broken(address: int, num_bytes: int) -> None:
+        raise OSError("the driver fell over")
+
+    with arena(Driver(), register=broken) as host, pytest.raises(OSError, match="fell over"):
+        host.wait(1)
+
+
+def test_more_than_is_available_is_refused_before_any_work():
+    driver = Driver()
+    with pytest.raises(MemoryError, match="wanted, 0.00 GiB are available: lower host_memory_limit"):
+        arena(driver, available_bytes=PAGE_BYTES)
+    assert driver.num_calls == 0
+
+
+def test_large_segments_are_registered_in_pieces(monkeypatch):
+    monkeypatch.setattr("offload.pinned.MAX_REGISTER_BYTES", 2 * PAGE_BYTES)
+    driver = Driver()
+    with arena(driver, num_segments=1, segment_bytes=5 * PAGE_BYTES) as host:
+        host.wait()
+        assert sorted(driver.sizes.values()) == [PAGE_BYTES, 2 * PAGE_BYTES, 2 * PAGE_BYTES]
+    assert not driver.sizes
+
+
+def test_closing_stops_the_background_and_may_be_repeated():
+    driver = Driver()
+    host = arena(driver, num_segments=50)
+    host.close()
+    host.close()
+    assert not driver.sizes
+    with pytest.raises(RuntimeError, match="closed"):
+        host.wait(1)
+
+
+def test_a_forgotten_arena_unregisters_when_it_is_collected():
+    driver = Driver()
+    host = arena(driver)
+    host.wait()
+    host._thread.join()
+    segment = host.segment(1)
+    del host
+    gc.collect()
+    assert not driver.sizes
+    assert segment.fill_(1).sum() == segment.numel(), "the memory lives as long as a tensor refers to it"
+
+
+def test_without_pinning_everything_is_ready_at_once():
+    with HostArena(3, 100, pin=False) as host:
+        assert host.num_ready == 3 and host.pinned_bytes == 0 and host.segment(2).dtype == torch.uint8
+
+
+def test_available_memory_is_a_sensible_number():
+    assert 0 < memory_available_bytes() < 2**50
