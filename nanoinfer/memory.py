@@ -14,7 +14,9 @@ from offload import KVLayout
 DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 GIB = 2**30
 # Segments of the allocator are rounded to 2 or 20 MiB; this is what the rounding of all buffers may add up to.
-ALLOCATOR_MARGIN_BYTES = 96 * 2**20
+ALLOCATOR_MARGIN_BYTES = 160 * 2**20
+# Workspaces that the matrix library keeps for the compute stream, eagerly and in graphs.
+LIBRARY_BYTES = 96 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,7 @@ def _spend(
         budget_bytes=budget_bytes,
         weight_bytes=spec.weight_bytes + spec.rope_bytes(sizes.max_model_len),
         activation_bytes=_activation_bytes(spec, sizes) + (ALLOCATOR_MARGIN_BYTES if is_cuda else 0),
-        workspace_bytes=workspace,
+        workspace_bytes=workspace + (LIBRARY_BYTES if is_cuda else 0),
         graph_bytes=0 if config.enforce_eager or not is_cuda else _step_bytes(spec, sizes.max_num_seqs, False),
         ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes,
         block_bytes=layout.block_bytes,
@@ -186,7 +188,7 @@ def _step_bytes(spec: ModelSpec, tokens: int, is_prefill: bool) -> int:
     qkv = heads + 2 * spec.num_kv_heads * spec.head_dim
     attention = size * (3 * spec.hidden_size + 3 * qkv + heads)
     mlp = size * (4 * spec.hidden_size + 4 * spec.intermediate_size)
-    norms = 3 * 4 * max(spec.hidden_size, heads)  # float32 copies
+    norms = 3 * 4 * max(spec.hidden_size, heads + spec.num_kv_heads * spec.head_dim)  # float32 copies
     per_token = max(attention, mlp) + norms
     if is_prefill:
         return tokens * (per_token + 4 * spec.num_q_heads * (spec.head_dim + 2))

@@ -15,7 +15,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.decode import DecodeProgram
 from nanoinfer.device_tables import RowState
 from nanoinfer.kv_cache import KVCache
-from nanoinfer.memory import GIB, MemoryPlan
+from nanoinfer.memory import GIB, LIBRARY_BYTES, MemoryPlan
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.prefill import PrefillProgram
 from nanoinfer.sampler import SamplingBatch, logprobs_of, sample
@@ -142,17 +142,18 @@ class ModelRunner:
         """The offload engine; the host pool is mapped and pinned when it is first needed."""
         if self._offload is None:
             num_blocks, block_bytes = self.plan.num_host_blocks, self.layout.block_bytes
-            num_segments = max(1, min(num_blocks, -(-num_blocks * block_bytes // SEGMENT_BYTES)))
-            blocks_per_segment = num_blocks // num_segments
+            blocks_per_segment = min(num_blocks, max(1, SEGMENT_BYTES // block_bytes))
+            num_segments = -(-num_blocks // blocks_per_segment)
             is_cuda = self.runtime.device.type == "cuda"
             self._arena = HostArena(
                 num_segments,
                 blocks_per_segment * block_bytes,
+                last_segment_bytes=(num_blocks - (num_segments - 1) * blocks_per_segment) * block_bytes,
                 pin=is_cuda,
                 require_pin=self.config.pin_host_memory == "require",
                 progress=self._pinning_progress(num_segments) if is_cuda else None,
             )
-            host = HostPool(self.layout, self._arena, num_segments * blocks_per_segment, blocks_per_segment)
+            host = HostPool(self.layout, self._arena, num_blocks, blocks_per_segment)
             kv_cache = self.kv_cache
             self._offload = OffloadEngine(
                 self.runtime, kv_cache.gpu_kv, kv_cache.gpu_blocks, host, self.ring, self.compute
@@ -309,7 +310,7 @@ class ModelRunner:
             self.compute.synchronize()
         peak = torch.cuda.max_memory_reserved(device) - memory_before
         kept = reserved_bytes(device) - memory_before - held  # workspaces that libraries hold for good
-        planned = plan.weight_bytes + plan.ring_bytes + plan.activation_bytes
+        planned = plan.weight_bytes + plan.ring_bytes + plan.activation_bytes + LIBRARY_BYTES
         # What is kept counts twice: inside the peak, and for the stream's graphs, which bring workspaces of their own.
         over = peak + kept - planned
         blocks = max(0, -(-over // self.layout.block_bytes))

@@ -22,7 +22,7 @@ class Arena(Protocol):
 
 
 class HostPool:
-    """Blocks in host memory.
+    """Blocks in host memory. The last segment may hold fewer than the others.
 
     Segment g holds `blocks_per_segment` blocks for all layers as
     `[num_layers, blocks_per_segment, 2, block_size, num_kv_heads, head_dim]`: within a segment, neighbouring blocks of
@@ -50,9 +50,9 @@ class HostPool:
         while len(self._segments) <= segment:
             index = len(self._segments)
             self._arena.wait(index + 1)
-            shape = self.layout.pool_shape(self.blocks_per_segment)
-            count_bytes = self.blocks_per_segment * self.layout.block_bytes
-            self._segments.append(self._arena.segment(index)[:count_bytes].view(self.layout.dtype).view(shape))
+            num_blocks = min(self.blocks_per_segment, self.blocks.num_blocks - index * self.blocks_per_segment)
+            memory = self._arena.segment(index)[: num_blocks * self.layout.block_bytes]
+            self._segments.append(memory.view(self.layout.dtype).view(self.layout.pool_shape(num_blocks)))
         return self._segments[segment][layer, begin : begin + count]
 
     def block(self, layer: int, block: int) -> torch.Tensor:

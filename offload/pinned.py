@@ -58,6 +58,7 @@ class HostArena:
 
     Args:
         num_segments, segment_bytes: the segments; each is rounded up to whole pages, and no further.
+        last_segment_bytes: size of the last segment, if it is smaller.
         pin: register with CUDA. False maps the memory only: its pages come when they are first written.
         require_pin: raise where the system refuses to pin, instead of going on with pageable memory.
         num_threads: threads that touch pages; None takes the cores, at most 8: more only queue up in the kernel.
@@ -78,6 +79,7 @@ class HostArena:
         segment_bytes: int,
         *,
         pin: bool,
+        last_segment_bytes: int | None = None,
         require_pin: bool = False,
         num_threads: int | None = None,
         num_register_threads: int = 2,
@@ -89,7 +91,9 @@ class HostArena:
     ) -> None:
         assert num_segments >= 1 and segment_bytes >= 1, f"{num_segments} segments of {segment_bytes} bytes"
         self.num_segments, self.segment_bytes = num_segments, segment_bytes
-        self._stride = -(-segment_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._last_bytes = segment_bytes if last_segment_bytes is None else last_segment_bytes
+        assert 1 <= self._last_bytes <= segment_bytes, "the last segment may be smaller, not larger"
+        self._stride = _whole_pages(segment_bytes)
         available = memory_available_bytes() if available_bytes is None else available_bytes
         if self.mapped_bytes > available:
             raise MemoryError(
@@ -131,7 +135,7 @@ class HostArena:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of address space, exactly the page-rounded segments."""
-        return self.num_segments * self._stride
+        return sum(self._span(index) for index in range(self.num_segments))
 
     @property
     def num_ready(self) -> int:
@@ -140,22 +144,23 @@ class HostArena:
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(self._is_pinned) * self._stride
+        return sum(self._span(index) for index, is_pinned in enumerate(self._is_pinned) if is_pinned)
 
     @property
     def unpinned_bytes(self) -> int:
         """Bytes that are ready and pageable."""
-        return self.num_ready * self._stride - sum(self._is_pinned[: self.num_ready]) * self._stride
+        return sum(self._span(index) for index in range(self.num_ready) if not self._is_pinned[index])
 
     def segment(self, index: int) -> torch.Tensor:
-        """[segment_bytes] uint8, CPU.
+        """[segment_bytes] uint8, CPU; the last one may be shorter.
 
         Raises:
             RuntimeError: it is not ready yet; `wait` first.
         """
         if not self._is_done[index]:
             raise RuntimeError(f"segment {index} of {self.num_segments} is not ready: call wait({index + 1}) first")
-        return self._buffer[index * self._stride : index * self._stride + self.segment_bytes]
+        num_bytes = self._last_bytes if index == self.num_segments - 1 else self.segment_bytes
+        return self._buffer[index * self._stride : index * self._stride + num_bytes]
 
     def wait(self, num_segments: int | None = None) -> None:
         """Blocks until that many segments (None: all) are ready; raises what went wrong in the background."""
@@ -208,12 +213,16 @@ class HostArena:
                 self._failure = error
                 self._changed.notify_all()
 
+    def _span(self, index: int) -> int:
+        """Mapped bytes of a segment."""
+        return self._stride if index < self.num_segments - 1 else _whole_pages(self._last_bytes)
+
     def _touch(self, touchers: ThreadPoolExecutor, index: int, num_threads: int) -> list[Future[None]]:
         """Lets all cores fault in the pages of one segment."""
-        share = -(-self._stride // num_threads // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES or _HUGE_PAGE_BYTES
-        begins = range(0, self._stride, share)
+        span = self._span(index)
+        share = -(-span // num_threads // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES or _HUGE_PAGE_BYTES
         base = self._address + index * self._stride
-        return [touchers.submit(self._touch_range, base + at, min(share, self._stride - at)) for at in begins]
+        return [touchers.submit(self._touch_range, base + at, min(share, span - at)) for at in range(0, span, share)]
 
     def _touch_range(self, address: int, num_bytes: int) -> None:
         if not self._stop.is_set():
@@ -235,7 +244,8 @@ class HostArena:
     def _register_segment(self, index: int, device: int | None) -> None:
         if device is not None:
             torch.cuda.set_device(device)
-        begin, end = self._address + index * self._stride, self._address + (index + 1) * self._stride
+        begin = self._address + index * self._stride
+        end = begin + self._span(index)
         pieces = []
         for address in range(begin, end, MAX_REGISTER_BYTES):
             refusal = self._register(address, min(MAX_REGISTER_BYTES, end - address))
@@ -264,6 +274,10 @@ class HostArena:
             "the speed, or raise the limit of locked memory (ulimit -l; WSL2 allows little)",
             stacklevel=2,
         )
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def measure_copy_gbps(*, pinned: bool, num_bytes: int = 128 * 2**20, device: torch.device | str = "cuda") -> float:

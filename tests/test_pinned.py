@@ -153,3 +153,11 @@ def test_without_pinning_everything_is_ready_at_once():
 
 def test_available_memory_is_a_sensible_number():
     assert 0 < memory_available_bytes() < 2**50
+
+
+def test_the_last_segment_may_be_smaller_and_is_mapped_to_its_own_pages():
+    driver = Driver()
+    with arena(driver, num_segments=3, last_segment_bytes=PAGE_BYTES - 1) as host:
+        host.wait()
+        assert host.mapped_bytes == sum(driver.sizes.values()) == 7 * PAGE_BYTES
+        assert host.segment(2).numel() == PAGE_BYTES - 1 and host.segment(1).numel() == 3 * PAGE_BYTES
