@@ -71,17 +71,16 @@ def build(
     memory_before = reserved_bytes(device)
     if runtime is None:
         runtime = CudaRuntime(device) if is_cuda else SimulatedRuntime()
-    with torch.inference_mode():
-        model = load_model(
-            model_dir,
-            hf_config,
-            spec.dtype,
-            device,
-            load_format=config.load_format,
-            seed=config.seed,
-            max_position=plan.max_model_len,
-            progress=config.progress_bar,
-        )
+    model = load_model(
+        model_dir,
+        hf_config,
+        spec.dtype,
+        device,
+        load_format=config.load_format,
+        seed=config.seed,
+        max_position=plan.max_model_len,
+        progress=config.progress_bar,
+    )
     runner = ModelRunner(config, plan, runtime, model, backend, layout, make_sampling, memory_before)
     return BuiltEngine(plan, runner, tokenizer, end_token_ids(model_dir, hf_config))
 

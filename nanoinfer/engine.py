@@ -6,6 +6,8 @@ import random
 import time
 from dataclasses import dataclass
 
+import torch
+
 from nanoinfer.build import BuiltEngine, build
 from nanoinfer.config import EngineConfig
 from nanoinfer.outputs import StreamOutput
@@ -41,6 +43,7 @@ class LLMEngine:
         runtime: streams, events and graphs; None makes the one that fits the device.
     """
 
+    @torch.inference_mode()
     def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
         built: BuiltEngine = build(config, runtime, self._make_sampling)
         self.config, self.plan, self.tokenizer, self.runner = config, built.plan, built.tokenizer, built.runner
@@ -115,6 +118,7 @@ class LLMEngine:
         self._requests[request_id] = request
         return request
 
+    @torch.inference_mode()
     def abort(self, request_id: str) -> bool:
         """Ends a request and gives back what it holds; False if there is no such request."""
         request = self._requests.pop(request_id, None)
@@ -132,6 +136,7 @@ class LLMEngine:
 
     # Steps
 
+    @torch.inference_mode()
     def step(self) -> list[StreamOutput]:
         """Runs one prefill or decode step.
 
@@ -197,6 +202,7 @@ class LLMEngine:
     def mode(self) -> str:
         return self.runner.mode
 
+    @torch.inference_mode()
     def switch_mode(self, mode: str) -> None:
         """Goes on in "offload" or "resident" mode; running requests keep their KV, and so their output.
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from nanoinfer.config import EngineConfig
@@ -61,7 +60,6 @@ class LLM:
         """ "resident" or "offload"."""
         return self.engine.mode
 
-    @torch.inference_mode()
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
@@ -94,7 +92,6 @@ class LLM:
                 self.engine.abort(request.request_id)  # those that an exception left behind
         return [request.output() for request in requests]
 
-    @torch.inference_mode()
     def generate_stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
     ) -> Iterator[StreamOutput]:
@@ -164,7 +161,6 @@ class LLM:
         """Ends a request, for example between two outputs of `generate_stream`; False if it is not running."""
         return self.engine.abort(request_id)
 
-    @torch.inference_mode()
     def switch_mode(self, mode: str) -> None:
         """Goes on in "offload" or "resident" mode, also between the outputs of a running stream.
 

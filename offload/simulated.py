@@ -9,6 +9,7 @@ wait gives a wrong answer, a NaN or a `RaceError` under some seed.
 from __future__ import annotations
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,6 +132,7 @@ class SimulatedRuntime(Runtime):
         self._dropped_rule = dropped_rule
         self._random = random.Random(seed)
         self._streams: list[SimulatedStream] = []
+        self._events: weakref.WeakSet[SimulatedEvent] = weakref.WeakSet()
         self._favourite: SimulatedStream | None = None
         self._num_enqueued = 0
 
@@ -139,7 +141,9 @@ class SimulatedRuntime(Runtime):
         return self._streams[-1]
 
     def event(self) -> SimulatedEvent:
-        return SimulatedEvent(self)
+        event = SimulatedEvent(self)
+        self._events.add(event)
+        return event
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> SimulatedGraph:
         return SimulatedGraph(work)
@@ -183,11 +187,18 @@ class SimulatedRuntime(Runtime):
                 continue
             try:
                 self._check_race(stream, operation)
-                operation.work()
+                with torch.inference_mode():  # as it was when the work was enqueued
+                    operation.work()
             except BaseException:
-                for other in self._streams:
-                    other.queue.clear()
+                self._drop_everything()
                 raise
+
+    def _drop_everything(self) -> None:
+        """After a failure nothing queued runs any more, and nobody waits for it."""
+        for stream in self._streams:
+            stream.queue.clear()
+        for event in self._events:
+            event.num_reached = event.num_recorded
 
     def _pick(self) -> SimulatedStream:
         ready = [stream for stream in self._streams if stream.queue and self._is_ready(stream.queue[0])]

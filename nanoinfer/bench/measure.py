@@ -54,7 +54,6 @@ def random_prompts(vocab_size: int, lengths: list[int], seed: int) -> list[list[
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-@torch.inference_mode()
 def measure(
     llm: LLM, lengths: list[int], output_len: int, seed: int, floors: tuple[Floors, Floors] | None, progress: bool
 ) -> Row:

@@ -89,12 +89,11 @@ def run(llm: LLM, count: int = 6, switches: dict[int, str] | None = None, **argu
         for i, (prompt, param) in enumerate(zip(prompts(count, **arguments), params(count), strict=True))
     ]
     num_steps = 0
-    with torch.inference_mode():
-        while not all(request.is_finished for request in requests):
-            if switches and num_steps in switches:
-                llm.switch_mode(switches[num_steps])
-            llm.engine.step()
-            num_steps += 1
+    while not all(request.is_finished for request in requests):
+        if switches and num_steps in switches:
+            llm.switch_mode(switches[num_steps])
+        llm.engine.step()
+        num_steps += 1
     stats = llm.stats()
     assert stats["gpu_blocks_used"] == 0 and stats["host_blocks_used"] == 0
     return [(r.output().outputs[0].token_ids, r.output().outputs[0].logprobs) for r in requests]

@@ -1,0 +1,102 @@
+"""Tiny engines on the CPU for the tests of the whole engine, and what must hold for each when it is idle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from nanoinfer import EngineConfig, LLMEngine, SamplingParams
+from nanoinfer.kv_cache import NO_BLOCK
+from offload import Runtime
+
+VOCAB = 160
+COMMON = dict(
+    block_size=16,
+    dtype="float32",
+    device="cpu",
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    max_model_len=384,
+    ring_slot_bytes=2**15,
+    num_ring_slots=3,
+    progress_bar=False,
+    skip_tokenizer_init=True,
+)
+
+
+def make_engine(path: Path, runtime: Runtime | None = None, **arguments) -> LLMEngine:
+    return LLMEngine(EngineConfig(model=path, **(COMMON | arguments)), runtime)
+
+
+def random_prompts(count: int, shortest: int = 1, longest: int = 120, seed: int = 0) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [
+        [generator.randrange(3, VOCAB) for _ in range(generator.randint(shortest, longest))] for _ in range(count)
+    ]
+
+
+def some_params(count: int, max_tokens: int = 20, **arguments) -> list[SamplingParams]:
+    """Greedy and seeded ones in turn, of unequal lengths, so that the batch shrinks and grows."""
+    arguments = dict(ignore_eos=True, logprobs=2) | arguments
+    return [
+        SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=max(1, max_tokens - 4 * (i % 4)), **arguments)
+        for i in range(count)
+    ]
+
+
+def run(
+    engine: LLMEngine,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    at_step: Callable[[LLMEngine, int], None] | None = None,
+) -> list:
+    """Token ids, log-probabilities and finish reason of each prompt's completions.
+
+    `at_step(engine, n)` is called before step n.
+    """
+    requests = [
+        engine.add_request(f"request-{engine._next_sequence_id}-{i}", prompt, param)
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True))
+    ]
+    step = 0
+    while not all(request.is_finished for request in requests):
+        if at_step is not None:
+            at_step(engine, step)
+        engine.step()
+        step += 1
+    return [outcome(request) for request in requests]
+
+
+def outcome(request) -> list:
+    return [
+        (completion.token_ids, completion.logprobs, completion.finish_reason)
+        for completion in request.output().outputs
+    ]
+
+
+def switching(modes: dict[int, str]) -> Callable[[LLMEngine, int], None]:
+    """For `run`: enters a mode before the given steps."""
+
+    def at_step(engine: LLMEngine, step: int) -> None:
+        if step in modes:
+            engine.switch_mode(modes[step])
+
+    return at_step
+
+
+def assert_pools_as_before(engine: LLMEngine) -> None:
+    """Nobody holds anything: rows, blocks of both pools and promises are all back."""
+    kv_cache, offload = engine.runner.kv_cache, engine.runner.offload
+    assert not engine.scheduler.running and not engine.scheduler.waiting and not engine._requests
+    if offload is not None:
+        offload.drain()
+        assert offload.host.blocks.num_used == 0
+        assert offload.host.blocks.num_free == offload.host.blocks.num_blocks
+        assert offload.num_deferred_gpu == offload.num_deferred_host == 0
+    assert kv_cache.gpu_blocks.num_used == 0 and kv_cache.gpu_blocks.num_free == kv_cache.gpu_blocks.num_blocks
+    assert kv_cache.num_free_rows == len(kv_cache.gpu_table)
+    assert kv_cache._num_reserved_host == 0 and not kv_cache._rows_without_tail
+    assert np.all(kv_cache.gpu_table == NO_BLOCK) and np.all(kv_cache.host_table == NO_BLOCK)

@@ -1,0 +1,84 @@
+"""The whole engine on the simulated runtime: any legal order of streams gives the same bits, and each wait counts."""
+
+import pytest
+from engines import assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
+from tiny_models import make_checkpoint
+
+from offload import RaceError, SimulatedRuntime
+
+NUM_SEEDS = 30
+# Tight: 12 GPU blocks and a ring of 2 or 3 slots, so blocks and slots come back while copies are in flight.
+TIGHT = dict(max_num_seqs=3, max_num_batched_tokens=32, max_model_len=128, enable_prefix_caching=False)
+PROMPTS = random_prompts(4, 20, 70, seed=3)
+PARAMS = some_params(4, max_tokens=14)[::-1]  # the first ends first: its blocks are what is prefetched then
+SCENARIOS = {
+    "offload": (dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=2048), {}),
+    "offload, larger ring": (dict(enable_cpu_offload=True, num_ring_slots=3, ring_slot_bytes=2 * 2048), {}),
+    "switched": (dict(num_ring_slots=2, ring_slot_bytes=2048), {3: "offload", 9: "resident", 12: "offload"}),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint(
+        "qwen3", tmp_path_factory.mktemp("model"), num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(path):
+    return run(make_engine(path, **TIGHT), PROMPTS, PARAMS)
+
+
+def play(path, seed, scenario, dropped_rule=None):
+    arguments, modes = SCENARIOS[scenario]
+    engine = make_engine(path, SimulatedRuntime(seed, dropped_rule), **(TIGHT | arguments))
+    if engine.mode == "offload":
+        # Leaves the blocks that the step needs and hardly more.
+        pool = engine.runner.kv_cache.gpu_blocks
+        taken = pool.allocate(max(0, pool.num_free - 6))
+    else:
+        taken = []
+    outcomes = run(engine, PROMPTS, PARAMS, switching(modes))
+    engine.runner.kv_cache.gpu_blocks.release(taken)
+    assert_pools_as_before(engine)
+    return outcomes, engine.runner.runtime.rules_seen
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_legal_order_gives_the_same_bits(path, expected, scenario):
+    wanted = play(path, None, scenario)[0]
+    if scenario == "switched":
+        assert wanted == expected
+    for seed in range(NUM_SEEDS):
+        assert play(path, seed, scenario)[0] == wanted, f"seed {seed}"
+
+
+RULES = [
+    "gpu_block.reuse_after_write_through",
+    "host.read_after_step",
+    "host_block.reuse_after_copies",
+    "ring.attention_after_fill",
+    "ring.fill_after_attention",
+    "ring.fill_after_write_through",
+    "staging.fill_after_upload",
+    "write_through.after_kv_is_written",
+]
+
+
+def test_the_engine_enforces_the_rules_that_are_tested(path):
+    assert sorted(play(path, 0, "offload")[1]) == RULES
+
+
+# Removing the wait on reads lets the host run ahead, which is how a wrong rotation of staging buffers shows; while the
+# host waits for every step, a staging buffer is always free again, and the toy in test_offload_streams.py shows it.
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "staging.fill_after_upload"])
+def test_each_wait_removed_is_noticed(path, rule):
+    wanted = play(path, None, "offload")[0]
+    for seed in range(100):
+        try:
+            if play(path, seed, "offload", dropped_rule=rule)[0] != wanted:
+                return
+        except (RaceError, AssertionError, IndexError, ValueError):
+            return
+    pytest.fail(f"100 seeds ran without {rule!r} and nothing went wrong")
