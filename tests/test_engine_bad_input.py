@@ -1,0 +1,188 @@
+"""Bad input: a clear error before any work, and everything else as before."""
+
+import json
+import math
+import re
+
+import pytest
+from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, random_prompts
+from tiny_models import make_checkpoint
+
+from nanoinfer import LLM, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    with LLM(path, **(COMMON | dict(enable_cpu_offload=True))) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(gpu_memory_limt="1GiB"), "unknown argument 'gpu_memory_limt': did you mean 'gpu_memory_limit'"),
+        (dict(num_ring_slots=1), "num_ring_slots=1 must be a whole number of at least 2"),
+        (dict(ring_slot_bytes=100), "ring_slot_bytes=100 cannot hold one layer of a KV block: give at least 4096 bytes"),
+        (dict(block_size=24), "block_size=24 must be a multiple of 16"),
+        (dict(block_size=8), "block_size=8 must be a whole number of at least 16"),
+        (dict(device="cuda"), 'device=\'cuda\', but torch sees 0 CUDA devices: give "cpu" or "auto"'),
+        (dict(device="tpu"), "device='tpu' is no"),
+        (dict(dtype="fp32"), "dtype='fp32' is not one of auto, bfloat16, float16, float32"),
+        (dict(load_format="dumy"), r"load_format='dumy' is not one of auto, dummy \(did you mean 'dummy'\?\)"),
+        (dict(attention_backend="trition"), r"did you mean 'triton'"),
+        (dict(gpu_memory_limit="12GIBI"), "gpu_memory_limit='12GIBI' is no size"),
+        (dict(gpu_memory_limit=-5), "gpu_memory_limit=-5 must be a positive number"),
+        (dict(gpu_memory_utilization=1.5), "gpu_memory_utilization=1.5 must be above 0 and at most 1"),
+        (dict(max_model_len=0), "max_model_len=0 must be a whole number of at least 1"),
+        (dict(max_model_len=10**6), "max_model_len=1000000 is beyond the model's own limit of 4096 positions"),
+        (dict(max_num_seqs="8"), "max_num_seqs='8' must be a whole number"),
+        (dict(enforce_eager=1), "enforce_eager=1 must be True or False"),
+        (dict(cuda_graph_batch_sizes=[0]), r"cuda_graph_batch_sizes=\[0\] must be"),
+        (dict(host_memory_limit="900TiB", enable_cpu_offload=True), "900.*GiB are available: lower host_memory_limit"),
+        (dict(host_memory_limit=1000, enable_cpu_offload=True), "holds 0 KV blocks .* 384 tokens need 24: give at"),
+        (dict(tokenizer="/nowhere", skip_tokenizer_init=False), "tokenizer '/nowhere' cannot be loaded"),
+    ],
+)
+def test_a_bad_setting_is_refused(path, arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        LLM(path, **(COMMON | arguments))
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+def test_too_small_a_gpu_limit_names_the_smallest_that_works_and_it_works(path, enable_cpu_offload):
+    with pytest.raises(ValueError, match="gpu_memory_limit='100KiB' .* is too small") as error:
+        make_engine(path, gpu_memory_limit="100KiB", enable_cpu_offload=enable_cpu_offload)
+    smallest = re.search(r'give at least "(\d+MiB)"', str(error.value))[1]
+    engine = make_engine(path, gpu_memory_limit=smallest, enable_cpu_offload=enable_cpu_offload)
+    request = engine.add_request("r", random_prompts(1, 300, 300)[0], SamplingParams(max_tokens=3, ignore_eos=True))
+    while not request.is_finished:
+        engine.step()
+    assert_pools_as_before(engine)
+    assert ("set enable_cpu_offload=True" in str(error.value)) == (not enable_cpu_offload)
+
+
+def test_too_small_a_host_limit_names_the_smallest_that_works_and_it_works(path):
+    with pytest.raises(ValueError, match="holds 2 KV blocks") as error:
+        make_engine(path, host_memory_limit=2 * 2 * 4096, enable_cpu_offload=True)
+    smallest = int(re.search(r"give at least (\d+) bytes", str(error.value))[1])
+    make_engine(path, host_memory_limit=smallest, enable_cpu_offload=True).close()
+
+
+def test_a_missing_or_corrupt_checkpoint_is_refused(path, tmp_path):
+    with pytest.raises(ValueError, match="does not exist: give a directory with config.json or a hub id"):
+        LLM(tmp_path / "nothing", **COMMON)
+    with pytest.raises(ValueError, match="holds no config.json"):
+        LLM(tmp_path, **COMMON)
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config)[:50])
+    with pytest.raises(ValueError, match="not readable as JSON"):
+        LLM(tmp_path, **COMMON)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+        LLM(tmp_path, **COMMON)
+    (tmp_path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:3000])
+    with pytest.raises(ValueError, match="cut short or corrupt"):
+        LLM(tmp_path, **COMMON)
+
+
+def test_an_unsupported_architecture_lists_the_supported_ones(path, tmp_path):
+    config = json.loads((path / "config.json").read_text()) | dict(architectures=["Qwen33ForCausalLM"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="'Qwen33ForCausalLM' is not supported.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+        LLM(tmp_path, **COMMON)
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ([], "the prompt is empty"),
+        ([3, VOCAB], f"prompt token {VOCAB} is outside the vocabulary: token ids are whole numbers from 0 to {VOCAB - 1}"),
+        ([3, -1], "prompt token -1 is outside the vocabulary"),
+        ([3, 1.5], "prompt token 1.5 is outside the vocabulary"),
+        ([3] * 384, "the prompt has 384 tokens, max_model_len is 384"),
+        ("text", "the prompt is text, but there is no tokenizer"),
+    ],
+)
+def test_a_bad_prompt_fails_the_list_before_any_other_runs_and_alone_in_a_stream(llm, prompt, message):
+    good = [4, 5, 6]
+    before = llm.stats()
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with pytest.raises(ValueError, match=re.escape("prompt 1 of 3: ") + message):
+        llm.generate([good, prompt, good], params, use_tqdm=False)
+    assert llm.stats() == before, "something ran, or is still queued"
+    assert_pools_as_before(llm.engine)
+    outputs = list(llm.generate_stream([good, prompt, good], params))
+    errors = [output for output in outputs if output.finish_reason == "error"]
+    assert len(errors) == 1 and errors[0].finished and re.search(message, errors[0].error)
+    ends = [output for output in outputs if output.finished and output.finish_reason == "length"]
+    assert len(ends) == 2
+    assert_pools_as_before(llm.engine)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(temperature=math.nan), "temperature"),
+        (dict(temperature=-0.1), "temperature"),
+        (dict(top_p=0), "top_p"),
+        (dict(top_p=1.01), "top_p"),
+        (dict(max_tokens=0), "max_tokens"),
+        (dict(temprature=1), "did you mean 'temperature'"),
+    ],
+)
+def test_bad_sampling_params_are_refused(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        SamplingParams(**arguments)
+
+
+def test_a_wrong_number_or_kind_of_sampling_params_is_refused(llm):
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        llm.generate([[1]], [SamplingParams()] * 2)
+    with pytest.raises(ValueError, match=r"sampling_params holds a dict: give SamplingParams\(...\)"):
+        llm.generate([[1]], [{}])
+    with pytest.raises(ValueError, match=r"sampling_params is a dict: give SamplingParams\(...\)"):
+        llm.engine.add_request("r", [1], {})
+
+
+def test_a_request_id_in_use_is_refused(path):
+    engine = make_engine(path)
+    engine.add_request("same", [1, 2], SamplingParams())
+    with pytest.raises(ValueError, match="request id 'same' is in use"):
+        engine.add_request("same", [1, 2], SamplingParams())
+
+
+def test_chat_without_a_tokenizer_is_refused(llm):
+    with pytest.raises(ValueError, match=r"chat\(\) needs a chat template, but there is no tokenizer"):
+        llm.chat([{"role": "user", "content": "hello"}])
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_where_it_is_required(path, monkeypatch):
+    """As on a system that refuses: the driver answers with an error."""
+    from offload import pinned
+
+    class PinnedArena(pinned.HostArena):
+        def __init__(self, *args, pin, **kwargs):
+            super().__init__(*args, pin=True, register=lambda *_: "no more locked memory", **kwargs)
+
+    monkeypatch.setattr("nanoinfer.runner.HostArena", PinnedArena)
+    engine = make_engine(path, enable_cpu_offload=True, pin_host_memory="require")
+    engine.add_request("r", [5] * 40, SamplingParams(max_tokens=2))
+    with pytest.raises(pinned.PinError, match="no more locked memory"):
+        while engine.has_work:
+            engine.step()
+    assert_pools_as_before(engine)
+    with pytest.warns(UserWarning, match="refused to pin"):
+        engine = make_engine(path, enable_cpu_offload=True)
+        engine.runner._arena.wait()
+        engine.runner._arena._thread.join()
+        request = engine.add_request("r", [5] * 40, SamplingParams(max_tokens=2, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+    assert len(request.output().outputs[0].token_ids) == 2
+
+

@@ -1,0 +1,326 @@
+"""What a user sees of requests: alone or in company, one after the other, ended early, preempted, failed."""
+
+import random
+
+import pytest
+from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, outcome, random_prompts, run, some_params
+from tiny_models import make_checkpoint
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.sequence import SequenceState
+
+BOTH_MODES = pytest.mark.parametrize("enable_cpu_offload", [False, True], ids=["resident", "offload"])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A checkpoint with a tokenizer of one word per token: "w17" is token 17."""
+    path = make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), num_layers=2)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
+    fast.chat_template = "{% for m in messages %}w5 {{ m['content'] }} {% endfor %}w6"
+    fast.save_pretrained(path)
+    return path
+
+
+def make_llm(path, **arguments):
+    return LLM(path, **(COMMON | dict(skip_tokenizer_init=False) | arguments))
+
+
+@BOTH_MODES
+def test_many_requests_one_after_the_other_equal_fresh_engines(path, enable_cpu_offload):
+    prompts, params = random_prompts(8, 1, 150, seed=4), some_params(8)
+    engine = make_engine(path, enable_cpu_offload=enable_cpu_offload)
+    in_one_engine = [run(engine, [prompt], [param]) for prompt, param in zip(prompts, params, strict=True)]
+    for prompt, param, outcomes in zip(prompts, params, in_one_engine, strict=True):
+        fresh = make_engine(path, enable_cpu_offload=enable_cpu_offload)
+        assert run(fresh, [prompt], [param]) == outcomes
+        fresh.close()
+    assert_pools_as_before(engine)
+
+
+def random_params(generator: random.Random) -> SamplingParams:
+    max_tokens = generator.randint(1, 8)
+    return SamplingParams(
+        temperature=generator.choice([0, 0, 0.5, 1.0, 1.5]),
+        top_k=generator.choice([0, 0, 5]),
+        top_p=generator.choice([1.0, 1.0, 0.8]),
+        min_p=generator.choice([0.0, 0.0, 0.05]),
+        repetition_penalty=generator.choice([1.0, 1.0, 1.2]),
+        max_tokens=max_tokens,
+        min_tokens=generator.randint(0, max_tokens),
+        stop_token_ids=generator.sample(range(VOCAB), generator.choice([0, 0, 10])),
+        ignore_eos=generator.random() < 0.5,
+        seed=generator.getrandbits(40),
+        n=generator.choice([1, 1, 1, 2]),
+    )
+
+
+@BOTH_MODES
+def test_a_thousand_random_requests_leave_both_pools_as_before_and_do_not_see_each_other(path, enable_cpu_offload):
+    generator = random.Random(11)
+    arguments = dict(enable_cpu_offload=enable_cpu_offload, max_model_len=64, max_num_batched_tokens=96)
+    engine = make_engine(path, **arguments)
+    requests, aborted = {}, set()
+    num_added = 0
+    while num_added < 1000 or engine.has_work:
+        while num_added < 1000 and len(engine._requests) < 12:
+            prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 40))]
+            request = engine.add_request(str(num_added), prompt, random_params(generator))
+            requests[request.request_id] = request
+            num_added += 1
+        if generator.random() < 0.05 and engine._requests:
+            victim = generator.choice(sorted(engine._requests))
+            assert engine.abort(victim)
+            aborted.add(victim)
+        engine.step()
+    assert_pools_as_before(engine)
+    assert len(requests) == 1000 and 10 < len(aborted) < 500
+    reasons = {completion[2] for request in requests.values() for completion in outcome(request)}
+    assert reasons == {"stop", "length", "abort"}
+    alone = make_engine(path, **(arguments | dict(enable_cpu_offload=False)))
+    for request_id in generator.sample(sorted(requests), 60):
+        request = requests[request_id]
+        (wanted,) = run(alone, [request.prompt_token_ids], [request.params])
+        for (tokens, _, reason), (wanted_tokens, _, wanted_reason) in zip(outcome(request), wanted, strict=True):
+            if reason == "abort":
+                assert tokens == wanted_tokens[: len(tokens)]
+            else:
+                assert (tokens, reason) == (wanted_tokens, wanted_reason), request.params
+
+
+def test_preemption_loses_nothing(path):
+    """A pool too small for what the running sequences grow to, against one that is large enough."""
+    prompts = random_prompts(6, 30, 60, seed=7)
+    params = some_params(6, max_tokens=60)
+    arguments = dict(max_model_len=128, enable_prefix_caching=False)
+    wanted = [[c[0] for c in completions] for completions in run(make_engine(path, **arguments), prompts, params)]
+    engine = make_engine(path, **arguments)
+    pool = engine.runner.kv_cache.gpu_blocks
+    taken = pool.allocate(pool.num_free - 20)
+    outcomes = run(engine, prompts, params)
+    assert engine.scheduler.num_preemptions > 0
+    assert [[c[0] for c in completions] for completions in outcomes] == wanted
+    pool.release(taken)
+    assert_pools_as_before(engine)
+
+
+def test_a_preempted_sequence_comes_back_with_the_same_bits(path):
+    """Also in another mode than the one in which it was saved."""
+    prompts, params = random_prompts(1, 40, 40, seed=8), some_params(1, max_tokens=30)
+    wanted = run(make_engine(path), prompts, params)
+
+    def at_step(engine, step):
+        if step == 5:
+            victim = engine.scheduler.running[0]
+            engine.scheduler._preempt_youngest()
+            assert victim.saved is not None and victim.row is None
+        if step == 7:
+            engine.switch_mode("offload")
+        if step == 12:
+            engine.switch_mode("resident")
+            engine.scheduler._preempt_youngest()
+            engine.switch_mode("offload")  # what was saved in one mode comes back in the other
+
+    engine = make_engine(path)
+    assert run(engine, prompts, params, at_step) == wanted
+    assert_pools_as_before(engine)
+
+
+@BOTH_MODES
+def test_abort_in_every_state_gives_everything_back(path, enable_cpu_offload):
+    for wanted_state in (SequenceState.WAITING, SequenceState.PREFILL, SequenceState.DECODE):
+        engine = make_engine(path, enable_cpu_offload=enable_cpu_offload, max_num_seqs=1, max_num_batched_tokens=32)
+        prompts = random_prompts(2, 100, 100)
+        others = engine.add_request("other", prompts[0], SamplingParams(temperature=0, max_tokens=8))
+        victim = engine.add_request("victim", prompts[1], SamplingParams(temperature=0, max_tokens=8))
+        while victim.sequences[0].state is not wanted_state:
+            engine.step()
+        assert engine.abort("victim") and not engine.abort("victim")
+        assert victim.output().outputs[0].finish_reason == "abort" and victim.is_finished
+        while engine.has_work:
+            engine.step()
+        assert others.is_finished and len(others.output().outputs[0].token_ids) == 8
+        assert_pools_as_before(engine)
+
+
+@BOTH_MODES
+def test_an_exception_inside_a_step_ends_its_requests_only(path, enable_cpu_offload, monkeypatch):
+    prompts, params = random_prompts(3, 40, 90, seed=9), some_params(3)
+    # A prefix from the cache was computed in another chunk, and so may differ in the last bit.
+    arguments = dict(max_num_seqs=2, enable_prefix_caching=False)
+    engine = make_engine(path, enable_cpu_offload=enable_cpu_offload, **arguments)
+    wanted = run(engine, prompts[2:], params[2:])
+    requests = [engine.add_request(f"r{i}", prompt, param) for i, (prompt, param) in enumerate(zip(prompts, params))]
+    model, calls = engine.runner.model, 0
+    original = type(model).after_attention
+
+    def broken(self, layer, x, attn):
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise RuntimeError("out of luck")
+        return original(self, layer, x, attn)
+
+    monkeypatch.setattr(type(model), "after_attention", broken)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        while engine.has_work:
+            engine.step()
+    monkeypatch.undo()
+    failed = [request for request in requests if request.is_finished]
+    assert failed and all(request.output().outputs[0].finish_reason == "abort" for request in failed)
+    while engine.has_work:
+        engine.step()
+    assert requests[2] not in failed and outcome(requests[2])[0][0] == wanted[0][0][0]
+    assert_pools_as_before(engine)
+    assert run(engine, prompts[2:], params[2:]) == wanted, "the engine goes on as if nothing had happened"
+
+
+def test_interrupting_generate_leaves_nothing_behind(path, monkeypatch):
+    with make_llm(path) as llm:
+        steps = 0
+        original = llm.engine.step
+
+        def interrupted():
+            nonlocal steps
+            steps += 1
+            if steps == 4:
+                raise KeyboardInterrupt
+            return original()
+
+        monkeypatch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(random_prompts(5), SamplingParams(max_tokens=20), use_tqdm=False)
+        monkeypatch.undo()
+        assert_pools_as_before(llm.engine)
+        assert llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+@BOTH_MODES
+def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(path, enable_cpu_offload):
+    params = SamplingParams(temperature=1.2, seed=1234, max_tokens=12, ignore_eos=True)
+    engine = make_engine(path, enable_cpu_offload=enable_cpu_offload)
+    prompt = random_prompts(1, 30, 30)[0]
+    (alone,) = run(engine, [prompt], [params])
+    neighbours = random_prompts(5, seed=3)
+    together = run(engine, [*neighbours[:2], prompt, *neighbours[2:]], [*some_params(2), params, *some_params(3)])
+    assert together[2][0][0] == alone[0][0]
+
+
+def test_completions_of_one_request_differ_and_are_reproducible(path):
+    params = SamplingParams(n=4, temperature=1.5, seed=7, max_tokens=10, ignore_eos=True)
+    with make_llm(path) as llm:
+        (first,), (second,) = (llm.generate([[9, 8, 7]], params, use_tqdm=False) for _ in range(2))
+        assert [completion.index for completion in first.outputs] == [0, 1, 2, 3]
+        tokens = [tuple(completion.token_ids) for completion in first.outputs]
+        assert len(set(tokens)) == 4
+        assert tokens == [tuple(completion.token_ids) for completion in second.outputs]
+
+
+def test_text_stop_strings_and_stop_tokens(path):
+    with make_llm(path) as llm:
+        free = llm.generate("w20 w21", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+        completion = free[0].outputs[0]
+        assert free[0].prompt == "w20 w21" and free[0].prompt_token_ids == [20, 21]
+        assert completion.text.split() == [f"w{token}" for token in completion.token_ids]
+        assert completion.finish_reason == "length"
+        fourth = completion.token_ids[3]
+        first = completion.token_ids.index(fourth)
+        stopped = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=f"w{fourth}")
+        by_text = llm.generate("w20 w21", stopped, use_tqdm=False)[0].outputs[0]
+        assert by_text.finish_reason == "stop" and by_text.stop_reason == f"w{fourth}"
+        assert f"w{fourth}" not in by_text.text and len(by_text.token_ids) == first + 1
+        stopped = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[fourth])
+        by_token = llm.generate("w20 w21", stopped, use_tqdm=False)[0].outputs[0]
+        assert by_token.finish_reason == "stop" and by_token.stop_reason == fourth
+        assert by_token.token_ids == completion.token_ids[: first + 1]
+        late = SamplingParams(temperature=0, max_tokens=12, min_tokens=8, ignore_eos=True, stop_token_ids=[fourth])
+        assert len(llm.generate("w20 w21", late, use_tqdm=False)[0].outputs[0].token_ids) >= 8
+
+
+def test_streamed_deltas_join_to_what_generate_returns(path):
+    prompts, params = random_prompts(4, 1, 80, seed=2), some_params(4)
+    with make_llm(path, enable_cpu_offload=True, enable_prefix_caching=False) as llm:
+        wanted = llm.generate(prompts, params, use_tqdm=False)
+        text, tokens, logprobs, ends = {}, {}, {}, {}
+        for output in llm.generate_stream(prompts, params):
+            text[output.request_id] = text.get(output.request_id, "") + output.text_delta
+            tokens.setdefault(output.request_id, []).extend(output.token_ids_delta)
+            logprobs.setdefault(output.request_id, []).extend(output.logprobs_delta)
+            if output.finished:
+                ends[output.request_id] = output
+        for request_id, output in zip(sorted(text, key=int), wanted, strict=True):
+            completion = output.outputs[0]
+            assert text[request_id] == completion.text and tokens[request_id] == completion.token_ids
+            assert logprobs[request_id] == completion.logprobs
+            assert ends[request_id].finish_reason == completion.finish_reason
+            assert ends[request_id].metrics.num_generated_tokens == len(completion.token_ids)
+
+
+def test_a_stream_can_be_left_and_a_request_in_it_aborted(path):
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with make_llm(path) as llm:
+        reasons = {}
+        for output in llm.generate_stream(random_prompts(3), params):
+            if output.request_id == "1" and len(reasons) == 0:
+                reasons["1"] = None
+                assert llm.abort("1")
+            if output.finished:
+                reasons[output.request_id] = output.finish_reason
+        assert reasons == {"0": "length", "1": None, "2": "length"}
+        assert_pools_as_before(llm.engine)
+        for _ in llm.generate_stream(random_prompts(3), params):
+            break
+        assert_pools_as_before(llm.engine)
+
+
+def test_chat_uses_the_template(path):
+    with make_llm(path) as llm:
+        (output,) = llm.chat([{"role": "user", "content": "w30 w31"}], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert output.prompt_token_ids == [5, 30, 31, 6]
+
+
+def test_output_ends_at_max_model_len(path):
+    with make_llm(path, max_model_len=40) as llm:
+        (output,) = llm.generate(random_prompts(1, 30, 30), SamplingParams(max_tokens=50, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 10 and output.outputs[0].finish_reason == "length"
+
+
+def test_metrics_and_counters_add_up(path):
+    with make_llm(path, enable_cpu_offload=True) as llm:
+        prompts = random_prompts(3, 20, 50)
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
+        for output in outputs:
+            metrics = output.metrics
+            assert 0 <= metrics.queue_time <= metrics.time_to_first_token <= metrics.total_time
+            assert metrics.time_per_output_token > 0 and metrics.num_generated_tokens == 6
+        stats = llm.stats()
+        assert stats["mode"] == "offload" and stats["num_prefill_tokens"] == sum(map(len, prompts))
+        assert stats["num_decode_tokens"] == 3 * 5 and stats["graph_replays"] > 0 and stats["padded_rows"] > 0
+        assert stats["host_blocks_used"] == 0 < stats["host_blocks_cached"]
+        assert stats["host_blocks_free"] == stats["host_blocks_total"] and stats["link_gbps"] > 0
+
+
+def test_a_closed_llm_says_so(path):
+    llm = make_llm(path)
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        llm.generate([[1]])
+
+
+def test_two_engines_in_one_process_do_not_disturb_each_other(path):
+    prompts, params = random_prompts(3), some_params(3)
+    one = make_engine(path, enable_prefix_caching=False)
+    other = make_engine(path, enable_prefix_caching=False, enable_cpu_offload=True, num_ring_slots=2)
+    wanted = run(one, prompts, params)
+    first = [one.add_request(f"a{i}", p, q) for i, (p, q) in enumerate(zip(prompts, params))]
+    second = [other.add_request(f"b{i}", p, q) for i, (p, q) in enumerate(zip(prompts, params))]
+    while one.has_work or other.has_work:
+        one.step()
+        other.step()
+    assert [outcome(request) for request in first] == wanted
+    assert [outcome(request) for request in second] == wanted
