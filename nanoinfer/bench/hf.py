@@ -48,7 +48,8 @@ def load_reference(model_dir: str, *, dtype: str, device: torch.device, load_for
     # Buffers are no weights: what was computed on the meta device is made again.
     for module in model.modules():
         if hasattr(module, "inv_freq"):
-            fresh = type(module)(config=config, device=device)
+            with torch.device(device):
+                fresh = type(module)(config=config)
             for name, buffer in fresh.named_buffers(recurse=False):
                 setattr(module, name, buffer)
     return model.eval()

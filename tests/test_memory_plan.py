@@ -1,0 +1,121 @@
+"""How the budget is spent: numbers from the config alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import make_engine, random_prompts
+from tiny_models import make_checkpoint, tiny_config
+
+from nanoinfer import EngineConfig, SamplingParams
+from nanoinfer.bench.shapes import SHAPES, write_shape
+from nanoinfer.config import parse_bytes
+from nanoinfer.loader import load_config
+from nanoinfer.memory import GIB, make_plan
+from nanoinfer.models import resolve
+from offload import KVLayout
+
+
+def spec_and_layout(tmp_path, shape="qwen3-4b", block_size=256):
+    config = load_config(write_shape(shape, tmp_path))
+    spec = resolve(config).spec_from_config(config, torch.bfloat16)
+    layout = KVLayout(
+        num_layers=spec.num_layers,
+        block_size=block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=spec.dtype,
+    )
+    return spec, layout
+
+
+def plan(tmp_path, budget_gib, **arguments):
+    spec, layout = spec_and_layout(tmp_path)
+    config = EngineConfig(model="unused", **arguments)
+    return make_plan(
+        config, spec, layout, budget_bytes=int(budget_gib * GIB), host_available_bytes=100 * GIB, is_cuda=True
+    )
+
+
+@pytest.mark.parametrize("budget_gib", [9, 10, 12, 16, 24, 40, 80])
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+def test_the_parts_never_add_up_to_more_than_the_budget(tmp_path, budget_gib, enable_cpu_offload):
+    arguments = dict(enable_cpu_offload=enable_cpu_offload, max_num_seqs=4, max_model_len=None)
+    made = plan(tmp_path, budget_gib, **arguments)
+    assert made.fixed_bytes + made.pool_bytes <= made.budget_bytes
+    assert made.num_gpu_blocks >= 3 and made.max_model_len >= 256
+
+
+def test_the_ring_does_not_depend_on_the_context(tmp_path):
+    rings = {
+        plan(tmp_path, 16, enable_cpu_offload=True, max_num_seqs=2, max_model_len=length).ring_bytes
+        for length in (40_000, 131_072, 400_000)
+    }
+    assert rings == {4 * 32 * 2**20}
+
+
+def test_a_smaller_budget_takes_smaller_prefill_steps_before_it_refuses(tmp_path):
+    sizes = []
+    for budget_gib in (16, 9.6, 9, 8.7):
+        made = plan(tmp_path, budget_gib, enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072)
+        sizes.append(made.max_num_batched_tokens)
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 8192 > sizes[-1]
+    with pytest.raises(ValueError, match="too small: weights 7.5"):
+        plan(tmp_path, 8, enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072)
+
+
+def test_offload_holds_contexts_that_resident_mode_refuses(tmp_path):
+    with pytest.raises(ValueError, match="set enable_cpu_offload=True"):
+        plan(tmp_path, 12, max_num_seqs=1, max_model_len=131_072)
+    assert plan(tmp_path, 12, enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072).max_model_len == 131_072
+
+
+def test_an_open_max_model_len_is_cut_to_what_one_sequence_can_have(tmp_path):
+    made = plan(tmp_path, 12)
+    assert made.max_model_len == (made.num_gpu_blocks - 1) * 256
+
+
+def test_the_plan_in_one_line_names_every_part(tmp_path):
+    line = plan(tmp_path, 12, enable_cpu_offload=True).one_line()
+    for word in ("budget 12.00 GiB", "weights 7.", "KV pool", "ring 0.12", "activations", "host pool", "max_model_len"):
+        assert word in line
+
+
+def test_the_pool_has_as_many_blocks_as_the_plan_and_a_longest_request_runs(tmp_path):
+    path = make_checkpoint("qwen3", tmp_path, num_layers=2)
+    engine = make_engine(path, gpu_memory_limit="3MiB", max_model_len=None, max_num_seqs=2, enable_cpu_offload=True)
+    made = engine.plan
+    assert engine.runner.kv_cache.gpu_kv.shape[1] == made.num_gpu_blocks
+    assert made.fixed_bytes + made.pool_bytes <= 3 * 2**20
+    longest = made.max_model_len - 2
+    request = engine.add_request("r", random_prompts(1, longest, longest)[0], SamplingParams(max_tokens=2))
+    while not request.is_finished:
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    "text, size", [("12GiB", 12 * 2**30), ("500MB", 500 * 10**6), ("1.5k", 1536), (" 7 gib ", 7 * 2**30), (123, 123)]
+)
+def test_sizes_are_read_as_written(text, size):
+    assert parse_bytes(text, "limit") == size
+
+
+def test_graph_batch_sizes_follow_the_rules():
+    config = EngineConfig(model="unused")
+    assert config.graph_batch_sizes(1) == [1]
+    assert config.graph_batch_sizes(5) == [1, 2, 4, 8]
+    assert config.graph_batch_sizes(600) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    staged = EngineConfig(model="unused", cuda_graph_batch_sizes="staged").graph_batch_sizes(600)
+    assert staged == [1, 2, 4, 8, *range(16, 257, 16), 512, 768]
+    assert EngineConfig(model="unused", cuda_graph_batch_sizes=[4, 2, 4]).graph_batch_sizes(9) == [2, 4]
+
+
+def test_weight_bytes_of_known_shapes(tmp_path):
+    """From the models' cards: 4.02 billion parameters with tied embeddings, 8.19 without."""
+    expected = {"qwen3-0.6b": 0.596, "qwen3-4b": 4.022, "qwen3-8b": 8.191, "llama3.1-8b": 8.030}
+    for shape, billions in expected.items():
+        spec, _ = spec_and_layout(tmp_path, shape)
+        assert spec.num_parameters / 1e9 == pytest.approx(billions, abs=0.001), shape
+    assert set(expected) < set(SHAPES)
+    assert replace(spec, num_parameters=3).weight_bytes == 6
+    assert tiny_config("qwen3").vocab_size == 160
