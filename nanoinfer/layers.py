@@ -2,17 +2,22 @@
 bfloat16 results differ by the order of sums alone.
 
 Weights are allocated, not initialised: the loader fills every one. All shapes are per token: x is [N, features].
+
+On CUDA norms, rotations and activations are fused Triton kernels; the torch code beside them is their reference and
+what runs on the CPU.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.errors import nearest
+from nanoinfer.rope import apply_rope
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -84,8 +89,22 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = empty_weight(size, dtype=dtype, device=device)
 
+    @property
+    def offset(self) -> bool:
+        """Whether the weight counts from 1."""
+        return self.neutral_weight == 0.0
+
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return _kernels().rms_norm(x, self.weight, self.eps, offset=self.offset)[1]
         return self.norm(x, self.weight, self.eps)
+
+    def after_sum(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + other, its norm)."""
+        if x.is_cuda:
+            return _kernels().rms_norm(x, self.weight, self.eps, offset=self.offset, other=other)
+        x = x + other
+        return x, self.norm(x, self.weight, self.eps)
 
     @staticmethod
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -118,8 +137,42 @@ class GatedMLP(nn.Module):
         gate_up = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = Linear(hidden_size, gate_up, bias=bias, dtype=dtype, device=device)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
-        self._activation = find_activation(activation)
+        self._activation, self._activation_name = find_activation(activation), activation
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate_up = self.gate_up_proj(x)
+        if x.is_cuda and self._activation_name in _kernels().ACTIVATIONS:
+            return self.down_proj(_kernels().act_and_mul(gate_up, self._activation_name))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(self._activation(gate) * up)
+
+
+def norm_and_rotate(
+    qkv: Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    norms: tuple[RMSNorm, RMSNorm] | None,
+    rope: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Query and key heads with norm and position: [N, num_q_heads + num_kv_heads, head_dim].
+
+    qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim]; norms: of a query and of a key head; rope: `rope_table`;
+    positions: [N] int64.
+    """
+    if qkv.is_cuda:
+        weights = None if norms is None else (norms[0].weight, norms[1].weight)
+        eps, offset = (0.0, False) if norms is None else (norms[0].eps, norms[0].offset)
+        return _kernels().norm_rope(qkv, num_q_heads, num_kv_heads, weights, eps, offset, rope, positions)
+    qk = qkv[:, : num_q_heads + num_kv_heads]
+    if norms is not None:
+        # [num_qk_heads, head_dim]: each head with its own weight.
+        weight = torch.cat((norms[0].weight.expand(num_q_heads, -1), norms[1].weight.expand(num_kv_heads, -1)))
+        qk = norms[0].norm(qk, weight, norms[0].eps)
+    return apply_rope(qk, rope, positions)
+
+
+@cache
+def _kernels():
+    """The Triton kernels, imported where a CUDA tensor asks for them: triton comes with CUDA builds of torch only."""
+    return import_module("nanoinfer.kernels.layers")

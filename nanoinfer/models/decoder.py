@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoinfer.layers import Embedding, GatedMLP, Linear, RMSNorm
+from nanoinfer.layers import Embedding, GatedMLP, Linear, RMSNorm, norm_and_rotate
 from nanoinfer.models.base import DecoderModel, ModelSpec
-from nanoinfer.rope import apply_rope, rope_table
+from nanoinfer.rope import rope_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +59,10 @@ class Attention(nn.Module):
         # [N, (num_q_heads + 2 * num_kv_heads) * head_dim] -> [N, heads, head_dim]
         qkv = self.qkv_proj(x).unflatten(-1, (num_qk_heads + self._num_kv_heads, self._head_dim))
         # Queries and keys stay one tensor: half the launches of a norm and a rotation for each.
-        qk, v = qkv.split((num_qk_heads, self._num_kv_heads), dim=1)
-        if self.q_norm is not None:
-            # [num_qk_heads, head_dim]: each head with its own weight.
-            weight = torch.cat(
-                (self.q_norm.weight.expand(self._num_q_heads, -1), self.k_norm.weight.expand(self._num_kv_heads, -1))
-            )
-            qk = self.q_norm.norm(qk, weight, self.q_norm.eps)
-        q, k = apply_rope(qk, rope, positions).split((self._num_q_heads, self._num_kv_heads), dim=1)
+        norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
+        qk = norm_and_rotate(qkv, self._num_q_heads, self._num_kv_heads, norms, rope, positions)
+        q, k = qk.split((self._num_q_heads, self._num_kv_heads), dim=1)
+        v = qkv[:, num_qk_heads:]
         return q, k, v
 
 
@@ -89,8 +85,8 @@ class DecoderLayer(nn.Module):
 
     def after_attention(self, x: Tensor, attn: Tensor) -> Tensor:
         """See `DecoderModel.after_attention`; attn: [N, num_q_heads * head_dim]."""
-        x = x + self.self_attn.o_proj(attn)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x, normed = self.post_attention_layernorm.after_sum(x, self.self_attn.o_proj(attn))
+        return x + self.mlp(normed)
 
 
 class Decoder(DecoderModel):

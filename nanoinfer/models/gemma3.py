@@ -22,8 +22,9 @@ class Gemma3Layer(DecoderLayer):
         self.post_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
 
     def after_attention(self, x: Tensor, attn: Tensor) -> Tensor:
-        x = x + self.post_attention_layernorm(self.self_attn.o_proj(attn))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        attended = self.post_attention_layernorm(self.self_attn.o_proj(attn))
+        x, normed = self.pre_feedforward_layernorm.after_sum(x, attended)
+        return x + self.post_feedforward_layernorm(self.mlp(normed))
 
 
 @register("Gemma3ForCausalLM")

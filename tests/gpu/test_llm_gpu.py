@@ -245,3 +245,16 @@ def test_flash_attn_backend_follows_triton_to_rounding(tmp_path):
         ):
             first = abs(logprobs[0][tokens[0]].logprob - wanted_logprobs[0].get(tokens[0], logprobs[0][tokens[0]]).logprob)
             assert first < 0.05, "the first token's log-probability is another"
+
+
+def test_offload_from_pageable_memory_gives_the_same_bits(model, expected, monkeypatch):
+    from offload import pinned
+
+    class RefusedArena(pinned.HostArena):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, register=lambda *_: "no more locked memory", **kwargs)
+
+    monkeypatch.setattr("nanoinfer.runner.HostArena", RefusedArena)
+    with pytest.warns(UserWarning, match="refused to pin"), LLM(model, **COMMON, enable_cpu_offload=True) as llm:
+        llm.engine.runner._arena._thread.join()
+        assert run(llm) == expected

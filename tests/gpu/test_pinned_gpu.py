@@ -44,3 +44,21 @@ def test_memory_can_be_pinned_again_after_close():
 
 def test_pinned_copies_are_faster_than_pageable_ones():
     assert measure_copy_gbps(pinned=True) > measure_copy_gbps(pinned=False)
+
+
+def test_a_refusal_states_both_speeds_and_pageable_segments_work():
+    """As on a system that allows little pinned memory: the fallback is slower, and as correct."""
+    calls = []
+
+    def refuse(address: int, num_bytes: int) -> str:
+        calls.append(address)
+        return "out of memory"
+
+    with pytest.warns(UserWarning, match=r"refused to pin .* they stream at [\d.]+ GB/s instead of [\d.]+"):
+        arena = HostArena(2, 16 * MIB, pin=True, register=refuse, unregister=lambda _: None)
+        arena.wait()
+        arena._thread.join()
+    assert len(calls) == 1 and not arena.segment(0).is_pinned()
+    arena.segment(1).fill_(3)
+    assert bool((arena.segment(1).to("cuda", non_blocking=True) == 3).all())
+    arena.close()

@@ -1,0 +1,67 @@
+"""RMS norm of rows, with the sum that comes before it: one pass instead of eight small kernels.
+
+One program takes one row, so a row's result depends on nothing else. Rounding follows `nanoinfer.layers`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.shape import next_power_of_2
+
+
+@triton.jit
+def rounded(x, like):
+    """x as float32, rounded to the dtype of the pointer `like` first."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["x_stride", "other_stride"])
+def rms_norm_kernel(
+    x,  # [N, SIZE], rows x_stride apart
+    other,  # [N, SIZE], rows other_stride apart; read with ADD
+    weight,  # [SIZE]
+    total,  # [N, SIZE], written with ADD: x + other
+    out,  # [N, SIZE]
+    x_stride,
+    other_stride,
+    eps,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    OFFSET: tl.constexpr,  # the weight counts from 1, and the product is rounded once
+    ADD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, TILE)
+    inside = columns < SIZE
+    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value = rounded(value + tl.load(other + row * other_stride + columns, mask=inside, other=0.0).to(tl.float32), x)
+        tl.store(total + row * SIZE + columns, value.to(total.dtype.element_ty), mask=inside)
+    value *= tl.rsqrt(tl.sum(value * value) / SIZE + eps)
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if OFFSET:
+        value *= 1.0 + scale
+    else:
+        value = rounded(value, x) * scale
+    tl.store(out + row * SIZE + columns, value.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x, other: [N, size], rows at any stride; weight: [size]; all of one dtype.
+
+    Returns (x + other, its norm), or (x, its norm) without `other`: [N, size].
+    """
+    num_rows, size = x.shape
+    assert x.stride(1) == 1 and (other is None or other.stride(1) == 1), "values of a row must be packed"
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    total = x if other is None else torch.empty_like(out)
+    if num_rows:
+        tile = next_power_of_2(size)
+        rms_norm_kernel[(num_rows,)](
+            x, x if other is None else other, weight, out if other is None else total, out,
+            x.stride(0), 0 if other is None else other.stride(0), eps,
+            SIZE=size, TILE=tile, OFFSET=offset, ADD=other is not None, num_warps=min(16, max(1, tile // 512)),
+        )  # fmt: skip
+    return total, out

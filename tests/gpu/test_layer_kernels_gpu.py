@@ -1,0 +1,40 @@
+"""The layer kernels on a GPU, against the torch code."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("size", [48, 1024, 2560, 4096, 5376])
+def test_rms_norm(size, offset, dtype):
+    from layer_kernel_cases import check_rms_norm
+
+    check_rms_norm(size, offset, dtype, "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("with_norm, offset", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("heads", [(4, 2, 16), (7, 1, 80), (32, 8, 128), (16, 8, 256), (3, 3, 48)])
+def test_norm_and_rotation(heads, with_norm, offset, dtype):
+    from layer_kernel_cases import check_norm_rope
+
+    check_norm_rope(heads, with_norm, offset, dtype, "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("size", [56, 9728])
+def test_activation(size, activation, dtype):
+    from layer_kernel_cases import check_act_and_mul
+
+    check_act_and_mul(size, activation, dtype, "cuda")

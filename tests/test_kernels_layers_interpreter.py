@@ -1,0 +1,34 @@
+"""The layer kernels in Triton's interpreter, on small shapes."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+from layer_kernel_cases import check_act_and_mul, check_norm_rope, check_rms_norm
+
+# Not bfloat16: the interpreter cuts it off where a GPU rounds. float16 shows the places of rounding as well.
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("size", [48, 256])
+def test_rms_norm(size, offset, dtype):
+    check_rms_norm(size, offset, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("with_norm, offset", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("heads", [(4, 2, 16), (7, 1, 80), (12, 4, 48)])
+def test_norm_and_rotation(heads, with_norm, offset, dtype):
+    check_norm_rope(heads, with_norm, offset, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("size", [56, 1100])
+def test_activation(size, activation, dtype):
+    check_act_and_mul(size, activation, dtype, "cpu")
