@@ -215,7 +215,8 @@ class DecodeProgram:
         lengths = np.array([sequence.num_tokens for sequence in sequences])
         padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
-        gpu_rows, host_rows = self._kv_cache.gpu_table[rows], self._kv_cache.host_table[rows]
+        width = -(-int(lengths.max()) // self._kv_cache.block_size)
+        gpu_rows, host_rows = self._kv_cache.gpu_table[rows, :width], self._kv_cache.host_table[rows, :width]
         chunks_of: list[list[Chunk]] = []
         for index, window in enumerate(self.windows):
             lists = split_lists(gpu_rows, host_rows, lengths, window, self._kv_cache.block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,10 @@ class LLM:
         self._engine: LLMEngine | None = LLMEngine(EngineConfig.from_arguments({"model": model, **arguments}))
         self._next_request = 0
         if self.engine.config.progress_bar:
-            print(f"nanoinfer: {self.mode} mode; {self.engine.plan.one_line()}")
-            if self.engine.runner.graph_memory is not None:
+            _report(f"{self.mode} mode; {self.engine.plan.one_line()}")
+            if self.engine.runner.graph_memory is not None and self.engine.runner.graph_memory[0]:
                 before, after = (num_bytes / 2**30 for num_bytes in self.engine.runner.graph_memory)
-                print(f"nanoinfer: GPU memory in use {before:.2f} GiB before graph capture, {after:.2f} GiB after")
+                _report(f"GPU memory in use {before:.2f} GiB before graph capture, {after:.2f} GiB after")
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> LLM:
@@ -196,6 +197,10 @@ class LLM:
             return self.engine.tokenize(prompt)
         except ValueError as error:
             raise ValueError(f"prompt {place} of {count}: {error}" if count > 1 else str(error)) from error
+
+
+def _report(text: str) -> None:
+    print(f"nanoinfer: {text}", file=sys.stderr)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

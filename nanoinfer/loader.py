@@ -185,7 +185,7 @@ def load_model(
     max_position = spec.max_position if max_position is None else max_position
     if load_format == "dummy":
         model = model_class(hf_config, spec, device=device, max_position=max_position)
-        _fill_with_noise(model, seed)
+        _fill_with_noise(model, seed, progress)
     elif load_format == "auto":
         entries = check_safetensors(model_dir)
         _check_matches(entries, model_class(hf_config, spec, device="meta", max_position=1), model_dir)
@@ -248,10 +248,11 @@ def _fill_from_files(model: DecoderModel, entries: dict[str, TensorEntry], progr
                     bar.update()
 
 
-def _fill_with_noise(model: DecoderModel, seed: int) -> None:
+def _fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:
     """Normal with a standard deviation of 0.02, around what leaves x as it is for norms and around 0 for others."""
     generator = None
-    for module in model.modules():
+    modules = list(model.modules())
+    for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
         mean = getattr(module, "neutral_weight", 0.0)
         for weight in module.parameters(recurse=False):
             generator = generator or torch.Generator(weight.device).manual_seed(seed)

@@ -305,9 +305,11 @@ class ModelRunner:
         device, plan = self.runtime.device, self.plan
         held = reserved_bytes(device) - memory_before  # weights and ring
         torch.cuda.reset_peak_memory_stats(device)
-        with self.compute.current():
+        what = "compiling kernels, measuring memory"
+        with tqdm(total=1, desc=what, delay=2, disable=not self.config.progress_bar) as bar, self.compute.current():
             self._run_largest_prefill()
             self.compute.synchronize()
+            bar.update()
         peak = torch.cuda.max_memory_reserved(device) - memory_before
         kept = reserved_bytes(device) - memory_before - held  # workspaces that libraries hold for good
         planned = plan.weight_bytes + plan.ring_bytes + plan.activation_bytes + LIBRARY_BYTES

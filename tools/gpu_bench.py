@@ -207,7 +207,7 @@ class Bench:
                 model_dir = str(write_shape(self.large, directory))
                 model = load_reference(model_dir, dtype="auto", device=self.device, load_format="dummy", seed=0)
             floors = measure_floors(self.device)
-            result[mode] = _figures(measure_reference(mode, model, self.device, [context], 10, 0, floors))
+            result[mode] = _figures(measure_reference(mode, model, self.device, [context], 10, 0, floors, False))
             del model
             gc.collect()
             if self.device.type == "cuda":

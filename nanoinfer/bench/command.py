@@ -106,8 +106,9 @@ def _run_mode(
         )
         rows = []
         for batch, context in cases:
+            lengths, progress = [context] * batch, not options.no_progress
             rows.append(
-                measure_reference(mode, reference, device, [context] * batch, plan.output_len, options.seed, floors)
+                measure_reference(mode, reference, device, lengths, plan.output_len, options.seed, floors, progress)
             )
         del reference
         if device.type == "cuda":

@@ -6,6 +6,7 @@ import statistics
 import time
 
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -20,15 +21,17 @@ _CACHES_ON_CPU = {"hf": "dynamic", "hf-static": "static"}  # its offloaded cache
 class _Clock(BaseStreamer):
     """Notes when each token arrives; `put` gets it on the host, so the GPU has finished by then."""
 
-    def __init__(self) -> None:
+    def __init__(self, bar: tqdm) -> None:
         self.moments: list[float] = []
+        self._bar = bar
 
     def put(self, value: torch.Tensor) -> None:
         value.tolist()
         self.moments.append(time.perf_counter())
+        self._bar.update()
 
     def end(self) -> None:
-        pass
+        self._bar.close()
 
 
 def load_reference(model_dir: str, *, dtype: str, device: torch.device, load_format: str, seed: int):
@@ -57,7 +60,14 @@ def load_reference(model_dir: str, *, dtype: str, device: torch.device, load_for
 
 @torch.inference_mode()
 def measure_reference(
-    mode: str, model, device: torch.device, lengths: list[int], output_len: int, seed: int, floors: Floors
+    mode: str,
+    model,
+    device: torch.device,
+    lengths: list[int],
+    output_len: int,
+    seed: int,
+    floors: Floors,
+    progress: bool,
 ) -> Row:
     """One batch of equally long prompts through `generate` with an offloaded cache."""
     row = Row(mode=mode, batch=len(lengths), context=max(lengths))
@@ -65,7 +75,8 @@ def measure_reference(
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
     prompts = torch.tensor(random_prompts(model.config.vocab_size, lengths, seed), device=device)
-    clock = _Clock()
+    description = f"{mode}, {len(lengths)} x {max(lengths)}"
+    clock = _Clock(tqdm(total=output_len + 1, desc=description, unit="tok", delay=2, disable=not progress))
     begin = time.perf_counter()
     output = model.generate(
         prompts,
