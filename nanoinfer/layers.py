@@ -83,16 +83,13 @@ class RMSNorm(nn.Module):
 
     neutral_weight = 1.0
     """The weight that leaves the normalised x as it is."""
+    offset = False
+    """Whether the weight counts from 1 and the product is rounded once; tells the kernel which of the two to run."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device) -> None:
         super().__init__()
         self.eps = eps
         self.weight = empty_weight(size, dtype=dtype, device=device)
-
-    @property
-    def offset(self) -> bool:
-        """Whether the weight counts from 1."""
-        return self.neutral_weight == 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -116,6 +113,7 @@ class OffsetRMSNorm(RMSNorm):
     """(1 + weight) * x / rms(x), all in float32 and rounded once, as in Gemma."""
 
     neutral_weight = 0.0
+    offset = True
 
     @staticmethod
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -68,7 +68,8 @@ class PrefillProgram:
         kv_end = packer.add([chunk.end for chunk in chunks])
         first_blocks = [self._first_gpu_block(chunk) for chunk in chunks]
         first_block = packer.add(first_blocks)
-        width = max(-(-chunk.end // self.kv_cache.block_size) - f for chunk, f in zip(chunks, first_blocks, strict=True))
+        block_size = self.kv_cache.block_size
+        width = max(-(-chunk.end // block_size) - f for chunk, f in zip(chunks, first_blocks, strict=True))
         block_table = packer.add(self._block_table(chunks, first_blocks, width))
         load_state, histories = [], []
         for window in self.windows:

@@ -59,7 +59,9 @@ class Request:
         if self.first_scheduled is None:
             self.first_scheduled = time.perf_counter()
 
-    def take(self, sequence: Sequence, token_id: int, logprobs: tuple[float, int, list[float], list[int]] | None) -> None:
+    def take(
+        self, sequence: Sequence, token_id: int, logprobs: tuple[float, int, list[float], list[int]] | None
+    ) -> None:
         """Appends a sampled token and decides whether the completion ends: sets its finish_reason then."""
         completion = self.completions[sequence.index]
         self.last_token = time.perf_counter()

@@ -33,7 +33,9 @@ def check_rms_norm(size: int, offset: bool, dtype: torch.dtype, device: str) -> 
     assert torch.equal(alone, rms_norm(x, norm.weight, EPS, offset=offset)[1][3:4]), "a row depends on its neighbours"
 
 
-def check_norm_rope(heads: tuple[int, int, int], with_norm: bool, offset: bool, dtype: torch.dtype, device: str) -> None:
+def check_norm_rope(
+    heads: tuple[int, int, int], with_norm: bool, offset: bool, dtype: torch.dtype, device: str
+) -> None:
     num_q_heads, num_kv_heads, head_dim = heads
     num_tokens, num_heads = 5, num_q_heads + 2 * num_kv_heads
     wide = torch.randn(num_tokens, num_heads * head_dim + 32).to(device, dtype)

@@ -11,8 +11,19 @@ import random
 import pytest
 import torch
 
-from offload import BlockPool, Chunk, HostPool, KVLayout, OffloadEngine, RaceError, Ring, SimulatedRuntime
-from offload import Staging, StreamPlan, pack
+from offload import (
+    BlockPool,
+    Chunk,
+    HostPool,
+    KVLayout,
+    OffloadEngine,
+    RaceError,
+    Ring,
+    SimulatedRuntime,
+    Staging,
+    StreamPlan,
+    pack,
+)
 
 LAYOUT = KVLayout(num_layers=3, block_size=2, num_kv_heads=1, head_dim=1, dtype=torch.float32)
 NUM_SEEDS = 200

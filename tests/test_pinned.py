@@ -33,7 +33,8 @@ class Driver:
 
 
 def arena(driver: Driver, num_segments: int = 4, segment_bytes: int = 3 * PAGE_BYTES, **arguments) -> HostArena:
-    arguments = dict(pin=True, num_register_threads=1, register=driver.register, unregister=driver.unregister) | arguments
+    ours = dict(pin=True, num_register_threads=1, register=driver.register, unregister=driver.unregister)
+    arguments = ours | arguments
     return HostArena(num_segments, segment_bytes, **arguments)
 
 

@@ -64,7 +64,7 @@ def test_the_ring_is_kept_full_across_the_step_boundary():
         if sum(counts) < num_ring_slots:
             continue
         in_flight = 0
-        for step, operation in run_steps(counts, num_ring_slots):
+        for _, operation in run_steps(counts, num_ring_slots):
             in_flight += isinstance(operation, Fill)
             if isinstance(operation, Attend):
                 assert in_flight == num_ring_slots, "a slot lay empty while there was something to prefetch"

@@ -85,7 +85,8 @@ def measure(
             after = llm.stats()
             is_decode = after["num_decode_steps"] > before["num_decode_steps"]
             everyone_decodes = all(request.first_token is not None for request in requests)
-            if is_decode and everyone_decodes and after["num_decode_tokens"] - before["num_decode_tokens"] == len(lengths):
+            num_tokens = after["num_decode_tokens"] - before["num_decode_tokens"]
+            if is_decode and everyone_decodes and num_tokens == len(lengths):
                 steps.append(seconds)
                 streamed.append(after["streamed_bytes"] - before["streamed_bytes"])
             bar.update(after["num_prefill_tokens"] - before["num_prefill_tokens"] + is_decode)

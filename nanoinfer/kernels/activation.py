@@ -11,7 +11,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 TILE = 1024
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def act_and_mul_kernel(
     gate_up,  # [N, 2 * SIZE], rows stride apart
     out,  # [N, SIZE]

@@ -11,7 +11,7 @@ from nanoinfer.kernels.shape import next_power_of_2
 HEADS_PER_PROGRAM = 8
 
 
-@triton.jit(do_not_specialize=["qkv_stride"])
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def norm_rope_kernel(
     qkv,  # [N, at least NUM_HEADS, 2 * HALF], tokens qkv_stride apart
     q_weight,  # [2 * HALF], read with NORM
@@ -41,14 +41,12 @@ def norm_rope_kernel(
         scale = tl.rsqrt(mean + eps)
         in_half = column < HALF
         is_q = head < NUM_Q_HEADS
-        first_weight = tl.where(
-            is_q, tl.load(q_weight + column, mask=in_half, other=0.0), tl.load(k_weight + column, mask=in_half, other=0.0)
-        ).to(tl.float32)
-        second_weight = tl.where(
-            is_q,
-            tl.load(q_weight + HALF + column, mask=in_half, other=0.0),
-            tl.load(k_weight + HALF + column, mask=in_half, other=0.0),
-        ).to(tl.float32)
+        first_q = tl.load(q_weight + column, mask=in_half, other=0.0)
+        first_k = tl.load(k_weight + column, mask=in_half, other=0.0)
+        second_q = tl.load(q_weight + HALF + column, mask=in_half, other=0.0)
+        second_k = tl.load(k_weight + HALF + column, mask=in_half, other=0.0)
+        first_weight = tl.where(is_q, first_q, first_k).to(tl.float32)
+        second_weight = tl.where(is_q, second_q, second_k).to(tl.float32)
         if OFFSET:
             first = rounded(first * scale * (1.0 + first_weight), qkv)
             second = rounded(second * scale * (1.0 + second_weight), qkv)
@@ -75,13 +73,15 @@ def norm_rope(
     table: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim], heads packed; weights: of query and key norm, [head_dim] each.
+    """Norm and rotation of the query and key heads.
 
-    table: [max_position, head_dim] cosines and sines; positions: [N] int64.
+    qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim], heads packed; weights: of the query and the key norm, [head_dim]
+    each; table: [max_position, head_dim] cosines and sines; positions: [N] int64.
     Returns the query and key heads, [N, num_q_heads + num_kv_heads, head_dim].
     """
     num_tokens, _, head_dim = qkv.shape
     assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim, "heads of a token must be packed"
+    assert qkv.data_ptr() % 16 == 0, "qkv must be aligned: another alignment would be another binary"
     num_heads = num_q_heads + num_kv_heads
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens:

@@ -17,7 +17,7 @@ def rounded(x, like):
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["x_stride", "other_stride"])
+@triton.jit
 def rms_norm_kernel(
     x,  # [N, SIZE], rows x_stride apart
     other,  # [N, SIZE], rows other_stride apart; read with ADD
@@ -48,13 +48,17 @@ def rms_norm_kernel(
     tl.store(out + row * SIZE + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """x, other: [N, size], rows at any stride; weight: [size]; all of one dtype.
 
     Returns (x + other, its norm), or (x, its norm) without `other`: [N, size].
     """
     num_rows, size = x.shape
     assert x.stride(1) == 1 and (other is None or other.stride(1) == 1), "values of a row must be packed"
+    # Another alignment would be another binary, and might sum in another order.
+    assert x.data_ptr() % 16 == 0 and (other is None or other.data_ptr() % 16 == 0), "tensors must be aligned"
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     total = x if other is None else torch.empty_like(out)
     if num_rows:
