@@ -72,6 +72,8 @@ class LLMEngine:
             if self.tokenizer is None:
                 raise ValueError("the prompt is text, but there is no tokenizer: give token ids, or set tokenizer=...")
             token_ids = list(self.tokenizer.encode(prompt))
+        elif not isinstance(prompt, list | tuple):
+            raise ValueError(f"the prompt is a {type(prompt).__name__}: give text or a list of token ids")
         else:
             token_ids = list(prompt)
         if not token_ids:
@@ -105,12 +107,20 @@ class LLMEngine:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...)")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={list(params.stop)} is text, but there is no tokenizer: give stop_token_ids")
         token_ids = self.tokenize(prompt) if token_ids is None else token_ids
+        max_tokens = min(params.max_tokens, self.plan.max_model_len - len(token_ids))
+        capacity = self._max_sequence_tokens(self.mode)
+        if len(token_ids) + max_tokens > capacity:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens and may grow by {max_tokens}, the {self.mode} mode's pool "
+                f"holds {capacity}: lower max_tokens, shorten the prompt or switch the mode"
+            )
         text = prompt if isinstance(prompt, str) else None
         request = Request(request_id, text, token_ids, params, self.tokenizer, self._end_token_ids)
         for index in range(params.n):
             seed = self._random.getrandbits(64) if params.seed is None else (params.seed + index) % 2**64
-            max_tokens = min(params.max_tokens, self.plan.max_model_len - len(token_ids))
             sequence = Sequence(self._next_sequence_id, request_id, index, token_ids, params, seed, max_tokens)
             self._next_sequence_id += 1
             request.add_sequence(sequence)
@@ -211,7 +221,24 @@ class LLMEngine:
         """
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+        if mode == self.mode:
+            return
+        capacity = self._max_sequence_tokens(mode)
+        longest = max((s.max_num_tokens for s in (*self.scheduler.running, *self.scheduler.waiting)), default=0)
+        if longest > capacity:
+            raise ValueError(
+                f"switch to {mode} refused: a sequence that runs or waits can grow to {longest} tokens, the {mode} "
+                f"mode's pool holds {capacity}: raise "
+                f"{'host_memory_limit' if mode == 'offload' else 'gpu_memory_limit'} or wait until it has ended"
+            )
         self.runner.switch_mode(mode, self.scheduler.running)
+
+    def _max_sequence_tokens(self, mode: str) -> int:
+        """Tokens that one sequence alone can have in `mode`: without this limit it would wait for ever."""
+        block_size = self.config.block_size
+        if mode == "offload":
+            return self.plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
+        return self.runner.kv_cache.gpu_blocks.num_blocks * block_size
 
     def _streamed_bytes(self) -> int:
         return 0 if self.runner.offload is None else self.runner.offload.counters.streamed_bytes

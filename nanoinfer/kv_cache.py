@@ -68,6 +68,7 @@ class KVCache:
         self._enable_prefix_caching = enable_prefix_caching
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_reserved_host = 0
+        self._num_reserved_splits = 0
         self._rows_without_tail: set[int] = set()  # offload: rows to which a GPU block is promised
 
     # Admission
@@ -83,6 +84,9 @@ class KVCache:
         there is no room.
         """
         if not self._free_rows:
+            return False
+        # Rows that share blocks need few blocks, but attend to as many splits as others.
+        if self._num_reserved_splits + self._num_blocks(sequence.max_num_tokens) > self.max_splits:
             return False
         if sequence.saved is not None:
             return self._admit_saved(sequence)
@@ -134,6 +138,7 @@ class KVCache:
     def _take_row(self, sequence: Sequence) -> int:
         sequence.row = self._free_rows.pop()
         self.changed_rows.add(sequence.row)
+        self._num_reserved_splits += self._num_blocks(sequence.max_num_tokens)
         return sequence.row
 
     # Growth
@@ -228,6 +233,7 @@ class KVCache:
         self.host_table[row] = NO_BLOCK
         self._num_reserved_host -= sequence.num_reserved_host
         sequence.num_reserved_host = 0
+        self._num_reserved_splits -= self._num_blocks(sequence.max_num_tokens)
         sequence.row = None
         self._rows_without_tail.discard(row)
         self.changed_rows.discard(row)

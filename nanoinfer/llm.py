@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import numbers
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tqdm import tqdm
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.outputs import RequestOutput, StreamOutput
+from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
 Prompt = str | list[int]
@@ -83,7 +85,7 @@ class LLM:
         requests = []
         try:
             for prompt, param, ids in zip(prompts, params, token_ids, strict=True):
-                requests.append(self.engine.add_request(self._new_id(), prompt, param, ids))
+                requests.append(self._add(prompt, param, ids, len(requests), len(prompts)))
             with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
                 while not all(request.is_finished for request in requests):
                     self.engine.step()
@@ -196,7 +198,17 @@ class LLM:
         try:
             return self.engine.tokenize(prompt)
         except ValueError as error:
-            raise ValueError(f"prompt {place} of {count}: {error}" if count > 1 else str(error)) from error
+            raise ValueError(_placed(error, place, count)) from error
+
+    def _add(self, prompt: Prompt, params: SamplingParams, token_ids: list[int], place: int, count: int) -> Request:
+        try:
+            return self.engine.add_request(self._new_id(), prompt, params, token_ids)
+        except ValueError as error:
+            raise ValueError(_placed(error, place, count)) from error
+
+
+def _placed(error: ValueError, place: int, count: int) -> str:
+    return f"prompt {place} of {count}: {error}" if count > 1 else str(error)
 
 
 def _report(text: str) -> None:
@@ -205,9 +217,11 @@ def _report(text: str) -> None:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str):
         return [prompts]
-    return list(prompts)
+    if not isinstance(prompts, list | tuple):
+        raise ValueError(f"prompts is a {type(prompts).__name__}: give text, a list of token ids, or a list of such")
+    return [prompts] if prompts and isinstance(prompts[0], numbers.Number) else list(prompts)
 
 
 def _one_each(params: Params, count: int) -> list[SamplingParams]:
@@ -215,6 +229,8 @@ def _one_each(params: Params, count: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, list | tuple):
+        raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...) or a list of them")
     params = list(params)
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or one for each prompt")

@@ -50,8 +50,11 @@ class PrefillProgram:
         self.kind = [windows.index(window) for window in model.spec.windows]
         self.max_seqs = min(max_seqs, max_tokens)
         # Tokens, positions and slots; then per sequence the offsets and ranges; then block tables and ring chunks.
-        blocks = max_tokens // kv_cache.block_size + 2 * self.max_seqs + max_blocks_per_seq * 2
-        size = 3 * max_tokens + (5 + len(windows)) * self.max_seqs + 8 + self.max_seqs * max_blocks_per_seq
+        # Every sequence of the step may have a history on the host (a shared prefix, a switch), each block in a ring
+        # slot of its own.
+        blocks = min(kv_cache.max_splits, self.max_seqs * max_blocks_per_seq)
+        size = 3 * max_tokens + (5 + len(windows)) * self.max_seqs + 1 + self.max_seqs * max_blocks_per_seq
+        size += 3 * (8 + 2 * len(windows))  # each part begins at a multiple of 4
         size += 3 * len(windows) * blocks
         self._table = DeviceTable(runtime, size)
         self._slot_places = torch.arange(ring.blocks_per_slot, dtype=torch.int32, device=runtime.device).view(1, -1)

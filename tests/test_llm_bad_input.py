@@ -1,0 +1,101 @@
+"""Input of the wrong kind: refused by name before any work, and alone where other prompts are streamed."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from engines import COMMON, assert_pools_as_before, make_engine
+from tiny_models import make_checkpoint
+
+from nanoinfer import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), num_layers=2)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["resident", "offload"])
+def llm(path, request):
+    with LLM(path, **(COMMON | dict(enable_cpu_offload=request.param))) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        (None, "the prompt is a NoneType: give text or a list of token ids"),
+        ({"a": 1}, "the prompt is a dict: give text or a list of token ids"),
+        (np.array([3, 4]), "the prompt is a ndarray: give text or a list of token ids"),
+        (torch.tensor([3, 4]), "the prompt is a Tensor: give text or a list of token ids"),
+        ([3, True], "prompt token True is outside the vocabulary"),
+        ([3, None], "prompt token None is outside the vocabulary"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_prompt_of_the_wrong_kind_fails_the_list_but_alone_in_a_stream(llm, prompt, message):
+    good, before = [4, 5, 6], llm.stats()
+    with pytest.raises(ValueError, match=re.escape(f"prompt 1 of 3: {message}")):
+        llm.generate([good, prompt, good], GREEDY, use_tqdm=False)
+    assert llm.stats() == before, "something ran, or is still queued"
+    outputs = [output for output in llm.generate_stream([good, prompt, good], GREEDY) if output.finished]
+    assert sorted(output.finish_reason for output in outputs) == ["error", "length", "length"]
+    (error,) = (output.error for output in outputs if output.finish_reason == "error")
+    assert error.startswith(message)
+    assert_pools_as_before(llm.engine)
+
+
+@pytest.mark.parametrize("prompts", [None, 7, np.array([3, 4]), torch.tensor([[3, 4]]), {"prompt": "text"}])
+def test_prompts_that_are_no_list_are_refused(llm, prompts):
+    message = f"prompts is a {type(prompts).__name__}: give text, a list of token ids, or a list of such"
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, GREEDY)
+    with pytest.raises(ValueError, match=message):
+        next(llm.generate_stream(prompts, GREEDY))
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [np.int64(3)], [float("nan"), 3]])
+def test_one_prompt_whose_tokens_are_no_whole_numbers_is_refused(llm, prompt):
+    with pytest.raises(ValueError, match=re.escape(f"prompt token {prompt[0]!r} is outside the vocabulary")):
+        llm.generate(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {"temperature": 0}])
+def test_sampling_params_of_the_wrong_kind_are_refused(llm, params):
+    message = f"sampling_params is a {type(params).__name__}: give SamplingParams(...) or a list of them"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        llm.generate([[3]], params)
+
+
+def test_stop_strings_without_a_tokenizer_are_refused_before_any_prompt_runs(llm):
+    before = llm.stats()
+    params = [GREEDY, SamplingParams(stop="end")]
+    message = "prompt 1 of 2: stop=['end'] is text, but there is no tokenizer: give stop_token_ids"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        llm.generate([[3], [4]], params, use_tqdm=False)
+    assert llm.stats() == before and not llm.engine.has_work
+    assert_pools_as_before(llm.engine)
+
+
+def test_a_completion_may_fill_the_model_length_and_a_prompt_may_not(llm):
+    limit = llm.engine.plan.max_model_len
+    (output,) = llm.generate([5] * (limit - 1), GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1 and output.outputs[0].finish_reason == "length"
+    with pytest.raises(ValueError, match=f"the prompt has {limit} tokens, max_model_len is {limit}"):
+        llm.generate([5] * limit, GREEDY)
+    assert_pools_as_before(llm.engine)
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+@pytest.mark.parametrize("arguments", [dict(), dict(block_size=32, max_model_len=1000), dict(num_ring_slots=5)])
+def test_one_mebibyte_below_the_smallest_limit_is_refused_with_the_same_number(path, enable_cpu_offload, arguments):
+    arguments = dict(enable_cpu_offload=enable_cpu_offload, max_num_batched_tokens=512) | arguments
+    with pytest.raises(ValueError) as error:
+        make_engine(path, gpu_memory_limit=1000, **arguments)
+    smallest = re.search(r'give at least "((\d+)MiB)"', str(error.value))
+    with pytest.raises(ValueError, match=smallest[1]):
+        make_engine(path, gpu_memory_limit=(int(smallest[2]) - 1) * 2**20 or 1, **arguments)
+    make_engine(path, gpu_memory_limit=smallest[1], **arguments).close()
