@@ -90,6 +90,10 @@ class EngineConfig:
     progress_bar: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str | Path) or not str(self.model):
+            raise ValueError(f"model={self.model!r} must be a checkpoint's directory or a hub id")
+        if not isinstance(self.device, str):
+            raise ValueError(f'device={self.device!r} must be text: "auto", "cuda", "cuda:1" or "cpu"')
         self._one_of("dtype", ("auto", "bfloat16", "float16", "float32"))
         self._one_of("load_format", ("auto", "dummy"))
         self._one_of("attention_backend", ("auto", "triton", "torch", "flash_attn"))

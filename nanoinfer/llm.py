@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import numbers
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

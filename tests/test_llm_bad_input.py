@@ -70,6 +70,18 @@ def test_sampling_params_of_the_wrong_kind_are_refused(llm, params):
         llm.generate([[3]], params)
 
 
+@pytest.mark.parametrize("model", [None, 5, "", b"path"])
+def test_a_model_that_is_no_path_is_refused(model):
+    with pytest.raises(ValueError, match=re.escape(f"model={model!r} must be a checkpoint's directory or a hub id")):
+        LLM(model, **COMMON)
+
+
+@pytest.mark.parametrize("device", [None, 0, torch.device("cpu")])
+def test_a_device_that_is_no_text_is_refused(path, device):
+    with pytest.raises(ValueError, match=re.escape(f"device={device!r} must be text")):
+        LLM(path, **(COMMON | dict(device=device)))
+
+
 def test_stop_strings_without_a_tokenizer_are_refused_before_any_prompt_runs(llm):
     before = llm.stats()
     params = [GREEDY, SamplingParams(stop="end")]

@@ -73,8 +73,9 @@ def test_a_switch_is_refused_for_a_sequence_that_fits_now_and_cannot_end_there(p
     def at_step(engine, step):
         if step == num_steps:
             states.extend(s.state for s in (*engine.scheduler.waiting, *engine.scheduler.running))
-            numbers = rf"can grow to {capacity + 1} tokens, the {mode} mode's pool holds {capacity}"
-            with pytest.raises(ValueError, match=f"switch to {mode} refused: .*{numbers}: raise (gpu|host)_memory_limit"):
+            limit = {"resident": "gpu_memory_limit", "offload": "host_memory_limit"}[mode]
+            numbers = f"can grow to {capacity + 1} tokens, the {mode} mode's pool holds {capacity}: raise {limit}"
+            with pytest.raises(ValueError, match=f"switch to {mode} refused: .*{numbers}"):
                 engine.switch_mode(mode)
             assert engine.mode == start
 
@@ -162,3 +163,21 @@ def test_rows_that_share_blocks_and_completions_of_one_prompt_survive_switches(p
         assert engine.stats()["num_prefill_tokens"] < 100 + sum(map(len, prompts)), "nothing was shared"
         assert_pools_as_before(engine)
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+def test_a_cached_block_is_taken_only_behind_the_same_beginning_and_in_the_same_place(path, enable_cpu_offload):
+    """Equal tokens in another place or behind other tokens have other KV."""
+    first, second, other = random_prompts(3, 16, 16, seed=9)
+    prompts = [[*first, *second, 5], [*second, *first, 5], [*other, *second, 5], [*first, *other, *second, 5]]
+    params = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)]
+    cached = make_engine(path, enable_cpu_offload=enable_cpu_offload)
+    plain = make_engine(path, enable_cpu_offload=enable_cpu_offload, enable_prefix_caching=False)
+    for prompt in prompts[:3]:
+        assert run(cached, [prompt], params) == run(plain, [prompt], params)
+    assert cached.stats()["num_prefill_tokens"] == 3 * 33, "blocks of another beginning were taken up"
+    # From here on other chunks are computed, so the last bits may differ.
+    (taken,), (computed,) = run(cached, prompts[3:], params), run(plain, prompts[3:], params)
+    assert taken[0][0] == computed[0][0]
+    assert cached.stats()["num_prefill_tokens"] == 3 * 33 + 49 - 16, "the common first block was not taken up"
+    assert_pools_as_before(cached)
