@@ -152,13 +152,17 @@ class KVCache:
                 self.offload.reclaim(wait=True)
         return self.gpu_blocks.num_free - len(self._rows_without_tail)
 
-    def max_chunk(self, sequence: Sequence) -> int:
-        """Tokens for which the admitted sequence has, or can get, GPU blocks now."""
+    def max_chunk(self, sequence: Sequence, wanted: int) -> int:
+        """Of the next `wanted` tokens, those for which the admitted sequence has, or can get, GPU blocks now."""
         tokens_in_tail = sequence.num_computed % self.block_size
         row = sequence.row
         first = sequence.num_computed // self.block_size
         held = int((self.gpu_table[row, first:] != NO_BLOCK).sum()) + (row in self._rows_without_tail)
-        return (held + max(0, self.num_free_gpu_blocks)) * self.block_size - tokens_in_tail
+        missing = self._num_blocks(tokens_in_tail + wanted) - held
+        if missing > self.num_free_gpu_blocks and self.offload is not None:
+            # Without it the chunk's length, and so the last bits, would depend on how fast the copies are.
+            self.offload.reclaim(wait=True)
+        return min(wanted, (held + max(0, self.num_free_gpu_blocks)) * self.block_size - tokens_in_tail)
 
     def num_missing(self, sequence: Sequence, end: int) -> int:
         """GPU blocks to allocate before tokens up to `end` (exclusive) can be computed."""

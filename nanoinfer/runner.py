@@ -185,7 +185,8 @@ class ModelRunner:
             bar.update()
 
         # The collector must not free another engine's device memory in the middle of a capture.
-        gc.collect()
+        if is_cuda:
+            gc.collect()
         was_enabled = gc.isenabled()
         gc.disable()
         try:

@@ -104,7 +104,7 @@ class Scheduler:
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
         """Appends the sequence's next chunk, if it has room for one, and returns its tokens."""
         begin = sequence.num_computed
-        end = min(sequence.num_tokens, begin + min(budget, self._kv_cache.max_chunk(sequence)))
+        end = begin + self._kv_cache.max_chunk(sequence, min(budget, sequence.num_tokens - begin))
         edge = end // self._kv_cache.block_size * self._kv_cache.block_size
         if begin < edge and end < sequence.num_tokens:
             end = edge  # a chunk that ends on a block edge leaves no half-written block behind
@@ -128,7 +128,8 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence) -> bool:
         missing = self._kv_cache.num_missing(sequence, sequence.num_tokens)
-        return missing == 0 or self._kv_cache.max_chunk(sequence) >= sequence.num_tokens - sequence.num_computed
+        wanted = sequence.num_tokens - sequence.num_computed
+        return missing == 0 or self._kv_cache.max_chunk(sequence, wanted) == wanted
 
     def _preempt_youngest(self) -> None:
         victim = self.running.pop()

@@ -1,0 +1,89 @@
+"""Requests that come, go and change the mode at given steps, for the tests of whole engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engines import outcome
+
+from nanoinfer import LLMEngine, SamplingParams
+from nanoinfer.request import Request
+from nanoinfer.scheduler import PrefillBatch
+
+
+@dataclass(frozen=True)
+class Script:
+    """What happens before which step.
+
+    Attributes:
+        arrivals: step -> (prompt, parameters) of the requests that come then; they are numbered in this order.
+        aborts: step -> number of the request that is aborted then.
+        modes: step -> the mode from then on.
+        num_gpu_blocks: what is left of the GPU pool; None leaves all of it.
+    """
+
+    arrivals: dict[int, list[tuple[list[int], SamplingParams]]]
+    aborts: dict[int, int] = field(default_factory=dict)
+    modes: dict[int, str] = field(default_factory=dict)
+    num_gpu_blocks: int | None = None
+
+
+@dataclass
+class Played:
+    """What `play` saw.
+
+    Attributes:
+        outcomes: `engines.outcome` of each request.
+        batches: what each step computed: [(begin, end), ...] of the chunks of a prefill step, or the number of rows of
+            a decode step.
+    """
+
+    outcomes: list
+    batches: list
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Played) and (self.outcomes, self.batches) == (other.outcomes, other.batches)
+
+
+def shrink_gpu_pool(engine: LLMEngine, num_free: int) -> Callable[[], None]:
+    """Leaves `num_free` free blocks in the GPU pool; the result gives the others back."""
+    pool = engine.runner.kv_cache.gpu_blocks
+    assert pool.num_free >= num_free, f"{pool.num_free} blocks are free, {num_free} are to be left"
+    taken = pool.allocate(pool.num_free - num_free)
+    return lambda: pool.release(taken)
+
+
+def record_batches(engine: LLMEngine) -> list:
+    """A list that grows by what each step computes; see `Played.batches`."""
+    batches, schedule = [], engine.scheduler.schedule
+
+    def recorded():
+        batch = schedule()
+        if isinstance(batch, PrefillBatch):
+            batches.append([(chunk.begin, chunk.end) for chunk in batch.chunks])
+        elif batch is not None:
+            batches.append(len(batch.sequences))
+        return batch
+
+    engine.scheduler.schedule = recorded
+    return batches
+
+
+def play(engine: LLMEngine, script: Script) -> Played:
+    """Runs a script to its end."""
+    give_back = shrink_gpu_pool(engine, script.num_gpu_blocks) if script.num_gpu_blocks else lambda: None
+    batches = record_batches(engine)
+    requests: list[Request] = []
+    step, last = 0, max([*script.arrivals, *script.aborts, *script.modes])
+    while step <= last or engine.has_work:
+        for prompt, params in script.arrivals.get(step, []):
+            requests.append(engine.add_request(f"request-{len(requests)}", prompt, params))
+        if step in script.aborts:
+            assert engine.abort(requests[script.aborts[step]].request_id), "the request has ended before its abort"
+        if step in script.modes:
+            engine.switch_mode(script.modes[step])
+        engine.step()
+        step += 1
+    give_back()
+    return Played([outcome(request) for request in requests], batches)

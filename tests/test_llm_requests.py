@@ -1,0 +1,247 @@
+"""Requests that are preempted, aborted, streamed or struck by an error, and the bytes that they move.
+
+`test_engine_requests.py` has the plain cases.
+"""
+
+import pytest
+from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, outcome, random_prompts, run, some_params
+from request_helpers import shrink_gpu_pool
+from tiny_models import make_checkpoint
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.runner import ModelRunner
+from nanoinfer.sequence import SequenceState
+from offload import OffloadEngine
+
+BOTH_MODES = pytest.mark.parametrize("enable_cpu_offload", [False, True], ids=["resident", "offload"])
+LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4  # K and V, 16 tokens, 2 heads of 16, float32
+NUM_LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A checkpoint with a tokenizer of one word per token: "w17" is token 17."""
+    path = make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), num_layers=NUM_LAYERS)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(path)
+    return path
+
+
+def make_llm(path, **arguments):
+    return LLM(path, **(COMMON | dict(skip_tokenizer_init=False) | arguments))
+
+
+# Preemption
+
+
+def test_preempted_requests_lose_neither_tokens_nor_logprobs(path):
+    """Several completions of prompts with a common prefix, in a pool that cannot hold what they grow to."""
+    prefix = random_prompts(1, 33, 33)[0]
+    prompts = [prefix + tail for tail in random_prompts(3, 1, 20, seed=2)]
+    common = dict(temperature=1.1, n=2, max_tokens=50, ignore_eos=True, logprobs=3)
+    params = [SamplingParams(seed=i, **common) for i in range(3)]
+    wanted = run(make_engine(path), prompts, params)
+    engine = make_engine(path)
+    give_back = shrink_gpu_pool(engine, 16)
+    outcomes = run(engine, prompts, params)
+    assert engine.scheduler.num_preemptions >= 2
+    give_back()
+    assert_pools_as_before(engine)
+    for completions, wanted_completions in zip(outcomes, wanted, strict=True):
+        for (tokens, logprobs, reason), (wanted_tokens, wanted_logprobs, _) in zip(
+            completions, wanted_completions, strict=True
+        ):
+            assert tokens == wanted_tokens and reason == "length"
+            # Batches differ in size, so the last bits may.
+            for token, entry, wanted_entry in zip(tokens, logprobs, wanted_logprobs, strict=True):
+                assert entry[token].logprob == pytest.approx(wanted_entry[token].logprob, abs=1e-4)
+                assert entry[token].rank == wanted_entry[token].rank
+
+
+@pytest.mark.parametrize("computed", ["prefill", "decode"])
+def test_a_preempted_request_can_be_aborted(path, computed):
+    engine = make_engine(path, max_num_batched_tokens=32)
+    prompts, params = random_prompts(2, 70, 70), some_params(2)
+    wanted = run(make_engine(path, max_num_batched_tokens=32), prompts, params)
+    requests = [engine.add_request(f"r{i}", *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+    victim = requests[1].sequences[0]
+    while victim.state.value != computed or not victim.num_computed:
+        engine.step()
+    num_generated = victim.num_generated
+    engine.scheduler._preempt_youngest()
+    assert victim.saved is not None and victim.state is SequenceState.WAITING and victim.row is None
+    assert engine.abort("r1") and victim.saved is None
+    while engine.has_work:
+        engine.step()
+    assert outcome(requests[1])[0][0] == wanted[1][0][0][:num_generated]
+    assert outcome(requests[0])[0][0] == wanted[0][0][0]
+    assert_pools_as_before(engine)
+
+
+# Errors inside a step
+
+# Name: whose method it is, and at which of its calls it fails.
+PLACES = {
+    "planning": (ModelRunner, "_fill", (1, 3, 6, 10, 17)),
+    "reading the tokens": (ModelRunner, "_read_back", (1, 3, 6, 10, 17)),
+    "write-through": (OffloadEngine, "_write_layer", (1, 2, 4, 7)),
+    "a ring fill": (OffloadEngine, "_fill", (1, 2, 7, 30)),
+}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_anywhere_in_a_step_frees_what_it_held_and_nothing_else(path, place, error, monkeypatch):
+    prompts, params = random_prompts(4, 40, 90, seed=9), some_params(4)
+    arguments = dict(max_num_seqs=3, enable_prefix_caching=False, num_ring_slots=2, ring_slot_bytes=LAYER_BLOCK_BYTES)
+    owner, name, calls_to_fail = PLACES[place]
+    modes = [True] if owner is OffloadEngine else [False, True]
+    for enable_cpu_offload in modes:
+        engine = make_engine(path, enable_cpu_offload=enable_cpu_offload, **arguments)
+        wanted = run(engine, prompts, params)
+        for at_call in calls_to_fail:
+            original, calls = getattr(owner, name), []
+
+            def broken(self, *args, original=original, calls=calls, at_call=at_call):
+                calls.append(1)
+                if len(calls) == at_call:
+                    raise error("out of luck")
+                return original(self, *args)
+
+            pairs = zip(prompts, params, strict=True)
+            requests = [engine.add_request(f"r{i}", *pair) for i, pair in enumerate(pairs)]
+            with monkeypatch.context() as patch, pytest.raises(error, match="out of luck"):
+                patch.setattr(owner, name, broken)
+                while engine.has_work:
+                    engine.step()
+            failed = {i for i, request in enumerate(requests) if outcome(request)[0][2] == "abort"}
+            assert failed, "the requests of the failed step have not ended"
+            while engine.has_work:
+                engine.step()
+            for i, request in enumerate(requests):
+                tokens, _, reason = outcome(request)[0]
+                if i in failed:
+                    assert reason == "abort" and tokens == wanted[i][0][0][: len(tokens)]
+                else:
+                    assert reason == "length" and tokens == wanted[i][0][0]
+            assert_pools_as_before(engine)
+        assert run(engine, prompts, params) == wanted, "the engine goes on as if nothing had happened"
+
+
+# Streams
+
+
+@BOTH_MODES
+def test_streamed_completions_of_one_prompt_join_to_what_generate_returns(path, enable_cpu_offload):
+    ends = dict(max_tokens=14, ignore_eos=True, stop=["w9", "w13"])
+    params = SamplingParams(temperature=1.3, n=3, seed=5, logprobs=1, **ends)
+    prompts = random_prompts(3, 1, 60, seed=8)
+    with make_llm(path, enable_cpu_offload=enable_cpu_offload, enable_prefix_caching=False) as llm:
+        wanted = llm.generate(prompts, params, use_tqdm=False)
+        parts = {}
+        for output in llm.generate_stream(prompts, params):
+            parts.setdefault((int(output.request_id) - len(prompts), output.index), []).append(output)
+        assert len(parts) == 9
+        for (number, index), outputs in parts.items():
+            completion = wanted[number].outputs[index]
+            assert "".join(output.text_delta for output in outputs) == completion.text
+            assert [token for output in outputs for token in output.token_ids_delta] == completion.token_ids
+            assert [entry for output in outputs for entry in output.logprobs_delta] == completion.logprobs
+            assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+            assert outputs[-1].finish_reason == completion.finish_reason
+            assert outputs[-1].stop_reason == completion.stop_reason
+        reasons = {completion.finish_reason for output in wanted for completion in output.outputs}
+        assert reasons == {"stop", "length"}
+        assert_pools_as_before(llm.engine)
+
+
+def test_a_stop_string_over_several_tokens_is_held_back_and_cut(path):
+    with make_llm(path) as llm:
+        free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        tokens = llm.generate("w20 w21", free, use_tqdm=False)[0].outputs[0].token_ids
+        stop = f"w{tokens[4]} w{tokens[5]}"
+        assert stop not in " ".join(f"w{token}" for token in tokens[:5]), "the case shows nothing"
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop)
+        completion = llm.generate("w20 w21", params, use_tqdm=False)[0].outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert completion.token_ids == tokens[:6] and f"w{tokens[4]}" not in completion.text.split()[4:]
+        text = "".join(output.text_delta for output in llm.generate_stream("w20 w21", params))
+        assert text == completion.text, "text that was streamed cannot be taken back"
+
+
+# Limits, times and bytes
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("length", [31, 32, 33, 47])
+def test_output_ends_where_max_model_len_ends(path, enable_cpu_offload, length):
+    """Also at and next to a block edge; the last token's KV is never needed."""
+    with make_llm(path, max_model_len=48, enable_cpu_offload=enable_cpu_offload) as llm:
+        prompt = random_prompts(1, length, length)
+        (output,) = llm.generate(prompt, SamplingParams(max_tokens=99, ignore_eos=True, n=2), use_tqdm=False)
+        assert [len(completion.token_ids) for completion in output.outputs] == [48 - length] * 2
+        assert [completion.finish_reason for completion in output.outputs] == ["length"] * 2
+        metrics = output.metrics
+        assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (length, 2 * (48 - length))
+        assert (metrics.time_per_output_token is None) == (length == 47)
+        assert_pools_as_before(llm.engine)
+
+
+def test_an_aborted_request_has_the_times_of_what_it_reached(path):
+    engine = make_engine(path, max_num_seqs=1)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    first, second = (engine.add_request(name, [5, 6, 7], params) for name in ("first", "second"))
+    for _ in range(3):
+        engine.step()
+    for request in (first, second):
+        engine.abort(request.request_id)
+    metrics = first.output().metrics
+    assert metrics.queue_time <= metrics.time_to_first_token < metrics.total_time and metrics.num_generated_tokens == 3
+    metrics = second.output().metrics
+    assert metrics.queue_time is None and metrics.time_to_first_token is None and metrics.total_time > 0
+    assert first.output().outputs[0].finish_reason == second.output().outputs[0].finish_reason == "abort"
+    assert_pools_as_before(engine)
+
+
+def test_a_request_id_in_use_is_refused_and_free_again_afterwards(path):
+    engine = make_engine(path)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    engine.add_request("one", [5, 6], params)
+    with pytest.raises(ValueError, match="request id 'one' is in use: give each request an id of its own"):
+        engine.add_request("one", [7], params)
+    while engine.has_work:
+        engine.step()
+    assert engine.add_request("one", [7], params).prompt_token_ids == [7] and engine.abort("one")
+    assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("num_ring_slots, num_discarded", [(2, 2), (3, 6)])
+def test_streamed_and_written_bytes_are_those_counted_by_hand(path, num_ring_slots, num_discarded):
+    """A prompt of 40 tokens and 12 generated ones: 11 decode steps, with 41 to 51 tokens.
+
+    Two blocks are full after prefill, the third after the step with 48 tokens. So 8 steps read 2 host blocks in each
+    layer and 3 steps read 3. With a ring of 2 slots the prefetch for the next step (layer 0, blocks 0 and 1) always
+    fits; with 3 slots it is (layer 0, blocks 0 and 1; layer 1, block 0), which the step with 49 tokens, whose third
+    chunk is layer 0's new block, cannot use. What is prefetched after the last step is dropped as well.
+    """
+    engine = make_engine(
+        path,
+        enable_cpu_offload=True,
+        enable_prefix_caching=False,
+        num_ring_slots=num_ring_slots,
+        ring_slot_bytes=LAYER_BLOCK_BYTES,
+    )
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    run(engine, random_prompts(1, 40, 40), [params])
+    stats = engine.stats()
+    read = (8 * 2 + 3 * 3) * NUM_LAYERS
+    assert stats["discarded_prefetch_bytes"] == num_discarded * LAYER_BLOCK_BYTES
+    assert stats["streamed_bytes"] == (read + num_discarded) * LAYER_BLOCK_BYTES
+    assert stats["decode_streamed_bytes"] == stats["streamed_bytes"], "prefill had no history to stream"
+    assert stats["written_bytes"] == 3 * NUM_LAYERS * LAYER_BLOCK_BYTES
+    assert (stats["num_prefill_steps"], stats["num_prefill_tokens"]) == (1, 40)
+    assert (stats["num_decode_steps"], stats["num_decode_tokens"]) == (11, 11)
+    assert_pools_as_before(engine)
