@@ -30,6 +30,11 @@ def parse_bytes(value: int | float | str, name: str) -> int:
     return int(size)
 
 
+def is_share(value: int | float | str | None) -> bool:
+    """Whether a memory limit is meant as a share of the memory: a float above 0 and at most 1."""
+    return isinstance(value, float) and 0 < value <= 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. Names and meanings follow vLLM where it has them.
@@ -45,12 +50,17 @@ class EngineConfig:
         max_num_batched_tokens: tokens of one prefill step; bounds the activations. None: 8192 on CUDA, cut to what
             the budget holds, 2048 on the CPU.
         gpu_memory_utilization: share of the GPU's memory to use when no limit is given.
-        gpu_memory_limit: bytes (or "12GiB") that weights, KV blocks, ring, activations and graphs may take together.
+        gpu_memory_limit: bytes, "12GiB", or a share of the GPU's memory such as 0.5, that weights, KV blocks, ring,
+            activations and graphs may take together.
+        resident_kv_limit: in offload mode, bytes of full KV blocks that may stay on the GPU; 0 streams every one.
+            None: what the budget leaves.
         host_memory_limit: bytes of pinned host memory for KV blocks. None: what `max_num_seqs` sequences can need, at
             most 60 % of the memory that is available.
         block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so another
             block size rounds differently.
-        enable_cpu_offload: start in offload mode: full KV blocks live in host memory and stream through the ring.
+        enable_cpu_offload: True starts in offload mode: host memory holds every full KV block, the GPU keeps as many as
+            the budget allows and the rest streams through the ring. "auto" starts in resident mode and enters offload
+            mode by itself when the GPU pool is full, instead of preempting requests.
         num_ring_slots: ring slots, at least 2.
         ring_slot_bytes: bytes of one ring slot, at least one layer of a block. None: 32 MiB.
         enforce_eager: no CUDA graphs.
@@ -74,10 +84,11 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
-    gpu_memory_limit: int | str | None = None
+    gpu_memory_limit: int | float | str | None = None
+    resident_kv_limit: int | str | None = None
     host_memory_limit: int | str | None = None
     block_size: int = 256
-    enable_cpu_offload: bool = False
+    enable_cpu_offload: bool | str = False
     num_ring_slots: int = 4
     ring_slot_bytes: int | str | None = None
     enforce_eager: bool = False
@@ -105,12 +116,17 @@ class EngineConfig:
             raise ValueError(f"block_size={self.block_size} must be a multiple of 16, such as 256")
         self._count("num_ring_slots", minimum=2, reason=": one slot is filled while another is read")
         self._count("seed", minimum=0)
-        for name in ("enable_cpu_offload", "enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
+        if not isinstance(self.enable_cpu_offload, bool) and self.enable_cpu_offload != "auto":
+            raise ValueError(f'enable_cpu_offload={self.enable_cpu_offload!r} must be True, False or "auto"')
+        for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
-        for name in ("gpu_memory_limit", "host_memory_limit", "ring_slot_bytes"):
-            if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name), name)
+        for name in ("gpu_memory_limit", "host_memory_limit", "ring_slot_bytes", "resident_kv_limit"):
+            value = getattr(self, name)
+            if value is None or is_share(value) and name == "gpu_memory_limit":
+                continue
+            if name != "resident_kv_limit" or value != 0 or isinstance(value, bool):
+                parse_bytes(value, name)
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={utilization!r} must be above 0 and at most 1, such as 0.9")
@@ -126,6 +142,11 @@ class EngineConfig:
         """
         refuse_unknown(arguments, [field.name for field in fields(cls)], "LLM")
         return cls(**arguments)
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether the engine is meant to use offload mode at all."""
+        return self.enable_cpu_offload in (True, "auto")
 
     def graph_batch_sizes(self, max_num_seqs: int) -> list[int]:
         """Padded decode batch sizes, ascending, none above `max_num_seqs` but the last, which covers it."""

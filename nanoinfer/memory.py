@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 
-from nanoinfer.config import EngineConfig, parse_bytes
+from nanoinfer.config import EngineConfig, is_share, parse_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.sampler import workspace_bytes as sampling_workspace_bytes
 from offload import KVLayout
@@ -280,11 +281,17 @@ def gpu_budget(config: EngineConfig, device: torch.device, host_available_bytes:
     Raises:
         ValueError: the limit is more than the GPU has.
     """
-    limit = None if config.gpu_memory_limit is None else parse_bytes(config.gpu_memory_limit, "gpu_memory_limit")
+    limit = config.gpu_memory_limit
+    if limit is not None and not is_share(limit):
+        limit = parse_bytes(limit, "gpu_memory_limit")
     if device.type != "cuda":
+        if is_share(limit):
+            limit = int(limit * psutil.virtual_memory().total)
         return limit if limit is not None else int(host_available_bytes * 0.4)
     total = torch.cuda.get_device_properties(device).total_memory
     if limit is not None:
+        if is_share(limit):
+            return int(limit * total)
         if limit > total:
             raise ValueError(
                 f"gpu_memory_limit={config.gpu_memory_limit!r} is {limit / GIB:.2f} GiB, the GPU has "

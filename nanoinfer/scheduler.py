@@ -132,8 +132,9 @@ class Scheduler:
         return missing == 0 or self._kv_cache.max_chunk(sequence, wanted) == wanted
 
     def _preempt_youngest(self) -> None:
-        victim = self.running.pop()
-        self._kv_cache.save(victim)
+        victim = self.running[-1]
+        self._kv_cache.save(victim)  # may lack host memory: nothing has changed then
+        self.running.pop()
         victim.state = SequenceState.WAITING
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
