@@ -18,8 +18,9 @@ from nanoinfer.device_tables import DeviceTable, RowState
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.sequence import Sequence
-from nanoinfer.work import slot_records, split_lists
+from nanoinfer.work import SplitLists, slot_records, split_lists
 from offload import Chunk, Graph, Ring, Runtime, Stream, StreamPlan, pack
+from offload.layout import runs
 
 
 @dataclass
@@ -150,6 +151,10 @@ class DecodeProgram:
         is_real = (rows != self.rows.padding_row).to(torch.int32)
         self.rows.length.index_copy_(0, rows, self._lengths[:size] + is_real)
 
+    def next_tokens(self, count: int) -> torch.Tensor:
+        """[count] int64: the tokens whose KV the first rows of this step compute; call it before the step runs."""
+        return self.rows.token.index_select(0, self._batch_rows.tensor[:count])
+
     def set_tokens(self, tokens: torch.Tensor) -> None:
         """Replaces the greedy tokens of the first rows by sampled ones, [n] int64."""
         count = len(tokens)
@@ -170,7 +175,11 @@ class DecodeProgram:
             progress(f"decode graph, batch {size}")
 
     def capture_offload(self, progress: Callable[[str], None]) -> None:
-        """Captures each piece for each batch size, and the attention over each ring slot."""
+        """Captures each piece for each batch size, the attention over each ring slot, and whole steps.
+
+        A step of which nothing streams runs as in resident mode.
+        """
+        self.capture_resident(progress)
         self._reset_tables()
         for size in reversed(self.batch_sizes):
             if size not in self._piece_graphs:
@@ -215,25 +224,35 @@ class DecodeProgram:
         lengths = np.array([sequence.num_tokens for sequence in sequences])
         padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
-        width = -(-int(lengths.max()) // self._kv_cache.block_size)
-        gpu_rows, host_rows = self._kv_cache.gpu_table[rows, :width], self._kv_cache.host_table[rows, :width]
-        chunks_of: list[list[Chunk]] = []
-        for index, window in enumerate(self.windows):
-            lists = split_lists(gpu_rows, host_rows, lengths, window, self._kv_cache.block_size)
-            ranges = np.concatenate([lists.ranges, np.full(len(padding), lists.ranges[-1], dtype=np.int32)])
+        lists = self._split_lists(rows, lengths)
+        plan = self._stream_plan(lists)
+        for index, found in enumerate(lists):
+            ranges = np.concatenate([found.ranges, np.full(len(padding), found.ranges[-1], dtype=np.int32)])
             assert ranges[-1] <= self.max_splits, f"{ranges[-1]} splits in a workspace of {self.max_splits}"
             self._ranges[index].set(self._compute, ranges)
-            head = np.array([[len(lists.on_gpu), 0, 0, 0]], dtype=np.int32)
-            self._items[index].set(self._compute, np.concatenate([head, lists.on_gpu]))
-            chunks = pack(lists.on_host[:, 2], self._ring.blocks_per_slot)
-            self._records[index].set(self._compute, slot_records(lists.on_host, chunks, self._ring.blocks_per_slot))
-            chunks_of.append(chunks)
+            head = np.array([[len(found.on_gpu), 0, 0, 0]], dtype=np.int32)
+            self._items[index].set(self._compute, np.concatenate([head, found.on_gpu]))
+            chunks = plan.chunks[self._kind.index(index)]
+            self._records[index].set(self._compute, slot_records(found.on_host, chunks, self._ring.blocks_per_slot))
         self.counters.padded_rows += len(padding)
         self.counters.num_rows += len(rows)
-        plan = StreamPlan(tuple(chunks_of[kind] for kind in self._kind))
-        return DecodeStep(self, size, plan, write_through)
+        promoted = self._kv_cache.promote(rows.tolist())
+        # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
+        ahead = self._stream_plan(self._split_lists(rows, lengths)) if promoted else plan
+        return DecodeStep(self, size, plan, ahead, write_through, promoted)
 
-    def run_resident(self, step: DecodeStep) -> None:
+    def _split_lists(self, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
+        """For each window, where the splits of the rows lie."""
+        block_size = self._kv_cache.block_size
+        width = -(-int(lengths.max()) // block_size)
+        gpu_rows, host_rows = self._kv_cache.gpu_table[rows, :width], self._kv_cache.host_table[rows, :width]
+        return [split_lists(gpu_rows, host_rows, lengths, window, block_size) for window in self.windows]
+
+    def _stream_plan(self, lists: list[SplitLists]) -> StreamPlan:
+        chunks = [pack(found.on_host[:, 2], self._ring.blocks_per_slot) for found in lists]
+        return StreamPlan(tuple(chunks[kind] for kind in self._kind))
+
+    def run_whole(self, step: DecodeStep) -> None:
         """Enqueues a whole step without ring."""
         whole_rows = not self._backend.exact_splits
         graph = self._step_graphs.get(step.size)
@@ -264,6 +283,15 @@ class DecodeProgram:
         else:
             self._compute.run(lambda: self.attend_slot(window, ring_slot))
 
+    def keep(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, list[int]]) -> None:
+        """Copies blocks of the ring slot that stay on the GPU from now on into the GPU pool."""
+        kv, slot = self._kv_cache.gpu_kv[layer], self._ring.slots[ring_slot]
+        pairs = [
+            (gpu_block, place) for place, block in enumerate(chunk.blocks) for gpu_block in promoted.get(block, ())
+        ]
+        for gpu_block, place, count in runs(pairs):
+            self._compute.copy(kv[gpu_block : gpu_block + count], slot[place : place + count])
+
 
 @dataclass
 class DecodeStep:
@@ -272,18 +300,21 @@ class DecodeStep:
     program: DecodeProgram
     size: int
     plan: StreamPlan
+    ahead: StreamPlan
     write_through: list[tuple[int, int]]
+    promoted: dict[int, list[int]]  # host block -> GPU blocks that take over its content from the ring
 
-    @property
-    def ahead(self) -> StreamPlan:
-        """If no sequence comes or goes, the next step streams the same blocks first."""
-        return self.plan
+    def compute_all(self) -> bool:
+        self.program.run_whole(self)
+        return True
 
     def compute(self, layer: int) -> None:
         self.program.enqueue_piece(layer, self.size)
 
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         self.program.enqueue_attend(layer, chunk, ring_slot)
+        if self.promoted:
+            self.program.keep(layer, chunk, ring_slot, self.promoted)
 
 
 def _work(table: torch.Tensor) -> DecodeWork:

@@ -9,6 +9,8 @@ from nanoinfer.kv_cache import KVCache
 from nanoinfer.sequence import Sequence
 from offload import Runtime, Staging, Stream
 
+ON_DEVICE = -1
+
 
 class DeviceTable:
     """A flat int32 table at a fixed device address, written by the host through rotating staging buffers."""
@@ -57,7 +59,9 @@ class RowState:
         count = len(changed)
         host = self._staging.acquire().numpy()[: count * self._width].reshape(count, self._width)
         for line, sequence in zip(host, changed, strict=True):
-            line[:3] = sequence.row, sequence.token_ids[-1], sequence.num_tokens
+            # A pending token is known to the device only, which has put it into the row already.
+            token = ON_DEVICE if sequence.num_pending else sequence.token_ids[-1]
+            line[:3] = sequence.row, token, sequence.num_tokens
             np.maximum(kv_cache.gpu_table[sequence.row], 0, out=line[3:])
             kv_cache.changed_rows.discard(sequence.row)
         updates = self._updates[: count * self._width]
@@ -66,7 +70,8 @@ class RowState:
         def apply() -> None:
             lines = updates.view(count, self._width)
             rows = lines[:, 0].long()
-            self.token.index_copy_(0, rows, lines[:, 1].long())
+            tokens = lines[:, 1].long()
+            self.token.index_copy_(0, rows, torch.where(tokens == ON_DEVICE, self.token[rows], tokens))
             self.length.index_copy_(0, rows, lines[:, 2])
             self.block_table.index_copy_(0, rows, lines[:, 3:])
 

@@ -12,11 +12,11 @@ from nanoinfer.build import BuiltEngine, build
 from nanoinfer.config import EngineConfig
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.request import Request
-from nanoinfer.runner import SampledTokens
+from nanoinfer.runner import PendingTokens
 from nanoinfer.sampling_batch import RowSampling, SamplingBatch
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduler import PrefillBatch, Scheduler
-from nanoinfer.sequence import Sequence, SequenceState
+from nanoinfer.scheduler import DecodeBatch, PrefillBatch, Scheduler
+from nanoinfer.sequence import Sequence
 from offload import Runtime
 
 MODES = ("resident", "offload")
@@ -34,6 +34,17 @@ class _StepTimes:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     decode_streamed_bytes: int = 0
+    last_read: float = 0.0  # when the newest step was read
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A step that was launched and not read yet."""
+
+    batch: PrefillBatch | DecodeBatch
+    tokens: PendingTokens
+    launched: float  # time.perf_counter
+    streamed_bytes: int
 
 
 class LLMEngine:
@@ -48,15 +59,22 @@ class LLMEngine:
         built: BuiltEngine = build(config, runtime, self._make_sampling)
         self.config, self.plan, self.tokenizer, self.runner = config, built.plan, built.tokenizer, built.runner
         self.vocab_size = built.runner.model.spec.vocab_size
-        self.scheduler = Scheduler(built.runner.kv_cache, built.plan.max_num_batched_tokens)
+        self.scheduler = Scheduler(
+            built.runner.kv_cache,
+            built.plan.max_num_batched_tokens,
+            self._enter_offload if config.enable_cpu_offload == "auto" else None,
+        )
         self._end_token_ids = built.end_token_ids
         self._requests: dict[str, Request] = {}
         self._next_sequence_id = 0
         self._random = random.Random(config.seed)
         self._times = _StepTimes()
-        if config.enable_cpu_offload:
+        self._in_flight: _InFlight | None = None
+        if config.enable_cpu_offload is True:
             self.runner.switch_mode("offload", [])
         else:
+            if config.may_offload:
+                self.runner.prepare_offload()
             self.runner.capture()
 
     # Requests
@@ -111,10 +129,11 @@ class LLMEngine:
             raise ValueError(f"stop={list(params.stop)} is text, but there is no tokenizer: give stop_token_ids")
         token_ids = self.tokenize(prompt) if token_ids is None else token_ids
         max_tokens = min(params.max_tokens, self.plan.max_model_len - len(token_ids))
-        capacity = self._max_sequence_tokens(self.mode)
+        modes = [self.mode] if self.config.enable_cpu_offload != "auto" else [self.mode, "offload"]
+        capacity = max(self._max_sequence_tokens(mode) for mode in modes)
         if len(token_ids) + max_tokens > capacity:
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens and may grow by {max_tokens}, the {self.mode} mode's pool "
+                f"the prompt has {len(token_ids)} tokens and may grow by {max_tokens}, the {' or '.join(modes)} mode's pool "
                 f"holds {capacity}: lower max_tokens, shorten the prompt or switch the mode"
             )
         text = prompt if isinstance(prompt, str) else None
@@ -142,48 +161,66 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._in_flight is not None
 
     # Steps
 
     @torch.inference_mode()
     def step(self) -> list[StreamOutput]:
-        """Runs one prefill or decode step.
+        """Launches one prefill or decode step and reads the one before, so that the device never waits for the host.
+
+        Stop conditions are read one step late: a step may compute one token too many for a sequence, which is dropped.
+        Steps that were asked for log-probabilities are read at once.
 
         Returns:
-            What each sequence that got a token gained.
+            What each sequence gained whose token was read.
 
         Raises:
             Exception: whatever went wrong on the device. The requests of the failed step are aborted then, and the
                 engine can go on with the others.
         """
         batch = self.scheduler.schedule()
+        before, self._in_flight = self._in_flight, None
         if batch is None:
-            assert not self.scheduler.has_work, "nothing can run, although requests wait and every block is free"
-            return []
-        begin, streamed_before = time.perf_counter(), self._streamed_bytes()
-        is_prefill = isinstance(batch, PrefillBatch)
-        scheduled = [chunk.sequence for chunk in batch.chunks] if is_prefill else batch.sequences
-        for sequence in scheduled:
-            self._requests[sequence.request_id].mark_scheduled()
+            assert before is not None or not self.scheduler.has_work, "nothing can run, although every block is free"
+            return [] if before is None else self._take(before)
         try:
-            sequences, sampled = self.runner.prefill(batch) if is_prefill else (scheduled, self.runner.decode(batch))
+            launched = self._launch(batch)
         except BaseException:
+            self._in_flight = before  # unharmed; the next step reads it
             self.runner.recover()
-            for request_id in {sequence.request_id for sequence in scheduled}:
+            for request_id in {sequence.request_id for sequence in _sequences(batch)}:
                 self.abort(request_id)
             raise
-        self._count(batch, time.perf_counter() - begin, self._streamed_bytes() - streamed_before)
-        return self._take(sequences, sampled)
+        outputs = [] if before is None else self._take(before)
+        if any(sequence.params.logprobs is not None for sequence in launched.tokens.sequences):
+            return outputs + self._take(launched)  # log-probabilities are too large to keep a step's worth of them
+        if any(not sequence.is_finished for sequence in _sequences(batch)):
+            self._in_flight = launched
+        return outputs
 
-    def _take(self, sequences: list[Sequence], sampled: SampledTokens) -> list[StreamOutput]:
+    def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
+        begin, streamed_before = time.perf_counter(), self._streamed_bytes()
+        for sequence in _sequences(batch):
+            self._requests[sequence.request_id].mark_scheduled()
+        tokens = self.runner.prefill(batch) if isinstance(batch, PrefillBatch) else self.runner.decode(batch)
+        return _InFlight(batch, tokens, begin, self._streamed_bytes() - streamed_before)
+
+    def _take(self, step: _InFlight) -> list[StreamOutput]:
+        """Waits for a step and hands out its tokens; those of sequences that have ended meanwhile are dropped."""
+        sampled = step.tokens.read()
+        self._count(step)
         outputs = []
-        for sequence, token_id, logprobs in zip(sequences, sampled.tokens, sampled.logprobs, strict=True):
+        for sequence, token_id, logprobs in zip(step.tokens.sequences, sampled.tokens, sampled.logprobs, strict=True):
+            sequence.num_pending -= 1
+            if sequence.is_finished:
+                continue
             request = self._requests[sequence.request_id]
-            sequence.state = SequenceState.DECODE
             request.take(sequence, token_id, logprobs)
             if sequence.finish_reason is not None:
                 self.scheduler.remove(sequence)
+            elif sequence.row is not None:
+                self.runner.kv_cache.publish(sequence)
             outputs.append(request.stream_output(sequence))
             if request.is_finished:
                 del self._requests[request.request_id]
@@ -198,7 +235,7 @@ class LLMEngine:
             row = RowSampling.from_params(
                 params,
                 seed=sequence.seed,
-                step=sequence.num_generated,
+                step=sequence.num_sampled,
                 penalty_token_ids=sequence.seen_token_ids if params.repetition_penalty != 1 else (),
                 end_token_ids=self._end_token_ids.union(params.stop_token_ids or ()),
             )
@@ -233,6 +270,14 @@ class LLMEngine:
             )
         self.runner.switch_mode(mode, self.scheduler.running)
 
+    def _enter_offload(self) -> bool:
+        """For "auto": goes on in offload mode, if the host can hold what runs."""
+        try:
+            self.runner.switch_mode("offload", self.scheduler.running)
+        except ValueError:
+            return False
+        return True
+
     def _max_sequence_tokens(self, mode: str) -> int:
         """Tokens that one sequence alone can have in `mode`: without this limit it would wait for ever."""
         block_size = self.config.block_size
@@ -243,8 +288,11 @@ class LLMEngine:
     def _streamed_bytes(self) -> int:
         return 0 if self.runner.offload is None else self.runner.offload.counters.streamed_bytes
 
-    def _count(self, batch: object, seconds: float, streamed_bytes: int) -> None:
-        times = self._times
+    def _count(self, step: _InFlight) -> None:
+        times, batch, streamed_bytes = self._times, step.batch, step.streamed_bytes
+        now = time.perf_counter()
+        seconds = now - max(step.launched, times.last_read)
+        times.last_read = now
         if isinstance(batch, PrefillBatch):
             times.prefill += seconds
             times.num_prefill_steps += 1
@@ -282,6 +330,8 @@ class LLMEngine:
             "host_blocks_used": 0 if host_blocks is None else host_blocks.num_used,
             "host_blocks_free": 0 if host_blocks is None else host_blocks.num_free,
             "host_blocks_cached": 0 if host_blocks is None else host_blocks.num_cached,
+            "kv_blocks_resident": runner.kv_cache.residency.num_resident,
+            "kv_blocks_streamed": runner.kv_cache.residency.num_streamed,
             "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
             "discarded_prefetch_bytes": 0 if transfer is None else transfer.discarded_bytes,
             "written_bytes": 0 if transfer is None else transfer.written_bytes,
@@ -303,5 +353,10 @@ class LLMEngine:
         """Aborts what runs and gives back device and host memory; the engine cannot be used afterwards."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        self._in_flight = None
         self.runner.close()
         del self.runner, self.scheduler
+
+
+def _sequences(batch: PrefillBatch | DecodeBatch) -> list[Sequence]:
+    return batch.sequences if isinstance(batch, DecodeBatch) else [chunk.sequence for chunk in batch.chunks]

@@ -4,9 +4,12 @@ A sequence's logical block s covers tokens [s * block_size, (s + 1) * block_size
 pool, or not yet anywhere:
 
     resident mode   every block lies in the GPU pool
-    offload mode    full blocks lie in the host pool, the tail (the block that still grows) in the GPU pool
+    offload mode    every full block lies in the host pool, the tail (the block that still grows) in the GPU pool; the
+                    GPU pool also keeps the newest full blocks, as many as there is room for
 
-The tables say for each row and logical block where it lies; attention reads nothing else, so any mixture works.
+The tables say for each row and logical block where it lies; attention reads nothing else, so any mixture works. What
+lies in both pools is read on the GPU. Dropping that copy costs nothing, so whenever GPU blocks are wanted, full ones
+are dropped (`offload.Residency` says which), and when there is room again they come back as they pass the ring.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ import numpy as np
 import torch
 
 from nanoinfer.sequence import Sequence
-from offload import BlockPool, KVLayout, OffloadEngine, Runtime, Stream
+from offload import BlockPool, KVLayout, OffloadEngine, Residency, Runtime, Stream
 
 NO_BLOCK = -1
+# Blocks that come back to the GPU in one step: each costs one small copy per layer on the compute stream.
+MAX_PROMOTED = 8
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,10 @@ class KVCache:
         max_num_seqs: number of rows.
         max_blocks_per_seq: logical blocks of a row.
         max_splits: blocks that all rows together may attend to; rows that share blocks count each for itself.
+        max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
+        window: the widest sliding window of the layers that have one, in tokens.
+        only_if_faster: in offload mode, admit a sequence whose blocks find no room on the GPU only where that does not
+            lower the tokens per second of all.
     """
 
     def __init__(
@@ -53,6 +62,9 @@ class KVCache:
         max_blocks_per_seq: int,
         max_splits: int,
         enable_prefix_caching: bool,
+        max_resident_blocks: int | None = None,
+        window: int | None = None,
+        only_if_faster: bool = False,
     ) -> None:
         self.layout = layout
         self.max_splits = max_splits
@@ -70,6 +82,10 @@ class KVCache:
         self._num_reserved_host = 0
         self._num_reserved_splits = 0
         self._rows_without_tail: set[int] = set()  # offload: rows to which a GPU block is promised
+        self.residency = Residency(max_num_seqs)
+        self._max_resident_blocks = max_resident_blocks
+        self._window = window
+        self._only_if_faster = only_if_faster
 
     # Admission
 
@@ -97,6 +113,7 @@ class KVCache:
             admitted = self._admit_resident(sequence, hits)
         if admitted:
             sequence.num_computed = sequence.num_cached = len(hits) * self.block_size
+            sequence.num_published = len(hits)
         return admitted
 
     def _admit_resident(self, sequence: Sequence, hits: list[int]) -> bool:
@@ -113,23 +130,34 @@ class KVCache:
         """Promises every host block that the sequence can ever fill, so it never has to give way later."""
         assert self.offload is not None
         reserve = sequence.max_num_tokens // self.block_size - len(hits)
-        if not self._has_offload_room(reserve):
+        if not self._has_offload_room(sequence, reserve):
             self.offload.host.blocks.release(hits)
             return False
         row = self._take_row(sequence)
         self.host_table[row, : len(hits)] = hits
         self._reserve_host(sequence, reserve)
-        self._rows_without_tail.add(row)
+        self._note_residency(row, first=len(hits), num_computed=len(hits) * self.block_size)
+        self._promise_tail(row)
         return True
 
-    def _has_offload_room(self, num_host_blocks: int) -> bool:
+    def _has_offload_room(self, sequence: Sequence, num_host_blocks: int) -> bool:
         assert self.offload is not None
         host = self.offload.host.blocks
-        if num_host_blocks > host.num_free - self._num_reserved_host:
-            self.offload.reclaim(wait=True)
-        if num_host_blocks > host.num_free - self._num_reserved_host:
+        if num_host_blocks > host.num_free + self.offload.num_deferred_host - self._num_reserved_host:
             return False
-        return self.num_free_gpu_blocks >= 1
+        if self.num_obtainable < 1:
+            return False
+        return not self._only_if_faster or self._keeps_throughput(sequence)
+
+    def _keeps_throughput(self, sequence: Sequence) -> bool:
+        """Whether one sequence more does not lower the tokens per second of all.
+
+        A step of n sequences that streams s blocks takes about s / link. With one more of b blocks, for which there is
+        no room, (n + 1) / (s + b) >= n / s where b <= s / n: no bandwidth needs to be known.
+        """
+        num_blocks, num_running = self._num_blocks(sequence.num_tokens), len(self.gpu_table) - len(self._free_rows)
+        fits = num_blocks <= self.gpu_room
+        return fits or num_running == 0 or num_blocks * num_running <= self.residency.num_streamed
 
     def _reserve_host(self, sequence: Sequence, count: int) -> None:
         sequence.num_reserved_host = count
@@ -144,13 +172,15 @@ class KVCache:
     # Growth
 
     @property
-    def num_free_gpu_blocks(self) -> int:
-        """GPU blocks that nobody holds and that are promised to no row."""
-        if self.offload is not None:
-            self.offload.reclaim()
-            if self.offload.num_deferred_gpu and self.gpu_blocks.num_free <= len(self._rows_without_tail):
-                self.offload.reclaim(wait=True)
-        return self.gpu_blocks.num_free - len(self._rows_without_tail)
+    def gpu_room(self) -> int:
+        """GPU blocks that can be handed out with nothing dropped. Does not depend on how fast copies are."""
+        room = self.gpu_blocks.num_free - len(self._rows_without_tail)
+        return room if self.offload is None else room + self.offload.num_deferred_gpu
+
+    @property
+    def num_obtainable(self) -> int:
+        """GPU blocks that can be handed out, full ones that the host has as well included."""
+        return self.gpu_room if self.offload is None else self.gpu_room + self.residency.num_resident
 
     def max_chunk(self, sequence: Sequence, wanted: int) -> int:
         """Of the next `wanted` tokens, those for which the admitted sequence has, or can get, GPU blocks now."""
@@ -158,11 +188,7 @@ class KVCache:
         row = sequence.row
         first = sequence.num_computed // self.block_size
         held = int((self.gpu_table[row, first:] != NO_BLOCK).sum()) + (row in self._rows_without_tail)
-        missing = self._num_blocks(tokens_in_tail + wanted) - held
-        if missing > self.num_free_gpu_blocks and self.offload is not None:
-            # Without it the chunk's length, and so the last bits, would depend on how fast the copies are.
-            self.offload.reclaim(wait=True)
-        return min(wanted, (held + max(0, self.num_free_gpu_blocks)) * self.block_size - tokens_in_tail)
+        return min(wanted, (held + max(0, self.num_obtainable)) * self.block_size - tokens_in_tail)
 
     def num_missing(self, sequence: Sequence, end: int) -> int:
         """GPU blocks to allocate before tokens up to `end` (exclusive) can be computed."""
@@ -180,11 +206,68 @@ class KVCache:
         missing = first + np.flatnonzero(self.gpu_table[row, first : self._num_blocks(end)] == NO_BLOCK)
         if len(missing) == 0:
             return
-        if self.offload is not None and len(missing) > self.gpu_blocks.num_free:
-            self.offload.reclaim(wait=True)
-        self.gpu_table[row, missing] = self.gpu_blocks.allocate(len(missing))
-        self.changed_rows.add(row)
         self._rows_without_tail.discard(row)
+        self.gpu_table[row, missing] = self._take_gpu(len(missing))
+        self.changed_rows.add(row)
+
+    def _take_gpu(self, count: int) -> list[int]:
+        """Hands out GPU blocks; in offload mode drops full ones and waits for copies, if need be."""
+        if self.offload is not None:
+            self._drop(count - self.gpu_room)
+            self.offload.reclaim(wait=count > self.gpu_blocks.num_free)
+        return self.gpu_blocks.allocate(count)
+
+    def _take_host(self, count: int) -> list[int]:
+        """Hands out promised host blocks; waits for copies, if need be."""
+        assert self.offload is not None
+        if count > self.offload.host.blocks.num_free:
+            self.offload.reclaim(wait=True)
+        return self.offload.host.blocks.allocate(count)
+
+    def _promise_tail(self, row: int) -> None:
+        """The row has no block that is partly full: it is sure to get a GPU block when it grows."""
+        self._rows_without_tail.add(row)
+        self._drop(-self.gpu_room)
+
+    def _drop(self, count: int) -> None:
+        """Drops the GPU copies of full blocks that the host has too."""
+        if count <= 0:
+            return
+        assert self.offload is not None
+        dropped = self.residency.drop(min(count, self.residency.num_resident))
+        rows, places = np.array(dropped, dtype=np.int64).reshape(-1, 2).T
+        self.offload.release_gpu(self.gpu_table[rows, places].tolist())
+        self.gpu_table[rows, places] = NO_BLOCK
+
+    def _note_residency(self, row: int, first: int, num_computed: int) -> None:
+        """The row's full blocks from `first` on lie on the GPU; those that a window reads are kept longest."""
+        full = window = num_computed // self.block_size
+        if self._window is not None:
+            window = max(0, num_computed - self._window + 1) // self.block_size
+        self.residency.set(row, first, full, window)
+
+    def promote(self, rows: list[int]) -> dict[int, list[int]]:
+        """Takes GPU blocks for full blocks that stream in this step, where there is room, and notes them as resident.
+
+        Their content must be copied from the ring to the GPU pool while this step runs.
+
+        Returns:
+            Host block -> GPU blocks (several where rows share the host block).
+        """
+        if self.offload is None or not self.residency.num_streamed:
+            return {}
+        # Each row may want a block of its own soon; more often than not it is one row in 16 at a time.
+        count = min(MAX_PROMOTED, self.gpu_room - len(rows) // 16 - 2)
+        if self._max_resident_blocks is not None:
+            count = min(count, self._max_resident_blocks - self.residency.num_resident)
+        if count <= 0:
+            return {}
+        promoted = self.residency.promote(count, rows)
+        result: dict[int, list[int]] = {}
+        for (row, block), gpu_block in zip(promoted, self._take_gpu(len(promoted)), strict=True):
+            self.gpu_table[row, block] = gpu_block
+            result.setdefault(int(self.host_table[row, block]), []).append(gpu_block)
+        return result
 
     def fill(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
         """In offload mode: allocates the host blocks of the blocks that become full when `end` tokens are computed.
@@ -198,29 +281,28 @@ class KVCache:
         full = range(sequence.num_computed // self.block_size, end // self.block_size)
         if not full:
             return []
-        host_blocks = self.offload.host.blocks.allocate(len(full))
+        host_blocks = self._take_host(len(full))
         sequence.num_reserved_host -= len(full)
         self._num_reserved_host -= len(full)
         self.host_table[row, full.start : full.stop] = host_blocks
         return [(int(self.gpu_table[row, s]), block) for s, block in zip(full, host_blocks, strict=True)]
 
     def commit(self, sequence: Sequence, end: int) -> None:
-        """Notes that the tokens up to `end` have their KV: publishes full blocks, drops their GPU copy in offload."""
+        """Notes that the tokens up to `end` have their KV, or will have by the time that later work reads it."""
         row = sequence.row
-        full = range(sequence.num_computed // self.block_size, end // self.block_size)
+        was_full, is_full = sequence.num_computed // self.block_size, end // self.block_size
         sequence.num_computed = end
-        if not full:
+        self.publish(sequence)
+        if self.offload is None or was_full == is_full:
             return
-        table, pool = self._prefix_home()
-        if self._enable_prefix_caching:
-            keys = self._keys(sequence, full.stop)
-            for s in full:
-                pool.publish(int(table[row, s]), keys[s])
-        if self.offload is not None:
-            self.offload.release_gpu(self.gpu_table[row, full.start : full.stop].tolist())
-            self.gpu_table[row, full.start : full.stop] = NO_BLOCK
-            if end % self.block_size == 0:
-                self._rows_without_tail.add(row)
+        self._note_residency(row, int(self.residency.first[row]), end)
+        if end % self.block_size == 0 and self.gpu_table[row, is_full : is_full + 1].max(initial=NO_BLOCK) == NO_BLOCK:
+            self._promise_tail(row)
+        self._limit_residency()
+
+    def _limit_residency(self) -> None:
+        if self._max_resident_blocks is not None:
+            self._drop(self.residency.num_resident - self._max_resident_blocks)
 
     def release(self, sequence: Sequence) -> None:
         """Gives back the row and every block of an admitted sequence."""
@@ -240,6 +322,7 @@ class KVCache:
         self._num_reserved_splits -= self._num_blocks(sequence.max_num_tokens)
         sequence.row = None
         self._rows_without_tail.discard(row)
+        self.residency.clear(row)
         self.changed_rows.discard(row)
         self._free_rows.append(row)
 
@@ -261,6 +344,7 @@ class KVCache:
         for place, block in enumerate(blocks):
             saved[:, place].copy_(self.gpu_kv[:, block])
         sequence.saved = SavedKV(saved)
+        sequence.num_published = 0
         self.release(sequence)
 
     def _admit_saved(self, sequence: Sequence) -> bool:
@@ -268,21 +352,22 @@ class KVCache:
         saved = sequence.saved.blocks
         if self.offload is not None:
             num_full = sequence.num_computed // self.block_size
-            if not self._has_offload_room(sequence.max_num_tokens // self.block_size):
+            if not self._has_offload_room(sequence, sequence.max_num_tokens // self.block_size):
                 return False
             row = self._take_row(sequence)
             self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - num_full)
-            host_blocks = self.offload.host.blocks.allocate(num_full)
+            host_blocks = self._take_host(num_full)
             self.host_table[row, :num_full] = host_blocks
+            self._note_residency(row, first=num_full, num_computed=sequence.num_computed)
+            first_on_gpu = num_full
+            if saved.shape[1] > num_full:
+                self.gpu_table[row, num_full] = self._take_gpu(1)[0]
+            else:
+                self._promise_tail(row)
             self._runtime.synchronize()
             for place, block in enumerate(host_blocks):
                 for layer in range(self.layout.num_layers):
                     self.offload.host.block(layer, block).copy_(saved[layer, place])
-            first_on_gpu = num_full
-            if saved.shape[1] > num_full:
-                self.gpu_table[row, num_full] = self.gpu_blocks.allocate(1)[0]
-            else:
-                self._rows_without_tail.add(row)
         else:
             # One block to spare for each running row, or the sequence would be preempted again at once.
             num_running = len(self.gpu_table) - len(self._free_rows)
@@ -319,28 +404,21 @@ class KVCache:
             )
         pairs = []
         for sequence in sequences:
-            num_full = sequence.num_computed // self.block_size
+            row, num_full = sequence.row, sequence.num_computed // self.block_size
             host_blocks = offload.host.blocks.allocate(num_full)
-            self.host_table[sequence.row, :num_full] = host_blocks
-            pairs += zip(self.gpu_table[sequence.row, :num_full].tolist(), host_blocks, strict=True)
+            self.host_table[row, :num_full] = host_blocks
+            pairs += zip(self.gpu_table[row, :num_full].tolist(), host_blocks, strict=True)
             self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - num_full)
+            self._note_residency(row, first=0, num_computed=sequence.num_computed)
+            self.changed_rows.add(row)
+            sequence.num_published = 0
         offload.store(pairs)
-        for sequence in sequences:
-            self._leave_only_tail(sequence)
         self.offload = offload
         for sequence in sequences:
-            self._publish_all(sequence)
-
-    def _leave_only_tail(self, sequence: Sequence) -> None:
-        """Gives back all GPU blocks but the one that is partly written."""
-        row, (num_full, in_tail) = sequence.row, divmod(sequence.num_computed, self.block_size)
-        keep = num_full if in_tail else None
-        dropped = [s for s in np.flatnonzero(self.gpu_table[row] != NO_BLOCK) if s != keep]
-        self._release_gpu_now(self.gpu_table[row, dropped].tolist())
-        self.gpu_table[row, dropped] = NO_BLOCK
-        if keep is None:
-            self._rows_without_tail.add(row)
-        self.changed_rows.add(row)
+            if self.gpu_table[sequence.row, sequence.num_computed // self.block_size] == NO_BLOCK:
+                self._promise_tail(sequence.row)
+            self.publish(sequence)
+        self._limit_residency()
 
     def switch_to_resident(self, sequences: list[Sequence]) -> None:
         """Brings every host block of the running sequences into the GPU pool.
@@ -367,6 +445,9 @@ class KVCache:
             row, missing = sequence.row, wanted[sequence.sequence_id]
             self.gpu_table[row, missing] = self.gpu_blocks.allocate(len(missing))
             on_host = np.flatnonzero(self.host_table[row] != NO_BLOCK)
+            if self._window is None:
+                on_host = np.intersect1d(on_host, missing, assume_unique=True)
+            # else: blocks that came back through the ring lack the layers whose window had moved on
             pairs += zip(self.gpu_table[row, on_host].tolist(), self.host_table[row, on_host].tolist(), strict=True)
             self.changed_rows.add(row)
         offload.load(pairs)
@@ -375,20 +456,26 @@ class KVCache:
             self.host_table[sequence.row] = NO_BLOCK
             self._num_reserved_host -= sequence.num_reserved_host
             sequence.num_reserved_host = 0
+            self.residency.clear(sequence.row)
+            sequence.num_published = 0
         self._rows_without_tail.clear()
         self.offload = None
         offload.drain()
         for sequence in sequences:
-            self._publish_all(sequence)
-
-    def _publish_all(self, sequence: Sequence) -> None:
-        if not self._enable_prefix_caching:
-            return
-        table, pool = self._prefix_home()
-        for s, key in enumerate(self._keys(sequence, sequence.num_computed // self.block_size)):
-            pool.publish(int(table[sequence.row, s]), key)
+            self.publish(sequence)
 
     # Prefix caching
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offers the full blocks of an admitted sequence whose tokens are known to others with an equal beginning."""
+        known = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
+        if not self._enable_prefix_caching or known <= sequence.num_published:
+            return
+        table, pool = self._prefix_home()
+        keys = self._keys(sequence, known)
+        for s in range(sequence.num_published, known):
+            pool.publish(int(table[sequence.row, s]), keys[s])
+        sequence.num_published = known
 
     def _prefix_home(self) -> tuple[np.ndarray, BlockPool]:
         """The table and pool in which full blocks lie, and are published, in this mode."""

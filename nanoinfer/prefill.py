@@ -53,8 +53,8 @@ class PrefillProgram:
         # Every sequence of the step may have a history on the host (a shared prefix, a switch), each block in a ring
         # slot of its own.
         blocks = min(kv_cache.max_splits, self.max_seqs * max_blocks_per_seq)
-        size = 3 * max_tokens + (5 + len(windows)) * self.max_seqs + 1 + self.max_seqs * max_blocks_per_seq
-        size += 3 * (8 + 2 * len(windows))  # each part begins at a multiple of 4
+        size = 3 * max_tokens + (6 + len(windows)) * self.max_seqs + 1 + self.max_seqs * max_blocks_per_seq
+        size += 3 * (9 + 2 * len(windows))  # each part begins at a multiple of 4
         size += 3 * len(windows) * blocks
         self._table = DeviceTable(runtime, size)
         self._slot_places = torch.arange(ring.blocks_per_slot, dtype=torch.int32, device=runtime.device).view(1, -1)
@@ -66,7 +66,9 @@ class PrefillProgram:
         tokens = [packer.add(values) for values in (token_ids, positions, slots)]
         lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
         cu_seqlens = packer.add(np.concatenate([[0], np.cumsum(lengths)]))
-        last = packer.add(np.cumsum(lengths)[[i for i, chunk in enumerate(chunks) if chunk.is_last]] - 1)
+        finished = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+        last = packer.add(np.cumsum(lengths)[finished] - 1)
+        last_rows = packer.add([chunks[i].sequence.row for i in finished])
         query_pos = packer.add([chunk.begin for chunk in chunks])
         kv_end = packer.add([chunk.end for chunk in chunks])
         first_blocks = [self._first_gpu_block(chunk) for chunk in chunks]
@@ -104,6 +106,7 @@ class PrefillProgram:
             positions=view(tokens[1]),
             slots=view(tokens[2]),
             last=view(last),
+            last_rows=view(last_rows),
             gpu_pieces=gpu_pieces,
             slot_tables=[view(history.table).view(-1, 3) for history in histories],
             lengths=lengths,
@@ -181,6 +184,8 @@ class PrefillStep:
     """One prefill step as the offload engine runs it (see `offload.OffloadStep`).
 
     Attributes:
+        last: [number of chunks that end their prompt] index of each one's last token in the step.
+        last_rows: the rows of these.
         last_hidden: [number of chunks that end their prompt, hidden], filled by the last piece.
     """
 
@@ -192,6 +197,7 @@ class PrefillStep:
     positions: torch.Tensor
     slots: torch.Tensor
     last: torch.Tensor
+    last_rows: torch.Tensor
     gpu_pieces: list[PrefillPiece]
     slot_tables: list[torch.Tensor]
     lengths: np.ndarray
@@ -202,6 +208,9 @@ class PrefillStep:
     _positions: torch.Tensor = field(init=False)
     _out: torch.Tensor | None = None
     _state: PrefillState | None = None
+
+    def compute_all(self) -> bool:
+        return False
 
     def compute(self, layer: int) -> None:
         self.program.compute.run(lambda: self._piece(layer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -11,20 +12,42 @@ import torch
 from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend, PrefillPiece
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, parse_bytes
 from nanoinfer.decode import DecodeProgram
 from nanoinfer.device_tables import RowState
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.memory import GIB, LIBRARY_BYTES, MemoryPlan
 from nanoinfer.models.base import DecoderModel
-from nanoinfer.prefill import PrefillProgram
+from nanoinfer.prefill import PrefillProgram, PrefillStep
 from nanoinfer.sampler import SamplingBatch, logprobs_of, sample
 from nanoinfer.scheduler import DecodeBatch, PrefillBatch
-from nanoinfer.sequence import Sequence
-from offload import HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream
+from nanoinfer.sequence import Sequence, SequenceState
+from offload import Event, HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream
 from offload.pinned import HostArena
 
 SEGMENT_BYTES = GIB
+
+
+class PendingTokens:
+    """What a step that was launched samples: on its way to the host.
+
+    Attributes:
+        sequences: those that get a token; each one's `num_pending` counts it until it is read.
+    """
+
+    def __init__(self, sequences: list[Sequence], tokens: torch.Tensor, logprobs: list[torch.Tensor], done: Event):
+        self.sequences = sequences
+        self._tokens, self._logprobs, self._done = tokens, logprobs, done
+
+    def read(self) -> SampledTokens:
+        """Waits until the step has run."""
+        self._done.synchronize("host.read_after_step")
+        logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * len(self.sequences)
+        wanted = [i for i, sequence in enumerate(self.sequences) if sequence.params.logprobs is not None]
+        if wanted:
+            for i, *values in zip(wanted, *(tensor.tolist() for tensor in self._logprobs), strict=True):
+                logprobs[i] = tuple(values)
+        return SampledTokens(self._tokens[: len(self.sequences)].tolist(), logprobs)
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,9 @@ class ModelRunner:
             max_blocks_per_seq=max_blocks,
             max_splits=plan.max_splits,
             enable_prefix_caching=config.enable_prefix_caching,
+            max_resident_blocks=_max_resident_blocks(config, layout),
+            window=max((window for window in model.spec.windows if window is not None), default=None),
+            only_if_faster=config.enable_cpu_offload == "auto",
         )
         rows = RowState(runtime, plan.max_num_seqs, max_blocks)
         sizes = config.graph_batch_sizes(plan.max_num_seqs)
@@ -106,8 +132,9 @@ class ModelRunner:
         )
         self._offload: OffloadEngine | None = None  # kept between switches, since graphs hold the ring's addresses
         self._arena: HostArena | None = None
-        self._tokens_host = runtime.staging(self.decode_program.tokens.numel(), torch.int64)
-        self._tokens_read = runtime.event()
+        self._tokens_host = deque(
+            (runtime.staging(self.decode_program.tokens.numel(), torch.int64), runtime.event()) for _ in range(2)
+        )
         self._prefill_tokens = torch.zeros_like(self.decode_program.tokens)
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before and after capture
 
@@ -137,6 +164,11 @@ class ModelRunner:
             else:
                 self.kv_cache.switch_to_resident(sequences)
             self.capture()
+
+    def prepare_offload(self) -> None:
+        """Begins to map and pin the host pool, so that offload mode can be entered at any time."""
+        type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
+        self._get_offload()
 
     def _get_offload(self) -> OffloadEngine:
         """The offload engine; the host pool is mapped and pinned when it is first needed."""
@@ -175,8 +207,8 @@ class ModelRunner:
         is_cuda = self.runtime.device.type == "cuda"
         if self.config.enforce_eager or (is_cuda and not self.backend.graph_safe):
             return
-        program = self.decode_program
-        steps = len(program.batch_sizes) + (self.mode == "offload")
+        program, may_offload = self.decode_program, self.mode == "offload" or self.config.may_offload
+        steps = len(program.batch_sizes) * (1 + may_offload) + may_offload
         before = self._memory_in_use()
         bar = tqdm(total=steps, desc="capturing graphs", disable=not self.config.progress_bar or before == 0)
 
@@ -191,7 +223,7 @@ class ModelRunner:
         gc.disable()
         try:
             with bar, self.compute.current():
-                (program.capture_offload if self.mode == "offload" else program.capture_resident)(progress)
+                (program.capture_offload if may_offload else program.capture_resident)(progress)
         finally:
             if was_enabled:
                 gc.enable()
@@ -205,8 +237,8 @@ class ModelRunner:
 
     # Steps
 
-    def prefill(self, batch: PrefillBatch) -> tuple[list[Sequence], SampledTokens]:
-        """Computes the chunks; samples the next token of each sequence whose last chunk this is."""
+    def prefill(self, batch: PrefillBatch) -> PendingTokens:
+        """Launches the chunks; the next token of each sequence whose last chunk this is gets sampled."""
         kv_cache, program = self.kv_cache, self.prefill_program
         write_through = self._fill((chunk.sequence, chunk.end) for chunk in batch.chunks)
         finished = [chunk.sequence for chunk in batch.chunks if chunk.is_last]
@@ -217,18 +249,19 @@ class ModelRunner:
             else:
                 for piece in range(self.decode_program.num_pieces):
                     step.compute(piece)
-            sampled = self._sample_prefill(step, finished)
+            pending = self._sample_prefill(step, finished)
         for chunk in batch.chunks:
             kv_cache.commit(chunk.sequence, chunk.end)
         for sequence in finished:
             assert sequence.row is not None
             kv_cache.changed_rows.add(sequence.row)
-        return finished, sampled
+            sequence.num_pending += 1
+            sequence.state = SequenceState.DECODE
+        return pending
 
-    def _sample_prefill(self, step, finished: list[Sequence]) -> SampledTokens:
+    def _sample_prefill(self, step: PrefillStep, finished: list[Sequence]) -> PendingTokens:
         if not finished:
-            self.compute.synchronize()
-            return SampledTokens([], [])
+            return self._read_back([], self._prefill_tokens, lambda: None)
         sampling = self._make_sampling(finished)
         logits: list[torch.Tensor] = []
 
@@ -236,50 +269,60 @@ class ModelRunner:
             logits.append(self.model.logits(step.last_hidden))
             tokens = sample(logits[0], sampling) if sampling is not None else logits[0].argmax(dim=-1)
             self._prefill_tokens[: len(finished)].copy_(tokens)
+            self.decode_program.rows.token.index_copy_(0, step.last_rows.long(), tokens)
 
         self.compute.run(choose)
         return self._read_back(finished, self._prefill_tokens, lambda: logits[0])
 
-    def decode(self, batch: DecodeBatch) -> SampledTokens:
-        """Computes one token for each sequence and samples the next."""
+    def decode(self, batch: DecodeBatch) -> PendingTokens:
+        """Launches a step that computes one token for each sequence and samples the next."""
         sequences, kv_cache, program = batch.sequences, self.kv_cache, self.decode_program
         write_through = self._fill((sequence, sequence.num_tokens) for sequence in sequences)
         with self.compute.current():
             step = program.begin(sequences, write_through)
+            sampling = self._make_sampling(sequences)
+            unread: list[torch.Tensor] = []
+            if sampling is not None and sampling.penalised_rows:
+                self.compute.run(lambda: unread.append(program.next_tokens(len(sequences))))
             if kv_cache.offload is not None:
                 kv_cache.offload.run(step)
             else:
-                program.run_resident(step)
-            sampling = self._make_sampling(sequences)
+                program.run_whole(step)
             if sampling is not None:
-                self.compute.run(lambda: program.set_tokens(sample(program.logits[: len(sequences)], sampling)))
-            sampled = self._read_back(sequences, program.tokens, lambda: program.logits[: len(sequences)])
+                self.compute.run(lambda: program.set_tokens(self._sample_decode(sampling, unread)))
+            pending = self._read_back(sequences, program.tokens, lambda: program.logits[: len(sequences)])
         for sequence in sequences:
             kv_cache.commit(sequence, sequence.num_tokens)
-        return sampled
+            sequence.num_pending += 1
+        return pending
 
     def _fill(self, ends: Iterable[tuple[Sequence, int]]) -> list[tuple[int, int]]:
         return [pair for sequence, end in ends for pair in self.kv_cache.fill(sequence, end)]
 
+    def _sample_decode(self, sampling: SamplingBatch, unread: list[torch.Tensor]) -> torch.Tensor:
+        count = sampling.num_rows
+        if unread:  # the host may not have read the newest tokens yet, which the repetition penalty counts
+            sampling = sampling.with_unread_tokens(range(count), unread[0])
+        return sample(self.decode_program.logits[:count], sampling)
+
     def _read_back(
-        self, sequences: list[Sequence], tokens: torch.Tensor, logits: Callable[[], torch.Tensor]
-    ) -> SampledTokens:
-        """Waits for the sampled tokens; log-probabilities only of those who asked."""
+        self, sequences: list[Sequence], tokens: torch.Tensor, logits: Callable[[], torch.Tensor | None]
+    ) -> PendingTokens:
+        """Sends the sampled tokens to the host; log-probabilities only of those who asked."""
         count = len(sequences)
         wanted = [i for i, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
-        found: list[tuple[torch.Tensor, ...]] = []
+        found: list[torch.Tensor] = []
         if wanted:
             top = max(sequences[i].params.logprobs for i in wanted)
             index = torch.tensor(wanted, device=self.runtime.device)
-            self.compute.run(lambda: found.append(logprobs_of(logits()[index], tokens[:count][index], top)))
-        self.compute.copy(self._tokens_host[:count], tokens[:count])
-        self.compute.record(self._tokens_read)
-        self._tokens_read.synchronize("host.read_after_step")
-        logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * count
-        if wanted:
-            for i, *values in zip(wanted, *(tensor.tolist() for tensor in found[0]), strict=True):
-                logprobs[i] = tuple(values)
-        return SampledTokens(self._tokens_host[:count].tolist(), logprobs)
+            self.compute.run(lambda: found.extend(logprobs_of(logits()[index], tokens[:count][index], top)))
+        # Two buffers: one is written while the host still reads the other.
+        self._tokens_host.rotate()
+        on_host, done = self._tokens_host[0]
+        if count:
+            self.compute.copy(on_host[:count], tokens[:count])
+        self.compute.record(done)
+        return PendingTokens(sequences, on_host, found, done)
 
     def recover(self) -> None:
         """After an exception inside a step: waits until nothing is in flight any more."""
@@ -365,3 +408,8 @@ def reserved_bytes(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
+
+
+def _max_resident_blocks(config: EngineConfig, layout: KVLayout) -> int | None:
+    limit = config.resident_kv_limit
+    return None if limit is None else int(limit and parse_bytes(limit, "resident_kv_limit")) // layout.block_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanoinfer.kv_cache import KVCache
@@ -39,19 +40,27 @@ class Scheduler:
     """First come, first served, with chunked prefill.
 
     A step is a prefill step or a decode step. While both are wanted they take turns, so a long prompt delays the
-    running sequences by one chunk at a time. When the GPU pool is full in resident mode, the youngest sequence gives
-    way: its KV moves to host memory unchanged and it is first in the queue again.
+    running sequences by one chunk at a time. When the GPU pool is full in resident mode, offload mode is entered if that
+    is allowed; if not, the youngest sequence gives way: its KV moves to host memory unchanged and it is first in the
+    queue again.
+
+    A step is planned while the one before still runs, so a sequence that has all its tokens waits here, out of every
+    batch, until the last one was read.
 
     Args:
         max_num_batched_tokens: tokens of one prefill step.
+        enter_offload: switches to offload mode and returns True, or returns False where that cannot be; None: never.
     """
 
-    def __init__(self, kv_cache: KVCache, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, kv_cache: KVCache, max_num_batched_tokens: int, enter_offload: Callable[[], bool] | None = None
+    ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # admitted, oldest first
         self.num_preemptions = 0
         self._kv_cache = kv_cache
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._enter_offload = enter_offload
         self._last_was_prefill = False
 
     @property
@@ -73,7 +82,7 @@ class Scheduler:
 
     def schedule(self) -> PrefillBatch | DecodeBatch | None:
         """The next step, with the blocks that it writes to in place; None when nothing can run."""
-        can_decode = any(sequence.state is SequenceState.DECODE for sequence in self.running)
+        can_decode = any(_wants_token(sequence) for sequence in self.running)
         if not (can_decode and self._last_was_prefill):
             chunks = self._schedule_prefill()
             if chunks:
@@ -92,10 +101,12 @@ class Scheduler:
         while self.waiting and budget:
             sequence = self.waiting[0]
             if not self._kv_cache.admit(sequence):
-                break
+                # Alone, a prompt that the GPU pool cannot hold would wait for ever.
+                if self.running or not self._spill() or not self._kv_cache.admit(sequence):
+                    break
             self.waiting.popleft()
             self.running.append(sequence)
-            is_computed = sequence.num_computed >= sequence.num_tokens - 1 and sequence.num_generated
+            is_computed = sequence.num_computed >= sequence.num_tokens - 1 and sequence.num_sampled
             sequence.state = SequenceState.DECODE if is_computed else SequenceState.PREFILL
             if sequence.state is SequenceState.PREFILL:
                 budget -= self._add_chunk(sequence, budget, chunks)
@@ -117,10 +128,11 @@ class Scheduler:
     def _schedule_decode(self) -> list[Sequence]:
         batch: list[Sequence] = []
         for sequence in list(self.running):
-            if sequence.state is not SequenceState.DECODE:
+            if not _wants_token(sequence):
                 continue
             while sequence.row is not None and not self._has_room(sequence):
-                self._preempt_youngest()
+                if not self._spill():
+                    self._preempt_youngest()
             if sequence.row is not None:
                 self._kv_cache.grow(sequence, sequence.num_tokens)
                 batch.append(sequence)
@@ -129,7 +141,11 @@ class Scheduler:
     def _has_room(self, sequence: Sequence) -> bool:
         missing = self._kv_cache.num_missing(sequence, sequence.num_tokens)
         wanted = sequence.num_tokens - sequence.num_computed
-        return missing == 0 or self._kv_cache.max_chunk(sequence, wanted) == wanted
+        return missing == 0 or self._kv_cache.max_chunk(sequence, wanted) >= wanted
+
+    def _spill(self) -> bool:
+        """Enters offload mode, where every full block can leave the GPU; False if that cannot be, or was done."""
+        return self._enter_offload is not None and self._kv_cache.offload is None and self._enter_offload()
 
     def _preempt_youngest(self) -> None:
         victim = self.running[-1]
@@ -138,3 +154,7 @@ class Scheduler:
         victim.state = SequenceState.WAITING
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
+
+
+def _wants_token(sequence: Sequence) -> bool:
+    return sequence.state is SequenceState.DECODE and sequence.num_sampled < sequence.max_tokens

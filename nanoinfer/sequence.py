@@ -26,6 +26,9 @@ class Sequence:
 
     `num_computed` counts the tokens whose KV is in the cache. A request with `n > 1` is n sequences.
 
+    The host launches a step before it has read the tokens of the step before: these *pending* tokens count as tokens,
+    but only the device knows them.
+
     Attributes:
         row: place in the persistent device tables, held from admission to the end.
         saved: KV of a preempted sequence, in host memory.
@@ -44,6 +47,8 @@ class Sequence:
     row: int | None = None
     num_computed: int = 0
     num_cached: int = 0
+    num_pending: int = 0  # tokens sampled on the device that the host has not read yet
+    num_published: int = 0  # full blocks that were offered to the prefix cache of this mode
     num_reserved_host: int = 0  # host blocks promised at admission and not allocated yet
     saved: SavedKV | None = None
     block_keys: list[bytes] = field(default_factory=list)  # prefix cache keys of the full blocks
@@ -70,7 +75,13 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """Tokens so far, pending ones included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens generated so far, pending ones included."""
+        return self.num_generated + self.num_pending
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -78,6 +89,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
+        """Tokens generated and read so far."""
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property

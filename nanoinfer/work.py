@@ -16,7 +16,8 @@ class SplitLists:
 
     Attributes:
         on_gpu: [n, 4] int32, (batch row, split, GPU block, partial index).
-        on_host: [m, 4] int32, (batch row, split, host block, partial index), in the order in which they stream.
+        on_host: [m, 4] int32, (batch row, split, host block, partial index), in the order in which they stream: that of
+            the host pool, where neighbours pass in one copy, whoever they belong to.
         ranges: [batch + 1] int32: row b's partials are ranges[b] to ranges[b + 1] - 1, in ascending order of split.
     """
 
@@ -53,6 +54,7 @@ def split_lists(
     assert np.all(is_on_gpu | (host_block != NO_BLOCK)), "a split lies neither on the GPU nor on the host"
     on_gpu = np.stack([row, split, gpu_block, partial], axis=1)[is_on_gpu]
     on_host = np.stack([row, split, host_block, partial], axis=1)[~is_on_gpu]
+    on_host = on_host[np.argsort(on_host[:, 2], kind="stable")]
     return SplitLists(on_gpu.astype(np.int32), on_host.astype(np.int32), ranges)
 
 

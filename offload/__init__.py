@@ -9,6 +9,7 @@ from offload.engine import OffloadCounters, OffloadEngine, OffloadStep
 from offload.host_pool import HostPool
 from offload.layout import KVLayout
 from offload.plan import Chunk, StreamPlan, pack
+from offload.residency import Residency
 from offload.ring import Ring, ring_schedule
 from offload.runtime import Event, Graph, Runtime, Stream
 from offload.simulated import RaceError, SimulatedRuntime
@@ -26,6 +27,7 @@ __all__ = [
     "OffloadEngine",
     "OffloadStep",
     "RaceError",
+    "Residency",
     "Ring",
     "Runtime",
     "SimulatedRuntime",

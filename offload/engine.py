@@ -34,6 +34,9 @@ class OffloadStep(Protocol):
     ahead: StreamPlan | None  # what the next step will stream if nothing changes
     write_through: list[tuple[int, int]]  # (GPU block, host block) of blocks that this step makes full
 
+    def compute_all(self) -> bool:
+        """Enqueues the whole step at once, if it can; the engine asks when nothing streams."""
+
     def compute(self, layer: int) -> None:
         """Enqueues the piece before layer `layer`'s chunks; writes that layer's new KV. `num_layers` is the last."""
 
@@ -95,6 +98,8 @@ class OffloadEngine:
         self._has_unread_writes = False
         self._first = 0  # running number of the next step's chunk 0
         self._filled: list[tuple[int, Chunk]] = []  # chunks of the next step that are in the ring already
+        self._writing: deque[_Deferred] = deque()  # GPU blocks that write-through may still read
+        self._last_write: dict[int, Event] = {}  # the same by block
         self._deferred_gpu: deque[_Deferred] = deque()
         self._deferred_host: deque[_Deferred] = deque()
 
@@ -107,6 +112,11 @@ class OffloadEngine:
             self.copy.wait(self._written, "ring.fill_after_write_through")
             self._has_unread_writes = False
         self._adopt_prefetch(plan)
+        if not any(plan.chunks) and step.compute_all():
+            if step.write_through:
+                self._write_through(range(self.layout.num_layers), step.write_through)
+                self._note_writes(step.write_through)
+            return
         ahead = step.ahead.head(ring.num_ring_slots) if step.ahead is not None else []
         chunks = [(layer, chunk) for layer, chunks in enumerate(plan.chunks) for chunk in chunks]
         filled, self._filled = len(self._filled), []
@@ -117,7 +127,7 @@ class OffloadEngine:
                 case Compute(layer):
                     step.compute(layer)
                     if step.write_through and layer < self.layout.num_layers:
-                        self._write_through(layer, step.write_through)
+                        self._write_through([layer], step.write_through)
                 case Fill(number, ring_slot, is_ahead):
                     layer, chunk = (ahead if is_ahead else chunks)[number]
                     self._fill(layer, chunk, ring_slot)
@@ -130,14 +140,34 @@ class OffloadEngine:
                     ring.after_attention(self.compute, ring_slot)
         self._first += len(chunks)
         if step.write_through:
-            self.write.record(self._written)
-            self._has_unread_writes = True
+            self._note_writes(step.write_through)
+
+    def _note_writes(self, pairs: list[tuple[int, int]]) -> None:
+        """The blocks are being written to the host: who reads or reuses them waits for an event of its own."""
+        self._written = self.runtime.event()
+        self.write.record(self._written)
+        self._has_unread_writes = True
+        blocks = [gpu_block for gpu_block, _ in pairs]
+        self._writing.append(_Deferred(blocks, (self._written,)))
+        self._last_write.update(dict.fromkeys(blocks, self._written))
 
     def release_gpu(self, blocks: Iterable[int]) -> None:
-        """Gives back GPU blocks, once the write-through that reads them has run."""
-        written = self.runtime.event()
-        self.write.record(written)
-        self._deferred_gpu.append(_Deferred(list(blocks), (written,)))
+        """Gives back GPU blocks, each once the write-through that reads it has run."""
+        self._forget_finished_writes()
+        waiting: dict[Event, list[int]] = {}
+        finished = []
+        for block in blocks:
+            event = self._last_write.get(block)
+            (finished if event is None else waiting.setdefault(event, [])).append(block)
+        self._free(self._gpu_blocks, finished)
+        self._deferred_gpu.extend(_Deferred(group, (event,)) for event, group in waiting.items())
+
+    def _forget_finished_writes(self) -> None:
+        while self._writing and self._writing[0].events[0].query("gpu_block.reuse_after_write_through"):
+            done = self._writing.popleft()
+            for block in done.blocks:
+                if self._last_write.get(block) is done.events[0]:
+                    del self._last_write[block]
 
     def release_host(self, blocks: Iterable[int]) -> None:
         """Gives back host blocks, once the copies that read or write them have run.
@@ -148,13 +178,13 @@ class OffloadEngine:
         released = set(blocks)
         if any(released.intersection(chunk.blocks) for _, chunk in self._filled):
             self._discard_prefetch()
-        copied, written = self.runtime.event(), self.runtime.event()
+        copied = self.runtime.event()
         self.copy.record(copied)
-        self.write.record(written)
-        self._deferred_host.append(_Deferred(blocks, (copied, written)))
+        self._deferred_host.append(_Deferred(blocks, (copied, self._written)))
 
     def reclaim(self, wait: bool = False) -> None:
         """Puts released blocks whose copies have run back into their pools; with `wait`, all of them."""
+        self._forget_finished_writes()
         self._reclaim(self._deferred_gpu, self._gpu_blocks, "gpu_block.reuse_after_write_through", wait)
         self._reclaim(self._deferred_host, self.host.blocks, "host_block.reuse_after_copies", wait)
 
@@ -169,11 +199,10 @@ class OffloadEngine:
         return sum(len(deferred.blocks) for deferred in self._deferred_host)
 
     def store(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies whole (GPU block, host block) pairs to the host, between steps, and waits for it."""
-        self.runtime.synchronize()
-        for layer in range(self.layout.num_layers):
-            self._write_layer(layer, pairs)
-        self.write.synchronize()
+        """Copies whole (GPU block, host block) pairs to the host, beside whatever comes next."""
+        if pairs:
+            self._write_through(range(self.layout.num_layers), pairs)
+            self._note_writes(pairs)
 
     def load(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole (GPU block, host block) pairs to the GPU, between steps, and waits for it."""
@@ -191,15 +220,19 @@ class OffloadEngine:
         self.reclaim(wait=True)
 
     def _adopt_prefetch(self, plan: StreamPlan) -> None:
-        """Keeps what the step before prefetched if it is what this step reads first."""
-        if self._filled != plan.head(len(self._filled)):
-            self._discard_prefetch()
+        """Keeps what the step before prefetched as far as it is what this step reads first."""
+        useful = 0
+        for filled, wanted in zip(self._filled, plan.head(len(self._filled)), strict=False):
+            if filled != wanted:
+                break
+            useful += 1
+        self._discard_prefetch(useful)
 
-    def _discard_prefetch(self) -> None:
-        for _, chunk in self._filled:
+    def _discard_prefetch(self, keep: int = 0) -> None:
+        """Forgets prefetched chunks: their ring slots are filled again, in order on the copy stream."""
+        for _, chunk in self._filled[keep:]:
             self.counters.discarded_bytes += len(chunk.blocks) * self.layout.layer_block_bytes
-        self._first += len(self._filled)
-        self._filled = []
+        del self._filled[keep:]
 
     def _fill(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         self.ring.before_fill(self.copy, ring_slot)
@@ -212,15 +245,13 @@ class OffloadEngine:
         self.ring.after_fill(self.copy, ring_slot)
         self.counters.num_fills += 1
 
-    def _write_through(self, layer: int, pairs: list[tuple[int, int]]) -> None:
+    def _write_through(self, layers: Iterable[int], pairs: list[tuple[int, int]]) -> None:
         self.compute.record(self._kv_ready)
         self.write.wait(self._kv_ready, "write_through.after_kv_is_written")
-        self._write_layer(layer, pairs)
-
-    def _write_layer(self, layer: int, pairs: list[tuple[int, int]]) -> None:
-        for on_gpu, on_host in self._pair_runs(layer, pairs):
-            self.write.copy(on_host, on_gpu)
-            self.counters.written_bytes += on_gpu.nbytes
+        for layer in layers:
+            for on_gpu, on_host in self._pair_runs(layer, pairs):
+                self.write.copy(on_host, on_gpu)
+                self.counters.written_bytes += on_gpu.nbytes
 
     def _pair_runs(self, layer: int, pairs: list[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(GPU, host) views of neighbouring blocks that one copy can move."""
@@ -237,10 +268,13 @@ class OffloadEngine:
                     event.synchronize(rule)
             elif not all(event.query(rule) for event in deferred[0].events):
                 return
-            freed = pool.release(deferred.popleft().blocks)
-            if self.runtime.poisons:
-                for block in freed:
-                    self._poison_block(pool, block)
+            self._free(pool, deferred.popleft().blocks)
+
+    def _free(self, pool: BlockPool, blocks: Iterable[int]) -> None:
+        freed = pool.release(blocks)
+        if self.runtime.poisons:
+            for block in freed:
+                self._poison_block(pool, block)
 
     def _poison_block(self, pool: BlockPool, block: int) -> None:
         """Whoever still reads a freed block must notice."""

@@ -56,7 +56,7 @@ class SimulatedEvent(Event):
         self.num_reached = 0
 
     def query(self, rule: str) -> bool:
-        return self.num_reached >= self.num_recorded or not self._runtime.enforces(rule)
+        return not self._runtime.enforces(rule) or self.num_reached >= self.num_recorded
 
     def synchronize(self, rule: str) -> None:
         target = self.num_recorded
@@ -190,13 +190,17 @@ class SimulatedRuntime(Runtime):
                 with torch.inference_mode():  # as it was when the work was enqueued
                     operation.work()
             except BaseException:
-                self._drop_everything()
+                self._abandon_after(operation.number)
                 raise
 
-    def _drop_everything(self) -> None:
-        """After a failure nothing queued runs any more, and nobody waits for it."""
+    def _abandon_after(self, number: int) -> None:
+        """What was enqueued after a failed operation never runs, and nobody waits for it; what came before runs.
+
+        So it is on a GPU, where such a failure comes while the host enqueues.
+        """
         for stream in self._streams:
-            stream.queue.clear()
+            stream.queue = deque(operation for operation in stream.queue if operation.number < number)
+        self.synchronize()
         for event in self._events:
             event.num_reached = event.num_recorded
 

@@ -21,6 +21,7 @@ COMMON = dict(
     max_num_batched_tokens=64,
     max_model_len=384,
     ring_slot_bytes=2**15,
+    resident_kv_limit=0,  # everything streams, unless a test says otherwise
     num_ring_slots=3,
     progress_bar=False,
     skip_tokenizer_init=True,

@@ -77,6 +77,11 @@ class Toy:
 
     # The step, as the engine sees it
 
+    def compute_all(self) -> bool:
+        for layer in range(LAYOUT.num_layers + 1):
+            self.compute(layer)
+        return True
+
     def compute(self, layer: int) -> None:
         if layer == LAYOUT.num_layers:
             return
@@ -239,6 +244,7 @@ def test_store_and_load_move_whole_blocks_both_ways():
     original = torch.arange(toy.gpu_kv.numel(), dtype=torch.float32).view_as(toy.gpu_kv)
     toy.gpu_kv.copy_(original)
     toy.engine.store([(1, 2), (2, 3), (3, 4), (5, 0)])
+    toy.engine.drain()
     toy.gpu_kv.zero_()
     toy.engine.load([(5, 0), (1, 2), (2, 3), (3, 4)])
     assert torch.equal(toy.gpu_kv[:, [1, 2, 3, 5]], original[:, [1, 2, 3, 5]])
