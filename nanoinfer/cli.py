@@ -37,7 +37,14 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--offload", action="store_true", help="keep the KV cache in host memory")
+    parser.add_argument(
+        "--offload",
+        nargs="?",
+        choices=("on", "auto", "off"),
+        const="on",
+        default="auto",
+        help="host memory for KV blocks: on = from the start, auto (default) = when the GPU is full, off",
+    )
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
     parser.add_argument("--max-model-len", type=int)
@@ -49,10 +56,11 @@ def _generate(options: argparse.Namespace) -> None:
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed)
     with LLM(
         options.model,
-        enable_cpu_offload=options.offload,
+        enable_cpu_offload={"on": True, "auto": "auto", "off": False}[options.offload],
         gpu_memory_limit=options.gpu_memory,
         host_memory_limit=options.host_memory,
         max_model_len=options.max_model_len,
+        max_num_seqs=1,
         device=options.device,
         progress_bar=sys.stderr.isatty(),
     ) as llm:

@@ -54,6 +54,8 @@ class EngineConfig:
             activations and graphs may take together.
         resident_kv_limit: in offload mode, bytes of full KV blocks that may stay on the GPU; 0 streams every one.
             None: what the budget leaves.
+        num_gpu_blocks_override: at most so many KV blocks in the GPU pool, the scratch block included, whatever the
+            budget leaves; for tests and experiments.
         host_memory_limit: bytes of pinned host memory for KV blocks. None: what `max_num_seqs` sequences can need, at
             most 60 % of the memory that is available.
         block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so another
@@ -86,6 +88,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     gpu_memory_limit: int | float | str | None = None
     resident_kv_limit: int | str | None = None
+    num_gpu_blocks_override: int | None = None
     host_memory_limit: int | str | None = None
     block_size: int = 256
     enable_cpu_offload: bool | str = False
@@ -109,7 +112,7 @@ class EngineConfig:
         self._one_of("load_format", ("auto", "dummy"))
         self._one_of("attention_backend", ("auto", "triton", "torch", "flash_attn"))
         self._one_of("pin_host_memory", ("auto", "require"))
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
             self._count(name, minimum=1, optional=True)
         self._count("block_size", minimum=16)
         if self.block_size % 16:

@@ -62,7 +62,7 @@ class LLMEngine:
         self.scheduler = Scheduler(
             built.runner.kv_cache,
             built.plan.max_num_batched_tokens,
-            self._enter_offload if config.enable_cpu_offload == "auto" else None,
+            self._enter_offload if built.runner.may_spill else None,
         )
         self._end_token_ids = built.end_token_ids
         self._requests: dict[str, Request] = {}
@@ -73,7 +73,7 @@ class LLMEngine:
         if config.enable_cpu_offload is True:
             self.runner.switch_mode("offload", [])
         else:
-            if config.may_offload:
+            if self.runner.may_spill:
                 self.runner.prepare_offload()
             self.runner.capture()
 

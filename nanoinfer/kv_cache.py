@@ -266,6 +266,7 @@ class KVCache:
         result: dict[int, list[int]] = {}
         for (row, block), gpu_block in zip(promoted, self._take_gpu(len(promoted)), strict=True):
             self.gpu_table[row, block] = gpu_block
+            self.changed_rows.add(row)
             result.setdefault(int(self.host_table[row, block]), []).append(gpu_block)
         return result
 

@@ -175,6 +175,7 @@ def _spend(
         # keeps what fits nowhere else on the host.
         useful = max_blocks * sizes.max_num_seqs + sizes.max_num_seqs + 2
         num_blocks = min(num_blocks, max(useful, _min_blocks(config, plan, layout.block_size)))
+    num_blocks = min(num_blocks, config.num_gpu_blocks_override or num_blocks)
     return replace(plan, num_gpu_blocks=num_blocks)
 
 

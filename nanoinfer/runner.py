@@ -165,6 +165,13 @@ class ModelRunner:
                 self.kv_cache.switch_to_resident(sequences)
             self.capture()
 
+    @property
+    def may_spill(self) -> bool:
+        """Whether the engine enters offload mode by itself: allowed, and not all that can run fits on the GPU."""
+        rows, blocks_per_row = self.kv_cache.gpu_table.shape
+        fits = rows * blocks_per_row <= self.kv_cache.gpu_blocks.num_blocks
+        return self.config.enable_cpu_offload == "auto" and not fits
+
     def prepare_offload(self) -> None:
         """Begins to map and pin the host pool, so that offload mode can be entered at any time."""
         type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
@@ -207,7 +214,7 @@ class ModelRunner:
         is_cuda = self.runtime.device.type == "cuda"
         if self.config.enforce_eager or (is_cuda and not self.backend.graph_safe):
             return
-        program, may_offload = self.decode_program, self.mode == "offload" or self.config.may_offload
+        program, may_offload = self.decode_program, self.mode == "offload" or self.may_spill
         steps = len(program.batch_sizes) * (1 + may_offload) + may_offload
         before = self._memory_in_use()
         bar = tqdm(total=steps, desc="capturing graphs", disable=not self.config.progress_bar or before == 0)

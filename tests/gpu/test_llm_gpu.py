@@ -51,6 +51,7 @@ LLAMA_GROUP_OF_3 = QWEN3 | dict(
 )
 COMMON = dict(load_format="dummy", block_size=32, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048)
 COMMON |= dict(gpu_memory_limit="1GiB", host_memory_limit="256MiB", progress_bar=False)
+COMMON |= dict(resident_kv_limit=0)  # everything streams, unless a test says otherwise
 
 
 @pytest.fixture(autouse=True)
@@ -72,22 +73,32 @@ def prompts(count: int, longest: int = 900, seed: int = 0) -> list[list[int]]:
     return [[generator.randrange(4000) for _ in range(length)] for length in lengths]
 
 
-def params(count: int, max_tokens: int = 40) -> list[SamplingParams]:
+def params(count: int, max_tokens: int = 40, logprobs: int | None = 3) -> list[SamplingParams]:
     """Half greedy, half seeded, of unequal lengths, so that the batch shrinks and grows."""
     return [
         SamplingParams(
-            temperature=0.8 * (i % 2), seed=i, max_tokens=max_tokens - 3 * (i % 5), ignore_eos=True, logprobs=3
+            temperature=0.8 * (i % 2),
+            seed=i,
+            max_tokens=max_tokens - 3 * (i % 5),
+            ignore_eos=True,
+            logprobs=logprobs,
+            repetition_penalty=1.2 if i % 3 == 2 else 1.0,
         )
         for i in range(count)
     ]
 
 
-def run(llm: LLM, count: int = 6, switches: dict[int, str] | None = None, **arguments) -> list:
+def run(
+    llm: LLM,
+    count: int = 6,
+    switches: dict[int, str] | None = None,
+    logprobs: int | None = 3,
+    max_tokens: int = 40,
+    **arguments,
+) -> list:
     """Token ids and log-probabilities of each prompt; `switches` maps a number of outputs to the mode from then on."""
-    requests = [
-        llm.engine.add_request(f"r{i}", prompt, param)
-        for i, (prompt, param) in enumerate(zip(prompts(count, **arguments), params(count), strict=True))
-    ]
+    pairs = zip(prompts(count, **arguments), params(count, max_tokens, logprobs), strict=True)
+    requests = [llm.engine.add_request(f"r{i}", *pair) for i, pair in enumerate(pairs)]
     num_steps = 0
     while not all(request.is_finished for request in requests):
         if switches and num_steps in switches:
@@ -122,6 +133,54 @@ def test_offload_equals_resident_bit_for_bit_for_every_ring(model, expected, num
         assert run(llm) == expected, "a second round in the same engine differs"
 
 
+def test_any_share_of_the_kv_on_the_gpu_gives_the_same_bits(model, expected):
+    for blocks in (1, 7, 20, 60):
+        arguments = COMMON | dict(resident_kv_limit=blocks * 4 * 2 * 32 * 2 * 256 * 2, ring_slot_bytes="128KiB")
+        with LLM(model, **arguments, enable_cpu_offload=True) as llm:
+            residency = llm.engine.runner.kv_cache.residency
+            taken, promote = [], residency.promote
+            residency.promote = lambda count, rows, p=promote, t=taken: t.append(p(count, rows)) or t[-1]
+            assert run(llm) == expected and llm.stats()["streamed_bytes"] > 0
+            assert run(llm, switches={14: "resident", 20: "offload"}) == expected
+            assert any(taken) or blocks == 1, "no block came back to the GPU"
+
+
+def test_where_all_fits_nothing_streams_and_whole_steps_are_replayed(model, expected):
+    with LLM(model, **(COMMON | dict(resident_kv_limit=None)), enable_cpu_offload=True) as llm:
+        assert run(llm) == expected
+        stats = llm.stats()
+        assert stats["streamed_bytes"] == 0 and stats["written_bytes"] > 0
+        assert stats["graph_replays"] <= stats["num_decode_steps"]
+
+
+@pytest.mark.parametrize("arguments", [{}, dict(enable_cpu_offload=True)], ids=["resident", "offload"])
+def test_a_host_that_runs_ahead_gives_the_same_tokens(model, expected, arguments):
+    with LLM(model, **COMMON, **arguments) as llm:
+        assert [tokens for tokens, _ in run(llm, logprobs=None)] == [tokens for tokens, _ in expected]
+
+
+def test_auto_spills_instead_of_preempting_and_changes_no_bit(model):
+    arguments = COMMON | dict(resident_kv_limit=None, max_model_len=640, ring_slot_bytes="128KiB")
+    load = dict(count=8, longest=100, max_tokens=400)
+    with LLM(model, **arguments) as llm:
+        wanted = run(llm, **load)
+    # About a third of what the load grows to.
+    with LLM(model, **arguments, enable_cpu_offload="auto", num_gpu_blocks_override=40) as llm:
+        assert llm.mode == "resident"
+        requests = [
+            llm.engine.add_request(f"r{i}", *pair)
+            for i, pair in enumerate(zip(prompts(8, longest=100), params(8, 400), strict=True))
+        ]
+        captures, capture = [], llm.engine.runner.runtime.capture
+        llm.engine.runner.runtime.capture = lambda *args: captures.append(1) or capture(*args)
+        while llm.engine.has_work:
+            llm.engine.step()
+        stats = llm.stats()
+        assert stats["num_preemptions"] == 0 and stats["streamed_bytes"] > 0 and llm.mode == "offload"
+        assert not captures, "graphs were captured while requests ran"
+        assert [(r.output().outputs[0].token_ids, r.output().outputs[0].logprobs) for r in requests] == wanted
+
+
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
 def test_eager_equals_graphs_bit_for_bit(model, expected, enable_cpu_offload):
     with LLM(model, **COMMON, enable_cpu_offload=enable_cpu_offload, enforce_eager=True) as llm:
@@ -144,9 +203,10 @@ def test_switching_half_way_changes_no_bit(model, expected, start, switches):
 
 
 def test_unpadded_batches_beyond_the_largest_graph_run_eagerly(model):
-    with LLM(model, **COMMON, cuda_graph_batch_sizes=[1, 2]) as llm, LLM(
-        model, **COMMON, cuda_graph_batch_sizes=[1, 2], enable_cpu_offload=True
-    ) as other:
+    with (
+        LLM(model, **COMMON, cuda_graph_batch_sizes=[1, 2]) as llm,
+        LLM(model, **COMMON, cuda_graph_batch_sizes=[1, 2], enable_cpu_offload=True) as other,
+    ):
         assert run(llm) == run(other)
         assert llm.stats()["eager_steps"] > 0 and llm.stats()["graph_replays"] > 0
 
