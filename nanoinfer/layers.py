@@ -3,8 +3,8 @@ bfloat16 results differ by the order of sums alone.
 
 Weights are allocated, not initialised: the loader fills every one. All shapes are per token: x is [N, features].
 
-On CUDA norms, rotations and activations are fused Triton kernels; the torch code beside them is their reference and
-what runs on the CPU.
+On CUDA norms, rotations and activations are fused Triton kernels, and so are whole projections of a single row; the
+torch code beside them is their reference and what runs on the CPU.
 """
 
 from __future__ import annotations
@@ -63,6 +63,12 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def after(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """The projection of norm(x)."""
+        if _is_one_row(x):
+            return _kernels().vector_linear(x, self.weight, self.bias, norm=norm.constants)
+        return self(norm(x))
+
 
 class Embedding(nn.Module):
     """Rows of weight [vocab_size, hidden_size], by token id."""
@@ -95,6 +101,11 @@ class RMSNorm(nn.Module):
         if x.is_cuda:
             return _kernels().rms_norm(x, self.weight, self.eps, offset=self.offset)[1]
         return self.norm(x, self.weight, self.eps)
+
+    @property
+    def constants(self) -> tuple[Tensor, float, bool]:
+        """Weight, epsilon and offset, as the kernels take them."""
+        return self.weight, self.eps, self.offset
 
     def after_sum(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """(x + other, its norm)."""
@@ -135,14 +146,31 @@ class GatedMLP(nn.Module):
         gate_up = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = Linear(hidden_size, gate_up, bias=bias, dtype=dtype, device=device)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
-        self._activation, self._activation_name = find_activation(activation), activation
+        self._activation, self.activation_name = find_activation(activation), activation
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
-        if x.is_cuda and self._activation_name in _kernels().ACTIVATIONS:
-            return self.down_proj(_kernels().act_and_mul(gate_up, self._activation_name))
+        if x.is_cuda and self.has_kernel:
+            return self.down_proj(_kernels().act_and_mul(gate_up, self.activation_name))
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(self._activation(gate) * up)
+
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.activation_name in _kernels().ACTIVATIONS
+
+
+def two_residuals(o_proj: Linear, norm: RMSNorm, mlp: GatedMLP, x: Tensor, attn: Tensor) -> Tensor:
+    """y + mlp(norm(y)) with y = x + o_proj(attn): the end of a plain layer."""
+    if _is_one_row(x) and mlp.has_kernel:
+        kernel = _kernels().vector_linear
+        x = kernel(attn, o_proj.weight, o_proj.bias, other=x)
+        gate_up, down = mlp.gate_up_proj, mlp.down_proj
+        hidden = kernel(x, gate_up.weight, gate_up.bias, norm=norm.constants, activation=mlp.activation_name)
+        return kernel(hidden, down.weight, down.bias, other=x)
+    x, normed = norm.after_sum(x, o_proj(attn))
+    return x + mlp(normed)
 
 
 def norm_and_rotate(
@@ -168,6 +196,10 @@ def norm_and_rotate(
         weight = torch.cat((norms[0].weight.expand(num_q_heads, -1), norms[1].weight.expand(num_kv_heads, -1)))
         qk = norms[0].norm(qk, weight, norms[0].eps)
     return apply_rope(qk, rope, positions)
+
+
+def _is_one_row(x: Tensor) -> bool:
+    return x.is_cuda and x.shape[0] == 1
 
 
 @cache

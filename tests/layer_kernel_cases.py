@@ -2,7 +2,7 @@
 
 import torch
 
-from nanoinfer.kernels.layers import act_and_mul, norm_rope, rms_norm
+from nanoinfer.kernels.layers import act_and_mul, norm_rope, rms_norm, vector_linear
 from nanoinfer.layers import OffsetRMSNorm, RMSNorm, find_activation, norm_and_rotate
 from nanoinfer.rope import rope_table
 
@@ -54,3 +54,27 @@ def check_act_and_mul(size: int, activation: str, dtype: torch.dtype, device: st
     gate_up = (3 * torch.randn(4, 2 * size)).to(device, dtype)
     gate, up = gate_up.chunk(2, dim=-1)
     assert is_close(act_and_mul(gate_up, activation), find_activation(activation)(gate) * up)
+
+
+def check_vector_linear(size: int, num_rows: int, offset: bool, activation: str | None, dtype: torch.dtype, device: str):
+    """Every part on and off, against the same parts one after the other."""
+    factor = 1 if activation is None else 2
+    x = torch.randn(1, size).to(device, dtype)
+    weight = (torch.randn(factor * num_rows, size) * size**-0.5).to(device, dtype)
+    some_bias, residual = torch.randn(factor * num_rows).to(device, dtype), torch.randn(1, num_rows).to(device, dtype)
+    norm = make_norm(size, offset, dtype, device)
+    for with_norm, bias, other in ((True, None, None), (False, some_bias, residual), (True, some_bias, residual)):
+        got = vector_linear(
+            x, weight, bias, norm=norm.constants if with_norm else None, activation=activation, other=other
+        )
+        normed = norm.norm(x, norm.weight, EPS) if with_norm else x
+        want = (normed.float() @ weight.float().T + (0 if bias is None else bias.float())).to(dtype)
+        if activation is not None:
+            gate, up = want.chunk(2, dim=-1)
+            want = find_activation(activation)(gate) * up
+        if other is not None:
+            want = other + want
+        assert got.shape == (1, num_rows)
+        # Sums in another order may round to a neighbour before the gate and the residual round again.
+        tolerance = 4 * max(1e-5, torch.finfo(dtype).eps)
+        assert torch.allclose(got.float().cpu(), want.float().cpu(), rtol=tolerance, atol=tolerance)

@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
-from layer_kernel_cases import check_act_and_mul, check_norm_rope, check_rms_norm
+from layer_kernel_cases import check_act_and_mul, check_norm_rope, check_rms_norm, check_vector_linear
 
 # Not bfloat16: the interpreter cuts it off where a GPU rounds. float16 shows the places of rounding as well.
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -32,3 +32,10 @@ def test_norm_and_rotation(heads, with_norm, offset, dtype):
 @pytest.mark.parametrize("size", [56, 1100])
 def test_activation(size, activation, dtype):
     check_act_and_mul(size, activation, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("size, num_rows, offset", [(48, 10, False), (600, 21, True), (1024, 4, False)])
+def test_one_row_through_a_projection(size, num_rows, offset, activation, dtype):
+    check_vector_linear(size, num_rows, offset, activation, dtype, "cpu")

@@ -12,6 +12,16 @@ TILE = 1024
 
 
 @triton.jit
+def activate(gate, GELU: tl.constexpr):
+    """SiLU, or the tanh form of GELU, of float32 values."""
+    if GELU:
+        # 0.5 (1 + tanh(z)) is sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        return gate * tl.sigmoid(gate)
+
+
+@triton.jit
 def act_and_mul_kernel(
     gate_up,  # [N, 2 * SIZE], rows stride apart
     out,  # [N, SIZE]
@@ -25,12 +35,8 @@ def act_and_mul_kernel(
     inside = column < SIZE
     gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    if GELU:
-        # 0.5 (1 + tanh(z)) is sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
-        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        active = gate * tl.sigmoid(gate)
-    tl.store(out + row * SIZE + column, (rounded(active, gate_up) * up).to(out.dtype.element_ty), mask=inside)
+    active = rounded(activate(gate, GELU), gate_up)
+    tl.store(out + row * SIZE + column, (active * up).to(out.dtype.element_ty), mask=inside)
 
 
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:

@@ -7,9 +7,17 @@ from torch import Tensor
 from nanoinfer.kernels.shape import next_power_of_2
 
 LSE_TILE = 128
-SPLIT_TILE = 32
-"""Splits added at a time: 512 splits (128k tokens) are 16 dependent steps. The tiling depends on the number of splits
-alone, so the bits do too."""
+MANY_PROGRAMS = 512
+
+
+def split_tile(num_programs: int) -> int:
+    """Splits added at a time.
+
+    Few programs wait for memory: 128 splits at a time make 4 dependent steps of 512 splits (128k tokens). Many programs
+    keep the cores busy, and smaller tiles let more of them run at once. The choice depends on the padded batch alone,
+    and so do the bits.
+    """
+    return 128 if num_programs <= MANY_PROGRAMS else 32
 
 
 @triton.jit(do_not_specialize_on_alignment=["partial_lse", "ranges"])
@@ -72,5 +80,5 @@ def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, out: Tensor)
         return
     merge_kernel[(batch_size, num_q_heads)](
         partial_out, partial_lse, ranges, out,
-        HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), LSE_TILE=LSE_TILE, SPLIT_TILE=SPLIT_TILE, num_warps=4,
+        HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), LSE_TILE=LSE_TILE, SPLIT_TILE=split_tile(batch_size * num_q_heads), num_warps=4,
     )  # fmt: skip

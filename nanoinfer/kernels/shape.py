@@ -78,15 +78,16 @@ def largest_tile(block_size: int, at_most: int) -> int:
 
 
 def decode_tiles(shape: KernelShape) -> Tiles:
-    """Small key tiles in several stages: decode is bound by bytes in flight, not by the matrix units.
+    """Key tiles in two stages: decode is bound by bytes in flight, not by the matrix units.
 
-    At head_dim 128 in bf16 the stages take 48 KiB of shared memory, so four programs fit on a Hopper SM and two on
-    an Ada SM.
+    At head_dim 128 in bf16 the stages take 64 KiB of shared memory: three programs fit on a Hopper SM, one on an Ada SM.
+    Tiles of 32 keys in three stages are 3 % faster where all cores have splits enough, but need twice the dependent steps
+    for a split: 12.0 instead of 7.6 us for one sequence of 1,024 tokens on an H200.
     """
     rows = max(16, next_power_of_2(shape.num_q_heads // shape.num_kv_heads))  # tl.dot takes no side below 16
     wide = shape.block_d * shape.dtype.itemsize > 256
-    block_n = largest_tile(shape.block_size, 16 if wide and shape.dtype == torch.float32 else 32)
-    return Tiles(block_m=rows, block_n=block_n, num_warps=4, num_stages=2 if wide else 3)
+    block_n = largest_tile(shape.block_size, 16 if wide and shape.dtype == torch.float32 else 32 if wide else 64)
+    return Tiles(block_m=rows, block_n=block_n, num_warps=4, num_stages=2)
 
 
 def decode_programs(shape: KernelShape, num_sms: int, shared_memory_per_sm: int) -> int:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoinfer.layers import Embedding, GatedMLP, Linear, RMSNorm, norm_and_rotate
+from nanoinfer.layers import Embedding, GatedMLP, Linear, RMSNorm, norm_and_rotate, two_residuals
 from nanoinfer.models.base import DecoderModel, ModelSpec
 from nanoinfer.rope import rope_table
 
@@ -53,11 +53,11 @@ class Attention(nn.Module):
         self.q_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
         self.k_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
 
-    def project(self, x: Tensor, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [N, hidden_size], normalised -> q, k, v: [N, heads, head_dim]."""
+    def project(self, x: Tensor, norm: RMSNorm, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [N, hidden_size], norm: what comes before the projections -> q, k, v: [N, heads, head_dim]."""
         num_qk_heads = self._num_q_heads + self._num_kv_heads
         # [N, (num_q_heads + 2 * num_kv_heads) * head_dim] -> [N, heads, head_dim]
-        qkv = self.qkv_proj(x).unflatten(-1, (num_qk_heads + self._num_kv_heads, self._head_dim))
+        qkv = self.qkv_proj.after(norm, x).unflatten(-1, (num_qk_heads + self._num_kv_heads, self._head_dim))
         # Queries and keys stay one tensor: half the launches of a norm and a rotation for each.
         norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
         qk = norm_and_rotate(qkv, self._num_q_heads, self._num_kv_heads, norms, rope, positions)
@@ -81,12 +81,11 @@ class DecoderLayer(nn.Module):
 
     def before_attention(self, x: Tensor, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `DecoderModel.before_attention`; rope: the layer's position table."""
-        return self.self_attn.project(self.input_layernorm(x), rope, positions)
+        return self.self_attn.project(x, self.input_layernorm, rope, positions)
 
     def after_attention(self, x: Tensor, attn: Tensor) -> Tensor:
         """See `DecoderModel.after_attention`; attn: [N, num_q_heads * head_dim]."""
-        x, normed = self.post_attention_layernorm.after_sum(x, self.self_attn.o_proj(attn))
-        return x + self.mlp(normed)
+        return two_residuals(self.self_attn.o_proj, self.post_attention_layernorm, self.mlp, x, attn)
 
 
 class Decoder(DecoderModel):
