@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from nanoinfer.sequence import Sequence
 from offload import Runtime
+from offload.pinned import PinError
 
 MODES = ("resident", "offload")
 
@@ -69,7 +71,9 @@ class LLMEngine:
         self._next_sequence_id = 0
         self._random = random.Random(config.seed)
         self._times = _StepTimes()
+        self._warned_of_offload = False
         self._in_flight: _InFlight | None = None
+        self._outputs: list[StreamOutput] = []  # read when a launch failed, for the next call of step
         if config.enable_cpu_offload is True:
             self.runner.switch_mode("offload", [])
         else:
@@ -181,23 +185,30 @@ class LLMEngine:
         """
         batch = self.scheduler.schedule()
         before, self._in_flight = self._in_flight, None
+        outputs, self._outputs = self._outputs, []
         if batch is None:
             assert before is not None or not self.scheduler.has_work, "nothing can run, although every block is free"
-            return [] if before is None else self._take(before)
+            return outputs if before is None else outputs + self._take(before)
         try:
             launched = self._launch(batch)
         except BaseException:
-            self._in_flight = before  # unharmed; the next step reads it
-            self.runner.recover()
-            for request_id in {sequence.request_id for sequence in _sequences(batch)}:
-                self.abort(request_id)
+            self._abandon(batch)
+            if before is not None:  # unharmed
+                self._outputs = outputs + self._take(before)
             raise
-        outputs = [] if before is None else self._take(before)
+        if before is not None:
+            outputs += self._take(before, launched)
         if any(sequence.params.logprobs is not None for sequence in launched.tokens.sequences):
             return outputs + self._take(launched)  # log-probabilities are too large to keep a step's worth of them
         if any(not sequence.is_finished for sequence in _sequences(batch)):
             self._in_flight = launched
         return outputs
+
+    def _abandon(self, batch: PrefillBatch | DecodeBatch) -> None:
+        """Ends the requests of a step that failed, once nothing of it is in flight."""
+        self.runner.recover()
+        for request_id in {sequence.request_id for sequence in _sequences(batch)}:
+            self.abort(request_id)
 
     def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
         begin, streamed_before = time.perf_counter(), self._streamed_bytes()
@@ -206,8 +217,20 @@ class LLMEngine:
         tokens = self.runner.prefill(batch) if isinstance(batch, PrefillBatch) else self.runner.decode(batch)
         return _InFlight(batch, tokens, begin, self._streamed_bytes() - streamed_before)
 
-    def _take(self, step: _InFlight) -> list[StreamOutput]:
-        """Waits for a step and hands out its tokens; those of sequences that have ended meanwhile are dropped."""
+    def _take(self, step: _InFlight, behind: _InFlight | None = None) -> list[StreamOutput]:
+        """Waits for a step and hands out its tokens; those of sequences that have ended meanwhile are dropped.
+
+        If that fails, its requests are ended, and those of the step `behind` it, which counts on its tokens.
+        """
+        try:
+            return self._hand_out(step)
+        except BaseException:
+            for failed in (step, behind):
+                if failed is not None:
+                    self._abandon(failed.batch)
+            raise
+
+    def _hand_out(self, step: _InFlight) -> list[StreamOutput]:
         sampled = step.tokens.read()
         self._count(step)
         outputs = []
@@ -274,7 +297,10 @@ class LLMEngine:
         """For "auto": goes on in offload mode, if the host can hold what runs."""
         try:
             self.runner.switch_mode("offload", self.scheduler.running)
-        except ValueError:
+        except (ValueError, MemoryError, PinError) as error:
+            if not self._warned_of_offload:
+                warnings.warn(f"offload mode cannot be entered, so requests are preempted: {error}", stacklevel=2)
+            self._warned_of_offload = True
             return False
         return True
 

@@ -403,23 +403,46 @@ class KVCache:
                 f"({_gib(needed * self.layout.block_bytes)}), the host pool has {free} free "
                 f"({_gib(free * self.layout.block_bytes)}): raise host_memory_limit or wait until some have ended"
             )
-        pairs = []
-        for sequence in sequences:
-            row, num_full = sequence.row, sequence.num_computed // self.block_size
-            host_blocks = offload.host.blocks.allocate(num_full)
-            self.host_table[row, :num_full] = host_blocks
-            pairs += zip(self.gpu_table[row, :num_full].tolist(), host_blocks, strict=True)
-            self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - num_full)
-            self._note_residency(row, first=0, num_computed=sequence.num_computed)
-            self.changed_rows.add(row)
-            sequence.num_published = 0
-        offload.store(pairs)
+        full = {sequence.row: sequence.num_computed // self.block_size for sequence in sequences}
+        on_host = {row: offload.host.blocks.allocate(count) for row, count in full.items()}
+        pairs = [
+            pair
+            for row, blocks in on_host.items()
+            for pair in zip(self.gpu_table[row, : len(blocks)].tolist(), blocks, strict=True)
+        ]
+        try:
+            offload.store(pairs)
+        except BaseException:
+            offload.drain()
+            for blocks in on_host.values():
+                offload.host.blocks.release(blocks)
+            raise
         self.offload = offload
         for sequence in sequences:
-            if self.gpu_table[sequence.row, sequence.num_computed // self.block_size] == NO_BLOCK:
+            row = sequence.row
+            self.host_table[row, : full[row]] = on_host[row]
+            self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - full[row])
+            self._note_residency(row, self._leave_shared_blocks(row), sequence.num_computed)
+            self.changed_rows.add(row)
+            sequence.num_published = 0
+        for sequence in sequences:
+            if self.gpu_table[sequence.row, full[sequence.row]] == NO_BLOCK:
                 self._promise_tail(sequence.row)
             self.publish(sequence)
         self._limit_residency()
+
+    def _leave_shared_blocks(self, row: int) -> int:
+        """Gives back the row's leading GPU blocks that other rows hold too, so that dropping a block frees it.
+
+        Returns:
+            The first block that the row keeps.
+        """
+        held = _present(self.gpu_table[row])
+        num_shared = next((i for i, block in enumerate(held) if self.gpu_blocks.references(block) == 1), len(held))
+        assert self.offload is not None
+        self.offload.release_gpu(held[:num_shared])
+        self.gpu_table[row, :num_shared] = NO_BLOCK
+        return num_shared
 
     def switch_to_resident(self, sequences: list[Sequence]) -> None:
         """Brings every host block of the running sequences into the GPU pool.

@@ -175,7 +175,11 @@ class OffloadEngine:
         Prefetched chunks that hold one of them are dropped: the block may come back with other content.
         """
         blocks = list(blocks)
-        released = set(blocks)
+        # What others hold as well does not come free, whatever the copies do.
+        shared = [block for block in blocks if self.host.blocks.references(block) > 1]
+        self.host.blocks.release(shared)
+        released = set(blocks).difference(shared)
+        blocks = [block for block in blocks if block in released]
         if any(released.intersection(chunk.blocks) for _, chunk in self._filled):
             self._discard_prefetch()
         copied = self.runtime.event()
