@@ -9,6 +9,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
+from nanoinfer.planner import Forecast, plan
 from nanoinfer.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -17,10 +18,12 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineConfig",
+    "Forecast",
     "LLMEngine",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "StreamOutput",
+    "plan",
 ]

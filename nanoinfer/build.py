@@ -46,14 +46,7 @@ def build(
     model_dir = find_model(config.model, weights=config.load_format != "dummy")
     if config.load_format != "dummy":
         check_safetensors(model_dir)
-    spec = resolve(hf_config).spec_from_config(hf_config, resolve_dtype(config.dtype, hf_config))
-    layout = KVLayout(
-        num_layers=spec.num_layers,
-        block_size=config.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=spec.dtype,
-    )
+    spec, layout = spec_and_layout(config, hf_config)
     backend = make_backend(
         config.attention_backend, attention_spec(spec, config.block_size), device, config.enable_cpu_offload
     )
@@ -83,6 +76,19 @@ def build(
     )
     runner = ModelRunner(config, plan, runtime, model, backend, layout, make_sampling, memory_before)
     return BuiltEngine(plan, runner, tokenizer, end_token_ids(model_dir, hf_config))
+
+
+def spec_and_layout(config: EngineConfig, hf_config: PretrainedConfig) -> tuple[ModelSpec, KVLayout]:
+    """The model's numbers and the shape of its KV blocks."""
+    spec = resolve(hf_config).spec_from_config(hf_config, resolve_dtype(config.dtype, hf_config))
+    layout = KVLayout(
+        num_layers=spec.num_layers,
+        block_size=config.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=spec.dtype,
+    )
+    return spec, layout
 
 
 def resolve_device(name: str) -> torch.device:

@@ -29,6 +29,11 @@ NO_BLOCK = -1
 MAX_PROMOTED = 8
 
 
+def promotion_margin(num_rows: int) -> int:
+    """GPU blocks that are left free for rows that grow, when blocks come back: a few rows want one in the same step."""
+    return num_rows // 16 + 2
+
+
 @dataclass(frozen=True)
 class SavedKV:
     """KV of a preempted sequence: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, CPU."""
@@ -256,8 +261,7 @@ class KVCache:
         """
         if self.offload is None or not self.residency.num_streamed:
             return {}
-        # Each row may want a block of its own soon; more often than not it is one row in 16 at a time.
-        count = min(MAX_PROMOTED, self.gpu_room - len(rows) // 16 - 2)
+        count = min(MAX_PROMOTED, self.gpu_room - promotion_margin(len(rows)))
         if self._max_resident_blocks is not None:
             count = min(count, self._max_resident_blocks - self.residency.num_resident)
         if count <= 0:

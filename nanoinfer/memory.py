@@ -14,10 +14,13 @@ from offload import KVLayout
 
 DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 GIB = 2**30
-# Segments of the allocator are rounded to 2 or 20 MiB; this is what the rounding of all buffers may add up to.
-ALLOCATOR_MARGIN_BYTES = 160 * 2**20
-# Workspaces that the matrix library keeps for the compute stream, eagerly and in graphs.
-LIBRARY_BYTES = 96 * 2**20
+# Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
+# to segments of 2 or 20 MiB: 94 to 126 MiB were measured over six engines of two shapes.
+LIBRARY_BYTES = 128 * 2**20
+# Activations come from one segment (`ModelRunner`), so that they cannot take more by being scattered over many. What
+# fits into it in theory needs a little more room in practice.
+ACTIVATION_SLACK = 1.06
+ACTIVATION_MARGIN_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +28,13 @@ class MemoryPlan:
     """What each part of the engine takes, in bytes, and the sizes that follow.
 
     Attributes:
-        activation_bytes: transient memory of the largest prefill step, sampling included.
+        activation_bytes: transient memory of the largest prefill step, or of sampling if that takes more.
         workspace_bytes: fixed decode buffers and tables, without the attention partials.
+        library_bytes: workspaces of libraries, and rounding.
         graph_bytes: private memory of the captured graphs.
         split_bytes: attention partials of one split.
         num_gpu_blocks: KV blocks of the GPU pool, the scratch block included.
+        max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
         max_splits: splits that one decode step may attend to.
     """
 
@@ -37,6 +42,7 @@ class MemoryPlan:
     weight_bytes: int
     activation_bytes: int
     workspace_bytes: int
+    library_bytes: int
     graph_bytes: int
     ring_bytes: int
     block_bytes: int
@@ -44,6 +50,7 @@ class MemoryPlan:
     blocks_per_slot: int
     num_gpu_blocks: int
     num_host_blocks: int
+    max_resident_blocks: int | None
     max_splits: int
     max_model_len: int
     max_num_seqs: int
@@ -52,12 +59,23 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         """All but the KV pool and the partials that grow with it."""
-        parts = (self.weight_bytes, self.activation_bytes, self.workspace_bytes, self.graph_bytes, self.ring_bytes)
-        return sum(parts)
+        buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
+        return self.weight_bytes + self.activation_bytes + self.ring_bytes + buffers
 
     @property
     def pool_bytes(self) -> int:
+        """The KV pool on the GPU, with the attention partials of all that can be attended to."""
         return self.num_gpu_blocks * self.block_bytes + self.max_splits * self.split_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """What the engine takes on the GPU at its peak."""
+        return self.fixed_bytes + self.pool_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The host pool."""
+        return self.num_host_blocks * self.block_bytes
 
     def one_line(self) -> str:
         """The plan as the engine prints it at start-up."""
@@ -65,11 +83,12 @@ class MemoryPlan:
         def gib(num_bytes: int) -> str:
             return f"{num_bytes / GIB:.2f}"
 
+        buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
         return (
-            f"budget {gib(self.budget_bytes)} GiB: weights {gib(self.weight_bytes)}, KV pool {gib(self.pool_bytes)} "
-            f"({self.num_gpu_blocks - 1} blocks), ring {gib(self.ring_bytes)}, activations "
-            f"{gib(self.activation_bytes)}, buffers and graphs {gib(self.workspace_bytes + self.graph_bytes)}; "
-            f"host pool {gib(self.num_host_blocks * self.block_bytes)} GiB ({self.num_host_blocks} blocks); "
+            f"{gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB: weights {gib(self.weight_bytes)}, KV pool "
+            f"{gib(self.pool_bytes)} ({self.num_gpu_blocks - 1} blocks), ring {gib(self.ring_bytes)}, activations "
+            f"{gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
+            f"host pool up to {gib(self.host_bytes)} GiB ({self.num_host_blocks} blocks); "
             f"max_model_len {self.max_model_len}, prefill steps of {self.max_num_batched_tokens} tokens"
         )
 
@@ -117,11 +136,11 @@ def make_plan(
     for tokens in _batched_tokens(config, largest, is_cuda):
         sizes = _Sizes(largest, max_num_seqs, tokens)
         plan = _spend(config, spec, layout, sizes, budget_bytes, slot_bytes, is_cuda)
+        plan = _with_host(config, plan, layout, host_available_bytes)
         if plan.num_gpu_blocks >= _min_blocks(config, plan, layout.block_size):
             break
     else:
         _refuse_gpu(config, plan, layout.block_size)
-    plan = _with_host(config, plan, layout, host_available_bytes)
     return _with_model_len(config, plan, layout.block_size)
 
 
@@ -144,21 +163,24 @@ def _spend(
     blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * sizes.max_num_seqs)
     split_bytes = spec.num_q_heads * (spec.head_dim + 1) * 4
     size = spec.dtype.itemsize
-    workspace = sizes.max_num_seqs * (
-        4 * spec.vocab_size + size * (spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + 16 * max_blocks + 64
-    )
+    # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
+    max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
+    row = 4 * spec.vocab_size + size * (spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + 64
+    workspace = max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * sizes.max_num_batched_tokens
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
         weight_bytes=spec.weight_bytes + spec.rope_bytes(sizes.max_model_len),
-        activation_bytes=_activation_bytes(spec, sizes) + (ALLOCATOR_MARGIN_BYTES if is_cuda else 0),
-        workspace_bytes=workspace + (LIBRARY_BYTES if is_cuda else 0),
-        graph_bytes=0 if config.enforce_eager or not is_cuda else _step_bytes(spec, sizes.max_num_seqs, False),
+        activation_bytes=_activation_bytes(spec, sizes, max_batch, is_cuda),
+        workspace_bytes=workspace,
+        library_bytes=LIBRARY_BYTES if is_cuda else 0,
+        graph_bytes=0 if config.enforce_eager or not is_cuda else _decode_bytes(spec, max_batch),
         ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes,
         block_bytes=layout.block_bytes,
         split_bytes=split_bytes,
         blocks_per_slot=blocks_per_slot,
         num_gpu_blocks=0,
         num_host_blocks=0,
+        max_resident_blocks=max_resident_blocks(config, layout),
         max_splits=0,
         max_model_len=sizes.max_model_len,
         max_num_seqs=sizes.max_num_seqs,
@@ -170,7 +192,7 @@ def _spend(
     plan = replace(plan, split_bytes=split_bytes)
     rows = sizes.max_num_seqs * split_bytes
     num_blocks = max(0, budget_bytes - plan.fixed_bytes - rows) // (layout.block_bytes + 2 * split_bytes)
-    if not is_cuda or config.enable_cpu_offload:
+    if not is_cuda or config.enable_cpu_offload is True:
         # More than all rows can fill is of no use: on the CPU it would be the user's own memory, and offload mode
         # keeps what fits nowhere else on the host.
         useful = max_blocks * sizes.max_num_seqs + sizes.max_num_seqs + 2
@@ -179,22 +201,37 @@ def _spend(
     return replace(plan, num_gpu_blocks=num_blocks)
 
 
-def _activation_bytes(spec: ModelSpec, sizes: _Sizes) -> int:
+def max_resident_blocks(config: EngineConfig, layout: KVLayout) -> int | None:
+    """`resident_kv_limit` in whole blocks."""
+    limit = config.resident_kv_limit
+    return None if limit is None else int(limit and parse_bytes(limit, "resident_kv_limit")) // layout.block_bytes
+
+
+def _activation_bytes(spec: ModelSpec, sizes: _Sizes, max_batch: int, is_cuda: bool) -> int:
+    """The largest prefill step or, after it, the sampling of all rows; an eager decode step takes less."""
     tokens = sizes.max_num_batched_tokens
-    return _step_bytes(spec, tokens, True) + _sampling_bytes(spec, min(sizes.max_num_seqs, tokens))
+    largest = max(_prefill_bytes(spec, tokens), _sampling_bytes(spec, max_batch))
+    return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
 
 
-def _step_bytes(spec: ModelSpec, tokens: int, is_prefill: bool) -> int:
-    """Transient memory of one layer for `tokens` tokens, the attention state of prefill included."""
+def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
+    """Live tensors of one layer at its peak; each line is a place in `PrefillStep` and `nanoinfer.layers`."""
+    size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.num_q_heads * spec.head_dim
+    kv = spec.num_kv_heads * spec.head_dim
+    state = 4 * spec.num_q_heads * (spec.head_dim + 2)  # the running softmax, float32
+    always = state + size * (hidden + heads)  # state, residual stream, attention output
+    # Projections: their output, queries and keys after the rotation, and the normalised input or the next hidden states
+    attention = always + size * (heads + 2 * kv + heads + kv + hidden)
+    # The gated layer: residual, normalised residual, a norm's output where there is one more, gate and up, their product
+    mlp = always + size * (3 * hidden + 3 * spec.intermediate_size)
+    return tokens * max(attention, mlp)
+
+
+def _decode_bytes(spec: ModelSpec, rows: int) -> int:
+    """Transient memory of one decode step in a graph: the largest layer, and the logits."""
     size, heads = spec.dtype.itemsize, spec.num_q_heads * spec.head_dim
-    qkv = heads + 2 * spec.num_kv_heads * spec.head_dim
-    attention = size * (3 * spec.hidden_size + 3 * qkv + heads)
-    mlp = size * (4 * spec.hidden_size + 4 * spec.intermediate_size)
-    norms = 3 * 4 * max(spec.hidden_size, heads + spec.num_kv_heads * spec.head_dim)  # float32 copies
-    per_token = max(attention, mlp) + norms
-    if is_prefill:
-        return tokens * (per_token + 4 * spec.num_q_heads * (spec.head_dim + 2))
-    return tokens * (per_token + (4 + size) * spec.vocab_size)
+    layer = size * (4 * spec.hidden_size + 3 * heads + 3 * spec.intermediate_size)
+    return rows * max(layer, (4 + size) * spec.vocab_size + size * spec.hidden_size)
 
 
 def _sampling_bytes(spec: ModelSpec, rows: int) -> int:
@@ -206,7 +243,7 @@ def _sampling_bytes(spec: ModelSpec, rows: int) -> int:
 def _min_blocks(config: EngineConfig, plan: MemoryPlan, block_size: int) -> int:
     """The smallest useful GPU pool: scratch, one prefill chunk in flight, the tail behind it and one decoding tail."""
     chunk = -(-plan.max_num_batched_tokens // block_size)
-    if config.enable_cpu_offload:
+    if config.may_offload:
         return chunk + 3
     wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, block_size)
     return -(-wanted // block_size) + 2
@@ -214,11 +251,11 @@ def _min_blocks(config: EngineConfig, plan: MemoryPlan, block_size: int) -> int:
 
 def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, block_size: int) -> None:
     blocks = _min_blocks(config, plan, block_size)
-    needed = plan.fixed_bytes + plan.max_num_seqs * plan.split_bytes
-    needed += blocks * (plan.block_bytes + 2 * plan.split_bytes)
+    needed = plan.fixed_bytes + blocks * plan.block_bytes
+    needed += max(plan.max_splits, 2 * blocks + plan.max_num_seqs) * plan.split_bytes
     needed = -(-needed // 2**20) * 2**20
     given = f"gpu_memory_limit={config.gpu_memory_limit!r}" if config.gpu_memory_limit is not None else "the GPU memory"
-    help_offload = "" if config.enable_cpu_offload else ", lower max_model_len or set enable_cpu_offload=True"
+    help_offload = "" if config.may_offload else ", lower max_model_len or set enable_cpu_offload=True"
     raise ValueError(
         f"{given} ({plan.budget_bytes / GIB:.3f} GiB) is too small: weights {plan.weight_bytes / GIB:.3f} GiB, "
         f"activations and buffers {(plan.fixed_bytes - plan.weight_bytes) / GIB:.3f} GiB and {blocks} KV blocks of "
@@ -232,7 +269,7 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, availab
     max_blocks = -(-plan.max_model_len // layout.block_size)
     if config.host_memory_limit is not None:
         limit = parse_bytes(config.host_memory_limit, "host_memory_limit")
-        if limit > available_bytes and config.enable_cpu_offload:
+        if limit > available_bytes and config.may_offload:
             raise ValueError(
                 f"host_memory_limit={config.host_memory_limit!r} is {limit / GIB:.2f} GiB, "
                 f"{available_bytes / GIB:.2f} GiB are available: lower host_memory_limit"
@@ -240,7 +277,7 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, availab
         num_blocks = limit // layout.block_bytes
         wanted = config.max_model_len or layout.block_size
         smallest = -(-wanted // layout.block_size)
-        if num_blocks < smallest:
+        if num_blocks < smallest and config.enable_cpu_offload is True:
             raise ValueError(
                 f"host_memory_limit={config.host_memory_limit!r} holds {num_blocks} KV blocks of "
                 f"{layout.block_bytes / 2**20:.2f} MiB, {wanted} tokens need {smallest}: give at least "
@@ -256,22 +293,21 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, availab
     # A host pool larger than the GPU pool brings more splits than _spend counted on: take them from the pool.
     extra = max(0, max_splits - 2 * num_gpu_blocks - plan.max_num_seqs) * plan.split_bytes
     num_gpu_blocks -= -(-extra // plan.block_bytes)
-    plan = replace(plan, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_blocks, max_splits=max_splits)
-    if num_gpu_blocks < _min_blocks(config, plan, layout.block_size):
-        _refuse_gpu(config, replace(plan, workspace_bytes=plan.workspace_bytes + extra), layout.block_size)
-    return plan
+    return replace(plan, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_blocks, max_splits=max_splits)
 
 
 def _with_model_len(config: EngineConfig, plan: MemoryPlan, block_size: int) -> MemoryPlan:
     """Cuts a `max_model_len` that the user left open to what one sequence can have."""
     # Resident mode keeps a spare block, so that a preempted sequence can come back beside another one.
-    blocks = plan.num_host_blocks if config.enable_cpu_offload else plan.num_gpu_blocks - 1
+    blocks = plan.num_gpu_blocks - 1
+    if config.may_offload:
+        blocks = plan.num_host_blocks if config.enable_cpu_offload is True else max(blocks, plan.num_host_blocks)
     capacity = blocks * block_size
     if config.max_model_len is not None and config.max_model_len > capacity:
         raise ValueError(
             f"max_model_len={config.max_model_len} needs {-(-config.max_model_len // block_size)} KV blocks, "
             f"{blocks} fit: lower max_model_len to at most {capacity} or raise "
-            f"{'host_memory_limit' if config.enable_cpu_offload else 'gpu_memory_limit'}"
+            f"{'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}"
         )
     return replace(plan, max_model_len=min(plan.max_model_len, capacity))
 

@@ -204,7 +204,7 @@ class PrefillStep:
     ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
     last_hidden: torch.Tensor = field(init=False)
     _x: torch.Tensor = field(init=False)
-    _q: torch.Tensor = field(init=False)
+    _q: torch.Tensor | None = None
     _positions: torch.Tensor = field(init=False)
     _out: torch.Tensor | None = None
     _state: PrefillState | None = None
@@ -224,11 +224,13 @@ class PrefillStep:
             self._positions = self.positions.long()
             self._x = model.embed(self.token_ids.long())
         else:
-            self._x = model.after_attention(layer - 1, self._x, self._attend_gpu(layer - 1))
+            attention = self._attend_gpu(layer - 1)
+            self._q = None  # makes room for the gated layer, the largest part of the step
+            self._x = model.after_attention(layer - 1, self._x, attention)
         if layer == len(program.kind):
             self.last_hidden = self._x.index_select(0, self.last)
             self._state = self._out = None
-            del self._x, self._q
+            del self._x
             return
         self._q, k, v = model.before_attention(layer, self._x, self._positions)
         program.backend.store_kv(k, v, program.kv_cache.gpu_kv[layer], self.slots)

@@ -12,11 +12,11 @@ import torch
 from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend, PrefillPiece
-from nanoinfer.config import EngineConfig, parse_bytes
+from nanoinfer.config import EngineConfig
 from nanoinfer.decode import DecodeProgram
 from nanoinfer.device_tables import RowState
 from nanoinfer.kv_cache import KVCache
-from nanoinfer.memory import GIB, LIBRARY_BYTES, MemoryPlan
+from nanoinfer.memory import GIB, MemoryPlan
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.prefill import PrefillProgram, PrefillStep
 from nanoinfer.sampler import SamplingBatch, logprobs_of, sample
@@ -101,7 +101,7 @@ class ModelRunner:
             max_blocks_per_seq=max_blocks,
             max_splits=plan.max_splits,
             enable_prefix_caching=config.enable_prefix_caching,
-            max_resident_blocks=_max_resident_blocks(config, layout),
+            max_resident_blocks=plan.max_resident_blocks,
             window=max((window for window in model.spec.windows if window is not None), default=None),
             only_if_faster=config.enable_cpu_offload == "auto",
         )
@@ -130,6 +130,8 @@ class ModelRunner:
             max_seqs=plan.max_num_seqs,
             max_blocks_per_seq=max_blocks,
         )
+        if runtime.device.type == "cuda":
+            self._reserve_activations()
         self._offload: OffloadEngine | None = None  # kept between switches, since graphs hold the ring's addresses
         self._arena: HostArena | None = None
         self._tokens_host = deque(
@@ -355,6 +357,7 @@ class ModelRunner:
         """
         device, plan = self.runtime.device, self.plan
         held = reserved_bytes(device) - memory_before  # weights and ring
+        self._reserve_activations()
         torch.cuda.reset_peak_memory_stats(device)
         what = "compiling kernels, measuring memory"
         with tqdm(total=1, desc=what, delay=2, disable=not self.config.progress_bar) as bar, self.compute.current():
@@ -363,7 +366,7 @@ class ModelRunner:
             bar.update()
         peak = torch.cuda.max_memory_reserved(device) - memory_before
         kept = reserved_bytes(device) - memory_before - held  # workspaces that libraries hold for good
-        planned = plan.weight_bytes + plan.ring_bytes + plan.activation_bytes + LIBRARY_BYTES
+        planned = plan.weight_bytes + plan.ring_bytes + plan.activation_bytes + plan.library_bytes
         # What is kept counts twice: inside the peak, and for the stream's graphs, which bring workspaces of their own.
         over = peak + kept - planned
         blocks = max(0, -(-over // self.layout.block_bytes))
@@ -375,6 +378,14 @@ class ModelRunner:
                 stacklevel=2,
             )
         return blocks
+
+    def _reserve_activations(self) -> None:
+        """Leaves one free segment in the allocator from which all activations are cut.
+
+        Scattered over segments of their own sizes they would take up to 40 % more.
+        """
+        with self.compute.current():
+            torch.empty(self.plan.activation_bytes, dtype=torch.uint8, device=self.runtime.device)
 
     def _run_largest_prefill(self) -> None:
         """One layer of the largest prefill step and its sampling, on a pool of one block that all tokens share."""
@@ -403,6 +414,7 @@ class ModelRunner:
             state = self.backend.prefill_state(tokens)
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             self.backend.prefill(q, kv, piece, state, out, self.model.spec.windows[0])
+            del q, k, v
             x = self.model.after_attention(0, x, out)
         rows = min(self.plan.max_num_seqs, tokens)
         self.model.logits(x[:rows]).argmax(dim=-1)
@@ -415,8 +427,3 @@ def reserved_bytes(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
-
-
-def _max_resident_blocks(config: EngineConfig, layout: KVLayout) -> int | None:
-    limit = config.resident_kv_limit
-    return None if limit is None else int(limit and parse_bytes(limit, "resident_kv_limit")) // layout.block_bytes
