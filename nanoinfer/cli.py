@@ -7,22 +7,32 @@ import sys
 from collections.abc import Sequence
 
 import nanoinfer
+from nanoinfer import planner, verify
 from nanoinfer.bench import command as bench
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `nanoinfer ...`; errors of the user are one line on stderr and exit code 2."""
+    """Runs `nanoinfer ...`; errors of the user are one line on stderr and exit code 2.
+
+    `verify` returns 1 where it finds a difference, `plan` where something does not fit.
+    """
     parser = argparse.ArgumentParser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
     parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     bench.add_arguments(commands.add_parser("bench", help="measure offload against resident decode"))
     _add_generate_arguments(commands.add_parser("generate", help="complete a prompt"))
+    planner.add_arguments(commands.add_parser("plan", help="what fits and how fast it can be, without GPU or weights"))
+    verify.add_arguments(commands.add_parser("verify", help="compare offload with resident mode, bit for bit"))
     options = parser.parse_args(arguments)
     try:
         if options.command == "bench":
             bench.run(options)
+        elif options.command == "plan":
+            return planner.run(options)
+        elif options.command == "verify":
+            return verify.run(options)
         else:
             _generate(options)
     except (ValueError, MemoryError) as error:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoinfer import metrics
 from nanoinfer.build import BuiltEngine, build
 from nanoinfer.config import EngineConfig
+from nanoinfer.metrics import StepMeter
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.request import Request
 from nanoinfer.runner import PendingTokens
@@ -33,6 +35,7 @@ class _StepTimes:
     streaming_decode: float = 0.0  # decode steps that streamed something
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
+    num_streaming_steps: int = 0  # decode steps that streamed something
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     decode_streamed_bytes: int = 0
@@ -46,6 +49,7 @@ class _InFlight:
     batch: PrefillBatch | DecodeBatch
     tokens: PendingTokens
     launched: float  # time.perf_counter
+    launch_seconds: float
     streamed_bytes: int
 
 
@@ -70,7 +74,8 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._next_sequence_id = 0
         self._random = random.Random(config.seed)
-        self._times = _StepTimes()
+        self.times = _StepTimes()
+        self.meter = StepMeter(built.runner.runtime)
         self._warned_of_offload = False
         self._in_flight: _InFlight | None = None
         self._outputs: list[StreamOutput] = []  # read when a launch failed, for the next call of step
@@ -212,10 +217,20 @@ class LLMEngine:
 
     def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
         begin, streamed_before = time.perf_counter(), self._streamed_bytes()
+        is_decode = isinstance(batch, DecodeBatch)
         for sequence in _sequences(batch):
             self._requests[sequence.request_id].mark_scheduled()
-        tokens = self.runner.prefill(batch) if isinstance(batch, PrefillBatch) else self.runner.decode(batch)
-        return _InFlight(batch, tokens, begin, self._streamed_bytes() - streamed_before)
+        self.runner.kv_cache.count_streamed(_sequences(batch))
+        timeline = self.meter.timeline(self.runner.kv_cache.offload, is_decode)
+        tokens = self.runner.decode(batch, timeline) if is_decode else self.runner.prefill(batch, timeline)
+        streamed = self._streamed_bytes() - streamed_before
+        self.meter.launched(timeline, is_decode, streamed)
+        self._trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
+        return _InFlight(batch, tokens, begin, time.perf_counter() - begin, streamed)
+
+    def _trace_host(self, name: str, begin: float) -> None:
+        if self.meter.trace is not None:
+            self.meter.trace.host(name, begin)
 
     def _take(self, step: _InFlight, behind: _InFlight | None = None) -> list[StreamOutput]:
         """Waits for a step and hands out its tokens; those of sequences that have ended meanwhile are dropped.
@@ -231,7 +246,9 @@ class LLMEngine:
             raise
 
     def _hand_out(self, step: _InFlight) -> list[StreamOutput]:
+        begin = time.perf_counter()
         sampled = step.tokens.read()
+        self._trace_host("wait for tokens", begin)
         self._count(step)
         outputs = []
         for sequence, token_id, logprobs in zip(step.tokens.sequences, sampled.tokens, sampled.logprobs, strict=True):
@@ -315,7 +332,7 @@ class LLMEngine:
         return 0 if self.runner.offload is None else self.runner.offload.counters.streamed_bytes
 
     def _count(self, step: _InFlight) -> None:
-        times, batch, streamed_bytes = self._times, step.batch, step.streamed_bytes
+        times, batch, streamed_bytes = self.times, step.batch, step.streamed_bytes
         now = time.perf_counter()
         seconds = now - max(step.launched, times.last_read)
         times.last_read = now
@@ -324,20 +341,26 @@ class LLMEngine:
             times.num_prefill_steps += 1
             times.num_prefill_tokens += sum(chunk.end - chunk.begin for chunk in batch.chunks)
             return
+        self.meter.read(seconds, step.launch_seconds, streamed_bytes)
+        for sequence in batch.sequences:
+            sequence.copy_wait_seconds += seconds * self.meter.wait_fraction if streamed_bytes else 0.0
         times.decode += seconds
         times.num_decode_steps += 1
         times.num_decode_tokens += len(batch.sequences)
         if streamed_bytes:
             times.streaming_decode += seconds
+            times.num_streaming_steps += 1
             times.decode_streamed_bytes += streamed_bytes
 
-    def stats(self) -> dict[str, int | float | str]:
+    def stats(self) -> dict[str, int | float | str | list[str]]:
         """Counters since the engine was made, and the state of both pools.
 
         `link_gbps` is the bytes of all streaming decode steps over their whole time, compute included, in GB/s
-        (10^9): what the link was used for, not what it could do.
+        (10^9): what the link was used for, not what it could do. `link_busy_fraction` and `copy_wait_seconds` are
+        estimates from a sample of the steps. `bound`, `advice` and `notes` say what the steps were bound by, what would
+        help, and which settings had no effect.
         """
-        runner, times, counters = self.runner, self._times, self.runner.decode_program.counters
+        runner, times, counters = self.runner, self.times, self.runner.decode_program.counters
         gpu_blocks, offload = runner.kv_cache.gpu_blocks, runner.offload
         if offload is not None:
             offload.reclaim()
@@ -373,7 +396,18 @@ class LLMEngine:
             "eager_steps": counters.eager_steps,
             "padded_rows": counters.padded_rows,
             "graph_bytes": 0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
+            **metrics.report(self),
         }
+
+    def start_trace(self) -> None:
+        """Times every stream in every step from here on, at some cost, until `stop_trace`."""
+        self.meter.trace = metrics.Trace(self.runner.runtime, self.runner.compute)
+
+    def stop_trace(self, name: str, number: int = 1) -> list[dict]:
+        """Trace events since `start_trace`, as process `number` called `name`; see `metrics.write_trace`."""
+        trace, self.meter.trace = self.meter.trace, None
+        assert trace is not None, "start_trace comes first"
+        return trace.events(name, number)
 
     def close(self) -> None:
         """Aborts what runs and gives back device and host memory; the engine cannot be used afterwards."""

@@ -52,6 +52,7 @@ class KVCache:
         max_splits: blocks that all rows together may attend to; rows that share blocks count each for itself.
         max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
         window: the widest sliding window of the layers that have one, in tokens.
+        num_streaming_layers: layers without a sliding window; None: all.
         only_if_faster: in offload mode, admit a sequence whose blocks find no room on the GPU only where that does not
             lower the tokens per second of all.
     """
@@ -69,6 +70,7 @@ class KVCache:
         enable_prefix_caching: bool,
         max_resident_blocks: int | None = None,
         window: int | None = None,
+        num_streaming_layers: int | None = None,
         only_if_faster: bool = False,
     ) -> None:
         self.layout = layout
@@ -90,6 +92,7 @@ class KVCache:
         self.residency = Residency(max_num_seqs)
         self._max_resident_blocks = max_resident_blocks
         self._window = window
+        self._num_streaming_layers = layout.num_layers if num_streaming_layers is None else num_streaming_layers
         self._only_if_faster = only_if_faster
 
     # Admission
@@ -250,6 +253,17 @@ class KVCache:
         if self._window is not None:
             window = max(0, num_computed - self._window + 1) // self.block_size
         self.residency.set(row, first, full, window)
+
+    def count_streamed(self, sequences: Iterable[Sequence]) -> None:
+        """Notes for each sequence of a step how many of its blocks the step reads, and how many of them stream."""
+        if self.offload is None:
+            return
+        num_bytes = self.layout.layer_block_bytes * self._num_streaming_layers
+        for sequence in sequences:
+            first, full = int(self.residency.first[sequence.row]), int(self.residency.full[sequence.row])
+            sequence.streamed_bytes += first * num_bytes
+            sequence.num_blocks_read += full
+            sequence.num_resident_read += full - first
 
     def promote(self, rows: list[int]) -> dict[int, list[int]]:
         """Takes GPU blocks for full blocks that stream in this step, where there is room, and notes them as resident.

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import LLMEngine
+from nanoinfer.metrics import run_line
 from nanoinfer.outputs import RequestOutput, StreamOutput
 from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
@@ -90,6 +91,8 @@ class LLM:
                 while not all(request.is_finished for request in requests):
                     self.engine.step()
                     bar.update(sum(request.is_finished for request in requests) - bar.n)
+            if use_tqdm and self.engine.config.progress_bar:
+                _report(run_line(self.engine))
         finally:
             for request in requests:
                 self.engine.abort(request.request_id)  # those that an exception left behind
@@ -174,7 +177,7 @@ class LLM:
         """
         self.engine.switch_mode(mode)
 
-    def stats(self) -> dict[str, int | float | str]:
+    def stats(self) -> dict[str, int | float | str | list[str]]:
         """Counters since the start and the state of both pools; see `LLMEngine.stats`."""
         return self.engine.stats()
 

@@ -17,9 +17,9 @@ GIB = 2**30
 # Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
 # to segments of 2 or 20 MiB: 94 to 126 MiB were measured over six engines of two shapes.
 LIBRARY_BYTES = 128 * 2**20
-# Activations come from one segment (`ModelRunner`), so that they cannot take more by being scattered over many. What
-# fits into it in theory needs a little more room in practice.
-ACTIVATION_SLACK = 1.06
+# Activations come from one segment (`ModelRunner`), so that they cannot take more by being scattered over many. The
+# allocator's best fit leaves holes in it: 7 % for Qwen3-4B, worked out tensor by tensor.
+ACTIVATION_SLACK = 1.10
 ACTIVATION_MARGIN_BYTES = 16 * 2**20
 
 

@@ -37,6 +37,12 @@ class RequestMetrics:
     """Prompt tokens whose KV was found in the cache and not computed again."""
     num_generated_tokens: int = 0
     """Over all of the request's completions."""
+    kv_resident_share: float = 1.0
+    """Of the KV blocks that its steps read, the share that lay on the GPU."""
+    streamed_bytes: int = 0
+    """Bytes of its KV blocks that its steps moved from the host to the GPU."""
+    copy_wait_time: float = 0.0
+    """Estimate of the time in which its decode steps waited for copies, from a sample of the steps."""
 
 
 @dataclass(kw_only=True)

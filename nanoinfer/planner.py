@@ -301,8 +301,8 @@ class _Forecaster:
 
         def consider(changed: _Step | str, what: str) -> None:
             if not isinstance(changed, str) and changed.seconds < 0.995 * step.seconds:
-                saved = (step.seconds - changed.seconds) * 1e3
-                found.append((saved, f"{what}: {changed.seconds * 1e3:.1f} ms instead of {step.seconds * 1e3:.1f} ms"))
+                reached = f"{changed.seconds * 1e3:.1f} ms" if changed.streamed else "nothing streams"
+                found.append((step.seconds - changed.seconds, f"{what}: {reached} instead of {step.seconds * 1e3:.1f} ms"))
 
         missing = -(-step.num_streamed * self.layout.block_bytes // GIB)
         for gib in sorted({1, missing}):

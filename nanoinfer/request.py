@@ -149,6 +149,8 @@ class Request:
     def metrics(self) -> RequestMetrics:
         """Times so far."""
         generated = sum(sequence.num_generated for sequence in self.sequences)
+        read = sum(sequence.num_blocks_read for sequence in self.sequences)
+        resident = sum(sequence.num_resident_read for sequence in self.sequences)
         steps = max(sequence.num_generated for sequence in self.sequences) - 1
 
         def since_arrival(moment: float | None) -> float | None:
@@ -166,4 +168,7 @@ class Request:
             num_prompt_tokens=len(self.prompt_token_ids),
             num_cached_tokens=max(sequence.num_cached for sequence in self.sequences),
             num_generated_tokens=generated,
+            kv_resident_share=resident / read if read else 1.0,
+            streamed_bytes=sum(sequence.streamed_bytes for sequence in self.sequences),
+            copy_wait_time=max(sequence.copy_wait_seconds for sequence in self.sequences),
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,9 @@ from nanoinfer.prefill import PrefillProgram, PrefillStep
 from nanoinfer.sampler import SamplingBatch, logprobs_of, sample
 from nanoinfer.scheduler import DecodeBatch, PrefillBatch
 from nanoinfer.sequence import Sequence, SequenceState
-from offload import Event, HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream
+from offload import Event, HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream, Timeline
 from offload.pinned import HostArena
+from offload.timeline import COMPUTE
 
 SEGMENT_BYTES = GIB
 
@@ -103,6 +105,7 @@ class ModelRunner:
             enable_prefix_caching=config.enable_prefix_caching,
             max_resident_blocks=plan.max_resident_blocks,
             window=max((window for window in model.spec.windows if window is not None), default=None),
+            num_streaming_layers=sum(window is None for window in model.spec.windows),
             only_if_faster=config.enable_cpu_offload == "auto",
         )
         rows = RowState(runtime, plan.max_num_seqs, max_blocks)
@@ -130,8 +133,6 @@ class ModelRunner:
             max_seqs=plan.max_num_seqs,
             max_blocks_per_seq=max_blocks,
         )
-        if runtime.device.type == "cuda":
-            self._reserve_activations()
         self._offload: OffloadEngine | None = None  # kept between switches, since graphs hold the ring's addresses
         self._arena: HostArena | None = None
         self._tokens_host = deque(
@@ -214,8 +215,12 @@ class ModelRunner:
     def capture(self) -> None:
         """Captures the graphs of the current mode, if they are not captured yet."""
         is_cuda = self.runtime.device.type == "cuda"
-        if self.config.enforce_eager or (is_cuda and not self.backend.graph_safe):
-            return
+        if not self.config.enforce_eager and (not is_cuda or self.backend.graph_safe):
+            self._capture(is_cuda)
+        if is_cuda:
+            self._reserve_activations()  # a capture gives unused segments back
+
+    def _capture(self, is_cuda: bool) -> None:
         program, may_offload = self.decode_program, self.mode == "offload" or self.may_spill
         steps = len(program.batch_sizes) * (1 + may_offload) + may_offload
         before = self._memory_in_use()
@@ -246,7 +251,7 @@ class ModelRunner:
 
     # Steps
 
-    def prefill(self, batch: PrefillBatch) -> PendingTokens:
+    def prefill(self, batch: PrefillBatch, timeline: Timeline | None = None) -> PendingTokens:
         """Launches the chunks; the next token of each sequence whose last chunk this is gets sampled."""
         kv_cache, program = self.kv_cache, self.prefill_program
         write_through = self._fill((chunk.sequence, chunk.end) for chunk in batch.chunks)
@@ -254,10 +259,11 @@ class ModelRunner:
         with self.compute.current():
             step = program.begin(batch.chunks, write_through)
             if kv_cache.offload is not None:
-                kv_cache.offload.run(step)
+                kv_cache.offload.run(step, timeline)
             else:
-                for piece in range(self.decode_program.num_pieces):
-                    step.compute(piece)
+                with self._timed(timeline):
+                    for piece in range(self.decode_program.num_pieces):
+                        step.compute(piece)
             pending = self._sample_prefill(step, finished)
         for chunk in batch.chunks:
             kv_cache.commit(chunk.sequence, chunk.end)
@@ -283,7 +289,16 @@ class ModelRunner:
         self.compute.run(choose)
         return self._read_back(finished, self._prefill_tokens, lambda: logits[0])
 
-    def decode(self, batch: DecodeBatch) -> PendingTokens:
+    @contextmanager
+    def _timed(self, timeline: Timeline | None) -> Iterator[None]:
+        """One span over all that is enqueued on the compute stream."""
+        if timeline is not None:
+            timeline.begin(self.compute, COMPUTE)
+        yield
+        if timeline is not None:
+            timeline.lap(self.compute, COMPUTE, "whole step")
+
+    def decode(self, batch: DecodeBatch, timeline: Timeline | None = None) -> PendingTokens:
         """Launches a step that computes one token for each sequence and samples the next."""
         sequences, kv_cache, program = batch.sequences, self.kv_cache, self.decode_program
         write_through = self._fill((sequence, sequence.num_tokens) for sequence in sequences)
@@ -294,9 +309,10 @@ class ModelRunner:
             if sampling is not None and sampling.penalised_rows:
                 self.compute.run(lambda: unread.append(program.next_tokens(len(sequences))))
             if kv_cache.offload is not None:
-                kv_cache.offload.run(step)
+                kv_cache.offload.run(step, timeline)
             else:
-                program.run_whole(step)
+                with self._timed(timeline):
+                    program.run_whole(step)
             if sampling is not None:
                 self.compute.run(lambda: program.set_tokens(self._sample_decode(sampling, unread)))
             pending = self._read_back(sequences, program.tokens, lambda: program.logits[: len(sequences)])
@@ -356,7 +372,12 @@ class ModelRunner:
         The plan is a formula over the config; libraries may take workspaces of their own, and the allocator rounds.
         """
         device, plan = self.runtime.device, self.plan
-        held = reserved_bytes(device) - memory_before  # weights and ring
+        with self.compute.current():
+            # The matrix library takes the stream's workspace now, and not out of the segment of the activations, which
+            # could then never be given back.
+            some = torch.ones(16, 16, dtype=self.layout.dtype, device=device)
+            torch.nn.functional.linear(some, some)
+        held = reserved_bytes(device) - memory_before  # weights, ring and workspace
         self._reserve_activations()
         torch.cuda.reset_peak_memory_stats(device)
         what = "compiling kernels, measuring memory"
@@ -365,10 +386,8 @@ class ModelRunner:
             self.compute.synchronize()
             bar.update()
         peak = torch.cuda.max_memory_reserved(device) - memory_before
-        kept = reserved_bytes(device) - memory_before - held  # workspaces that libraries hold for good
-        planned = plan.weight_bytes + plan.ring_bytes + plan.activation_bytes + plan.library_bytes
-        # What is kept counts twice: inside the peak, and for the stream's graphs, which bring workspaces of their own.
-        over = peak + kept - planned
+        reserved_bytes(device)  # gives back the segment, and what came beside it
+        over = peak - (plan.weight_bytes + plan.ring_bytes + plan.activation_bytes + plan.library_bytes)
         blocks = max(0, -(-over // self.layout.block_bytes))
         if blocks:
             warnings.warn(
@@ -408,14 +427,15 @@ class ModelRunner:
         )
         x = self.model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
         positions = torch.arange(tokens, device=device) % self.plan.max_model_len
+        state, out = self.backend.prefill_state(tokens), None
         for _ in range(2):
             q, k, v = self.model.before_attention(0, x, positions)
             self.backend.store_kv(k, v, kv, positions % self.layout.block_size)
-            state = self.backend.prefill_state(tokens)
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
             self.backend.prefill(q, kv, piece, state, out, self.model.spec.windows[0])
             del q, k, v
             x = self.model.after_attention(0, x, out)
+        del state, out
         rows = min(self.plan.max_num_seqs, tokens)
         self.model.logits(x[:rows]).argmax(dim=-1)
 

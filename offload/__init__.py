@@ -14,6 +14,7 @@ from offload.ring import Ring, ring_schedule
 from offload.runtime import Event, Graph, Runtime, Stream
 from offload.simulated import RaceError, SimulatedRuntime
 from offload.staging import Staging
+from offload.timeline import Span, StepTimes, Timeline
 
 __all__ = [
     "BlockPool",
@@ -31,9 +32,12 @@ __all__ = [
     "Ring",
     "Runtime",
     "SimulatedRuntime",
+    "Span",
     "Staging",
-    "StreamPlan",
+    "StepTimes",
     "Stream",
+    "StreamPlan",
+    "Timeline",
     "pack",
     "ring_schedule",
 ]

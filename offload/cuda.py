@@ -11,14 +11,22 @@ from offload.runtime import Event, Graph, Runtime, Stream
 
 
 class CudaEvent(Event):
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event()
+    def __init__(self, timed: bool) -> None:
+        self.event = torch.cuda.Event(enable_timing=timed)
 
     def query(self, rule: str) -> bool:
         return self.event.query()
 
     def synchronize(self, rule: str) -> None:
         self.event.synchronize()
+
+    @property
+    def is_reached(self) -> bool:
+        return self.event.query()
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent)
+        return earlier.event.elapsed_time(self.event) / 1e3
 
 
 class CudaGraph(Graph):
@@ -71,19 +79,25 @@ class CudaStream(Stream):
 
 
 class CudaRuntime(Runtime):
-    """Streams, events and graphs of one CUDA device; all graphs share one memory pool."""
+    """Streams, events and graphs of one CUDA device; all graphs share one memory pool.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        poison: fill released buffers with NaN, so that whoever still reads one gives a wrong answer. Slower; takes one
+            more buffer of the size of a layer's KV block.
+    """
+
+    def __init__(self, device: torch.device, poison: bool = False) -> None:
         self.device = device
-        self.poisons = False
+        self.poisons = poison
         self.current_stream: CudaStream | None = None
         self._graph_pool = torch.cuda.graph_pool_handle()
+        self._nan: dict[tuple[CudaStream, torch.dtype], torch.Tensor] = {}
 
     def stream(self, name: str) -> CudaStream:
         return CudaStream(name, self)
 
-    def event(self) -> CudaEvent:
-        return CudaEvent()
+    def event(self, timed: bool = False) -> CudaEvent:
+        return CudaEvent(timed)
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> CudaGraph:
         assert isinstance(stream, CudaStream)
@@ -99,8 +113,24 @@ class CudaRuntime(Runtime):
     def staging(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_elements, dtype=dtype, pin_memory=True)
 
+    @torch.inference_mode()  # released blocks may be reclaimed outside of a step
     def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
-        pass
+        if not self.poisons:
+            return
+        assert isinstance(stream, CudaStream)
+        assert tensor.is_floating_point(), f"a {tensor.dtype} buffer cannot hold NaN"
+        if tensor.is_cuda:
+            stream.run(lambda: tensor.fill_(torch.nan))
+        else:  # the CPU would fill it at once, beside copies that are still in flight
+            stream.copy(tensor, self._nan_like(stream, tensor))
+
+    def _nan_like(self, stream: CudaStream, tensor: torch.Tensor) -> torch.Tensor:
+        """NaN in the shape of `tensor` on the device. Each stream has its own, so its order alone suffices."""
+        key = stream, tensor.dtype
+        if key not in self._nan or self._nan[key].numel() < tensor.numel():
+            with torch.cuda.stream(stream.stream):
+                self._nan[key] = torch.full((tensor.numel(),), torch.nan, dtype=tensor.dtype, device=self.device)
+        return self._nan[key][: tensor.numel()].view(tensor.shape)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

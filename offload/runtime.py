@@ -28,6 +28,15 @@ class Event(ABC):
     def synchronize(self, rule: str) -> None:
         """Blocks the host until the newest record has been reached; `rule` names what this protects."""
 
+    @property
+    @abstractmethod
+    def is_reached(self) -> bool:
+        """Whether the newest record has been reached. For timed events, on which no order depends."""
+
+    @abstractmethod
+    def seconds_since(self, earlier: Event) -> float:
+        """Seconds between two timed events that have been reached."""
+
 
 class Graph(ABC):
     """A captured sequence of device work, bound to the addresses it was captured with."""
@@ -77,7 +86,8 @@ class Runtime(ABC):
     def stream(self, name: str) -> Stream: ...
 
     @abstractmethod
-    def event(self) -> Event: ...
+    def event(self, timed: bool = False) -> Event:
+        """A new event; `timed` ones can be subtracted, and cost a little more."""
 
     @abstractmethod
     def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:

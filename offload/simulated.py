@@ -9,6 +9,7 @@ wait gives a wrong answer, a NaN or a `RaceError` under some seed.
 from __future__ import annotations
 
 import random
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -54,6 +55,7 @@ class SimulatedEvent(Event):
         self._runtime = runtime
         self.num_recorded = 0
         self.num_reached = 0
+        self.moment = 0.0  # time.perf_counter of the newest record that was reached
 
     def query(self, rule: str) -> bool:
         return not self._runtime.enforces(rule) or self.num_reached >= self.num_recorded
@@ -62,6 +64,14 @@ class SimulatedEvent(Event):
         target = self.num_recorded
         if self._runtime.enforces(rule):
             self._runtime.advance(lambda: self.num_reached >= target)
+
+    @property
+    def is_reached(self) -> bool:
+        return self.num_reached >= self.num_recorded
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, SimulatedEvent)
+        return self.moment - earlier.moment
 
 
 class SimulatedGraph(Graph):
@@ -101,6 +111,7 @@ class SimulatedStream(Stream):
 
         def reach() -> None:
             event.num_reached = max(event.num_reached, target)
+            event.moment = time.perf_counter()
 
         self.run(reach)
 
@@ -123,11 +134,13 @@ class SimulatedRuntime(Runtime):
     Args:
         seed: None runs everything in order at once; a number shuffles within what the waits allow.
         dropped_rule: the name of one rule whose waits are left out, to see that a test notices.
+        poison: fill released buffers with NaN without a seed too.
     """
 
-    def __init__(self, seed: int | None = None, dropped_rule: str | None = None) -> None:
+    def __init__(self, seed: int | None = None, dropped_rule: str | None = None, poison: bool = False) -> None:
         self.device = torch.device("cpu")
-        self.shuffled = self.poisons = seed is not None
+        self.shuffled = seed is not None
+        self.poisons = poison or self.shuffled
         self.rules_seen: set[str] = set()
         self._dropped_rule = dropped_rule
         self._random = random.Random(seed)
@@ -140,7 +153,7 @@ class SimulatedRuntime(Runtime):
         self._streams.append(SimulatedStream(name, self))
         return self._streams[-1]
 
-    def event(self) -> SimulatedEvent:
+    def event(self, timed: bool = False) -> SimulatedEvent:
         event = SimulatedEvent(self)
         self._events.add(event)
         return event
@@ -151,6 +164,7 @@ class SimulatedRuntime(Runtime):
     def staging(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_elements, dtype=dtype)
 
+    @torch.inference_mode()  # released blocks may be reclaimed outside of a step
     def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
         if self.poisons:
             stream.run(lambda: tensor.fill_(torch.nan))

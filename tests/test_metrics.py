@@ -1,0 +1,124 @@
+"""What the engine says of its own steps: timelines, bounds, advice, notes, traces."""
+
+import json
+
+import pytest
+from engines import COMMON, make_engine, random_prompts, run, some_params
+from tiny_models import make_checkpoint
+
+from nanoinfer import LLM, SamplingParams, metrics
+from offload import SimulatedRuntime, StepTimes, Timeline
+from offload.timeline import COMPUTE, COPY, WAIT, WRITE
+
+BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, heads, head size, float32
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint(
+        "qwen3", tmp_path_factory.mktemp("model"), num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16
+    )
+
+
+def test_spans_of_a_lane_follow_each_other():
+    runtime = SimulatedRuntime()
+    stream, timeline = runtime.stream("compute"), Timeline(runtime)
+    timeline.begin(stream, COMPUTE)
+    for name in ("layer", WAIT, "attention"):
+        stream.run(lambda: sum(range(20_000)))
+        timeline.lap(stream, COMPUTE, name, num_bytes=3, layer=1)
+    assert timeline.is_complete and [span.name for span in timeline.spans] == ["layer", WAIT, "attention"]
+    for before, after in zip(timeline.spans, timeline.spans[1:], strict=False):
+        assert after.begin is before.end
+    times = timeline.summary()
+    assert times.seconds == pytest.approx(sum(span.seconds for span in timeline.spans)) and times.copy_seconds == 0
+    assert 0 < times.wait_seconds == timeline.spans[1].seconds < times.seconds
+
+
+def test_a_timeline_is_complete_only_when_its_work_has_run():
+    runtime = SimulatedRuntime(seed=1)
+    stream, timeline = runtime.stream("compute"), Timeline(runtime)
+    timeline.begin(stream, COMPUTE)
+    timeline.lap(stream, COMPUTE, "layer")
+    assert not timeline.is_complete
+    stream.synchronize()
+    assert timeline.is_complete
+
+
+@pytest.mark.parametrize(
+    "sampled, launch, streaming, bound",
+    [
+        (StepTimes(1.0, 0.95, 0.8), 0.97, 9.0, "link"),
+        (StepTimes(1.0, 0.30, 0.1), 0.20, 9.0, "device memory"),
+        (StepTimes(1.0, 0.30, 0.1), 0.95, 9.0, "CPU"),
+        (StepTimes(0.0, 0.0, 0.0), 0.95, 0.0, "CPU"),
+        (StepTimes(0.0, 0.0, 0.0), 0.1, 0.0, "device memory"),
+        (StepTimes(1.0, 0.95, 0.8), 0.1, 1.0, "device memory"),  # few steps streamed at all
+    ],
+)
+def test_the_bound_follows_from_the_shares(sampled, launch, streaming, bound):
+    meter = metrics.StepMeter(SimulatedRuntime())
+    assert meter.bound == "unknown"
+    meter.sampled, meter.decode_seconds, meter.launch_seconds = sampled, 10.0, launch * 10
+    meter.streaming_seconds = streaming
+    assert meter.bound == bound
+
+
+def test_streaming_steps_are_sampled_and_counted(path):
+    engine = make_engine(path, enable_cpu_offload=True, enable_prefix_caching=False)
+    run(engine, random_prompts(2, 60, 60), some_params(2, max_tokens=40, logprobs=None))
+    stats = engine.stats()
+    assert stats["link_busy_fraction"] > 0 and stats["copy_wait_seconds"] >= 0
+    assert engine.meter.sampled.seconds < engine.meter.streaming_seconds, "every step was timed, or none"
+    assert stats["bound"] in ("link", "CPU", "device memory") and stats["advice"]
+    assert stats["kv_resident_share"] == 1.0 and stats["notes"] == []
+
+
+def test_a_request_counts_its_own_blocks(path):
+    for limit, share in ((0, 0.0), (None, 1.0)):
+        engine = make_engine(path, enable_cpu_offload=True, enable_prefix_caching=False, resident_kv_limit=limit)
+        # 40 tokens: 2 full blocks; decode steps with 41 to 51 tokens, of which the one with 48 fills the third.
+        request = engine.add_request("r", random_prompts(1, 40, 40)[0], SamplingParams(max_tokens=12, ignore_eos=True))
+        while not request.is_finished:
+            engine.step()
+        found = request.output().metrics
+        assert found.kv_resident_share == share
+        assert found.streamed_bytes == (0 if share else (8 * 2 + 3 * 3) * BLOCK_BYTES)
+        assert (found.copy_wait_time > 0) == (engine.meter.wait_fraction > 0)
+
+
+def test_settings_without_effect_are_named(path, capsys):
+    with LLM(path, **COMMON | dict(enable_cpu_offload=True, resident_kv_limit=None)) as llm:
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        assert llm.stats()["notes"] == ["enable_cpu_offload=True has had no effect so far: all KV fits on the GPU"]
+    with LLM(path, **COMMON | dict(enable_cpu_offload="auto", resident_kv_limit=None)) as llm:
+        assert 'enable_cpu_offload="auto" has no effect' in llm.stats()["notes"][0]
+    with LLM(path, **COMMON | dict(host_memory_limit="8MiB", progress_bar=True)) as llm:
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert any("host_memory_limit='8MiB' has no effect" in note for note in llm.stats()["notes"])
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert line.startswith("nanoinfer: bound by ") and "resident_kv_limit=0 has no effect" in line
+
+
+def test_a_trace_has_every_fill_piece_and_write_and_no_overlap_on_a_lane(path, tmp_path):
+    engine = make_engine(path, enable_cpu_offload=True, enable_prefix_caching=False)
+    request = engine.add_request("r", random_prompts(1, 40, 40)[0], SamplingParams(max_tokens=12, ignore_eos=True))
+    engine.start_trace()
+    while not request.is_finished:
+        engine.step()
+    counters, steps = engine.runner.offload.counters, engine.stats()
+    metrics.write_trace(tmp_path / "trace.json", engine.stop_trace("offload"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert set(lanes.values()) == {"host", COMPUTE, COPY, WRITE}
+    spans = {name: [e for e in events if e["ph"] == "X" and lanes[e["tid"]] == name] for name in lanes.values()}
+    assert len(spans[COPY]) == counters.num_fills
+    assert sum(event["args"]["bytes"] for event in spans[COPY]) == counters.streamed_bytes
+    assert sum(event["args"]["bytes"] for event in spans[WRITE]) == counters.written_bytes
+    num_steps = steps["num_decode_steps"] + steps["num_prefill_steps"]
+    assert sum(event["name"] == "layer" for event in spans[COMPUTE]) == 4 * num_steps  # pieces of 3 layers
+    assert sum(event["name"].startswith("launch") for event in spans["host"]) == num_steps
+    for lane in (COMPUTE, COPY, WRITE):
+        ordered = sorted(spans[lane], key=lambda event: event["ts"])
+        for before, after in zip(ordered, ordered[1:], strict=False):
+            assert before["ts"] + before["dur"] <= after["ts"] + 0.01

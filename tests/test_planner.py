@@ -1,0 +1,122 @@
+"""Forecasts: against arithmetic by hand, at their edges, and against what an engine then has."""
+
+import json
+
+import pytest
+from engines import COMMON, make_engine
+from tiny_models import make_checkpoint
+
+import nanoinfer
+from nanoinfer.cli import main
+from nanoinfer.memory import GIB
+
+QWEN3_4B = dict(gpu_memory="12GiB", host_memory="64GiB")
+BLOCK_BYTES = 36 * 2 * 256 * 8 * 128 * 2  # layers, K and V, tokens, heads, head size, bf16
+
+
+def test_figures_of_a_known_shape_by_hand():
+    forecast = nanoinfer.plan("qwen3-4b", context=131_072, batch=3, link_gbps=25, device_gbps=1000, **QWEN3_4B)
+    assert forecast.fits and forecast.kv_bytes == 3 * 512 * BLOCK_BYTES
+    pool = forecast.memory.num_gpu_blocks - 1
+    resident = pool - 3 - 2  # a tail for each sequence, and room to grow
+    assert forecast.resident_kv_bytes == resident * BLOCK_BYTES
+    assert forecast.streamed_bytes_per_step == (3 * 512 - resident) * BLOCK_BYTES
+    assert forecast.ms_per_token == pytest.approx(forecast.streamed_bytes_per_step / 25e6)
+    assert forecast.bound == "link" and forecast.memory.total_bytes <= 12 * GIB
+    assert forecast.longest_context == 64 * GIB // BLOCK_BYTES // 3 * 256
+
+
+def test_a_slow_device_bounds_the_step_instead_of_the_link():
+    forecast = nanoinfer.plan("qwen3-4b", context=32_768, gpu_memory="24GiB", host_memory="64GiB", device_gbps=450)
+    assert forecast.streamed_bytes_per_step == 0 and forecast.bound == "device memory" and forecast.resident_share == 1
+    assert forecast.ms_per_token == pytest.approx((8.044e9 + 32_768 * 147_456) / 450e6, rel=0.01)
+    unknown = nanoinfer.plan("qwen3-4b", context=32_768, gpu_memory="24GiB", host_memory="64GiB")
+    assert unknown.ms_per_token is None and "state device_gbps" in unknown.report()
+
+
+def test_layers_with_a_window_do_not_stream(tmp_path):
+    path = make_checkpoint("gemma3", tmp_path, sliding_window=24)
+    common = dict(gpu_memory="1GiB", host_memory="1GiB", context=400, batch=4, block_size=16)
+    forecast = nanoinfer.plan(path, **common, resident_kv_limit=0, max_num_batched_tokens=64)
+    windows = json.loads((path / "config.json").read_text())["layer_types"]
+    share = windows.count("full_attention") / len(windows)
+    assert 0 < share < 1
+    assert forecast.streamed_bytes_per_step == 4 * (400 // 16) * forecast.memory.block_bytes * share
+
+
+@pytest.mark.parametrize("offload", [True, "auto", False])
+def test_the_limits_that_it_names_are_tight(offload):
+    common = dict(QWEN3_4B, enable_cpu_offload=offload)
+    forecast = nanoinfer.plan("qwen3-4b", context=8192, batch=2, **common)
+    longest, largest = forecast.longest_context, forecast.largest_batch
+    assert nanoinfer.plan("qwen3-4b", context=longest, batch=2, **common).fits
+    assert not nanoinfer.plan("qwen3-4b", context=longest + 512, batch=2, **common).fits
+    assert nanoinfer.plan("qwen3-4b", context=8192, batch=largest, **common).fits
+    assert not nanoinfer.plan("qwen3-4b", context=8192, batch=largest + 1, **common).fits
+    resident = nanoinfer.plan("qwen3-4b", context=forecast.longest_resident_context, batch=2, **common)
+    assert resident.streamed_bytes_per_step == 0
+    if offload is not False:
+        beyond = nanoinfer.plan("qwen3-4b", context=forecast.longest_resident_context + 512, batch=2, **common)
+        assert beyond.streamed_bytes_per_step > 0
+
+
+def test_advice_is_computed_and_true():
+    forecast = nanoinfer.plan("qwen3-4b", context=32_768, batch=2, **QWEN3_4B)
+    assert forecast.advice[0].endswith(f"instead of {forecast.ms_per_token:.1f} ms")
+    one = next(text for text in forecast.advice if text.startswith("1 GiB more GPU memory"))
+    more = nanoinfer.plan("qwen3-4b", context=32_768, batch=2, gpu_memory="13GiB", host_memory="64GiB")
+    assert f"{more.ms_per_token:.1f} ms instead" in one and more.ms_per_token < forecast.ms_per_token
+
+
+def test_what_does_not_fit_says_why_and_what_would():
+    forecast = nanoinfer.plan("qwen3-4b", context=131_072, batch=4, **QWEN3_4B)
+    assert not forecast.fits and "need 72.00 GiB of host memory" in forecast.problem
+    assert "a batch of at most 3 at 131,072 tokens" in forecast.advice and "8 GiB more host memory" in forecast.advice
+    assert "does not fit" in forecast.one_line() and "what would help" in forecast.report()
+    assert nanoinfer.plan("qwen3-4b", context=131_072, batch=3, **QWEN3_4B).fits
+
+
+def test_an_engine_has_what_was_forecast(tmp_path):
+    path = make_checkpoint("qwen3", tmp_path)
+    arguments = {name: COMMON[name] for name in ("block_size", "max_num_batched_tokens", "num_ring_slots", "dtype")}
+    forecast = nanoinfer.plan(
+        path, gpu_memory="300MiB", host_memory="8MiB", context=384, batch=8, **arguments, ring_slot_bytes=2**15
+    )
+    engine = make_engine(
+        path, gpu_memory_limit="6MiB", host_memory_limit="8MiB", enable_cpu_offload=True, resident_kv_limit=None
+    )
+    # The forecast is for CUDA: libraries and graphs take room there.
+    made, plan = engine.plan, forecast.memory
+    for name in ("weight_bytes", "ring_bytes", "block_bytes", "split_bytes", "blocks_per_slot", "num_host_blocks"):
+        assert getattr(made, name) == getattr(plan, name), name
+    assert forecast.kv_bytes == 8 * 24 * made.block_bytes
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(link_gbps=0), "link_gbps=0 must be a positive number"),
+        (dict(device_gbps=-1.0), "device_gbps=-1.0 must be a positive number"),
+        (dict(batch=0), "batch=0 must be a whole number"),
+        (dict(context=1.5), "context=1.5 must be a whole number"),
+        (dict(max_num_batched_token=5), "did you mean 'max_num_batched_tokens'"),
+        (dict(gpu_memory=None), "this machine has no GPU"),
+        (dict(gpu_memory="12 apples"), "is no size"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        nanoinfer.plan("qwen3-4b", **(QWEN3_4B | arguments))
+
+
+def test_the_command_prints_a_table_or_json(capsys):
+    words = ["plan", "qwen3-4b", "--gpu-memory", "12GiB", "--host-memory", "64GiB", "--context", "131072"]
+    assert main([*words, "--batch", "2", "--device-gbps", "450"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("weights", "ring", "KV pool", "graphs", "buffers", "streamed per step", "longest context",
+                 "largest batch", "decode step", "what would help"):  # fmt: skip
+        assert part in printed, part
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["ring_bytes"] == 128 * 2**20
+    assert main([*words, "--batch", "40"]) == 1 and "does not fit" in capsys.readouterr().out
+    assert main(["plan", "qwen3-40b", "--gpu-memory", "12GiB"]) == 2 and capsys.readouterr().err
