@@ -20,7 +20,7 @@ from nanoinfer.sampling_batch import RowSampling, SamplingBatch
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from nanoinfer.sequence import Sequence
-from offload import Runtime
+from offload import Runtime, Timeline
 from offload.pinned import PinError
 
 MODES = ("resident", "offload")
@@ -28,17 +28,12 @@ MODES = ("resident", "offload")
 
 @dataclass
 class _StepTimes:
-    """Where the time of the steps went, in seconds."""
+    """Totals of prefill steps, and the tokens of decode steps; `StepMeter` has the rest of these. Times in seconds."""
 
     prefill: float = 0.0
-    decode: float = 0.0
-    streaming_decode: float = 0.0  # decode steps that streamed something
     num_prefill_steps: int = 0
-    num_decode_steps: int = 0
-    num_streaming_steps: int = 0  # decode steps that streamed something
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    decode_streamed_bytes: int = 0
     last_read: float = 0.0  # when the newest step was read
 
 
@@ -49,8 +44,8 @@ class _InFlight:
     batch: PrefillBatch | DecodeBatch
     tokens: PendingTokens
     launched: float  # time.perf_counter
-    launch_seconds: float
     streamed_bytes: int
+    timeline: Timeline | None
 
 
 class LLMEngine:
@@ -76,15 +71,19 @@ class LLMEngine:
         self._random = random.Random(config.seed)
         self.times = _StepTimes()
         self.meter = StepMeter(built.runner.runtime)
-        self._warned_of_offload = False
+        self._offload_error: Exception | None = None  # why "auto" could not enter offload mode
         self._in_flight: _InFlight | None = None
         self._outputs: list[StreamOutput] = []  # read when a launch failed, for the next call of step
-        if config.enable_cpu_offload is True:
-            self.runner.switch_mode("offload", [])
-        else:
-            if self.runner.may_spill:
-                self.runner.prepare_offload()
-            self.runner.capture()
+        try:
+            if config.enable_cpu_offload is True:
+                self.runner.switch_mode("offload", [])
+            else:
+                if self.runner.may_spill:
+                    self.runner.prepare_offload()
+                self.runner.capture()
+        except BaseException:
+            self.runner.close()
+            raise
 
     # Requests
 
@@ -188,12 +187,17 @@ class LLMEngine:
             Exception: whatever went wrong on the device. The requests of the failed step are aborted then, and the
                 engine can go on with the others.
         """
+        begin = time.perf_counter()
         batch = self.scheduler.schedule()
+        self._trace_host("schedule", begin)
         before, self._in_flight = self._in_flight, None
         outputs, self._outputs = self._outputs, []
         if batch is None:
-            assert before is not None or not self.scheduler.has_work, "nothing can run, although every block is free"
-            return outputs if before is None else outputs + self._take(before)
+            if before is not None:
+                outputs += self._take(before)
+            elif self.scheduler.has_work:
+                self._refuse_first_waiting()
+            return outputs
         try:
             launched = self._launch(batch)
         except BaseException:
@@ -209,6 +213,17 @@ class LLMEngine:
             self._in_flight = launched
         return outputs
 
+    def _refuse_first_waiting(self) -> None:
+        """With "auto", requests are taken that only the host can hold, before it is known that it can be used."""
+        assert self._offload_error is not None, "nothing can run, although every block is free"
+        sequence = self.scheduler.waiting[0]
+        self.abort(sequence.request_id)
+        raise MemoryError(
+            f"request {sequence.request_id!r} was aborted: it has {sequence.num_tokens} tokens, the GPU's KV pool holds "
+            f"{self._max_sequence_tokens('resident')} and the host's cannot be used ({self._offload_error}): lower "
+            "max_tokens, shorten the prompt or raise gpu_memory_limit"
+        )
+
     def _abandon(self, batch: PrefillBatch | DecodeBatch) -> None:
         """Ends the requests of a step that failed, once nothing of it is in flight."""
         self.runner.recover()
@@ -221,12 +236,11 @@ class LLMEngine:
         for sequence in _sequences(batch):
             self._requests[sequence.request_id].mark_scheduled()
         self.runner.kv_cache.count_streamed(_sequences(batch))
-        timeline = self.meter.timeline(self.runner.kv_cache.offload, is_decode)
+        timeline = self.meter.timeline(is_decode)
         tokens = self.runner.decode(batch, timeline) if is_decode else self.runner.prefill(batch, timeline)
-        streamed = self._streamed_bytes() - streamed_before
-        self.meter.launched(timeline, is_decode, streamed)
+        self.meter.resident_share = metrics.resident_share(self)
         self._trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
-        return _InFlight(batch, tokens, begin, time.perf_counter() - begin, streamed)
+        return _InFlight(batch, tokens, begin, self._streamed_bytes() - streamed_before, timeline)
 
     def _trace_host(self, name: str, begin: float) -> None:
         if self.meter.trace is not None:
@@ -248,8 +262,9 @@ class LLMEngine:
     def _hand_out(self, step: _InFlight) -> list[StreamOutput]:
         begin = time.perf_counter()
         sampled = step.tokens.read()
+        read = time.perf_counter()
         self._trace_host("wait for tokens", begin)
-        self._count(step)
+        self._count(step, read, read - begin)
         outputs = []
         for sequence, token_id, logprobs in zip(step.tokens.sequences, sampled.tokens, sampled.logprobs, strict=True):
             sequence.num_pending -= 1
@@ -264,6 +279,7 @@ class LLMEngine:
             outputs.append(request.stream_output(sequence))
             if request.is_finished:
                 del self._requests[request.request_id]
+        self._trace_host("take tokens", read)
         return outputs
 
     def _make_sampling(self, sequences: list[Sequence]) -> SamplingBatch | None:
@@ -315,10 +331,11 @@ class LLMEngine:
         try:
             self.runner.switch_mode("offload", self.scheduler.running)
         except (ValueError, MemoryError, PinError) as error:
-            if not self._warned_of_offload:
+            if self._offload_error is None:
                 warnings.warn(f"offload mode cannot be entered, so requests are preempted: {error}", stacklevel=2)
-            self._warned_of_offload = True
+            self._offload_error = error
             return False
+        self._offload_error = None
         return True
 
     def _max_sequence_tokens(self, mode: str) -> int:
@@ -331,9 +348,9 @@ class LLMEngine:
     def _streamed_bytes(self) -> int:
         return 0 if self.runner.offload is None else self.runner.offload.counters.streamed_bytes
 
-    def _count(self, step: _InFlight) -> None:
-        times, batch, streamed_bytes = self.times, step.batch, step.streamed_bytes
-        now = time.perf_counter()
+    def _count(self, step: _InFlight, now: float, wait_seconds: float) -> None:
+        """Notes a step that was read at `now`, for which the host waited the last `wait_seconds`."""
+        times, batch = self.times, step.batch
         seconds = now - max(step.launched, times.last_read)
         times.last_read = now
         if isinstance(batch, PrefillBatch):
@@ -341,26 +358,25 @@ class LLMEngine:
             times.num_prefill_steps += 1
             times.num_prefill_tokens += sum(chunk.end - chunk.begin for chunk in batch.chunks)
             return
-        self.meter.read(seconds, step.launch_seconds, streamed_bytes)
-        for sequence in batch.sequences:
-            sequence.copy_wait_seconds += seconds * self.meter.wait_fraction if streamed_bytes else 0.0
-        times.decode += seconds
-        times.num_decode_steps += 1
         times.num_decode_tokens += len(batch.sequences)
-        if streamed_bytes:
-            times.streaming_decode += seconds
-            times.num_streaming_steps += 1
-            times.decode_streamed_bytes += streamed_bytes
+        self.meter.count(seconds, seconds - wait_seconds, step.streamed_bytes, step.timeline)
+        for sequence in batch.sequences:
+            sequence.copy_wait_seconds += seconds * self.meter.times.wait_fraction
 
     def stats(self) -> dict[str, int | float | str | list[str]]:
         """Counters since the engine was made, and the state of both pools.
 
         `link_gbps` is the bytes of all streaming decode steps over their whole time, compute included, in GB/s
-        (10^9): what the link was used for, not what it could do. `link_busy_fraction` and `copy_wait_seconds` are
-        estimates from a sample of the steps. `bound`, `advice` and `notes` say what the steps were bound by, what would
-        help, and which settings had no effect.
+        (10^9): what the link was used for, not what it could do.
+
+        `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
+        step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are
+        estimates from a sample of the steps; in `host_seconds` of `decode_seconds` the host did not wait for the device.
+        `bound`, `advice` and `notes` say what the decode steps were bound by, what would help, and which settings had no
+        effect.
         """
         runner, times, counters = self.runner, self.times, self.runner.decode_program.counters
+        decode = self.meter.times
         gpu_blocks, offload = runner.kv_cache.gpu_blocks, runner.offload
         if offload is not None:
             offload.reclaim()
@@ -384,14 +400,14 @@ class LLMEngine:
             "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
             "discarded_prefetch_bytes": 0 if transfer is None else transfer.discarded_bytes,
             "written_bytes": 0 if transfer is None else transfer.written_bytes,
-            "decode_streamed_bytes": times.decode_streamed_bytes,
-            "link_gbps": times.decode_streamed_bytes / times.streaming_decode / 1e9 if times.streaming_decode else 0.0,
+            "decode_streamed_bytes": decode.streamed_bytes,
+            "link_gbps": decode.streamed_bytes / decode.streaming_seconds / 1e9 if decode.streamed_bytes else 0.0,
             "num_prefill_steps": times.num_prefill_steps,
             "num_prefill_tokens": times.num_prefill_tokens,
             "prefill_seconds": times.prefill,
-            "num_decode_steps": times.num_decode_steps,
+            "num_decode_steps": decode.num_steps,
             "num_decode_tokens": times.num_decode_tokens,
-            "decode_seconds": times.decode,
+            "decode_seconds": decode.seconds,
             "graph_replays": counters.graph_replays,
             "eager_steps": counters.eager_steps,
             "padded_rows": counters.padded_rows,

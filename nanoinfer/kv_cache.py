@@ -113,7 +113,12 @@ class KVCache:
         if self._num_reserved_splits + self._num_blocks(sequence.max_num_tokens) > self.max_splits:
             return False
         if sequence.saved is not None:
-            return self._admit_saved(sequence)
+            try:
+                return self._admit_saved(sequence)
+            except BaseException:
+                if sequence.row is not None:
+                    self.release(sequence)  # `saved` is whole still
+                raise
         hits = self._find_prefix(sequence)
         if self.offload is not None:
             admitted = self._admit_offload(sequence, hits)
@@ -391,7 +396,7 @@ class KVCache:
             # One block to spare for each running row, or the sequence would be preempted again at once.
             num_running = len(self.gpu_table) - len(self._free_rows)
             missing = self._num_blocks(sequence.num_tokens)
-            if missing + num_running > self.gpu_blocks.num_free and num_running:
+            if missing + num_running > self.gpu_blocks.num_free:
                 return False
             row = self._take_row(sequence)
             self.gpu_table[row, :missing] = self.gpu_blocks.allocate(missing)
@@ -410,8 +415,10 @@ class KVCache:
 
         Raises:
             ValueError: the host pool cannot hold what the sequences can grow to; nothing changes.
+            PinError: the host pool cannot be used; nothing changes.
         """
         assert self.offload is None
+        offload.host.check()  # with nothing to store, the first step would notice, and fail
         offload.drain()
         needed = sum(sequence.max_num_tokens // self.block_size for sequence in sequences)
         free = offload.host.blocks.num_free
@@ -457,8 +464,8 @@ class KVCache:
         """
         held = _present(self.gpu_table[row])
         num_shared = next((i for i, block in enumerate(held) if self.gpu_blocks.references(block) == 1), len(held))
-        assert self.offload is not None
-        self.offload.release_gpu(held[:num_shared])
+        # At once, although they are being stored: another row holds them on, and the next row must see that.
+        self.gpu_blocks.release(held[:num_shared])
         self.gpu_table[row, :num_shared] = NO_BLOCK
         return num_shared
 

@@ -83,6 +83,7 @@ class LLM:
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts))
         token_ids = [self._check(prompt, i, len(prompts)) for i, prompt in enumerate(prompts)]
+        before = self.engine.meter.snapshot()
         requests = []
         try:
             for prompt, param, ids in zip(prompts, params, token_ids, strict=True):
@@ -92,7 +93,7 @@ class LLM:
                     self.engine.step()
                     bar.update(sum(request.is_finished for request in requests) - bar.n)
             if use_tqdm and self.engine.config.progress_bar:
-                _report(run_line(self.engine))
+                _report(run_line(self.engine, before))
         finally:
             for request in requests:
                 self.engine.abort(request.request_id)  # those that an exception left behind

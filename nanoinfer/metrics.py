@@ -1,102 +1,145 @@
-"""What a run was bound by: sampled times of the streams, and what follows from them."""
+"""What a run was bound by: times of the steps and, in a sample of them, of the streams; and what follows from them."""
 
 from __future__ import annotations
 
+import copy
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload import OffloadEngine, Runtime, StepTimes, Stream, Timeline
+from offload import Runtime, Stream, Timeline
 
 if TYPE_CHECKING:
     from nanoinfer.engine import LLMEngine
 
-SAMPLE_EVERY = 16  # streaming decode steps; a mark costs the host a few microseconds, several per ring slot
-LINK_BOUND = 0.85  # share of a step in which the link is busy
-CPU_BOUND = 0.9  # share of a step in which the host launches it
+SAMPLE_EVERY = 16  # decode steps; a mark costs the host a few microseconds, and there are several per ring slot
+LINK_BOUND = 0.85  # share of the time in which the link is busy
+CPU_BOUND = 0.9  # share of the time in which the host does not wait for the device
 GIB = 2**30
 
 
 @dataclass
-class StepMeter:
-    """Times one step in `SAMPLE_EVERY`, and every step while a trace is taken.
+class DecodeTimes:
+    """Sums over decode steps, in seconds.
 
     Attributes:
-        sampled: sums over the timed decode steps that streamed something.
-        launch_seconds: host time of all decode launches.
-        decode_seconds: of all decode steps, from one read to the next; `streaming_seconds`: of those that streamed.
+        seconds: from one read to the next.
+        host_seconds: of these, the host did not wait for the device.
+        sampled_seconds: of the steps whose streams were timed; `copy`, `wait` and `compute` are parts of these.
+        copy_seconds: the link brought KV to the GPU.
+        wait_seconds: compute waited for that.
+        compute_seconds: compute had work.
     """
 
-    runtime: Runtime
-    trace: Trace | None = None
-    sampled: StepTimes = field(default_factory=lambda: StepTimes(0.0, 0.0, 0.0))
-    launch_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    num_steps: int = 0
+    seconds: float = 0.0
+    host_seconds: float = 0.0
+    num_streaming_steps: int = 0
     streaming_seconds: float = 0.0
-    _num_streaming: int = 0
-    _open: list[Timeline] = field(default_factory=list)  # of decode steps whose work may still run
+    streamed_bytes: int = 0
+    sampled_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    compute_seconds: float = 0.0
 
-    def timeline(self, offload: OffloadEngine | None, is_decode: bool) -> Timeline | None:
-        """A timeline for the step that is about to be launched, if it is one to be timed."""
-        is_sample = offload is not None and is_decode and self._num_streaming % SAMPLE_EVERY == 1
-        return Timeline(self.runtime) if is_sample or self.trace is not None else None
-
-    def launched(self, timeline: Timeline | None, is_decode: bool, streamed_bytes: int) -> None:
-        """Notes a launched step."""
-        self._num_streaming += is_decode and streamed_bytes > 0
-        if timeline is None:
-            return
-        if is_decode and streamed_bytes:
-            self._open.append(timeline)
-        if self.trace is not None:
-            self.trace.timelines.append(timeline)
-
-    def read(self, seconds: float, launch_seconds: float, streamed_bytes: int) -> None:
-        """Notes a decode step whose tokens were read."""
-        self.decode_seconds += seconds
-        self.launch_seconds += launch_seconds
-        self.streaming_seconds += seconds if streamed_bytes else 0.0
-        while self._open and self._open[0].is_complete:
-            times, total = self._open.pop(0).summary(), self.sampled
-            self.sampled = StepTimes(
-                total.seconds + times.seconds,
-                total.copy_seconds + times.copy_seconds,
-                total.wait_seconds + times.wait_seconds,
-            )
+    def since(self, earlier: DecodeTimes) -> DecodeTimes:
+        """What was added after `earlier` was copied."""
+        names = [entry.name for entry in fields(self)]
+        return DecodeTimes(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
     @property
     def link_busy_fraction(self) -> float:
-        """Of the time of streaming decode steps, the share in which the link was busy."""
-        return min(1.0, self.sampled.copy_seconds / self.sampled.seconds) if self.sampled.seconds else 0.0
+        """Share of the time in which the link brought KV."""
+        return self._share(self.copy_seconds)
 
     @property
     def wait_fraction(self) -> float:
-        """Of the time of streaming decode steps, the share in which compute waited for a copy."""
-        return self.sampled.wait_seconds / self.sampled.seconds if self.sampled.seconds else 0.0
+        """Share of the time in which compute waited for a copy."""
+        return self._share(self.wait_seconds)
+
+    @property
+    def compute_busy_fraction(self) -> float:
+        """Share of the time in which compute had work."""
+        return self._share(self.compute_seconds)
+
+    def _share(self, seconds: float) -> float:
+        return min(1.0, seconds / self.sampled_seconds) if self.sampled_seconds else 0.0
 
     @property
     def bound(self) -> str:
-        """What the decode steps were bound by: "link", "device memory", "CPU" or, before the first one, "unknown"."""
-        if not self.decode_seconds:
+        """What the steps were bound by: "link", "device memory", "CPU" or, before the first one, "unknown"."""
+        if not self.seconds:
             return "unknown"
-        # A host far ahead waits for room in the launch queue: only where the link idles does its time count.
-        if self.streaming_seconds > 0.5 * self.decode_seconds and self.link_busy_fraction >= LINK_BOUND:
+        # The link first: a host that is far ahead waits for room in the launch queue, which looks like work.
+        if self.link_busy_fraction >= LINK_BOUND:
             return "link"
-        return "CPU" if self.launch_seconds >= CPU_BOUND * self.decode_seconds else "device memory"
+        return "CPU" if self.host_seconds >= CPU_BOUND * self.seconds else "device memory"
+
+
+@dataclass
+class StepMeter:
+    """Times the streams in one decode step of `SAMPLE_EVERY`, and in every step while a trace is taken.
+
+    Attributes:
+        times: sums since the engine was made.
+        resident_share: of the full KV blocks of all running sequences, the share that lay on the GPU in the newest step.
+    """
+
+    runtime: Runtime
+    times: DecodeTimes = field(default_factory=DecodeTimes)
+    trace: Trace | None = None
+    resident_share: float = 1.0
+    _num_launched: int = 0  # decode steps
+    _open: list[tuple[Timeline, float]] = field(default_factory=list)  # with the step's seconds; copies may still run
+
+    def timeline(self, is_decode: bool) -> Timeline | None:
+        """A timeline for the step that is about to be launched, if it is one to be timed."""
+        # The first step of all is no example: it compiles kernels.
+        is_sample = is_decode and self._num_launched % SAMPLE_EVERY == 1
+        self._num_launched += is_decode
+        timeline = Timeline(self.runtime) if is_sample or self.trace is not None else None
+        if self.trace is not None and timeline is not None:
+            self.trace.timelines.append(timeline)
+        return timeline
+
+    def count(self, seconds: float, host_seconds: float, streamed_bytes: int, timeline: Timeline | None) -> None:
+        """Notes a decode step whose tokens were read."""
+        times = self.times
+        times.num_steps += 1
+        times.seconds += seconds
+        times.host_seconds += host_seconds
+        if streamed_bytes:
+            times.num_streaming_steps += 1
+            times.streaming_seconds += seconds
+            times.streamed_bytes += streamed_bytes
+        if timeline is not None:
+            self._open.append((timeline, seconds))
+        while self._open and self._open[0][0].is_complete:
+            timeline, seconds = self._open.pop(0)
+            found = timeline.summary()
+            times.sampled_seconds += seconds
+            times.copy_seconds += found.copy_seconds
+            times.wait_seconds += found.wait_seconds
+            times.compute_seconds += found.compute_seconds
+
+    def snapshot(self) -> DecodeTimes:
+        """The sums so far, for `DecodeTimes.since`."""
+        return copy.copy(self.times)
 
 
 def report(engine: LLMEngine) -> dict[str, int | float | str | list[str]]:
     """The part of `stats()` that says where the time went and what would help."""
-    meter = engine.meter
+    meter, times = engine.meter, engine.meter.times
     return {
-        "kv_resident_share": resident_share(engine),
-        "link_busy_fraction": meter.link_busy_fraction,
-        "copy_wait_seconds": meter.wait_fraction * meter.streaming_seconds,
-        "launch_seconds": meter.launch_seconds,
-        "bound": meter.bound,
-        "advice": advice(engine),
+        "kv_resident_share": meter.resident_share,
+        "link_busy_fraction": times.link_busy_fraction,
+        "compute_busy_fraction": times.compute_busy_fraction,
+        "copy_wait_seconds": times.wait_fraction * times.seconds,
+        "host_seconds": times.host_seconds,
+        "bound": times.bound,
+        "advice": advice(engine, times),
         "notes": notes(engine),
     }
 
@@ -108,27 +151,31 @@ def resident_share(engine: LLMEngine) -> float:
     return residency.num_resident / total if total else 1.0
 
 
-def advice(engine: LLMEngine) -> str:
-    """What would make the decode steps faster, with figures of the run so far."""
-    meter, times = engine.meter, engine.times
-    if meter.bound == "unknown":
+def advice(engine: LLMEngine, times: DecodeTimes) -> str:
+    """What would make the decode steps faster, with figures of these."""
+    if times.bound == "unknown":
         return "nothing was decoded yet"
-    if meter.bound == "link":
-        steps = max(1, times.num_streaming_steps)
-        per_step = times.decode_streamed_bytes / steps
-        seconds = times.streaming_decode / steps
+    step_ms = times.seconds / times.num_steps * 1e3
+    if times.bound == "link":
+        per_step = times.streamed_bytes / times.num_streaming_steps
+        gbps = times.streamed_bytes / times.streaming_seconds / 1e9
+        is_capped = engine.config.resident_kv_limit is not None
         return (
-            f"{per_step / GIB:.2f} GiB of KV stream in each step of {seconds * 1e3:.1f} ms: each GiB more of "
-            f"gpu_memory_limit saves {GIB / per_step * seconds * 1e3:.1f} ms, until nothing streams"
+            f"{per_step / GIB:.2f} GiB of KV stream in each step of {step_ms:.1f} ms at {gbps:.1f} GB/s: run fewer "
+            f"sequences at once or raise {'resident_kv_limit' if is_capped else 'gpu_memory_limit'}, by "
+            f"{per_step / GIB:.2f} GiB to keep all of it; each GiB saves {GIB / gbps / 1e6:.1f} ms"
         )
-    steps = max(1, times.num_decode_steps)
-    step = f"steps of {meter.decode_seconds / steps * 1e3:.1f} ms"
-    if meter.bound == "CPU":
-        return (
-            f"the host needs {meter.launch_seconds / steps * 1e3:.1f} ms to launch {step}: more sequences at once, "
-            "larger ring_slot_bytes, or enforce_eager=False"
-        )
-    return f"{step} run as fast as the GPU computes: more sequences at once raise the tokens per second"
+    if times.bound == "device memory":
+        return f"steps of {step_ms:.1f} ms are at the GPU's own speed: more sequences at once raise the tokens per second"
+    host_ms = times.host_seconds / times.num_steps * 1e3
+    if engine.runner.runtime.device.type != "cuda":
+        return f"steps of {step_ms:.1f} ms are at the CPU's speed: there is no GPU"
+    helps = "more sequences at once"
+    if engine.config.enforce_eager:
+        helps += " or enforce_eager=False"
+    elif times.streamed_bytes:
+        helps += " or larger ring_slot_bytes"
+    return f"the host takes {host_ms:.1f} ms for each step of {step_ms:.1f} ms: {helps}"
 
 
 def notes(engine: LLMEngine) -> list[str]:
@@ -137,23 +184,28 @@ def notes(engine: LLMEngine) -> list[str]:
     offload = engine.runner.offload
     if config.enable_cpu_offload == "auto" and not engine.runner.may_spill:
         found.append('enable_cpu_offload="auto" has no effect: all that can run at once fits on the GPU')
-    if config.enable_cpu_offload is True and engine.times.num_decode_steps and not offload.counters.streamed_bytes:
+    if config.enable_cpu_offload is True and engine.meter.times.num_steps and not offload.counters.streamed_bytes:
         found.append("enable_cpu_offload=True has had no effect so far: all KV fits on the GPU")
     if not config.may_offload and offload is None:
-        for name in ("host_memory_limit", "resident_kv_limit", "ring_slot_bytes"):
-            if getattr(config, name) is not None:
-                found.append(f"{name}={getattr(config, name)!r} has no effect without enable_cpu_offload")
+        for name in ("host_memory_limit", "resident_kv_limit", "num_ring_slots", "ring_slot_bytes", "pin_host_memory"):
+            value = getattr(config, name)
+            if value != type(config).__dataclass_fields__[name].default:
+                found.append(f"{name}={value!r} has no effect without enable_cpu_offload")
     return found
 
 
-def run_line(engine: LLMEngine) -> str:
-    """One line on the run so far."""
-    meter = engine.meter
+def run_line(engine: LLMEngine, before: DecodeTimes | None = None) -> str:
+    """One line on the decode steps since `before`, or on all: what bounded them, what would help.
+
+    Args:
+        before: what `StepMeter.snapshot` returned when the run began.
+    """
+    times = engine.meter.times if before is None else engine.meter.times.since(before)
     link = ""
-    if meter.sampled.seconds:
-        waited = meter.wait_fraction * meter.streaming_seconds
-        link = f" (link busy {meter.link_busy_fraction:.0%} of the time, {waited:.2f} s waited for copies)"
-    return "; ".join([f"bound by {meter.bound}{link}: {advice(engine)}", *notes(engine)])
+    if times.copy_seconds:
+        waited = times.wait_fraction * times.seconds
+        link = f" (link busy {times.link_busy_fraction:.0%} of the time, {waited:.2f} s waited for copies)"
+    return "; ".join([f"bound by {times.bound}{link}: {advice(engine, times)}", *notes(engine)])
 
 
 @dataclass
@@ -183,14 +235,14 @@ class Trace:
     def events(self, process: str, number: int = 1) -> list[dict]:
         """Everything so far, as trace events of one process. Waits until the device is idle."""
         self.runtime.synchronize()
-        lanes = {"host": 0}
+        lanes = {"CPU": 0}
         spans = []
         for name, begin, end in self.host_spans:
             spans.append(_span(name, number, 0, begin - self._base_moment, end - begin, {}))
-        for timeline in self.timelines:
+        for step, timeline in enumerate(self.timelines):
             for span in timeline.spans:
                 lane = lanes.setdefault(span.lane, len(lanes))
-                arguments = {"layer": span.layer, "bytes": span.num_bytes or None}
+                arguments = {"step": step, "layer": span.layer, "chunk": span.chunk, "bytes": span.num_bytes or None}
                 begin = span.begin.seconds_since(self._base)
                 spans.append(_span(span.name, number, lane, begin, span.seconds, arguments))
         names = [_meta("process_name", number, 0, process)]
@@ -198,6 +250,7 @@ class Trace:
 
 
 def write_trace(path: str | Path, events: list[dict]) -> None:
+    """Writes trace events of one or more processes for https://ui.perfetto.dev."""
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 

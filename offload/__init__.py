@@ -14,7 +14,7 @@ from offload.ring import Ring, ring_schedule
 from offload.runtime import Event, Graph, Runtime, Stream
 from offload.simulated import RaceError, SimulatedRuntime
 from offload.staging import Staging
-from offload.timeline import Span, StepTimes, Timeline
+from offload.timeline import NoTimeline, Span, StepTimes, Timeline
 
 __all__ = [
     "BlockPool",
@@ -24,6 +24,7 @@ __all__ = [
     "Graph",
     "HostPool",
     "KVLayout",
+    "NoTimeline",
     "OffloadCounters",
     "OffloadEngine",
     "OffloadStep",

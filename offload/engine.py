@@ -12,7 +12,7 @@ from `ring_schedule`; the waits are in `Ring` and below, each with the name of i
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,7 +25,7 @@ from offload.layout import runs
 from offload.plan import Chunk, StreamPlan, host_runs
 from offload.ring import Attend, Compute, Fill, Ring, ring_schedule
 from offload.runtime import Event, Runtime, Stream
-from offload.timeline import COMPUTE, COPY, WAIT, WRITE, Timeline
+from offload.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
 
 
 class OffloadStep(Protocol):
@@ -92,7 +92,7 @@ class OffloadEngine:
         self.copy = runtime.stream("copy")
         self.write = runtime.stream("write")
         self.counters = OffloadCounters()
-        self._timeline: Timeline | None = None  # of a step that is timed
+        self._timeline = NoTimeline()  # of the step that is being enqueued
         self._gpu_kv = gpu_kv
         self._gpu_blocks = gpu_blocks
         self._kv_ready = runtime.event()  # compute: a layer's new KV is written
@@ -108,15 +108,10 @@ class OffloadEngine:
     def run(self, step: OffloadStep, timeline: Timeline | None = None) -> None:
         """Enqueues one whole step. Nothing in it waits for the device.
 
-        With a timeline, marks what each stream does and when.
+        Args:
+            timeline: gets what each stream does and when; None takes no times.
         """
-        self._timeline = timeline
-        try:
-            self._run(step, timeline)
-        finally:
-            self._timeline = None
-
-    def _run(self, step: OffloadStep, timeline: Timeline | None) -> None:
+        self._timeline = timeline = NoTimeline() if timeline is None else timeline
         plan, ring = step.plan, self.ring
         # Write-through of the step before must have arrived before its blocks are read again. One wait serves the
         # whole step: blocks that become full in this step are not in its plan.
@@ -124,14 +119,12 @@ class OffloadEngine:
             self.copy.wait(self._written, "ring.fill_after_write_through")
             self._has_unread_writes = False
         self._adopt_prefetch(plan)
-        if timeline is not None:
-            timeline.begin(self.compute, COMPUTE)
+        timeline.begin(self.compute, COMPUTE)
         if not any(plan.chunks) and step.compute_all():
             if step.write_through:
                 self._write_through(range(self.layout.num_layers), step.write_through)
                 self._note_writes(step.write_through)
-            if timeline is not None:
-                timeline.lap(self.compute, COMPUTE, "whole step")
+            timeline.lap(self.compute, COMPUTE, "whole step")
             return
         ahead = step.ahead.head(ring.num_ring_slots) if step.ahead is not None else []
         chunks = [(layer, chunk) for layer, chunks in enumerate(plan.chunks) for chunk in chunks]
@@ -142,28 +135,24 @@ class OffloadEngine:
             match operation:
                 case Compute(layer):
                     step.compute(layer)
-                    if timeline is not None:
-                        timeline.lap(self.compute, COMPUTE, "layer", layer=layer)
+                    timeline.lap(self.compute, COMPUTE, "layer", layer=layer)
                     if step.write_through and layer < self.layout.num_layers:
                         self._write_through([layer], step.write_through)
                 case Fill(number, ring_slot, is_ahead):
                     layer, chunk = (ahead if is_ahead else chunks)[number]
                     self._fill(layer, chunk, ring_slot)
-                    if timeline is not None:
-                        what = "prefetch for the next step" if is_ahead else "fill of a ring slot"
-                        num_bytes = len(chunk.blocks) * self.layout.layer_block_bytes
-                        timeline.lap(self.copy, COPY, what, num_bytes=num_bytes, layer=layer, chunk=number)
+                    what = "prefetch for the next step" if is_ahead else "fill of a ring slot"
+                    num_bytes = len(chunk.blocks) * self.layout.layer_block_bytes
+                    timeline.lap(self.copy, COPY, what, num_bytes=num_bytes, layer=layer, chunk=number)
                     if is_ahead:
                         self._filled.append((layer, chunk))
                 case Attend(layer, number, ring_slot):
                     ring.before_attention(self.compute, ring_slot)
-                    if timeline is not None:
-                        timeline.lap(self.compute, COMPUTE, WAIT, layer=layer, chunk=number)
+                    timeline.lap(self.compute, COMPUTE, WAIT, layer=layer, chunk=number)
                     step.attend(layer, chunks[number][1], ring_slot)
                     self.runtime.poison(self.compute, ring.slots[ring_slot])
                     ring.after_attention(self.compute, ring_slot)
-                    if timeline is not None:
-                        timeline.lap(self.compute, COMPUTE, "attention over a ring slot", layer=layer, chunk=number)
+                    timeline.lap(self.compute, COMPUTE, "attention over a ring slot", layer=layer, chunk=number)
         self._first += len(chunks)
         if step.write_through:
             self._note_writes(step.write_through)
@@ -201,11 +190,7 @@ class OffloadEngine:
         Prefetched chunks that hold one of them are dropped: the block may come back with other content.
         """
         blocks = list(blocks)
-        # What others hold as well does not come free, whatever the copies do.
-        shared = [block for block in blocks if self.host.blocks.references(block) > 1]
-        self.host.blocks.release(shared)
-        released = set(blocks).difference(shared)
-        blocks = [block for block in blocks if block in released]
+        released = set(blocks)
         if any(released.intersection(chunk.blocks) for _, chunk in self._filled):
             self._discard_prefetch()
         copied = self.runtime.event()
@@ -225,8 +210,9 @@ class OffloadEngine:
 
     @property
     def num_deferred_host(self) -> int:
-        """Host blocks released that a copy may still touch."""
-        return sum(len(deferred.blocks) for deferred in self._deferred_host)
+        """Host blocks that nobody holds any more, but that a copy may still touch."""
+        released = Counter(block for deferred in self._deferred_host for block in deferred.blocks)
+        return sum(self.host.blocks.references(block) == count for block, count in released.items())
 
     def store(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole (GPU block, host block) pairs to the host, beside whatever comes next."""
@@ -267,8 +253,7 @@ class OffloadEngine:
     def _fill(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         self.ring.before_fill(self.copy, ring_slot)
         slot = self.ring.slots[ring_slot]
-        if self._timeline is not None:
-            self._timeline.begin(self.copy, COPY)
+        self._timeline.begin(self.copy, COPY)
         for place, segment, begin, count in host_runs(chunk.blocks, self.host.blocks_per_segment):
             source = self.host.run(layer, segment, begin, count)
             self.copy.copy(slot[place : place + count], source)
@@ -282,14 +267,12 @@ class OffloadEngine:
         self.write.wait(self._kv_ready, "write_through.after_kv_is_written")
         for layer in layers:
             before = self.counters.written_bytes
-            if self._timeline is not None:
-                self._timeline.begin(self.write, WRITE)
+            self._timeline.begin(self.write, WRITE)
             for on_gpu, on_host in self._pair_runs(layer, pairs):
                 self.write.copy(on_host, on_gpu)
                 self.counters.written_bytes += on_gpu.nbytes
-            if self._timeline is not None:
-                num_bytes = self.counters.written_bytes - before
-                self._timeline.lap(self.write, WRITE, "write-through", num_bytes=num_bytes, layer=layer)
+            num_bytes = self.counters.written_bytes - before
+            self._timeline.lap(self.write, WRITE, "write-through", num_bytes=num_bytes, layer=layer)
 
     def _pair_runs(self, layer: int, pairs: list[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(GPU, host) views of neighbouring blocks that one copy can move."""

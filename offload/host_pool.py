@@ -42,6 +42,14 @@ class HostPool:
         """Bytes of all blocks."""
         return self.blocks.num_blocks * self.layout.block_bytes
 
+    def check(self) -> None:
+        """Waits until the first segment is pinned.
+
+        Raises:
+            PinError: it cannot be, so no block of the pool can be used.
+        """
+        self.run(0, 0, 0, 0)
+
     def run(self, layer: int, segment: int, begin: int, count: int) -> torch.Tensor:
         """`[count, 2, block_size, num_kv_heads, head_dim]` view of neighbouring blocks of one segment.
 

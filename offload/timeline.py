@@ -27,8 +27,27 @@ class Span:
         return self.end.seconds_since(self.begin)
 
 
+class NoTimeline:
+    """Takes no times: what an untimed step gets, so that nobody has to ask."""
+
+    def begin(self, stream: Stream, lane: str) -> None:
+        pass
+
+    def lap(
+        self,
+        stream: Stream,
+        lane: str,
+        name: str,
+        *,
+        num_bytes: int = 0,
+        layer: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        pass
+
+
 @dataclass
-class Timeline:
+class Timeline(NoTimeline):
     """Spans of one step, on the lanes compute, copy and write.
 
     The spans of a lane follow each other: `begin` marks a point of the stream, and each `lap` ends a span that began at

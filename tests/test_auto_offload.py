@@ -1,0 +1,265 @@
+"""`enable_cpu_offload="auto"`: resident while everything fits, offload mode instead of preemption when it does not."""
+
+import re
+
+import pytest
+from engines import assert_pools_as_before, make_engine, outcome, random_prompts, run
+from request_helpers import record_batches
+from tiny_models import make_checkpoint
+
+from nanoinfer import LLMEngine, SamplingParams
+from offload import SimulatedRuntime
+
+LAYER_BLOCK_BYTES = 2 * 16 * 16 * 4  # K and V, 16 tokens, one head of 16, float32
+BLOCK_BYTES = 2 * LAYER_BLOCK_BYTES
+ARGUMENTS = dict(
+    max_num_seqs=4,
+    max_num_batched_tokens=32,
+    max_model_len=256,
+    ring_slot_bytes=2 * LAYER_BLOCK_BYTES,
+    num_ring_slots=2,
+    resident_kv_limit=None,
+)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
+def path(request, tmp_path_factory):
+    fields = dict(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=2)
+    if request.param == "gemma3":
+        fields["sliding_window"] = 24
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("model"), **fields)
+
+
+def auto_engine(path, num_gpu_blocks: int, seed: int | None = None, **arguments) -> LLMEngine:
+    """An engine in resident mode whose GPU pool has `num_gpu_blocks`, one of which is scratch."""
+    arguments = dict(enable_cpu_offload="auto", num_gpu_blocks_override=num_gpu_blocks) | arguments
+    engine = make_engine(path, SimulatedRuntime(seed), **(ARGUMENTS | arguments))
+    assert engine.mode == "resident"
+    assert engine.runner.kv_cache.gpu_blocks.num_blocks < num_gpu_blocks, "the pool is not as small as it should be"
+    return engine
+
+
+def greedy(max_tokens: int, **arguments) -> SamplingParams:
+    return SamplingParams(**(dict(temperature=0, max_tokens=max_tokens, ignore_eos=True) | arguments))
+
+
+def tokens_of(outcomes: list) -> list:
+    return [[tokens for tokens, _, _ in completions] for completions in outcomes]
+
+
+def count_captures(engine: LLMEngine) -> list:
+    captured, capture = [], engine.runner.runtime.capture
+    engine.runner.runtime.capture = lambda *args: captured.append(1) or capture(*args)
+    return captured
+
+
+# 4 prompts of 2 to 3 blocks that grow to 13 to 14 each: 3 times what the pool of 17 holds.
+GROWING = random_prompts(4, 33, 46, seed=1)
+GROWING_PARAMS = [greedy(170, logprobs=2), greedy(175), greedy(160, temperature=0.9, seed=5), greedy(180)]
+
+
+@pytest.fixture(scope="module")
+def grown(path):
+    """What GROWING gives in an engine that holds everything, and its batches."""
+    engine = make_engine(path, **ARGUMENTS)
+    batches = record_batches(engine)
+    return run(engine, GROWING, GROWING_PARAMS), batches
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_growth_to_three_times_the_pool_preempts_nobody_and_changes_no_bit(path, grown, seed):
+    wanted, batches = grown
+    engine = auto_engine(path, 18, seed)
+    assert engine.runner.may_spill
+    captured, modes = count_captures(engine), []
+    ours = record_batches(engine)
+    assert run(engine, GROWING, GROWING_PARAMS, lambda engine, step: modes.append(engine.mode)) == wanted
+    assert ours == batches, "another order of steps than with a pool that fits all"
+    assert modes[0] == "resident" and modes[10] == "resident" and modes == sorted(modes, reverse=True)
+    stats = engine.stats()
+    assert stats["mode"] == "offload" and stats["num_preemptions"] == 0 and stats["streamed_bytes"] > 0
+    assert not captured, "the graphs of offload mode exist before it is entered"
+    assert_pools_as_before(engine)
+
+
+def test_log_probabilities_are_those_of_an_engine_that_holds_everything(path):
+    params = [greedy(150, logprobs=3, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
+    wanted = run(make_engine(path, **ARGUMENTS), GROWING, params)
+    engine = auto_engine(path, 16)
+    assert run(engine, GROWING, params) == wanted and engine.stats()["streamed_bytes"] > 0
+    assert run(engine, GROWING[::-1], params) != wanted, "the comparison cannot tell outputs apart"
+    assert engine.scheduler.num_preemptions == 0
+    assert_pools_as_before(engine)
+
+
+def test_blocks_come_back_when_the_others_have_ended(path):
+    params = [greedy(150), *[greedy(60)] * 3]
+    engine = auto_engine(path, 16)
+    streamed = []
+    run(engine, GROWING, params, lambda engine, step: streamed.append(_streams(engine)))
+    began = next(step for step, (blocks, _) in enumerate(streamed) if blocks)
+    ended = max(step for step, (blocks, _) in enumerate(streamed) if blocks) + 2
+    assert began < ended < len(streamed) - 40
+    assert streamed[ended][1] > 0 and {total for _, total in streamed[ended:]} == {streamed[ended][1]}
+    assert engine.mode == "offload"
+    assert_pools_as_before(engine)
+
+
+def _streams(engine: LLMEngine) -> tuple[int, int]:
+    stats = engine.stats()
+    return stats["kv_blocks_streamed"], stats["streamed_bytes"]
+
+
+def test_a_prompt_that_the_gpu_pool_cannot_hold_runs_alone_and_behind_others(path):
+    prompts = [*random_prompts(2, 20, 30, seed=2), random_prompts(1, 200, 200, seed=3)[0], *random_prompts(1, 9, 9)]
+    params = [greedy(20), greedy(30), greedy(40), greedy(12)]
+    wide = make_engine(path, **ARGUMENTS)
+    wanted = [tokens_of(run(wide, [prompt], [param]))[0] for prompt, param in zip(prompts, params, strict=True)]
+    for chosen in ([2], [2, 3], [0, 1, 2, 3]):
+        engine = auto_engine(path, 9)
+        outcomes = run(engine, [prompts[i] for i in chosen], [params[i] for i in chosen])
+        assert tokens_of(outcomes) == [wanted[i] for i in chosen]
+        assert engine.mode == "offload" and engine.scheduler.num_preemptions == 0
+        assert_pools_as_before(engine)
+
+
+def test_where_the_host_is_too_small_requests_are_preempted_and_lose_nothing(path, grown):
+    """17 host blocks: less than two of the four can grow to, so there is no offload mode while two run."""
+    wanted = tokens_of(grown[0])
+    engine = auto_engine(path, 19, host_memory_limit=17 * BLOCK_BYTES)
+    with pytest.warns(UserWarning, match="so requests are preempted: .* the host pool has 17 free"):
+        assert tokens_of(run(engine, GROWING, GROWING_PARAMS)) == wanted
+    assert engine.scheduler.num_preemptions > 0
+    assert_pools_as_before(engine)
+
+
+def test_a_request_saved_by_a_preemption_comes_back_in_offload_mode(path):
+    """Two of three are preempted for lack of host memory; offload mode can begin once fewer run."""
+    prompts, params = GROWING[:3], [greedy(100), greedy(190, temperature=1.0, seed=1), greedy(100)]
+    wanted = tokens_of(run(make_engine(path, **ARGUMENTS), prompts, params))
+    engine = auto_engine(path, 12, host_memory_limit=24 * BLOCK_BYTES)
+    saved_in = []
+    admit = engine.runner.kv_cache._admit_saved
+    engine.runner.kv_cache._admit_saved = lambda sequence: admit(sequence) and not saved_in.append(engine.mode)
+    with pytest.warns(UserWarning, match="so requests are preempted: .* the host pool has 24 free"):
+        assert tokens_of(run(engine, prompts, params)) == wanted
+    assert engine.scheduler.num_preemptions > 0 and "offload" in saved_in and engine.mode == "offload"
+    assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("seed", [None, 2])
+def test_rows_that_share_a_prefix_enter_offload_mode_and_grow(path, seed):
+    """Completions of one prompt and requests with a common beginning share GPU blocks until then."""
+    prefix = random_prompts(1, 64, 64, seed=7)[0]
+    prompts = [prefix + tail for tail in random_prompts(3, 3, 12, seed=8)]
+    params = [greedy(80, temperature=1.0, seed=1, n=2), greedy(90), greedy(70)]
+
+    def play(engine):
+        run(engine, [[*prefix, 5]], [greedy(2)])
+        return run(engine, prompts, params)
+
+    wanted = play(make_engine(path, **ARGUMENTS))
+    engine = auto_engine(path, 14, seed)
+    assert play(engine) == wanted
+    assert engine.mode == "offload" and engine.scheduler.num_preemptions == 0
+    assert_pools_as_before(engine)
+
+
+def test_blocks_that_rows_share_are_counted_once_when_offload_mode_is_entered(path):
+    """Their store is still running then, so nothing that waits for it may decide who keeps them."""
+    prefix = random_prompts(1, 96, 96, seed=7)[0]
+    engine = make_engine(path, SimulatedRuntime(0), **ARGUMENTS)
+    run(engine, [[*prefix, 5]], [greedy(2)])
+    requests = [engine.add_request(str(i), [*prefix, 7 + i], greedy(20)) for i in range(4)]
+    while any(request.first_token is None for request in requests):
+        engine.step()
+    kv_cache, pool = engine.runner.kv_cache, engine.runner.kv_cache.gpu_blocks
+    num_free = pool.num_free
+    engine.switch_mode("offload")
+    assert engine.runner.offload.num_deferred_gpu == 0 and pool.num_free == num_free
+    assert kv_cache.residency.num_resident == 6, "one row keeps the 6 full blocks"
+    assert kv_cache.num_obtainable == num_free + 6
+    while engine.has_work:
+        engine.step()
+    assert_pools_as_before(engine)
+
+
+def test_a_released_host_block_that_is_taken_up_again_is_not_promised_to_others(path):
+    engine = make_engine(path, SimulatedRuntime(0), **ARGUMENTS, enable_cpu_offload=True)
+    prompt = random_prompts(1, 64, 64, seed=7)[0]
+    run(engine, [[*prompt, 5]], [greedy(2)])
+    offload = engine.runner.offload
+    assert offload.num_deferred_host == 4, "the copies that read them have run"
+    first = engine.add_request("0", [*prompt, 6], greedy(9))
+    engine.step()
+    assert offload.num_deferred_host == 0, "they are held again"
+    second = engine.add_request("1", [*prompt, 7], greedy(9))
+    engine.step()
+    while not (first.is_finished or second.is_finished):
+        engine.step()
+    assert offload.num_deferred_host == 0 or second.is_finished, "one row still holds the blocks"
+    while engine.has_work:
+        engine.step()
+    free, deferred = offload.host.blocks.num_free, offload.num_deferred_host
+    offload.reclaim(wait=True)
+    assert offload.host.blocks.num_free == free + deferred
+    assert_pools_as_before(engine)
+
+
+def test_nothing_is_prepared_where_everything_fits(path, grown):
+    engine = make_engine(path, **ARGUMENTS, enable_cpu_offload="auto")
+    captured = count_captures(engine)
+    assert not engine.runner.may_spill and engine.runner.offload is None
+    wanted = grown[0]
+    assert run(engine, GROWING, GROWING_PARAMS) == wanted and engine.mode == "resident" and not captured
+    assert engine.runner.offload is None
+    engine.switch_mode("offload")
+    assert run(engine, GROWING, GROWING_PARAMS) == wanted, "it can be asked for all the same"
+    assert_pools_as_before(engine)
+
+
+def test_it_can_be_switched_back_and_enters_offload_mode_again(path, grown):
+    wanted = tokens_of(grown[0])
+    engine = auto_engine(path, 18)
+    captured = count_captures(engine)
+    for _ in range(2):
+        assert tokens_of(run(engine, GROWING, GROWING_PARAMS)) == wanted and engine.mode == "offload"
+        engine.switch_mode("resident")
+        assert_pools_as_before(engine)
+    assert not captured and engine.scheduler.num_preemptions == 0
+
+
+def test_an_abort_in_the_step_that_enters_offload_mode_and_after_it(path, grown):
+    wanted = tokens_of(grown[0])
+    for steps_later in (0, 3):
+        engine = auto_engine(path, 18, seed=steps_later)
+        requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(GROWING, GROWING_PARAMS))]
+        while engine.mode == "resident":
+            engine.step()
+        for _ in range(steps_later):
+            engine.step()
+        assert engine.abort("1") and engine.abort("3")
+        while engine.has_work:
+            engine.step()
+        for i, request in enumerate(requests):
+            tokens = outcome(request)[0][0]
+            assert tokens == (wanted[i][0][: len(tokens)] if i in (1, 3) else wanted[i][0])
+        assert_pools_as_before(engine)
+
+
+def test_a_request_may_grow_to_what_the_host_holds_and_no_further(path):
+    engine = auto_engine(path, 9, host_memory_limit=20 * BLOCK_BYTES, max_model_len=None)
+    limit = engine.plan.max_model_len
+    assert limit >= 20 * 16 > engine.runner.kv_cache.gpu_blocks.num_blocks * 16
+    before = engine.stats()
+    with pytest.raises(ValueError, match=f"the prompt has {limit} tokens, max_model_len is {limit}"):
+        engine.add_request("too long", [5] * limit, greedy(10))
+    assert engine.stats() == before and not engine.has_work
+    (((tokens, _, reason),),) = run(engine, [[5] * (20 * 16 - 10)], [greedy(10)])
+    assert len(tokens) == 10 and reason == "length" and engine.mode == "offload"
+    assert_pools_as_before(engine)
+
+
+def test_a_value_that_is_no_mode_is_refused(path):
+    with pytest.raises(ValueError, match=re.escape("enable_cpu_offload='always' must be True, False or \"auto\"")):
+        make_engine(path, enable_cpu_offload="always")

@@ -1,0 +1,347 @@
+"""Errors in the middle of a step, of a switch or of pinning, with part of the blocks on the GPU and a step in flight.
+
+Each time: the requests of the failed step end, the others get what they get alone, and both pools are as before.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import pytest
+from engines import assert_pools_as_before, make_engine, outcome, random_prompts, run
+from request_helpers import shrink_gpu_pool
+from tiny_models import make_checkpoint
+
+import nanoinfer.runner
+from nanoinfer import LLMEngine, SamplingParams
+from nanoinfer.decode import DecodeProgram
+from nanoinfer.kv_cache import KVCache
+from nanoinfer.request import Request
+from nanoinfer.runner import ModelRunner, PendingTokens
+from offload import OffloadEngine, SimulatedRuntime
+from offload.pinned import PAGE_BYTES, HostArena, PinError
+
+LAYER_BLOCK_BYTES = 2 * 16 * 16 * 4  # K and V, 16 tokens, one head of 16, float32
+BLOCK_BYTES = 2 * LAYER_BLOCK_BYTES
+ARGUMENTS = dict(
+    max_num_seqs=3,
+    max_num_batched_tokens=32,
+    max_model_len=192,
+    ring_slot_bytes=LAYER_BLOCK_BYTES,
+    num_ring_slots=2,
+    enable_prefix_caching=False,
+    resident_kv_limit=None,
+)
+PROMPTS = random_prompts(4, 40, 90, seed=9)
+PARAMS = [
+    SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=max_tokens, ignore_eos=True)
+    for i, max_tokens in enumerate((30, 14, 22, 40))
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint(
+        "qwen3", tmp_path_factory.mktemp("model"), num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(path):
+    """The tokens of each request when nothing fails."""
+    engine = make_engine(path, **ARGUMENTS)
+    return [run(engine, [prompt], [params])[0][0][0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def start(path, mode: str, seed: int | None = None, **arguments) -> tuple[LLMEngine, Callable[[], None]]:
+    """An engine with a GPU pool too small for what runs, so that blocks move or requests are preempted.
+
+    Returns:
+        The engine, and what gives back the rest of its pool.
+    """
+    mode_arguments = {
+        "resident": dict(enable_cpu_offload=False),
+        "offload": dict(enable_cpu_offload=True),
+        "auto": dict(enable_cpu_offload="auto", num_gpu_blocks_override=12),
+    }[mode]
+    engine = make_engine(path, SimulatedRuntime(seed), **(ARGUMENTS | mode_arguments | arguments))
+    num_gpu_blocks = {"resident": 12, "offload": 9}.get(mode)
+    return engine, shrink_gpu_pool(engine, num_gpu_blocks) if num_gpu_blocks else lambda: None
+
+
+def add_all(engine: LLMEngine) -> list[Request]:
+    pairs = enumerate(zip(PROMPTS, PARAMS, strict=True))
+    return [engine.add_request(str(i), *pair) for i, pair in pairs]
+
+
+def finish(engine: LLMEngine) -> None:
+    num_steps = 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+        assert num_steps < 1000, "the engine does not come to an end"
+
+
+def fail_at(call: int, method: Callable, error: type[BaseException]) -> Callable:
+    """The method, raising at its nth call."""
+    calls = itertools.count(1)
+
+    @functools.wraps(method)
+    def failing(*args, **kwargs):
+        if next(calls) == call:
+            raise error("out of luck")
+        return method(*args, **kwargs)
+
+    return failing
+
+
+def assert_only_aborted_ones_differ(requests: list[Request], alone: list[list[int]]) -> set[int]:
+    """An aborted request has a beginning of its tokens, every other one all of them; returns the aborted ones."""
+    aborted = set()
+    for i, (request, wanted) in enumerate(zip(requests, alone, strict=True)):
+        ((tokens, _, reason),) = outcome(request)
+        if reason == "abort":
+            aborted.add(i)
+            assert tokens == wanted[: len(tokens)], f"request {i}"
+        else:
+            assert (tokens, reason) == (wanted, "length"), f"request {i}"
+    return aborted
+
+
+def assert_goes_on_as_before(engine: LLMEngine, give_back: Callable[[], None], alone: list[list[int]]) -> None:
+    requests = add_all(engine)
+    finish(engine)
+    assert not assert_only_aborted_ones_differ(requests, alone)
+    give_back()
+    assert_pools_as_before(engine)
+
+
+# Name: whose function it is, and at which of its calls it fails.
+PLACES = {
+    "planning": (ModelRunner, "_fill", (1, 11, 30)),
+    "taking promoted blocks": (KVCache, "promote", (1, 4, 20)),
+    "ring fill": (OffloadEngine, "_fill", (1, 2, 9)),
+    "promotion copy": (DecodeProgram, "keep", (1, 2, 5)),
+    "write-through": (OffloadEngine, "_write_through", (1, 2, 6, 12)),
+    "sampling": (nanoinfer.runner, "sample", (1, 2, 8)),
+    "read-back": (ModelRunner, "_read_back", (1, 11, 30)),
+    "behind the read-back": (KVCache, "commit", (1, 12, 40)),
+    "waiting for a step": (PendingTokens, "read", (1, 11, 30)),
+    "taking a token": (Request, "take", (1, 24, 60)),
+}
+MODES = {"promotion copy": ["offload"], "ring fill": ["offload", "auto"], "write-through": ["offload"]}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_in_a_step_ends_its_requests_and_touches_no_other(path, alone, place, monkeypatch):
+    owner, name, calls = PLACES[place]
+    for mode in MODES.get(place, ["resident", "offload", "auto"]):
+        for call, error in zip(calls, itertools.cycle([RuntimeError, KeyboardInterrupt])):
+            # Where streams are shuffled, what was enqueued fails when it runs: too late to say in which step.
+            seed = call if error is RuntimeError and place != "sampling" else None
+            engine, give_back = start(path, mode, seed)
+            requests = add_all(engine)
+            with monkeypatch.context() as patch, pytest.raises(error, match="out of luck"):
+                patch.setattr(owner, name, fail_at(call, getattr(owner, name), error))
+                finish(engine)
+            finish(engine)
+            assert assert_only_aborted_ones_differ(requests, alone), f"{mode}, call {call}: nobody was aborted"
+            assert_goes_on_as_before(engine, give_back, alone)
+
+
+@pytest.mark.parametrize("mode", ["resident", "offload", "auto"])
+def test_an_error_before_a_step_is_launched_ends_nobody(path, alone, mode, monkeypatch):
+    for name, calls in (("_take_gpu", (1, 3)), ("admit", (1, 4)), ("grow", (1, 20))):
+        for call in calls:
+            engine, give_back = start(path, mode)
+            requests = add_all(engine)
+            with monkeypatch.context() as patch, pytest.raises(MemoryError, match="out of luck"):
+                patch.setattr(KVCache, name, fail_at(call, getattr(KVCache, name), MemoryError))
+                finish(engine)
+            finish(engine)
+            assert not assert_only_aborted_ones_differ(requests, alone)
+            assert_goes_on_as_before(engine, give_back, alone)
+
+
+@pytest.mark.parametrize("name", ["store", "_write_through"])
+def test_an_error_while_offload_mode_is_entered_leaves_resident_mode_as_it_was(path, alone, name, monkeypatch):
+    """The next step tries again."""
+    engine, give_back = start(path, "auto", seed=1)
+    requests = add_all(engine)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
+        patch.setattr(OffloadEngine, name, fail_at(1, getattr(OffloadEngine, name), RuntimeError))
+        finish(engine)
+    assert engine.mode == "resident" and engine.runner.offload.host.blocks.num_used == 0
+    finish(engine)
+    assert engine.mode == "offload"
+    assert not assert_only_aborted_ones_differ(requests, alone)
+    assert_goes_on_as_before(engine, give_back, alone)
+
+
+@pytest.mark.parametrize("place", ["planning", "read-back", "behind the read-back"])
+def test_a_request_is_preempted_and_that_step_fails(path, alone, place, monkeypatch):
+    """Its newest token is on the device only: in a row that is no longer its own, in a buffer that is used again."""
+    engine, give_back = start(path, "resident")
+    requests = add_all(engine)
+    owner, name, _ = PLACES[place]
+    original, save, num_pending = getattr(owner, name), engine.runner.kv_cache.save, []
+    engine.runner.kv_cache.save = lambda sequence: num_pending.append(sequence.num_pending) or save(sequence)
+
+    def failing(*args):
+        if engine.scheduler.num_preemptions:
+            raise RuntimeError("out of luck")
+        return original(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
+        patch.setattr(owner, name, failing)
+        finish(engine)
+    assert num_pending == [1], "it was not preempted with a token in flight"
+    finish(engine)
+    aborted = assert_only_aborted_ones_differ(requests, alone)
+    assert 0 < len(aborted) < 3
+    assert_goes_on_as_before(engine, give_back, alone)
+
+
+@pytest.mark.parametrize("call", [1, 2, 5])
+def test_a_host_pool_that_runs_out_in_a_prefill_ends_the_requests_of_that_step(path, alone, call, monkeypatch):
+    engine, give_back = start(path, "offload", seed=call)
+    requests = add_all(engine)
+    host = engine.runner.offload.host.blocks
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="out of luck"):
+        patch.setattr(host, "allocate", fail_at(call, host.allocate, MemoryError))
+        finish(engine)
+    assert engine.stats()["num_decode_steps"] < 8, "the failure came after the prefills"
+    finish(engine)
+    assert assert_only_aborted_ones_differ(requests, alone)
+    assert_goes_on_as_before(engine, give_back, alone)
+
+
+@pytest.mark.parametrize("mode", ["offload", "auto"])
+def test_requests_are_aborted_while_their_blocks_are_in_flight(path, alone, mode):
+    """Copies run as late as they may here, and whatever is freed is filled with NaN."""
+    num_in_flight = 0
+    for seed in range(8):
+        engine, give_back = start(path, mode, seed)
+        requests = add_all(engine)
+        while mode == "auto" and engine.mode == "resident":
+            engine.step()
+        for _ in range(seed if mode == "auto" else 3 + 2 * seed):
+            engine.step()
+        queued = {stream.name for stream in engine.runner.runtime._streams if stream.queue}
+        num_in_flight += bool(queued & {"copy", "write"})
+        victims = [request for request in requests if not request.is_finished][: 1 + seed % 2]
+        for victim in victims:
+            assert engine.abort(victim.request_id)
+        finish(engine)
+        aborted = assert_only_aborted_ones_differ(requests, alone)
+        assert aborted == {requests.index(victim) for victim in victims}
+        assert_goes_on_as_before(engine, give_back, alone)
+    assert num_in_flight >= 2, "hardly a copy was in flight at an abort"
+
+
+# Pinning
+
+
+class RefusingDriver:
+    """Stands in for CUDA: pins `num_pinned` segments of host memory and refuses the next."""
+
+    def __init__(self, num_pinned: int) -> None:
+        self.registered: set[int] = set()
+        self._num_pinned = num_pinned
+
+    def arena(self, *args, require_pin, pin, **kwargs) -> HostArena:
+        functions = dict(register=self._register, unregister=self.registered.remove)
+        return HostArena(*args, pin=True, require_pin=require_pin, num_register_threads=1, **functions, **kwargs)
+
+    def _register(self, address: int, num_bytes: int) -> str | None:
+        if len(self.registered) == self._num_pinned:
+            return "no more"
+        self.registered.add(address)
+        return None
+
+
+def refuse_pinning(monkeypatch, num_pinned: int) -> RefusingDriver:
+    driver = RefusingDriver(num_pinned)
+    monkeypatch.setattr(nanoinfer.runner, "HostArena", driver.arena)
+    monkeypatch.setattr(nanoinfer.runner, "SEGMENT_BYTES", max(PAGE_BYTES, 4 * BLOCK_BYTES))
+    return driver
+
+
+@pytest.mark.parametrize("num_pinned", [0, 2])
+def test_a_switch_that_finds_no_pinned_memory_changes_nothing(path, alone, num_pinned, monkeypatch):
+    driver = refuse_pinning(monkeypatch, num_pinned)
+    engine, give_back = start(path, "resident", pin_host_memory="require")
+    give_back()
+    requests = add_all(engine)
+    for _ in range(14):
+        engine.step()
+    before = engine.stats() | dict(mode="resident")
+    with pytest.raises(PinError, match="refused to pin host memory after .*no more.*lower host_memory_limit"):
+        engine.switch_mode("offload")
+    assert engine.mode == "resident"
+    after = engine.stats()
+    assert {name: after[name] for name in before if name.startswith("gpu_blocks")} == {
+        name: value for name, value in before.items() if name.startswith("gpu_blocks")
+    }
+    finish(engine)
+    assert not assert_only_aborted_ones_differ(requests, alone)
+    assert_pools_as_before(engine)
+    engine.close()
+    assert not driver.registered
+
+
+def test_auto_without_pinned_memory_preempts_and_says_so(path, alone, monkeypatch):
+    driver = refuse_pinning(monkeypatch, 1)
+    engine, give_back = start(path, "auto", pin_host_memory="require")
+    with pytest.warns(UserWarning, match="offload mode cannot be entered, so requests are preempted: .*refused to pin"):
+        assert_goes_on_as_before(engine, give_back, alone)
+    assert engine.mode == "resident" and engine.scheduler.num_preemptions > 0
+    engine.close()
+    assert not driver.registered
+
+
+@pytest.mark.parametrize("num_prompt_tokens, max_tokens", [(180, 10), (60, 130)], ids=["prompt", "growth"])
+def test_auto_refuses_what_only_an_unusable_host_could_hold(path, num_prompt_tokens, max_tokens, monkeypatch):
+    """That the host cannot be used is known only once it is needed; the requests behind must not wait for ever."""
+    driver = refuse_pinning(monkeypatch, 0)
+    engine, _ = start(path, "auto", pin_host_memory="require", num_gpu_blocks_override=10)
+    (prompt,) = random_prompts(1, num_prompt_tokens, num_prompt_tokens)
+    small = PROMPTS[0][:30], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    big = engine.add_request("big", prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    behind = engine.add_request("behind", *small)
+    with (
+        pytest.warns(UserWarning, match="offload mode cannot be entered"),
+        pytest.raises(MemoryError, match="'big' was aborted: it has 1.. tokens.* 128 and the host's cannot .*lower max"),
+    ):
+        finish(engine)
+    finish(engine)
+    assert outcome(big)[0][2] == "abort"
+    assert outcome(behind)[0] == run(engine, [small[0]], [small[1]])[0][0]
+    assert_pools_as_before(engine)
+    engine.close()
+    assert not driver.registered
+
+
+@pytest.mark.parametrize("mode", ["offload", "auto"])
+def test_pageable_memory_serves_where_pinning_stops_half_way(path, alone, mode, monkeypatch):
+    driver = refuse_pinning(monkeypatch, 1)
+    with pytest.warns(UserWarning, match="refused to pin"):
+        engine, give_back = start(path, mode)
+        assert_goes_on_as_before(engine, give_back, alone)
+    assert engine.mode == "offload"
+    engine.close()
+    assert not driver.registered
+
+
+def test_a_switch_to_resident_mode_that_fails_in_its_copies_ends_in_a_mode_that_goes_on(path, alone, monkeypatch):
+    engine, give_back = start(path, "offload")
+    give_back()
+    requests = add_all(engine)
+    for _ in range(12):
+        engine.step()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
+        patch.setattr(OffloadEngine, "load", fail_at(1, OffloadEngine.load, RuntimeError))
+        engine.switch_mode("resident")
+    finish(engine)
+    assert not assert_only_aborted_ones_differ(requests, alone)
+    assert_pools_as_before(engine)
