@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -25,17 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_generate_arguments(commands.add_parser("generate", help="complete a prompt"))
     planner.add_arguments(commands.add_parser("plan", help="what fits and how fast it can be, without GPU or weights"))
     verify.add_arguments(commands.add_parser("verify", help="compare offload with resident mode, bit for bit"))
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
     try:
         if options.command == "bench":
-            bench.run(options)
+            bench.run(options, f"nanoinfer {shlex.join(given)}")
         elif options.command == "plan":
             return planner.run(options)
         elif options.command == "verify":
             return verify.run(options)
         else:
             _generate(options)
-    except (ValueError, MemoryError) as error:
+    except (ValueError, MemoryError, OSError) as error:
         print(f"nanoinfer {options.command}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -79,3 +81,7 @@ def _generate(options: argparse.Namespace) -> None:
                 raise ValueError(output.error)
             print(output.text_delta, end="", flush=True)
     print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

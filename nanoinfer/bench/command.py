@@ -1,4 +1,4 @@
-"""The benchmark's command line: which cases, in which order, and what is printed."""
+"""The benchmark's run: each mode with one engine over all its cases, then the table."""
 
 from __future__ import annotations
 
@@ -6,181 +6,186 @@ import argparse
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from nanoinfer.bench.floors import Floors, measure_floors
-from nanoinfer.bench.hf import CACHES, load_reference, measure_reference
-from nanoinfer.bench.measure import Row, add_floor, compare, measure, release
+from nanoinfer.bench.floors import Floors, kv_bytes, measure_floors
+from nanoinfer.bench.hf import CACHES, Reference, load_reference, measure_reference
+from nanoinfer.bench.measure import TRACED_OUTPUT_LEN, Row, add_floor, compare, free_memory, measure, release
+from nanoinfer.bench.options import Cases, add_arguments, engine_arguments, read_cases
 from nanoinfer.bench.report import explain, plot, table, write_json
-from nanoinfer.bench.shapes import SHAPES, write_shape
+from nanoinfer.bench.shapes import write_shape
 from nanoinfer.build import resolve_device
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import nearest
+from nanoinfer.engine import LLMEngine
 from nanoinfer.llm import LLM
+from nanoinfer.loader import load_config
+from nanoinfer.metrics import write_trace
 
-MODES = ("offload", "resident", *CACHES)
+__all__ = ["add_arguments", "main", "run"]
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items()}
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", help="checkpoint directory or hub id")
-    model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
-    parser.add_argument("--context", help="prompt tokens, such as 1k,8k,32k (k = 1024)")
-    parser.add_argument("--batch", default="1", help="sequences at once, such as 1,8")
-    parser.add_argument("--output-len", type=int, help="tokens to generate")
-    parser.add_argument("--mode", default="offload,resident", help=f"of {', '.join(MODES)}")
-    parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
-    parser.add_argument("--host-memory", help="host memory limit for KV blocks")
-    parser.add_argument("--num-ring-slots", type=int, default=defaults["num_ring_slots"])
-    parser.add_argument("--ring-slot-bytes", help='bytes of one ring slot, such as "32MiB"')
-    parser.add_argument("--block-size", type=int, help="tokens per KV block")
-    parser.add_argument("--max-num-seqs", type=int, help="rows of the decode batch; default: the largest batch")
-    parser.add_argument("--prefill-chunk", type=int, help="tokens of one prefill step")
-    parser.add_argument("--attention-backend", default=defaults["attention_backend"])
-    parser.add_argument("--dtype", default=defaults["dtype"])
-    parser.add_argument("--device", default=defaults["device"])
-    parser.add_argument("--seed", type=int, default=defaults["seed"])
-    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw ms per token over context")
-    parser.add_argument("--no-progress", action="store_true")
+CHECKED_TOKENS = 8  # per sequence, with their log-probabilities
+# What a case may ask too much of: a row says so, and the others go on.
+_DOES_NOT_FIT = (ValueError, MemoryError, torch.OutOfMemoryError)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The cases of one call."""
+@dataclass
+class _Run:
+    """One call: what to measure, where, and the bandwidths after the latest case."""
 
-    modes: list[str]
-    contexts: list[int]
-    batches: list[int]
-    output_len: int
+    model: str
+    options: argparse.Namespace
+    cases: Cases
+    device: torch.device
+    floors: Floors
+    traces: list[dict] = field(default_factory=list)
+
+    @property
+    def progress(self) -> bool:
+        return not self.options.no_progress
+
+    def rows(self, mode: str) -> list[Row]:
+        return self._rows_of_transformers(mode) if mode in CACHES else self._rows_of_ours(mode)
+
+    def _rows_of_ours(self, mode: str) -> list[Row]:
+        llm, refused = self._open(mode)
+        output_len, seed = self.cases.output_len, self.options.seed
+
+        def case(lengths: list[int]) -> Row:
+            if lengths[0] in refused:
+                raise ValueError(refused[lengths[0]])
+            row = measure(llm, lengths, output_len, seed=seed, progress=self.progress)
+            row.mode = mode
+            add_floor(row, llm.engine.runner.model.spec, lengths, output_len, self._floors_around())
+            arguments = dict(seed=seed, progress=self.progress)
+            if self.cases.check:
+                again = measure(llm, lengths, min(output_len, CHECKED_TOKENS), with_logprobs=True, **arguments)
+                row.outputs = again.outputs
+            if self.options.profile and lengths == self.cases.last:
+                measure(llm, lengths, max(output_len, TRACED_OUTPUT_LEN), trace=self._add_trace(mode), **arguments)
+            return row
+
+        try:
+            return self._each(mode, case)
+        finally:
+            if llm is not None:
+                release(llm)
+
+    def _add_trace(self, mode: str) -> Callable[[LLMEngine], None]:
+        number = 1 + self.cases.modes.index(mode)
+        return lambda engine: self.traces.extend(engine.stop_trace(mode, number))
+
+    def _open(self, mode: str) -> tuple[LLM | None, dict[int, str]]:
+        """An engine for the longest context that fits, and why the longer ones do not."""
+        refused: dict[int, str] = {}
+        for context in reversed(self.cases.contexts):
+            llm = None
+            try:
+                llm = LLM(self.model, **engine_arguments(self.options, self.cases, mode, context))
+            except _DOES_NOT_FIT as error:
+                refused[context] = _reason(error)
+            if llm is None:
+                free_memory()  # not earlier: the error's traceback held what had been loaded
+                continue
+            try:  # compiles the prefill kernels
+                measure(llm, [self.cases.contexts[0]], min(4, self.cases.output_len), seed=self.options.seed + 1)
+            except _DOES_NOT_FIT:
+                pass  # the case itself will say why
+            return llm, refused
+        return None, refused
+
+    def _rows_of_transformers(self, mode: str) -> list[Row]:
+        reference: Reference | None = None
+        output_len, seed = self.cases.output_len, self.options.seed
+
+        def case(lengths: list[int]) -> Row:
+            nonlocal reference
+            if reference is None:
+                reference = load_reference(
+                    self.model,
+                    dtype=self.options.dtype,
+                    device=self.device,
+                    load_format="dummy" if self.options.model is None else "auto",
+                    seed=seed,
+                    progress=self.progress,
+                )
+            row = measure_reference(mode, reference, lengths, output_len, seed=seed, progress=self.progress)
+            # Its offloaded caches bring all KV over the link in every step, too.
+            streamed = kv_bytes(reference.spec, [length + output_len // 2 for length in lengths])
+            add_floor(row, reference.spec, lengths, output_len, self._floors_around(), streamed)
+            return row
+
+        # Any error: what another library cannot do must not lose the figures of our own.
+        rows = self._each(mode, case, (Exception,))
+        reference = None
+        free_memory()
+        return rows
+
+    def _each(
+        self, mode: str, case: Callable[[list[int]], Row], errors: tuple[type[Exception], ...] = _DOES_NOT_FIT
+    ) -> list[Row]:
+        """Runs all cases of a mode; one that does not fit is a row with the reason."""
+        rows = []
+        for context in self.cases.contexts:
+            for batch in self.cases.batches:
+                row = Row(mode=mode, batch=batch, context=context)
+                try:
+                    row = case([context] * batch)
+                except errors as error:
+                    row.problem = _reason(error)
+                rows.append(row)
+                if row.problem:
+                    free_memory()  # not earlier: the error's traceback held what had been loaded
+        return rows
+
+    def _floors_around(self) -> tuple[Floors, Floors]:
+        """Bandwidths before and after the case that has just ended."""
+        before, self.floors = self.floors, measure_floors(self.device, repeats=5)
+        return before, self.floors
 
 
-def run(options: argparse.Namespace) -> list[Row]:
+def _reason(error: Exception) -> str:
+    """One line of what an error says; torch's own go on for many."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def run(options: argparse.Namespace, command: str) -> list[Row]:
     """Runs all cases and prints the table.
+
+    Args:
+        options: what `add_arguments` defines.
+        command: how the benchmark was called, for the JSON.
 
     Raises:
         ValueError: an option cannot be used; nothing has run then.
     """
     device = resolve_device(options.device)
     is_cuda = device.type == "cuda"
-    plan = _Plan(
-        modes=_names(options.mode),
-        contexts=_counts(options.context or ("1k,8k,32k" if is_cuda else "256,1k"), "--context"),
-        batches=_counts(options.batch, "--batch"),
-        output_len=options.output_len or (28 if is_cuda else 12),
-    )
-    if plan.output_len < 1:
-        raise ValueError(f"--output-len {plan.output_len} must be at least 1")
+    cases = read_cases(options, is_cuda)
     with tempfile.TemporaryDirectory() as directory:
         model = options.model
         if model is None:
             model = str(write_shape(options.shape or ("qwen3-4b" if is_cuda else "tiny"), directory))
+        # A wrong option is refused here, once; what is left to go wrong below is that a case does not fit.
+        for mode in cases.modes:
+            EngineConfig.from_arguments({"model": model, **engine_arguments(options, cases, mode, cases.contexts[0])})
+        load_config(model)
         floors = measure_floors(device)
-        rows: list[Row] = []
-        for mode in plan.modes:
-            rows += _run_mode(mode, model, options, plan, device, floors)
-    compare(rows)
+        this_run = _Run(model, options, cases, device, floors)
+        rows = [row for mode in cases.modes for row in this_run.rows(mode)]
+    if cases.check:
+        compare(rows)
     print(table(rows))
     print(explain(floors, device))
     if options.json:
-        write_json(options.json, rows, floors, device, " ".join(map(shlex.quote, sys.argv)))
+        write_json(options.json, rows, floors, device, command)
+    if options.profile:
+        write_trace(options.profile, this_run.traces)
     if options.plot:
         plot(options.plot, rows)
     return rows
-
-
-def _run_mode(
-    mode: str, model: str, options: argparse.Namespace, plan: _Plan, device: torch.device, floors: Floors
-) -> list[Row]:
-    cases = [(batch, context) for context in plan.contexts for batch in plan.batches]
-    load_format = "dummy" if options.model is None else "auto"
-    if mode in CACHES:
-        reference = load_reference(
-            model, dtype=options.dtype, device=device, load_format=load_format, seed=options.seed
-        )
-        rows = []
-        for batch, context in cases:
-            lengths, progress = [context] * batch, not options.no_progress
-            rows.append(
-                measure_reference(mode, reference, device, lengths, plan.output_len, options.seed, floors, progress)
-            )
-        del reference
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        return rows
-    try:
-        llm = LLM(model, **_arguments(mode, options, plan, load_format))
-    except (ValueError, MemoryError) as error:
-        return [Row(mode=mode, batch=batch, context=context, problem=str(error)) for batch, context in cases]
-    rows = []
-    warm_up = min(plan.contexts)
-    measure(llm, [warm_up], 4, options.seed + 1, None, False)  # compiles the prefill kernels
-    before = floors
-    for batch, context in cases:
-        lengths = [context] * batch
-        try:
-            row = measure(llm, lengths, plan.output_len, options.seed, None, not options.no_progress)
-            after = measure_floors(device, repeats=5)
-            add_floor(row, llm, lengths, plan.output_len, (before, after))
-            before = after
-        except ValueError as error:
-            row = Row(mode=mode, batch=batch, context=context, problem=str(error))
-        rows.append(row)
-    release(llm)
-    return rows
-
-
-def _arguments(mode: str, options: argparse.Namespace, plan: _Plan, load_format: str) -> dict:
-    longest = max(plan.contexts) + plan.output_len
-    arguments = dict(
-        enable_cpu_offload=mode == "offload",
-        load_format=load_format,
-        skip_tokenizer_init=True,
-        dtype=options.dtype,
-        device=options.device,
-        seed=options.seed,
-        enforce_eager=options.enforce_eager,
-        attention_backend=options.attention_backend,
-        num_ring_slots=options.num_ring_slots,
-        ring_slot_bytes=options.ring_slot_bytes,
-        max_num_seqs=options.max_num_seqs or max(plan.batches),
-        max_model_len=longest,
-        max_num_batched_tokens=options.prefill_chunk,
-        gpu_memory_limit=options.gpu_memory,
-        host_memory_limit=options.host_memory,
-        enable_prefix_caching=False,  # each case computes its own prompt
-        progress_bar=not options.no_progress,
-    )
-    if options.block_size is not None:
-        arguments["block_size"] = options.block_size
-    return arguments
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in MODES:
-            hint = nearest(name, MODES)
-            guess = f" (did you mean {hint!r}?)" if hint else ""
-            raise ValueError(f"--mode {name!r} is not known{guess}: choose from {', '.join(MODES)}")
-    return names
-
-
-def _counts(text: str, option: str) -> list[int]:
-    counts = []
-    for part in text.split(","):
-        part = part.strip().lower()
-        factor, digits = (1024, part[:-1]) if part.endswith("k") else (1, part)
-        if not digits.isdigit() or int(digits) < 1:
-            raise ValueError(f"{option} {text!r} must be whole numbers of at least 1, such as 1,8 or 1k,32k")
-        counts.append(int(digits) * factor)
-    return counts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -190,13 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Decode with the KV cache in host memory against the GPU, with the floors of this machine.",
     )
     add_arguments(parser)
-    options = parser.parse_args(arguments)
-    for option in (options.json, options.plot):
-        if option and not Path(option).absolute().parent.is_dir():
-            parser.error(f"the directory of {option!r} does not exist")
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        run(options)
-    except ValueError as error:
+        run(parser.parse_args(given), f"python bench_offload.py {shlex.join(given)}".strip())
+    except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0

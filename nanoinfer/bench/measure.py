@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
 from tqdm import tqdm
 
 from nanoinfer.bench.floors import Floors, bytes_read_per_step
+from nanoinfer.engine import LLMEngine
 from nanoinfer.llm import LLM
+from nanoinfer.models import ModelSpec
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
 WARM_UP_STEPS = 3
+# Progress bars appear where a case takes longer than this.
+PROGRESS_DELAY_S = 2.0
+# What a trace holds: enough to see how steps follow each other, and small enough for a browser.
+TRACED_CHUNKS = 2
+TRACED_STEPS = 5
+TRACED_OUTPUT_LEN = WARM_UP_STEPS + TRACED_STEPS + 4  # output tokens of a case that is traced
 
 
 @dataclass
@@ -37,6 +48,8 @@ class Row:
     link_moved: float | None = None  # relative change of the link's bandwidth during the case
     peak_gpu_bytes: int | None = None
     host_bytes: int | None = None
+    kv_resident_share: float | None = None  # of full KV blocks, in the last step
+    bound: str | None = None  # what the steps were bound by
     num_steps: int = 0
     check: str | None = None
     problem: str | None = None
@@ -48,75 +61,158 @@ class Row:
         del figures["outputs"]
         return figures
 
+    def take_steps(self, steps: list[float]) -> None:
+        """Fills in what follows from the seconds of the decode steps of the whole batch, in their order."""
+        steps = steps[WARM_UP_STEPS:] or steps
+        self.num_steps = len(steps)
+        if steps:
+            self.seconds_per_token = statistics.median(steps)
+            self.tokens_per_second = self.batch / self.seconds_per_token
+
 
 def random_prompts(vocab_size: int, lengths: list[int], seed: int) -> list[list[int]]:
+    """One prompt of token ids per length; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 def measure(
-    llm: LLM, lengths: list[int], output_len: int, seed: int, floors: tuple[Floors, Floors] | None, progress: bool
+    llm: LLM,
+    lengths: list[int],
+    output_len: int,
+    *,
+    seed: int = 0,
+    progress: bool = False,
+    with_logprobs: bool = False,
+    trace: Callable[[LLMEngine], None] | None = None,
 ) -> Row:
-    """Runs prompts of `lengths` tokens at once, greedily, `output_len` tokens each.
+    """Runs prompts of `lengths` tokens at once, greedily, `output_len` tokens each. `add_floor` fills in the floor.
 
     Args:
-        floors: bandwidths before and after; None leaves the floor out, for the caller to fill in.
+        with_logprobs: for `compare`. Each step is read before the next is launched then, so its times mean nothing.
+        trace: called to stop a trace of the last prefill chunks and first decode steps, which are slower for it.
+
+    Raises:
+        ValueError: a prompt cannot be used in this engine; nothing is left running, as with any other error.
     """
     engine, device = llm.engine, llm.engine.runner.runtime.device
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=0)
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=0 if with_logprobs else None)
+    prompts = random_prompts(engine.vocab_size, lengths, seed)
+    names = [f"bench-{i}" for i in range(len(prompts))]
     row = Row(mode=llm.mode, batch=len(lengths), context=max(lengths))
-    before = llm.stats()
+    tracer = None if trace is None else _Tracer(llm, sum(lengths), trace)
+    before = engine.meter.snapshot()
     begin = time.perf_counter()
-    requests = [
-        engine.add_request(llm._new_id(), prompt, params)
-        for prompt in random_prompts(engine.vocab_size, lengths, seed)
-    ]
-    steps: list[float] = []
-    streamed: list[int] = []
-    with tqdm(total=sum(lengths) + output_len, desc=f"{llm.mode}, {len(lengths)} x {max(lengths)}", unit="tok",
-              disable=not progress, delay=2) as bar:
-        while not all(request.is_finished for request in requests):
-            step_begin = time.perf_counter()
-            engine.step()
-            seconds = time.perf_counter() - step_begin
-            after = llm.stats()
-            is_decode = after["num_decode_steps"] > before["num_decode_steps"]
-            everyone_decodes = all(request.first_token is not None for request in requests)
-            num_tokens = after["num_decode_tokens"] - before["num_decode_tokens"]
-            if is_decode and everyone_decodes and num_tokens == len(lengths):
-                steps.append(seconds)
-                streamed.append(after["streamed_bytes"] - before["streamed_bytes"])
-            bar.update(after["num_prefill_tokens"] - before["num_prefill_tokens"] + is_decode)
-            before = after
+    try:
+        requests = [engine.add_request(name, prompt, params) for name, prompt in zip(names, prompts, strict=True)]
+        steps, streamed = _run(llm, requests, sum(lengths) + output_len, progress, tracer)
+    finally:
+        for name in names:
+            engine.abort(name)  # those that an exception left behind would run beside the next case
     row.time_to_first_token = max(request.first_token for request in requests) - begin
     row.prefill_tokens_per_second = sum(lengths) / row.time_to_first_token
-    steps, streamed = steps[WARM_UP_STEPS:] or steps, streamed[WARM_UP_STEPS:] or streamed
-    row.num_steps = len(steps)
+    row.take_steps(steps)
     if steps:
-        row.seconds_per_token = statistics.median(steps)
-        row.tokens_per_second = len(lengths) / row.seconds_per_token
-        row.streamed_bytes_per_step = statistics.median(streamed)
+        row.streamed_bytes_per_step = statistics.median(streamed[WARM_UP_STEPS:] or streamed)
         row.link_gbps = row.streamed_bytes_per_step / row.seconds_per_token / 1e9
+    else:
+        row.problem = _why_no_step(llm, lengths, output_len)
+    row.bound = engine.meter.times.since(before).bound
+    row.kv_resident_share = engine.meter.resident_share
     row.peak_gpu_bytes = torch.cuda.max_memory_reserved(device) if is_cuda else None
     offload = engine.runner.offload
     row.host_bytes = offload.host.num_bytes if offload is not None else 0
     row.outputs = [_tokens_and_logprobs(request.output()) for request in requests]
-    if floors is not None:
-        add_floor(row, llm, lengths, output_len, floors)
     return row
 
 
-def add_floor(row: Row, llm: LLM, lengths: list[int], output_len: int, floors: tuple[Floors, Floors]) -> None:
-    """Compares the row with the better of the bandwidths measured before and after it."""
-    best = Floors(max(f.link for f in floors), max(f.device for f in floors))
+def _run(
+    llm: LLM, requests: list[Request], num_tokens: int, progress: bool, tracer: _Tracer | None
+) -> tuple[list[float], list[int]]:
+    """Seconds and streamed bytes of each decode step in which every request got a token.
+
+    A call of `step` launches a step and reads the one before, so the device works on while the next call comes: what
+    counts is the time from one call's end to the next.
+    """
+    steps: list[float] = []
+    streamed: list[int] = []
+    before = llm.stats()
+    lengths = [len(request.prompt_token_ids) for request in requests]
+    with tqdm(total=num_tokens, desc=f"{llm.mode}, {len(lengths)} x {max(lengths)}", unit="tok",
+              disable=not progress, delay=PROGRESS_DELAY_S) as bar:  # fmt: skip
+        last = time.perf_counter()
+        while not all(request.is_finished for request in requests):
+            llm.engine.step()
+            begin, last = last, time.perf_counter()
+            after = llm.stats()
+            is_decode = after["num_decode_steps"] > before["num_decode_steps"]
+            if is_decode and after["num_decode_tokens"] - before["num_decode_tokens"] == len(requests):
+                steps.append(last - begin)
+                streamed.append(after["decode_streamed_bytes"] - before["decode_streamed_bytes"])
+            bar.update(after["num_prefill_tokens"] - before["num_prefill_tokens"] + is_decode)
+            if tracer is not None:
+                tracer.after_step(after, len(steps))
+            before = after
+    return steps, streamed
+
+
+class _Tracer:
+    """Traces the last prefill chunks of a case and its first decode steps of the whole batch."""
+
+    def __init__(self, llm: LLM, num_prompt_tokens: int, stop: Callable[[LLMEngine], None]) -> None:
+        self._engine, self._stop = llm.engine, stop
+        tokens = num_prompt_tokens - TRACED_CHUNKS * llm.engine.plan.max_num_batched_tokens
+        stats = llm.stats()
+        self._first = stats["num_prefill_tokens"] + tokens
+        self._is_done = False
+        self.after_step(stats, 0)
+
+    def after_step(self, stats: dict, num_steps: int) -> None:
+        """Starts or ends the trace, after a step of the engine."""
+        if self._is_done:
+            return
+        if self._engine.meter.trace is None:
+            if stats["num_prefill_tokens"] >= self._first:
+                self._engine.start_trace()
+        elif num_steps >= WARM_UP_STEPS + TRACED_STEPS:
+            self._stop(self._engine)
+            self._is_done = True
+
+
+def _why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
+    """What kept the sequences from decoding all at once, and what to do."""
+    batch, max_num_seqs = len(lengths), llm.engine.plan.max_num_seqs
+    if output_len == 1:
+        return "no decode step to time: the prefill gives the first token, so give an output length of at least 2"
+    if batch > max_num_seqs:
+        return f"{batch} sequences never decode at once: max_num_seqs is {max_num_seqs}, raise it"
+    place, limit = ("host", "host") if llm.mode == "offload" else ("gpu", "GPU")
+    num_blocks, block_size = llm.stats()[f"{place}_blocks_total"], llm.engine.config.block_size
+    needed = sum(-(-(length + output_len) // block_size) for length in lengths)
+    if needed > num_blocks:
+        return f"{batch} sequences never decode at once: they need {needed} KV blocks, {num_blocks} fit: raise the " \
+               f"{limit} memory limit or lower the batch"  # fmt: skip
+    return f"{batch} sequences never decode at once: the first had ended when the last one started, raise output_len"
+
+
+def add_floor(
+    row: Row, spec: ModelSpec, lengths: list[int], output_len: int, floors: tuple[Floors, Floors],
+    streamed_bytes: float | None = None,
+) -> None:  # fmt: skip
+    """Compares the row with the better of the bandwidths measured before and after it.
+
+    Args:
+        streamed_bytes: bytes that a step brings over the link; None takes the row's own count.
+    """
     if row.seconds_per_token is None:
         return
+    best = Floors(max(f.link for f in floors), max(f.device for f in floors))
     middle = [length + output_len // 2 for length in lengths]
-    read_bytes = bytes_read_per_step(llm.engine.runner.model.spec, middle)
-    row.floor_seconds = best.offload_step(row.streamed_bytes_per_step or 0, read_bytes)
+    streamed_bytes = row.streamed_bytes_per_step if streamed_bytes is None else streamed_bytes
+    row.floor_seconds = best.offload_step(streamed_bytes or 0, bytes_read_per_step(spec, middle))
     row.ratio_to_floor = row.seconds_per_token / row.floor_seconds
     row.link_floor_gbps = best.link / 1e9
     row.link_moved = abs(floors[0].link - floors[1].link) / best.link
@@ -124,6 +220,8 @@ def add_floor(row: Row, llm: LLM, lengths: list[int], output_len: int, floors: t
 
 def _tokens_and_logprobs(output: RequestOutput) -> tuple[list[int], list[float]]:
     completion = output.outputs[0]
+    if completion.logprobs is None:
+        return completion.token_ids, []
     return completion.token_ids, [
         entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)
     ]
@@ -136,18 +234,28 @@ def compare(rows: list[Row]) -> None:
         if not row.outputs or row.mode.startswith("hf"):
             continue
         first = firsts.setdefault((row.batch, row.context), row)
-        if first is row:
-            continue
-        if row.outputs == first.outputs:
-            row.check = f"identical to {first.mode}"
-            continue
-        place = next(i for i, pair in enumerate(zip(row.outputs, first.outputs, strict=True)) if pair[0] != pair[1])
-        row.check = f"DIFFERS from {first.mode} in sequence {place}"
+        if first is not row:
+            row.check = _first_difference(row, first) or f"identical to {first.mode}"
+
+
+def _first_difference(row: Row, first: Row) -> str | None:
+    """The first place where tokens or log-probabilities are not equal to the bit; None: there is no such place."""
+    for sequence, pair in enumerate(zip(row.outputs, first.outputs, strict=True)):
+        both = (itertools.zip_longest(tokens, logprobs) for tokens, logprobs in pair)
+        for place, (found, wanted) in enumerate(itertools.zip_longest(*both)):
+            if found != wanted:
+                return f"DIFFERS from {first.mode} in sequence {sequence} at token {place}"
+    return None
 
 
 def release(llm: LLM) -> None:
     """Closes an LLM and gives its memory back before the next one is built."""
     llm.close()
+    free_memory()
+
+
+def free_memory() -> None:
+    """Gives back what nobody holds any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

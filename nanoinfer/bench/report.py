@@ -13,8 +13,8 @@ from nanoinfer.bench.floors import Floors
 from nanoinfer.bench.measure import Row
 
 COLUMNS = [
-    "mode", "batch", "context", "prefill tok/s", "TTFT s", "ms/token", "tok/s", "MB/step", "link GB/s", "floor ms",
-    "x floor", "GPU GiB", "host GiB", "check",
+    "mode", "batch", "context", "prefill tok/s", "TTFT s", "ms/token", "tok/s", "KV on GPU", "MB/step", "link GB/s",
+    "floor ms", "x floor", "bound by", "GPU GiB", "host GiB", "check",
 ]  # fmt: skip
 
 
@@ -43,10 +43,12 @@ def _cells(row: Row) -> list[str]:
         number(row.time_to_first_token, 3),
         number(row.seconds_per_token, 2, 1e3),
         number(row.tokens_per_second, 1),
+        "-" if row.kv_resident_share is None else f"{row.kv_resident_share:.0%}",
         number(row.streamed_bytes_per_step, 1, 1e-6),
         number(row.link_gbps, 1),
         number(row.floor_seconds, 2, 1e3),
         number(row.ratio_to_floor, 3),
+        row.bound or "-",
         number(row.peak_gpu_bytes, 2, 2**-30),
         number(row.host_bytes, 2, 2**-30),
         row.check or "-",
@@ -81,6 +83,7 @@ def versions(device: torch.device) -> dict[str, str | None]:
 
 
 def write_json(path: str | Path, rows: list[Row], floors: Floors, device: torch.device, command: str) -> None:
+    """Writes the rows with all that is needed to judge and repeat them: floors, versions, device and command."""
     content = {
         "command": command,
         "versions": versions(device),

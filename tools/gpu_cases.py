@@ -1,0 +1,451 @@
+"""What `make gpu-bench` measures. Each case returns figures; bytes, seconds and tokens are written out in their names."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tempfile
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+import nanoinfer
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.bench.floors import kv_bytes, measure_floors
+from nanoinfer.bench.hf import load_reference, measure_reference
+from nanoinfer.bench.measure import Row, add_floor, free_memory, measure, random_prompts, release
+from nanoinfer.bench.shapes import SHAPES, write_shape
+from offload.pinned import HostArena
+
+GIB = 2**30
+
+
+class Bench:
+    """What all cases share.
+
+    Args:
+        shape: for all cases, in place of their own.
+        scale: divides contexts, batches and sizes, to try the code without a GPU.
+    """
+
+    def __init__(self, shape: str | None, scale: int, device: torch.device) -> None:
+        self.device, self.scale = device, scale
+        self.is_cuda = device.type == "cuda"
+        self.large, self.small = shape or "qwen3-4b", shape or "qwen3-0.6b"
+
+    def llm(self, shape: str, **arguments) -> LLM:
+        defaults = dict(
+            load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=False
+        )
+        with tempfile.TemporaryDirectory() as directory:
+            return LLM(write_shape(shape, directory), **(defaults | arguments))
+
+    def tokens(self, count: int) -> int:
+        return max(64, count // self.scale)
+
+    def limit(self, gib: float) -> int | None:
+        return int(gib * GIB) if self.is_cuda else None
+
+    def host_bytes(self, shape: str, num_tokens: int) -> int:
+        """Host memory for that many tokens, some blocks more included."""
+        return int(1.02 * num_tokens * token_bytes(shape)) + 2**29
+
+    def measured(self, llm: LLM, lengths: list[int], output_len: int) -> dict:
+        """One case with floors before and after."""
+        before = measure_floors(self.device)
+        row = measure(llm, lengths, output_len)
+        add_floor(row, llm.engine.runner.model.spec, lengths, output_len, (before, measure_floors(self.device)))
+        return figures(row) | {"ring_bytes": llm.engine.runner.ring.num_bytes}
+
+    def outputs(self, llm: LLM, lengths: list[int]) -> list:
+        """Tokens and log-probabilities, for a comparison to the bit."""
+        return measure(llm, lengths, 8, with_logprobs=True).outputs
+
+
+def token_bytes(shape: str) -> int:
+    """KV bytes of one token over all layers."""
+    fields = SHAPES[shape]
+    size = {"bfloat16": 2, "float32": 4}[fields["dtype"]]
+    return fields["num_hidden_layers"] * 2 * fields["num_key_value_heads"] * fields["head_dim"] * size
+
+
+def figures(row: Row) -> dict:
+    """The row without what did not apply."""
+    return {name: value for name, value in row.figures().items() if value is not None}
+
+
+# Cases
+
+
+def pin_16gib(bench: Bench) -> dict:
+    """A host pool, twice: the first time the machine may have to find the memory, the second it has it."""
+    num_segments = max(1, 16 // bench.scale)
+    result = {}
+    for attempt in ("first", "again"):
+        begin = time.perf_counter()
+        arena = HostArena(num_segments, GIB if bench.scale == 1 else 2**20, pin=bench.is_cuda)
+        arena.wait(1)
+        usable = time.perf_counter() - begin
+        arena.wait()
+        seconds = time.perf_counter() - begin
+        result[attempt] = {
+            "bytes": arena.mapped_bytes,
+            "seconds_to_first_segment": usable,
+            "seconds": seconds,
+            "seconds_per_gib": seconds / (arena.mapped_bytes / GIB),
+        }
+        arena.close()
+        del arena
+        gc.collect()
+    return result
+
+
+def one_sequence_32k(bench: Bench) -> dict:
+    """Batch 1 at 32,768 tokens: all streamed with several rings, half of it resident, all of it, under 12 GiB."""
+    context = bench.tokens(32768)
+    half = context * token_bytes(bench.large) // 2
+    common = dict(max_model_len=context + 64, max_num_seqs=1, gpu_memory_limit=bench.limit(60))
+    offload = dict(enable_cpu_offload=True, host_memory_limit=bench.host_bytes(bench.large, context))
+    streamed = offload | dict(resident_kv_limit=0)
+    settings = {
+        "resident": {},
+        "all fits": offload,
+        "half resident": offload | dict(resident_kv_limit=half),
+        "12 GiB limit": offload | dict(gpu_memory_limit=bench.limit(12)),
+        "streamed, ring 8 x 32 MiB": streamed | ring(8, 32),
+        "streamed, ring 4 x 32 MiB": streamed | ring(4, 32),
+        "streamed, ring 8 x 8 MiB": streamed | ring(8, 8),
+    }
+    result, wanted = {}, None
+    for name, arguments in settings.items():
+        llm = bench.llm(bench.large, **(common | arguments))
+        outputs = bench.outputs(llm, [context])  # also compiles the kernels
+        result[name] = bench.measured(llm, [context], 40)
+        release(llm)
+        if wanted is None:
+            wanted = outputs
+        else:
+            result[name]["bit_identical_to_resident"] = outputs == wanted
+    step, resident = result["all fits"]["seconds_per_token"], result["resident"]["seconds_per_token"]
+    result["all fits"]["ratio_to_resident"] = step / resident
+    return result
+
+
+def ring(num_slots: int, mib: int) -> dict:
+    return dict(num_ring_slots=num_slots, ring_slot_bytes=mib * 2**20)
+
+
+def one_sequence_128k(bench: Bench) -> dict:
+    """131,072 tokens: prefill and decode within 12 GiB, all streamed, and resident."""
+    context = bench.tokens(131072)
+    common = dict(max_model_len=context + 64, max_num_seqs=1)
+    offload = dict(enable_cpu_offload=True, host_memory_limit=bench.host_bytes(bench.large, context))
+    settings = {
+        "12 GiB limit": offload | dict(gpu_memory_limit=bench.limit(12)),
+        "streamed": offload | dict(gpu_memory_limit=bench.limit(12), resident_kv_limit=0, num_ring_slots=8),
+        "resident": dict(gpu_memory_limit=bench.limit(80)),
+    }
+    result = {}
+    for name, arguments in settings.items():
+        before = reserved(bench)
+        llm = bench.llm(bench.large, **(common | arguments))
+        measure(llm, [bench.tokens(4096)], 4, seed=1)  # compiles the kernels
+        result[name] = bench.measured(llm, [context], 24)
+        result[name] |= peak(bench, before, llm)
+        release(llm)
+    resident = result["resident"]["prefill_tokens_per_second"]
+    for name in ("12 GiB limit", "streamed"):
+        result[name]["prefill_ratio_to_resident"] = result[name]["prefill_tokens_per_second"] / resident
+    return result
+
+
+def reserved(bench: Bench) -> int:
+    """Bytes that torch holds on the GPU before an engine is made; its peak counts from here."""
+    free_memory()
+    if not bench.is_cuda:
+        return 0
+    torch.cuda.reset_peak_memory_stats(bench.device)
+    return torch.cuda.memory_reserved(bench.device)
+
+
+def peak(bench: Bench, before: int, llm: LLM) -> dict:
+    """Peak of the engine so far beside its limit and its plan."""
+    plan = llm.engine.plan
+    found = {"limit_bytes": plan.budget_bytes, "planned_bytes": plan.total_bytes}
+    if bench.is_cuda:
+        measured = torch.cuda.max_memory_reserved(bench.device) - before
+        found |= {
+            "peak_bytes": measured,
+            "planned_to_peak": plan.total_bytes / measured,
+            "under_limit": measured <= plan.budget_bytes,
+        }
+    return found
+
+
+def streamed_batches(bench: Bench) -> dict:
+    """Several sequences, everything streamed, with one engine. Lengths from a seeded generator."""
+    generator = random.Random(0)
+    cases = {
+        "8 x 32k": [bench.tokens(32768)] * max(2, 8 // bench.scale),
+        "64 x 2k to 6k": [bench.tokens(generator.randint(2048, 6144)) for _ in range(max(2, 64 // bench.scale))],
+        "256 x 100 to 1,000": [generator.randint(100, 1000) // bench.scale + 40 for _ in range(max(2, 256 // bench.scale))],
+    }
+    output_len = 200
+    num_tokens = max(sum(lengths) + (output_len + 32) * len(lengths) for lengths in cases.values())
+    llm = bench.llm(
+        bench.large,
+        enable_cpu_offload=True,
+        resident_kv_limit=0,
+        num_ring_slots=8,
+        max_model_len=max(map(max, cases.values())) + output_len,
+        max_num_seqs=max(map(len, cases.values())),
+        host_memory_limit=bench.host_bytes(bench.large, num_tokens),
+        gpu_memory_limit=bench.limit(60),
+    )
+    measure(llm, [bench.tokens(4096)], 4, seed=1)
+    result = {}
+    for name, lengths in cases.items():
+        # Prefill and decode take turns: the first sequence decodes once per prefill step until the last one starts.
+        chunks = -(-sum(lengths) // llm.engine.plan.max_num_batched_tokens)
+        result[name] = bench.measured(llm, lengths, min(output_len, chunks + 24))
+    release(llm)
+    return result
+
+
+def resident(bench: Bench) -> dict:
+    """Resident decode."""
+    result = {}
+    for batch, context in ((1, 1024), (1, 32768), (8, 4096)):
+        context = bench.tokens(context)
+        llm = bench.llm(bench.large, max_model_len=context + 64, max_num_seqs=batch, gpu_memory_limit=bench.limit(60))
+        measure(llm, [context], 4, seed=1)
+        result[f"{batch} x {context}"] = bench.measured(llm, [context] * batch, 40)
+        release(llm)
+    return result
+
+
+def batch_throughput(bench: Bench) -> dict:
+    """256 requests of 100 to 1,024 tokens in and out, temperature 0.6: nano-vllm's own benchmark."""
+    generator = random.Random(0)
+    count, high = (256, 1024) if bench.scale == 1 else (4, 120)
+    lengths = [generator.randint(100, high) for _ in range(count)]
+    prompts = random_prompts(2000, lengths, seed=0)
+    params = [
+        SamplingParams(
+            temperature=0.6, ignore_eos=True, max_tokens=8 if bench.scale > 1 else generator.randint(100, high)
+        )
+        for _ in prompts
+    ]
+    llm = bench.llm(bench.small, max_model_len=4096, max_num_seqs=256, gpu_memory_limit=bench.limit(100))
+    llm.generate([prompts[0]], SamplingParams(temperature=0.6, max_tokens=4), use_tqdm=False)
+    seconds = timed(lambda: llm.generate(prompts, params, use_tqdm=False))
+    release(llm)
+    tokens = sum(param.max_tokens for param in params)
+    return {"output_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+
+
+def timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def hf_offloaded(bench: Bench) -> dict:
+    """transformers' offloaded caches on the same weights."""
+    context = bench.tokens(32768)
+    with tempfile.TemporaryDirectory() as directory:
+        model_dir = str(write_shape(bench.large, directory))
+        reference = load_reference(model_dir, dtype="auto", device=bench.device, load_format="dummy", seed=0)
+    result = {}
+    for mode in ("hf", "hf-static"):
+        before = measure_floors(bench.device)
+        row = measure_reference(mode, reference, [context], 12)
+        streamed = kv_bytes(reference.spec, [context + 6])
+        add_floor(row, reference.spec, [context], 12, (before, measure_floors(bench.device)), streamed)
+        result[mode] = figures(row)
+        free_memory()
+    del reference
+    free_memory()
+    return result
+
+
+def planner(bench: Bench) -> dict:
+    """What the planner says beside the measured peak, after prompts that fill prefill steps and the pool."""
+    settings: dict[str, tuple[dict, list[int]]] = {
+        "4B, 12 GiB, offload, 1 x 32k": (
+            dict(shape=bench.large, gib=12, max_model_len=32768, max_num_seqs=1, offload=True), [32000],
+        ),
+        "4B, 8.5 GiB, offload, 4 x 16k": (
+            dict(shape=bench.large, gib=8.5, max_model_len=16384, max_num_seqs=4, offload=True), [8000] * 2,
+        ),
+        "4B, 24 GiB, offload, 256 x 4k": (
+            dict(shape=bench.large, gib=24, max_model_len=4096, max_num_seqs=256, offload=True), [500] * 256,
+        ),
+        "4B, 24 GiB, resident, 8 x 32k": (
+            dict(shape=bench.large, gib=24, max_model_len=32768, max_num_seqs=8, offload=False), [20000],
+        ),
+        "0.6B, 4 GiB, offload, 16 x 16k": (
+            dict(shape=bench.small, gib=4, max_model_len=16384, max_num_seqs=16, offload=True), [8000] * 4,
+        ),
+        "0.6B, 6 GiB, resident, 64 x 16k": (
+            dict(shape=bench.small, gib=6, max_model_len=16384, max_num_seqs=64, offload=False), [8000] * 4,
+        ),
+    }  # fmt: skip
+    result = {}
+    for name, (setting, lengths) in settings.items():
+        lengths = [max(40, length // bench.scale) for length in lengths[: max(2, len(lengths) // bench.scale)]]
+        host = bench.host_bytes(setting["shape"], sum(lengths) + 64 * len(lengths))
+        before = reserved(bench)
+        llm = bench.llm(
+            setting["shape"],
+            max_model_len=setting["max_model_len"],
+            max_num_seqs=setting["max_num_seqs"],
+            gpu_memory_limit=bench.limit(setting["gib"]),
+            enable_cpu_offload=setting["offload"],
+            host_memory_limit=host,
+        )
+        prompts = random_prompts(llm.engine.vocab_size, lengths, 0)
+        params = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=6, ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+        result[name] = peak(bench, before, llm)
+        release(llm)
+    return result
+
+
+def one_sequence_400k(bench: Bench) -> dict:
+    """400,000 tokens of a 0.6B shape within 8 GiB; the ring is as large as for 32,768."""
+    context = bench.tokens(400_000)
+    before = reserved(bench)
+    llm = bench.llm(
+        bench.small,
+        enable_cpu_offload=True,
+        gpu_memory_limit=bench.limit(8),
+        host_memory_limit=bench.host_bytes(bench.small, context),
+        max_model_len=context + 64,
+        max_num_seqs=1,
+    )
+    measure(llm, [bench.tokens(4096)], 4, seed=1)
+    result = bench.measured(llm, [context], 16) | peak(bench, before, llm)
+    release(llm)
+    at_32k = nanoinfer.plan(
+        bench.small,
+        gpu_memory=bench.limit(8) or "8GiB",
+        host_memory="64GiB",
+        context=bench.tokens(32768),
+        enable_cpu_offload=True,
+    )
+    return result | {"ring_bytes_at_32k": at_32k.memory.ring_bytes, "kv_bytes": context * token_bytes(bench.small)}
+
+
+def auto_3x(bench: Bench) -> dict:
+    """Requests that grow to three times the GPU pool: with "auto", with preemption, and with a pool that holds them."""
+    count, prompt, output = (32, 200, 600) if bench.scale == 1 else (4, 40, 220)
+    block_size = 32
+    num_blocks = count * -(-(prompt + output) // block_size) // 3
+    prompts = random_prompts(2000, [prompt] * count, 0)
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=output, ignore_eos=True) for i in range(count)]
+    common = dict(
+        block_size=block_size,
+        max_model_len=prompt + output,
+        max_num_seqs=count,
+        max_num_batched_tokens=count * prompt,
+        cuda_graph_batch_sizes=[count],
+        host_memory_limit=bench.host_bytes(bench.small, 2 * count * (prompt + output)),
+        gpu_memory_limit=bench.limit(40),
+    )
+    small = dict(num_gpu_blocks_override=num_blocks)
+    settings = {
+        "a pool that fits": {},
+        "auto": small | dict(enable_cpu_offload="auto"),
+        "preemption": small,
+    }
+    result, wanted = {}, None
+    for name, arguments in settings.items():
+        llm = bench.llm(bench.small, **(common | arguments))
+        llm.generate([prompts[0]], SamplingParams(max_tokens=4), use_tqdm=False)
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        stats = llm.stats()
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        wanted = wanted or tokens
+        result[name] = {
+            "gpu_blocks": stats["gpu_blocks_total"],
+            "seconds": seconds,
+            "tokens_per_second": count * output / seconds,
+            "num_preemptions": stats["num_preemptions"],
+            "streamed_bytes": stats["streamed_bytes"],
+            "longest_time_to_first_token": max(output.metrics.time_to_first_token for output in outputs),
+            "bit_identical": tokens == wanted,
+        }
+        release(llm)
+    return result
+
+
+def soak(bench: Bench) -> dict:
+    """2,000 requests under a small limit; memory at the start, which is after the first 200, and at the end."""
+    generator = random.Random(0)
+    count = 2000 if bench.scale == 1 else 40
+    lengths = [generator.randint(50, 400) for _ in range(count)]
+    prompts = random_prompts(2000, lengths, 0)
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=generator.randint(8, 40), ignore_eos=True)
+        for i in range(count)
+    ]
+    llm = bench.llm(
+        bench.small,
+        enable_cpu_offload=True,
+        max_model_len=512,
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+        enable_prefix_caching=True,
+        gpu_memory_limit=bench.limit(2.5),
+        host_memory_limit=bench.host_bytes(bench.small, 64 * 512),
+    )
+    first = count // 10
+    llm.generate(prompts[:first], params[:first], use_tqdm=False)
+    before = memory_in_use(bench)
+    seconds = timed(lambda: llm.generate(prompts[first:], params[first:], use_tqdm=False))
+    after = memory_in_use(bench)
+    stats = llm.stats()
+    release(llm)
+    tokens = sum(param.max_tokens for param in params[first:])
+    growth = {name: after[name] - before[name] for name in before}
+    return growth | {
+        "requests": count,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "gpu_blocks_used_at_the_end": stats["gpu_blocks_used"],
+        "host_blocks_used_at_the_end": stats["host_blocks_used"],
+        "streamed_bytes": stats["streamed_bytes"],
+    }
+
+
+def memory_in_use(bench: Bench) -> dict:
+    gc.collect()
+    found = {"host_growth_bytes": psutil.Process().memory_info().rss}
+    if bench.is_cuda:
+        torch.cuda.synchronize(bench.device)
+        free, total = torch.cuda.mem_get_info(bench.device)
+        found |= {"gpu_growth_bytes": total - free}
+    return found
+
+
+CASES: dict[str, Callable[[Bench], dict]] = {
+    case.__name__: case
+    for case in (
+        pin_16gib,
+        one_sequence_32k,
+        one_sequence_128k,
+        streamed_batches,
+        resident,
+        batch_throughput,
+        hf_offloaded,
+        planner,
+        one_sequence_400k,
+        auto_3x,
+        soak,
+    )
+}
