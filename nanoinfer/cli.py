@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 
 import nanoinfer
-from nanoinfer import planner, verify
+from nanoinfer import planner
 from nanoinfer.bench import command as bench
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.verify import command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

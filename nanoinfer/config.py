@@ -30,6 +30,11 @@ def parse_bytes(value: int | float | str, name: str) -> int:
     return int(size)
 
 
+def format_gib(num_bytes: float) -> str:
+    """A size in GiB as text, without the unit."""
+    return f"{num_bytes / 2**30:.2f}"
+
+
 def is_share(value: int | float | str | None) -> bool:
     """Whether a memory limit is meant as a share of the memory: a float above 0 and at most 1."""
     return isinstance(value, float) and 0 < value <= 1

@@ -235,7 +235,7 @@ class LLMEngine:
         is_decode = isinstance(batch, DecodeBatch)
         for sequence in _sequences(batch):
             self._requests[sequence.request_id].mark_scheduled()
-        self.runner.kv_cache.count_streamed(_sequences(batch))
+        metrics.count_streamed(self.runner, _sequences(batch))
         timeline = self.meter.timeline(is_decode)
         tokens = self.runner.decode(batch, timeline) if is_decode else self.runner.prefill(batch, timeline)
         self.meter.resident_share = metrics.resident_share(self)

@@ -14,31 +14,17 @@ are dropped (`offload.Residency` says which), and when there is room again they 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
+from nanoinfer.config import format_gib
+from nanoinfer.prefix_cache import PrefixCache
+from nanoinfer.saved_kv import SavedKV
 from nanoinfer.sequence import Sequence
 from offload import BlockPool, KVLayout, OffloadEngine, Residency, Runtime, Stream
+from offload.residency import MAX_PROMOTED, promotion_margin
 
 NO_BLOCK = -1
-# Blocks that come back to the GPU in one step: each costs one small copy per layer on the compute stream.
-MAX_PROMOTED = 8
-
-
-def promotion_margin(num_rows: int) -> int:
-    """GPU blocks that are left free for rows that grow, when blocks come back: a few rows want one in the same step."""
-    return num_rows // 16 + 2
-
-
-@dataclass(frozen=True)
-class SavedKV:
-    """KV of a preempted sequence: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, CPU."""
-
-    blocks: torch.Tensor
 
 
 class KVCache:
@@ -52,7 +38,6 @@ class KVCache:
         max_splits: blocks that all rows together may attend to; rows that share blocks count each for itself.
         max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
         window: the widest sliding window of the layers that have one, in tokens.
-        num_streaming_layers: layers without a sliding window; None: all.
         only_if_faster: in offload mode, admit a sequence whose blocks find no room on the GPU only where that does not
             lower the tokens per second of all.
     """
@@ -70,7 +55,6 @@ class KVCache:
         enable_prefix_caching: bool,
         max_resident_blocks: int | None = None,
         window: int | None = None,
-        num_streaming_layers: int | None = None,
         only_if_faster: bool = False,
     ) -> None:
         self.layout = layout
@@ -84,7 +68,7 @@ class KVCache:
         self.offload: OffloadEngine | None = None  # set while in offload mode
         self._runtime = runtime
         self._compute = compute
-        self._enable_prefix_caching = enable_prefix_caching
+        self._prefixes = PrefixCache(layout.block_size, enable_prefix_caching)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_reserved_host = 0
         self._num_reserved_splits = 0
@@ -92,7 +76,6 @@ class KVCache:
         self.residency = Residency(max_num_seqs)
         self._max_resident_blocks = max_resident_blocks
         self._window = window
-        self._num_streaming_layers = layout.num_layers if num_streaming_layers is None else num_streaming_layers
         self._only_if_faster = only_if_faster
 
     # Admission
@@ -119,7 +102,7 @@ class KVCache:
                 if sequence.row is not None:
                     self.release(sequence)  # `saved` is whole still
                 raise
-        hits = self._find_prefix(sequence)
+        hits = self._prefixes.find(sequence, self._home()[1])
         if self.offload is not None:
             admitted = self._admit_offload(sequence, hits)
         else:
@@ -197,9 +180,8 @@ class KVCache:
 
     def max_chunk(self, sequence: Sequence, wanted: int) -> int:
         """Of the next `wanted` tokens, those for which the admitted sequence has, or can get, GPU blocks now."""
-        tokens_in_tail = sequence.num_computed % self.block_size
         row = sequence.row
-        first = sequence.num_computed // self.block_size
+        first, tokens_in_tail = divmod(sequence.num_computed, self.block_size)
         held = int((self.gpu_table[row, first:] != NO_BLOCK).sum()) + (row in self._rows_without_tail)
         return min(wanted, (held + max(0, self.num_obtainable)) * self.block_size - tokens_in_tail)
 
@@ -258,17 +240,6 @@ class KVCache:
         if self._window is not None:
             window = max(0, num_computed - self._window + 1) // self.block_size
         self.residency.set(row, first, full, window)
-
-    def count_streamed(self, sequences: Iterable[Sequence]) -> None:
-        """Notes for each sequence of a step how many of its blocks the step reads, and how many of them stream."""
-        if self.offload is None:
-            return
-        num_bytes = self.layout.layer_block_bytes * self._num_streaming_layers
-        for sequence in sequences:
-            first, full = int(self.residency.first[sequence.row]), int(self.residency.full[sequence.row])
-            sequence.streamed_bytes += first * num_bytes
-            sequence.num_blocks_read += full
-            sequence.num_resident_read += full - first
 
     def promote(self, rows: list[int]) -> dict[int, list[int]]:
         """Takes GPU blocks for full blocks that stream in this step, where there is room, and notes them as resident.
@@ -338,7 +309,7 @@ class KVCache:
             self.offload.release_host(on_host)
         else:
             assert not on_host, "resident mode holds no host blocks"
-            self._release_gpu_now(on_gpu)
+            self._poison_gpu(self.gpu_blocks.release(on_gpu))
         self.gpu_table[row] = NO_BLOCK
         self.host_table[row] = NO_BLOCK
         self._num_reserved_host -= sequence.num_reserved_host
@@ -350,30 +321,29 @@ class KVCache:
         self.changed_rows.discard(row)
         self._free_rows.append(row)
 
-    def _release_gpu_now(self, blocks: Iterable[int]) -> None:
-        freed = self.gpu_blocks.release(blocks)
-        if self._runtime.poisons:
-            for block in freed:
-                for layer in range(self.layout.num_layers):
-                    self._runtime.poison(self._compute, self.gpu_kv[layer, block])
+    def _poison_gpu(self, blocks: list[int]) -> None:
+        for block in blocks if self._runtime.poisons else []:
+            for layer in range(self.layout.num_layers):
+                self._runtime.poison(self._compute, self.gpu_kv[layer, block])
 
     # Preemption: the KV moves to plain host memory and comes back unchanged
 
     def save(self, sequence: Sequence) -> None:
-        """Copies the computed KV of a resident sequence to the host and gives back its row and blocks."""
+        """Copies the computed KV of a resident sequence to the host and gives back its row and blocks.
+
+        Raises:
+            MemoryError: the host has no room for it; nothing changes.
+        """
         assert self.offload is None, "offload mode promises every block at admission and never preempts"
         blocks = self.gpu_table[sequence.row, : self._num_blocks(sequence.num_computed)].tolist()
-        saved = torch.empty(self.layout.pool_shape(len(blocks)), dtype=self.layout.dtype)
         self._runtime.synchronize()
-        for place, block in enumerate(blocks):
-            saved[:, place].copy_(self.gpu_kv[:, block])
-        sequence.saved = SavedKV(saved)
+        sequence.saved = SavedKV.save(self.layout, self.gpu_kv, blocks)
         sequence.num_published = 0
         self.release(sequence)
 
     def _admit_saved(self, sequence: Sequence) -> bool:
         assert sequence.saved is not None
-        saved = sequence.saved.blocks
+        num_saved = sequence.saved.num_blocks
         if self.offload is not None:
             num_full = sequence.num_computed // self.block_size
             if not self._has_offload_room(sequence, sequence.max_num_tokens // self.block_size):
@@ -383,27 +353,25 @@ class KVCache:
             host_blocks = self._take_host(num_full)
             self.host_table[row, :num_full] = host_blocks
             self._note_residency(row, first=num_full, num_computed=sequence.num_computed)
-            first_on_gpu = num_full
-            if saved.shape[1] > num_full:
+            if num_saved > num_full:
                 self.gpu_table[row, num_full] = self._take_gpu(1)[0]
             else:
                 self._promise_tail(row)
             self._runtime.synchronize()
-            for place, block in enumerate(host_blocks):
-                for layer in range(self.layout.num_layers):
-                    self.offload.host.block(layer, block).copy_(saved[layer, place])
+            host = self.offload.host
+            sequence.saved.restore(0, num_full, lambda layer, place: host.block(layer, host_blocks[place]))
         else:
             # One block to spare for each running row, or the sequence would be preempted again at once.
             num_running = len(self.gpu_table) - len(self._free_rows)
             missing = self._num_blocks(sequence.num_tokens)
             if missing + num_running > self.gpu_blocks.num_free:
                 return False
-            row = self._take_row(sequence)
+            row, num_full = self._take_row(sequence), 0
             self.gpu_table[row, :missing] = self.gpu_blocks.allocate(missing)
-            first_on_gpu = 0
             self._runtime.synchronize()
-        for place in range(first_on_gpu, saved.shape[1]):
-            self.gpu_kv[:, int(self.gpu_table[row, place])].copy_(saved[:, place])
+        sequence.saved.restore(
+            num_full, num_saved, lambda layer, place: self.gpu_kv[layer, int(self.gpu_table[row, place])]
+        )
         self._runtime.synchronize()
         sequence.saved = None
         return True
@@ -421,13 +389,7 @@ class KVCache:
         offload.host.check()  # with nothing to store, the first step would notice, and fail
         offload.drain()
         needed = sum(sequence.max_num_tokens // self.block_size for sequence in sequences)
-        free = offload.host.blocks.num_free
-        if needed > free:
-            raise ValueError(
-                f"switch to offload refused: {len(sequences)} running sequences can grow to {needed} KV blocks "
-                f"({_gib(needed * self.layout.block_bytes)}), the host pool has {free} free "
-                f"({_gib(free * self.layout.block_bytes)}): raise host_memory_limit or wait until some have ended"
-            )
+        self._check_room("offload", "can grow to", needed, "host", offload.host.blocks)
         full = {sequence.row: sequence.num_computed // self.block_size for sequence in sequences}
         on_host = {row: offload.host.blocks.allocate(count) for row, count in full.items()}
         pairs = [
@@ -456,6 +418,16 @@ class KVCache:
             self.publish(sequence)
         self._limit_residency()
 
+    def _check_room(self, mode: str, what: str, needed: int, name: str, pool: BlockPool) -> None:
+        if needed > pool.num_free:
+            block_bytes = self.layout.block_bytes
+            raise ValueError(
+                f"switch to {mode} refused: the running sequences {what} {needed} KV blocks "
+                f"({format_gib(needed * block_bytes)} GiB), the {name} pool has {pool.num_free} free "
+                f"({format_gib(pool.num_free * block_bytes)} GiB): raise {name.lower()}_memory_limit or wait until some "
+                "have ended"
+            )
+
     def _leave_shared_blocks(self, row: int) -> int:
         """Gives back the row's leading GPU blocks that other rows hold too, so that dropping a block frees it.
 
@@ -482,13 +454,8 @@ class KVCache:
         for sequence in sequences:
             table = self.gpu_table[sequence.row, : self._num_blocks(sequence.num_tokens)]
             wanted[sequence.sequence_id] = np.flatnonzero(table == NO_BLOCK)
-        needed, free = sum(len(blocks) for blocks in wanted.values()), self.gpu_blocks.num_free
-        if needed > free:
-            raise ValueError(
-                f"switch to resident refused: {len(sequences)} running sequences need {needed} more KV blocks on the "
-                f"GPU ({_gib(needed * self.layout.block_bytes)}), {free} are free "
-                f"({_gib(free * self.layout.block_bytes)}): raise gpu_memory_limit or wait until some have ended"
-            )
+        needed = sum(len(blocks) for blocks in wanted.values())
+        self._check_room("resident", "still need", needed, "GPU", self.gpu_blocks)
         pairs = []
         for sequence in sequences:
             row, missing = sequence.row, wanted[sequence.sequence_id]
@@ -513,46 +480,16 @@ class KVCache:
         for sequence in sequences:
             self.publish(sequence)
 
-    # Prefix caching
-
     def publish(self, sequence: Sequence) -> None:
         """Offers the full blocks of an admitted sequence whose tokens are known to others with an equal beginning."""
-        known = min(sequence.num_computed, len(sequence.token_ids)) // self.block_size
-        if not self._enable_prefix_caching or known <= sequence.num_published:
-            return
-        table, pool = self._prefix_home()
-        keys = self._keys(sequence, known)
-        for s in range(sequence.num_published, known):
-            pool.publish(int(table[sequence.row, s]), keys[s])
-        sequence.num_published = known
+        table, pool = self._home()
+        self._prefixes.publish(sequence, table[sequence.row], pool)
 
-    def _prefix_home(self) -> tuple[np.ndarray, BlockPool]:
+    def _home(self) -> tuple[np.ndarray, BlockPool]:
         """The table and pool in which full blocks lie, and are published, in this mode."""
         if self.offload is not None:
             return self.host_table, self.offload.host.blocks
         return self.gpu_table, self.gpu_blocks
-
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Takes up the published blocks of the longest known prefix; at least one token stays to be computed."""
-        if not self._enable_prefix_caching:
-            return []
-        _, pool = self._prefix_home()
-        hits = []
-        for key in self._keys(sequence, (sequence.num_tokens - 1) // self.block_size):
-            block = pool.lookup(key)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
-
-    def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
-        """Keys of the first `count` logical blocks: each is a digest of its tokens and of the key before it."""
-        keys = sequence.block_keys
-        while len(keys) < count:
-            begin = len(keys) * self.block_size
-            tokens = np.asarray(sequence.token_ids[begin : begin + self.block_size], dtype=np.int32).tobytes()
-            keys.append(hashlib.blake2b((keys[-1] if keys else b"") + tokens, digest_size=16).digest())
-        return keys[:count]
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -560,7 +497,3 @@ class KVCache:
 
 def _present(row: np.ndarray) -> list[int]:
     return row[row != NO_BLOCK].tolist()
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

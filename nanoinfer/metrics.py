@@ -13,6 +13,8 @@ from offload import Runtime, Stream, Timeline
 
 if TYPE_CHECKING:
     from nanoinfer.engine import LLMEngine
+    from nanoinfer.runner import ModelRunner
+    from nanoinfer.sequence import Sequence
 
 SAMPLE_EVERY = 16  # decode steps; a mark costs the host a few microseconds, and there are several per ring slot
 LINK_BOUND = 0.85  # share of the time in which the link is busy
@@ -149,6 +151,20 @@ def resident_share(engine: LLMEngine) -> float:
     residency = engine.runner.kv_cache.residency
     total = residency.num_resident + residency.num_streamed
     return residency.num_resident / total if total else 1.0
+
+
+def count_streamed(runner: ModelRunner, sequences: list[Sequence]) -> None:
+    """Notes for each sequence of a step how many of its blocks the step reads, and how many of them stream."""
+    kv_cache = runner.kv_cache
+    if kv_cache.offload is None:
+        return
+    # Layers with a sliding window have theirs on the GPU.
+    num_bytes = kv_cache.layout.layer_block_bytes * sum(window is None for window in runner.model.spec.windows)
+    for sequence in sequences:
+        first, full = int(kv_cache.residency.first[sequence.row]), int(kv_cache.residency.full[sequence.row])
+        sequence.streamed_bytes += first * num_bytes
+        sequence.num_blocks_read += full
+        sequence.num_resident_read += full - first
 
 
 def advice(engine: LLMEngine, times: DecodeTimes) -> str:

@@ -20,13 +20,13 @@ import torch
 from nanoinfer.bench.floors import bytes_read_per_step
 from nanoinfer.bench.shapes import SHAPES, write_shape
 from nanoinfer.build import spec_and_layout
-from nanoinfer.config import EngineConfig, parse_bytes
-from nanoinfer.kv_cache import promotion_margin
+from nanoinfer.config import EngineConfig, format_gib, parse_bytes
 from nanoinfer.loader import load_config
 from nanoinfer.memory import GIB, MemoryPlan, gpu_budget, make_plan
 from nanoinfer.models import ModelSpec
 from offload import KVLayout
 from offload.pinned import memory_available_bytes
+from offload.residency import promotion_margin
 
 DEFAULT_LINK_GBPS = 25.0  # PCIe 4 x16
 DEFAULT_CONTEXT = 32_768
@@ -111,16 +111,16 @@ class Forecast:
         buffers = memory.workspace_bytes + memory.library_bytes
         device = f", {self.device_gbps:g} GB/s on the device" if self.device_gbps else ""
         rows = [
-            ("GPU memory", f"{_gib(memory.total_bytes)} of {_gib(self.budget_bytes)} GiB"),
-            ("  weights", f"{_gib(memory.weight_bytes)} GiB"),
-            ("  activations", f"{_gib(memory.activation_bytes)} GiB, {memory.max_num_batched_tokens} tokens at a time"),
-            ("  buffers", f"{_gib(buffers)} GiB, workspaces of libraries included"),
-            ("  graphs", f"{_gib(memory.graph_bytes)} GiB"),
-            ("  ring", f"{_gib(memory.ring_bytes)} GiB, whatever the context"),
-            ("  KV pool", f"{_gib(memory.pool_bytes)} GiB, {memory.num_gpu_blocks - 1} blocks"),
-            ("host memory", f"{_gib(memory.host_bytes)} of {_gib(self.host_budget_bytes)} GiB"),
-            ("KV cache", f"{_gib(self.kv_bytes)} GiB, {self.resident_share:.1%} of it stays on the GPU"),
-            ("streamed per step", f"{_gib(streams)} GiB" if streams else "nothing"),
+            ("GPU memory", f"{format_gib(memory.total_bytes)} of {format_gib(self.budget_bytes)} GiB"),
+            ("  weights", f"{format_gib(memory.weight_bytes)} GiB"),
+            ("  activations", f"{format_gib(memory.activation_bytes)} GiB, {memory.max_num_batched_tokens} tokens at a time"),
+            ("  buffers", f"{format_gib(buffers)} GiB, workspaces of libraries included"),
+            ("  graphs", f"{format_gib(memory.graph_bytes)} GiB"),
+            ("  ring", f"{format_gib(memory.ring_bytes)} GiB, whatever the context"),
+            ("  KV pool", f"{format_gib(memory.pool_bytes)} GiB, {memory.num_gpu_blocks - 1} blocks"),
+            ("host memory", f"{format_gib(memory.host_bytes)} of {format_gib(self.host_budget_bytes)} GiB"),
+            ("KV cache", f"{format_gib(self.kv_bytes)} GiB, {self.resident_share:.1%} of it stays on the GPU"),
+            ("streamed per step", f"{format_gib(streams)} GiB" if streams else "nothing"),
             ("longest context", f"{_count(self.longest_context)} tokens for {_sequences(self.batch)}, "
                                 f"{_count(self.longest_resident_context)} with nothing to stream"),
             ("largest batch", f"{_count(self.largest_batch)} of {self.context:,} tokens"),
@@ -272,8 +272,8 @@ class _Forecaster:
                 return f"{batch} x {context} tokens need {batch * num_blocks} KV blocks, {room} fit on the GPU"
             if batch * num_full > memory.num_host_blocks:
                 needed = batch * num_full * self.layout.block_bytes
-                return f"{batch} x {context} tokens need {_gib(needed)} GiB of host memory for KV blocks, " + (
-                    f"the limit is {_gib(memory.host_bytes)} GiB"
+                return f"{batch} x {context} tokens need {format_gib(needed)} GiB of host memory for KV blocks, " + (
+                    f"the limit is {format_gib(memory.host_bytes)} GiB"
                 )
             resident = max(0, room - batch - promotion_margin(batch))
             if memory.max_resident_blocks is not None:
@@ -334,7 +334,7 @@ class _Forecaster:
             if replace(self, host_bytes=self.host_bytes + gib * GIB, config=self._with_host(gib))._fits(context, batch):
                 found.append(f"{gib} GiB more host memory")
                 break
-        for gib in (1, 2, 4, 8, 16, 32, 64, 128):
+        for gib in (1, 2, 4, 8, 16, 32):  # what another card could have
             if replace(self, budget_bytes=self.budget_bytes + gib * GIB)._fits(context, batch):
                 found.append(f"{gib} GiB more GPU memory")
                 break
@@ -387,10 +387,6 @@ def _largest(fits: Callable[[int], bool], limit: int) -> int:
         else:
             high = middle
     return low
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f}"
 
 
 def _count(number: int | None) -> str:

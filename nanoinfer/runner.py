@@ -105,7 +105,6 @@ class ModelRunner:
             enable_prefix_caching=config.enable_prefix_caching,
             max_resident_blocks=plan.max_resident_blocks,
             window=max((window for window in model.spec.windows if window is not None), default=None),
-            num_streaming_layers=sum(window is None for window in model.spec.windows),
             only_if_faster=config.enable_cpu_offload == "auto",
         )
         rows = RowState(runtime, plan.max_num_seqs, max_blocks)
@@ -281,7 +280,10 @@ class ModelRunner:
         logits: list[torch.Tensor] = []
 
         def choose() -> None:
-            logits.append(self.model.logits(step.last_hidden))
+            # One row alone would take the decode kernel, which adds up in another order than the library: a prompt's
+            # first token would depend on whether another prompt ends in the same step.
+            hidden = step.last_hidden.expand(max(2, len(finished)), -1)
+            logits.append(self.model.logits(hidden)[: len(finished)])
             tokens = sample(logits[0], sampling) if sampling is not None else logits[0].argmax(dim=-1)
             self._prefill_tokens[: len(finished)].copy_(tokens)
             self.decode_program.rows.token.index_copy_(0, step.last_rows.long(), tokens)

@@ -10,7 +10,7 @@ from nanoinfer.outputs import Logprob
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoinfer.kv_cache import SavedKV
+    from nanoinfer.saved_kv import SavedKV
 
 
 class SequenceState(enum.Enum):

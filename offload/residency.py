@@ -12,6 +12,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Blocks that come back to the GPU in one step: each costs one small copy per layer on the compute stream.
+MAX_PROMOTED = 8
+
+
+def promotion_margin(num_rows: int) -> int:
+    """GPU blocks that are left free for rows that grow, when blocks come back: a few rows want one in the same step."""
+    return num_rows // 16 + 2
+
 
 class Residency:
     """For each row, the full blocks `[first, full)` that the GPU keeps; those before stream.

@@ -1,5 +1,6 @@
 """How the budget is spent: numbers from the config alone."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -60,8 +61,18 @@ def test_a_smaller_budget_takes_smaller_prefill_steps_before_it_refuses(tmp_path
         made = plan(tmp_path, budget_gib, enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072)
         sizes.append(made.max_num_batched_tokens)
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 8192 > sizes[-1]
-    with pytest.raises(ValueError, match="too small: weights 7.5"):
-        plan(tmp_path, 7.8, enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072)
+    arguments = dict(enable_cpu_offload=True, max_num_seqs=1, max_model_len=131_072)
+    with pytest.raises(ValueError, match="too small: weights 7.5") as refusal:
+        plan(tmp_path, 7.8, **arguments)
+    smallest = int(re.search(r'give at least "(\d+)MiB"', str(refusal.value))[1])
+    assert plan(tmp_path, smallest / 1024, **arguments).num_gpu_blocks == 4
+    with pytest.raises(ValueError, match="too small"):
+        plan(tmp_path, (smallest - 1) / 1024, **arguments)
+
+
+def test_an_override_below_the_smallest_useful_pool_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="num_gpu_blocks_override=3 is too small: 35 KV blocks of 256 tokens"):
+        plan(tmp_path, 12, enable_cpu_offload=True, num_gpu_blocks_override=3, max_num_batched_tokens=8192)
 
 
 def test_offload_holds_contexts_that_resident_mode_refuses(tmp_path):

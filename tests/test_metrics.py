@@ -7,7 +7,7 @@ from engines import COMMON, make_engine, random_prompts, run, some_params
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLM, SamplingParams, metrics
-from offload import SimulatedRuntime, StepTimes, Timeline
+from offload import SimulatedRuntime, Timeline
 from offload.timeline import COMPUTE, COPY, WAIT, WRITE
 
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, heads, head size, float32

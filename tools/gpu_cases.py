@@ -385,7 +385,7 @@ def auto_3x(bench: Bench) -> dict:
 
 
 def soak(bench: Bench) -> dict:
-    """2,000 requests under a small limit; memory at the start, which is after the first 200, and at the end."""
+    """2,000 requests under a small limit; memory after the first 200, after 1,100 and at the end."""
     generator = random.Random(0)
     count = 2000 if bench.scale == 1 else 40
     lengths = [generator.randint(50, 400) for _ in range(count)]
@@ -404,19 +404,19 @@ def soak(bench: Bench) -> dict:
         gpu_memory_limit=bench.limit(2.5),
         host_memory_limit=bench.host_bytes(bench.small, 64 * 512),
     )
-    first = count // 10
-    llm.generate(prompts[:first], params[:first], use_tqdm=False)
-    before = memory_in_use(bench)
-    seconds = timed(lambda: llm.generate(prompts[first:], params[first:], use_tqdm=False))
-    after = memory_in_use(bench)
+    parts = [slice(0, count // 10), slice(count // 10, count * 11 // 20), slice(count * 11 // 20, count)]
+    in_use, seconds = [], 0.0
+    for part in parts:
+        seconds += timed(lambda part=part: llm.generate(prompts[part], params[part], use_tqdm=False))
+        in_use.append(memory_in_use(bench))
     stats = llm.stats()
     release(llm)
-    tokens = sum(param.max_tokens for param in params[first:])
-    growth = {name: after[name] - before[name] for name in before}
-    return growth | {
+    half, end = ({name: now[name] - in_use[0][name] for name in now} for now in in_use[1:])
+    return end | {
+        "growth_at_half": half,
         "requests": count,
         "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": sum(param.max_tokens for param in params) / seconds,
         "gpu_blocks_used_at_the_end": stats["gpu_blocks_used"],
         "host_blocks_used_at_the_end": stats["host_blocks_used"],
         "streamed_bytes": stats["streamed_bytes"],

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from test_llm_gpu import COMMON, GEMMA3, QWEN3
+from gpu_models import COMMON, GEMMA3, QWEN3
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.verify import verify
@@ -29,7 +29,6 @@ def test_every_mode_gives_the_same_logits(tmp_path, config):
         output_len=24,
         gpu_memory_limit="1GiB",
         host_memory_limit="512MiB",
-        ring_slot_bytes="256KiB",
     )
     assert verdict.is_identical and verdict.is_exact, verdict.report()
     assert all(run.left_out is None for run in verdict.runs), verdict.report()

@@ -1,0 +1,136 @@
+"""All runs one after the other, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoinfer.build import resolve_device
+from nanoinfer.config import EngineConfig
+from nanoinfer.memory import MemoryPlan
+from nanoinfer.verify.record import Recorded, compare
+from nanoinfer.verify.report import RunReport, Verdict
+from nanoinfer.verify.runs import attempt, make_runs
+from nanoinfer.verify.workload import Machine, Workload, choose_workload, workload_arguments
+from offload import CudaRuntime, Runtime, SimulatedRuntime
+
+MAX_LOGITS_BYTES = 4 * 2**30
+# Without fixed splits logits may differ by this share of the row's largest: a few times what a type's rounding adds up
+# to over the layers, and far less than another block's keys would change.
+ROUNDING = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+# Arguments that make the runs what they are.
+OWN_ARGUMENTS = (
+    "cuda_graph_batch_sizes",
+    "enable_cpu_offload",
+    "enable_prefix_caching",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "num_gpu_blocks_override",
+    "resident_kv_limit",
+)
+
+
+def verify(
+    model: str | Path,
+    *,
+    num_requests: int = 4,
+    context: int | None = None,
+    output_len: int = 32,
+    seed: int = 0,
+    make_runtime: Callable[[str], Runtime] | None = None,
+    progress: bool = False,
+    **engine_arguments: Any,
+) -> Verdict:
+    """Runs the same requests resident, streamed, as a mixture, with switches and with "auto", and compares them.
+
+    Args:
+        model: local directory of a Hugging Face checkpoint, or a hub id.
+        num_requests: requests of several lengths; all but the last run at once.
+        context: prompt tokens of the longest request. None: what resident mode can hold on this machine, at most 4096
+            (1024 on the CPU).
+        output_len: generated tokens of each request but the first, which ends at half of it.
+        seed: of prompts and sampling, and of random weights.
+        make_runtime: makes a run's runtime from the run's name; None: the device's own, with poison.
+        progress: show progress bars.
+        engine_arguments: fields of `nanoinfer.EngineConfig`, but for those that differ from run to run.
+
+    Raises:
+        ValueError: an argument cannot be used, or what must run does not fit; says what to change.
+        MemoryError: the host has too little memory.
+    """
+    _check_arguments(num_requests, context, output_len, engine_arguments)
+    arguments = dict(
+        skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=progress, model=model, seed=seed
+    )
+    arguments |= engine_arguments
+    config = EngineConfig.from_arguments(arguments)
+    device = resolve_device(config.device)
+    machine = Machine(config, device)
+    workload = choose_workload(machine, arguments, num_requests, context, output_len, seed)
+    common = arguments | workload_arguments(workload)
+    plan = machine.plan(common | dict(enable_cpu_offload=True))  # raises where not even this fits
+    kept_bytes = 4 * workload.num_tokens * machine.spec.vocab_size
+    if kept_bytes > MAX_LOGITS_BYTES:
+        raise ValueError(
+            f"{workload.num_tokens} generated tokens have {kept_bytes / 2**30:.1f} GiB of logits to compare, "
+            f"{MAX_LOGITS_BYTES / 2**30:.0f} GiB are allowed: ask for fewer requests or a shorter output"
+        )
+    make_runtime = make_runtime or (
+        lambda name: CudaRuntime(device, poison=True) if device.type == "cuda" else SimulatedRuntime(poison=True)
+    )
+    tolerance = None if machine.is_exact else ROUNDING[machine.spec.dtype]
+    reports: list[RunReport] = []
+    reference: Recorded | None = None
+    for run in make_runs(workload, plan):
+        report = RunReport(name=run.name, what=run.what)
+        reports.append(report)
+        found = attempt(run, common | run.arguments, workload, make_runtime, report)
+        if found is None:
+            continue
+        if reference is None:
+            reference, report.is_reference = found, True
+        compare(reference, found, report, tolerance)
+    return Verdict(setting=describe(machine, workload, plan), runs=reports, is_exact=machine.is_exact)
+
+
+def _check_arguments(
+    num_requests: int, context: int | None, output_len: int, engine_arguments: dict[str, Any]
+) -> None:
+    for name in OWN_ARGUMENTS:
+        if name in engine_arguments:
+            raise ValueError(f"{name}={engine_arguments[name]!r}: verify chooses it for each run, leave it out")
+    counts = (("num_requests", num_requests, 1), ("context", context, 1), ("output_len", output_len, 2))
+    for name, value, minimum in counts:
+        if value is not None and (type(value) is not int or value < minimum):
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {minimum}")
+
+
+def describe(machine: Machine, workload: Workload, plan: MemoryPlan) -> list[str]:
+    config, spec = machine.config, machine.spec
+    weights = "random weights" if config.load_format == "dummy" else str(config.model)
+    lengths = ", ".join(str(len(prompt)) for prompt in workload.prompts)
+    num_greedy = sum(params.is_greedy for params in workload.params)
+    if machine.is_exact:
+        compared = f"token ids and the raw logits of all {spec.vocab_size:,} tokens of the vocabulary, bit for bit"
+    else:
+        compared = (
+            f"token ids and the raw logits of all {spec.vocab_size:,} tokens of the vocabulary, to rounding only: the "
+            f"attention backend {machine.backend_name!r} has no fixed splits"
+        )
+    return [
+        f"{spec.architecture} ({weights}), {str(spec.dtype).removeprefix('torch.')}, {_device_name(machine.device)}, "
+        f"attention backend {machine.backend_name!r}, KV blocks of {config.block_size} tokens "
+        f"({plan.block_bytes / 2**20:.2f} MiB)",
+        f"{len(workload.prompts)} requests: prompts of {lengths} tokens, {workload.num_tokens} generated tokens, "
+        f"{num_greedy} greedy and {len(workload.params) - num_greedy} sampled with a seed",
+        f"compared: {compared}",
+        "freed ring slots and freed KV blocks of both pools are filled with NaN",
+    ]
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -1,0 +1,110 @@
+"""What is compared: tokens, and the logits they were chosen from."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.runner import ModelRunner, PendingTokens
+from nanoinfer.sequence import Sequence
+from nanoinfer.verify.report import Mismatch, RunReport
+from offload import Event
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one run gave, per request: token ids, and for each token its logits, [vocab_size] float32 on the CPU."""
+
+    tokens: list[list[int]]
+    logits: list[list[torch.Tensor]]
+
+
+class LogitsRecorder:
+    """Keeps the raw logits of every sampled token without waiting for a step that runs.
+
+    Attributes:
+        rows: request id -> one row per sampled token, [vocab_size] float32, CPU.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.rows: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._runner = runner
+        self._read_back = runner._read_back
+        self._unread: deque[tuple[list[str], list[torch.Tensor], Event]] = deque()
+        runner._read_back = self._observe
+
+    def _observe(
+        self, sequences: list[Sequence], tokens: torch.Tensor, logits: Callable[[], torch.Tensor | None]
+    ) -> PendingTokens:
+        """Copies the step's logits on the compute stream, before the next step overwrites them."""
+        if sequences:
+            copies: list[torch.Tensor] = []
+            event = self._runner.runtime.event()
+            self._runner.compute.run(lambda: copies.append(logits().clone()))
+            self._runner.compute.record(event)
+            self._unread.append(([sequence.request_id for sequence in sequences], copies, event))
+        return self._read_back(sequences, tokens, logits)
+
+    def collect(self, keep: int) -> None:
+        """Fetches the logits of all steps but the newest `keep`, which may still run."""
+        while len(self._unread) > keep:
+            request_ids, copies, event = self._unread.popleft()
+            event.synchronize("verify.read_after_step")
+            for request_id, row in zip(request_ids, copies[0].cpu(), strict=True):
+                self.rows[request_id].append(row)
+
+
+def compare(reference: Recorded, found: Recorded, report: RunReport, tolerance: float | None) -> None:
+    """Notes in the report how much was compared and the first difference of each request.
+
+    Args:
+        tolerance: None compares bits. A number allows logits to differ by this share of the row's largest, and ends
+            the comparison of a request, without a mismatch, where that makes it take another token.
+    """
+    for number in range(len(reference.tokens)):
+        wanted, got = reference.tokens[number], found.tokens[number]
+        wanted_rows, got_rows = reference.logits[number], found.logits[number]
+        if not len(wanted) == len(got) == len(got_rows):
+            text = f"{len(got)} tokens with {len(got_rows)} rows of logits instead of {len(wanted)} tokens"
+            report.mismatches.append(Mismatch(request=number, position=None, text=text))
+            continue
+        for position, row in enumerate(got_rows):
+            report.num_tokens += 1
+            report.num_logits += row.numel()
+            text = _difference(wanted_rows[position], row, report, tolerance)
+            if text is None and wanted[position] != got[position]:
+                if tolerance is not None:
+                    break  # two tokens nearly tied; what follows has another context
+                text = "the logits are equal"
+            if text is not None:
+                if wanted[position] != got[position]:
+                    text = f"token {got[position]} instead of {wanted[position]}; {text}"
+                report.mismatches.append(Mismatch(request=number, position=position, text=text))
+                break
+
+
+def _difference(wanted: torch.Tensor, got: torch.Tensor, report: RunReport, tolerance: float | None) -> str | None:
+    """What is wrong with a row of logits, [vocab_size] float32; None if nothing."""
+    broken = torch.nonzero(~torch.isfinite(got))
+    if len(broken):
+        advice = "; the reference itself: try another dtype, or memory was read after it was freed"
+        return (
+            f"logit of token {int(broken[0])} is {float(got[broken[0]])}, {len(broken)} of {got.numel()} logits are "
+            f"not finite{advice if got is wanted else ''}"
+        )
+    is_different = wanted.view(torch.int32) != got.view(torch.int32)
+    if not is_different.any():
+        return None
+    distance = (got - wanted).abs().nan_to_num(nan=torch.inf)
+    place = int((distance + is_different).argmax())
+    share = float(distance.max() / wanted.abs().max())
+    report.largest_difference = max(report.largest_difference, share)
+    if tolerance is not None and share <= tolerance:
+        return None
+    return (
+        f"logit of token {place} is {float(got[place])!r} instead of {float(wanted[place])!r}, "
+        f"{int(is_different.sum())} of {got.numel()} logits differ"
+    )

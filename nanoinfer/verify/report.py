@@ -1,0 +1,107 @@
+"""What the runs gave, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """The first difference of one request.
+
+    Attributes:
+        request: its number, from 0.
+        position: number of the generated token, from 0; None where the request as a whole differs.
+        text: both values.
+    """
+
+    request: int
+    position: int | None
+    text: str
+
+    def __str__(self) -> str:
+        place = "" if self.position is None else f", generated token {self.position}"
+        return f"request {self.request}{place}: {self.text}"
+
+
+@dataclass(kw_only=True)
+class RunReport:
+    """One run.
+
+    Attributes:
+        what: what the run does.
+        facts: what it did: bytes streamed, blocks that stayed, switches.
+        left_out: why it was not run, or why it does not count.
+        failure: the error that ended it.
+        num_tokens, num_logits: how many were compared with the reference's, or given by the reference.
+        largest_difference: of a logit, as a share of its row's largest; 0 where all bits are equal.
+    """
+
+    name: str
+    what: str
+    is_reference: bool = False
+    facts: list[str] = field(default_factory=list)
+    left_out: str | None = None
+    failure: str | None = None
+    mismatches: list[Mismatch] = field(default_factory=list)
+    num_tokens: int = 0
+    num_logits: int = 0
+    largest_difference: float = 0.0
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.failure is not None or bool(self.mismatches)
+
+    def result(self, is_exact: bool) -> str:
+        if self.left_out is not None:
+            return f"left out: {self.left_out}"
+        if self.failure is not None:
+            return f"FAILED: {self.failure}"
+        if self.mismatches:
+            return "DIFFERENT"
+        if self.is_reference:
+            return "the reference"
+        return "identical" if is_exact else f"equal to rounding (up to {self.largest_difference:.1e} of the largest)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """All runs, and what they say.
+
+    Attributes:
+        setting: the lines that describe model, requests and conditions.
+        is_exact: whether bits were compared; False where the attention backend has no fixed splits.
+    """
+
+    setting: list[str]
+    runs: list[RunReport]
+    is_exact: bool
+
+    @property
+    def is_identical(self) -> bool:
+        return not any(run.is_wrong for run in self.runs)
+
+    def line(self) -> str:
+        """The verdict in one line."""
+        wrong = [run.name for run in self.runs if run.is_wrong]
+        if wrong:
+            return f"DIFFERENT in {', '.join(wrong)}"
+        done = [run for run in self.runs if run.left_out is None]
+        compared = [run for run in done if not run.is_reference]
+        how = "identical" if self.is_exact else "equal to rounding"
+        line = (
+            f"{how}: {sum(run.num_tokens for run in compared):,} tokens and "
+            f"{sum(run.num_logits for run in compared):,} logits in {len(done)} runs"
+        )
+        left_out = [run.name for run in self.runs if run.left_out is not None]
+        return line + (f" (left out: {', '.join(left_out)})" if left_out else "")
+
+    def report(self) -> str:
+        """Everything: what was compared, each run, each difference, and the verdict in the last line."""
+        lines = [*self.setting, ""]
+        for run in self.runs:
+            lines.append(f"{run.name:<10}{run.what}: {run.result(self.is_exact)}")
+            if run.facts and run.left_out is None:
+                lines.append(f"{'':<10}{', '.join(run.facts)}")
+            lines += [f"{'':<10}{mismatch}" for mismatch in run.mismatches]
+        return "\n".join([*lines, "", self.line()])

@@ -1,0 +1,165 @@
+"""The requests that every run gets, and what the machine can hold of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanoinfer.attention.registry import make_backend
+from nanoinfer.bench.measure import random_prompts
+from nanoinfer.build import attention_spec, spec_and_layout
+from nanoinfer.config import EngineConfig
+from nanoinfer.loader import load_config
+from nanoinfer.memory import MemoryPlan, gpu_budget, make_plan
+from nanoinfer.sampling_params import SamplingParams
+from offload.pinned import memory_available_bytes
+
+# Prompt lengths as shares of the context: the first request decodes, and ends, while others are in prefill.
+LENGTH_SHARES = (0.25, 1.0, 0.5, 0.75)
+LONGEST_DEFAULT_CONTEXT = 4096
+LONGEST_DEFAULT_CONTEXT_CPU = 1024
+MAX_PREFILL_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests, in the order in which they come."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    block_size: int
+
+    @property
+    def num_rows(self) -> int:
+        """One less than there are requests: the last one takes over the blocks of the first one that ends."""
+        return max(1, len(self.prompts) - 1)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(params.max_tokens for params in self.params)
+
+    @property
+    def max_model_len(self) -> int:
+        return max(len(prompt) for prompt in self.prompts) + max(params.max_tokens for params in self.params)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of one prefill step: a quarter of the longest prompt, so that prompts come in several chunks."""
+        wanted = min(MAX_PREFILL_TOKENS, max(map(len, self.prompts)) // 4)
+        return max(1, wanted // self.block_size) * self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that the requests of all rows can hold at once."""
+        blocks = [
+            -(-(len(prompt) + params.max_tokens) // self.block_size)
+            for prompt, params in zip(self.prompts, self.params, strict=True)
+        ]
+        return sum(sorted(blocks)[-self.num_rows :])
+
+    @property
+    def prompt_blocks(self) -> list[int]:
+        """KV blocks of each prompt."""
+        return [-(-len(prompt) // self.block_size) for prompt in self.prompts]
+
+
+def make_workload(
+    vocab_size: int, num_requests: int, context: int, output_len: int, block_size: int, seed: int
+) -> Workload:
+    """Random prompts of several lengths up to `context` tokens; every request fills a block while it decodes.
+
+    Every second request is sampled with a seed, the others are greedy. The first is the shortest and ends at half of
+    `output_len`.
+    """
+    shares = LENGTH_SHARES if num_requests > 1 else (1.0,)
+    lengths, params = [], []
+    for i in range(num_requests):
+        max_tokens = output_len if i else max(2, output_len // 2)
+        num_blocks = max(1, int(shares[i % len(shares)] * (context // block_size)))
+        until_full = 1 + (i * (max_tokens - 2) // num_requests) % (block_size - 1)
+        lengths.append(num_blocks * block_size - until_full)
+        is_greedy = i % 2 == 0
+        params.append(
+            SamplingParams(
+                temperature=0.0 if is_greedy else 0.8,
+                top_p=1.0 if is_greedy else 0.95,
+                seed=None if is_greedy else seed + i,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+            )
+        )
+    return Workload(random_prompts(vocab_size, lengths, seed), params, block_size)
+
+
+def workload_arguments(workload: Workload) -> dict[str, Any]:
+    """Engine arguments with which all runs form the same batches."""
+    return dict(
+        max_num_seqs=workload.num_rows,
+        max_model_len=workload.max_model_len,
+        max_num_batched_tokens=workload.prefill_tokens,
+        cuda_graph_batch_sizes=[workload.num_rows],
+    )
+
+
+class Machine:
+    """What model, settings and device allow, from the config alone.
+
+    Raises:
+        ValueError: the model is not supported, or the attention backend cannot run offload mode.
+    """
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.spec, self.layout = spec_and_layout(config, load_config(config.model))
+        backend = make_backend(config.attention_backend, attention_spec(self.spec, config.block_size), device, True)
+        self.backend_name, self.is_exact = backend.name, backend.exact_splits
+
+    def plan(self, arguments: dict[str, Any]) -> MemoryPlan:
+        """How an engine with these arguments spends the memory; raises ValueError where it is too small."""
+        config, available = EngineConfig.from_arguments(arguments), memory_available_bytes()
+        return make_plan(
+            config,
+            self.spec,
+            self.layout,
+            budget_bytes=gpu_budget(config, self.device, available),
+            host_available_bytes=available,
+            is_cuda=self.device.type == "cuda",
+        )
+
+
+def choose_workload(
+    machine: Machine, arguments: dict[str, Any], num_requests: int, context: int | None, output_len: int, seed: int
+) -> Workload:
+    """The requests of `context` tokens; without one, the longest that resident mode can hold all at once."""
+    block_size, spec = machine.config.block_size, machine.spec
+    shortest, longest = 2 * block_size, spec.max_position - output_len
+
+    def workload(tokens: int) -> Workload:
+        return make_workload(spec.vocab_size, num_requests, tokens, output_len, block_size, seed)
+
+    if longest < shortest:
+        raise ValueError(
+            f"the model allows {spec.max_position} positions, a request of two KV blocks of {block_size} tokens with "
+            f"{output_len} generated tokens needs {shortest + output_len}: lower block_size or output_len"
+        )
+    if context is not None:
+        if not shortest <= context <= longest:
+            raise ValueError(
+                f"context={context} must be from {shortest} (two KV blocks: with less, nothing streams) to {longest} "
+                f"(the model's {spec.max_position} positions less {output_len} generated tokens)"
+            )
+        return workload(context)
+    default = LONGEST_DEFAULT_CONTEXT if machine.device.type == "cuda" else LONGEST_DEFAULT_CONTEXT_CPU
+    tokens = max(shortest, min(default, longest))
+    while tokens > shortest:
+        candidate = workload(tokens)
+        try:
+            plan = machine.plan(arguments | workload_arguments(candidate))
+        except ValueError:
+            plan = None
+        if plan is not None and plan.num_gpu_blocks - 1 >= candidate.num_blocks:
+            return candidate
+        tokens = max(shortest, tokens // 2)
+    return workload(shortest)

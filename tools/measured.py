@@ -1,0 +1,156 @@
+#!/usr/bin/env python
+"""Writes the measured tables of README.md and docs/offload.md from docs/measurements/latest.json.
+
+    python tools/measured.py            (after make gpu-bench)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LATEST = ROOT / "docs" / "measurements" / "latest.json"
+GIB = 2**30
+
+
+def where(record: dict) -> str:
+    """What was measured with, and against which floors."""
+    versions, floors = record["versions"], record["floors"]
+    return (
+        f"One {versions['device']}, torch {versions['torch']}, Qwen3-4B shape with random weights in bf16 unless said "
+        f"otherwise, medians, from `make gpu-bench`. The floor is measured in the same run, before and after each case: "
+        f"streamed bytes over one large pinned copy ({floors['link_bytes_per_second'] / 1e9:.1f} GB/s), or bytes read "
+        f"over one large device copy ({floors['device_bytes_per_second'] / 1e12:.2f} TB/s) where that takes longer."
+    )
+
+
+def offload_steps(record: dict) -> str:
+    """One decode step in offload mode."""
+    cases = record["cases"]
+    one, long, batches = cases["one_sequence_32k"], cases["one_sequence_128k"], cases["streamed_batches"]
+    huge, hf = cases["one_sequence_400k"], cases["hf_offloaded"]
+    rows = [
+        _step("1 x 32k, all streamed, ring 4 x 32 MiB (default)", one["streamed, ring 4 x 32 MiB"]),
+        _step("1 x 32k, all streamed, ring 8 x 32 MiB", one["streamed, ring 8 x 32 MiB"]),
+        _step("1 x 32k, all streamed, ring 8 x 8 MiB", one["streamed, ring 8 x 8 MiB"]),
+        _step("1 x 32k, half of the KV resident", one["half resident"]),
+        _step("1 x 32k, 12 GiB limit", one["12 GiB limit"]),
+        _step("1 x 32k, all fits", one["all fits"]),
+        _step("the same in resident mode", one["resident"]),
+        _step("1 x 128k, all streamed", long["streamed"]),
+        _step("1 x 128k, 12 GiB limit", long["12 GiB limit"]),
+        *(_step(f"{name} tokens, all streamed", batches[name]) for name in batches if name != "case_seconds"),
+        _step("Qwen3-0.6B shape, 1 x 400,000 tokens, 8 GiB limit", huge),
+        _step("transformers, offloaded cache, 1 x 32k", hf["hf"]),
+        _step("transformers, offloaded static cache, 1 x 32k", hf["hf-static"]),
+    ]
+    return _table(["one decode step", "ms", "floor, ms", "ratio", "KV on the GPU"], rows)
+
+
+def _step(name: str, case: dict) -> list[str]:
+    share = case.get("kv_resident_share")
+    return [
+        name,
+        f"{case['seconds_per_token'] * 1e3:.2f}",
+        f"{case['floor_seconds'] * 1e3:.2f}",
+        f"{case['ratio_to_floor']:.3f}",
+        "-" if share is None else f"{share:.0%}",
+    ]
+
+
+def prefill(record: dict) -> str:
+    """Prefill of a long prompt in both modes."""
+    long = record["cases"]["one_sequence_128k"]
+    rows = [
+        [name, f"{case['prefill_tokens_per_second']:,.0f}", f"{case.get('prefill_ratio_to_resident', 1):.3f}",
+         f"{case['peak_bytes'] / GIB:.2f} of {case['limit_bytes'] / GIB:.2f}"]
+        for name, case in long.items() if isinstance(case, dict)
+    ]  # fmt: skip
+    return _table(["prefill of 131,072 tokens", "tokens/s", "of resident", "GPU peak, GiB"], rows)
+
+
+def planner(record: dict) -> str:
+    """What the planner said and what was used."""
+    rows = [
+        [name, f"{case['planned_bytes'] / GIB:.3f}", f"{case['peak_bytes'] / GIB:.3f}", f"{case['planned_to_peak']:.4f}"]
+        for name, case in record["cases"]["planner"].items()
+        if isinstance(case, dict)
+    ]
+    return _table(["setting", "planned, GiB", "peak, GiB", "ratio"], rows)
+
+
+def resident(record: dict) -> str:
+    """One decode step where everything is on the GPU."""
+    rows = [_step(name, case)[:4] for name, case in record["cases"]["resident"].items() if isinstance(case, dict)]
+    return _table(["resident, sequences x tokens", "ms", "floor, ms", "ratio"], rows)
+
+
+def auto(record: dict) -> str:
+    """A load of three times the pool."""
+    rows = [
+        [name, f"{case['gpu_blocks']:,}", f"{case['num_preemptions']}", f"{case['streamed_bytes'] / 1e9:,.1f}",
+         f"{case['tokens_per_second']:,.0f}", "yes" if case["bit_identical"] else "NO"]
+        for name, case in record["cases"]["auto_3x"].items() if isinstance(case, dict)
+    ]  # fmt: skip
+    return _table(["32 requests of 200 + 600 tokens", "GPU blocks", "preemptions", "streamed, GB", "tokens/s", "same tokens"], rows)
+
+
+def other(record: dict) -> str:
+    """Figures that are no tables."""
+    cases = record["cases"]
+    soak, pin, batch, huge = (cases[name] for name in ("soak", "pin_16gib", "batch_throughput", "one_sequence_400k"))
+    one = cases["one_sequence_32k"]
+    identical = [name for name, case in one.items() if isinstance(case, dict) and case.get("bit_identical_to_resident")]
+    compared = [name for name, case in one.items() if isinstance(case, dict) and "bit_identical_to_resident" in case]
+    mib = 2**20
+    return "\n".join(
+        [
+            f"- **Bits**: of the {len(compared)} settings at 32k, {len(identical)} gave the tokens and log-probabilities of "
+            "resident mode to the last bit.",
+            f"- **All fits**: a step takes {one['all fits']['ratio_to_resident']:.3f} of resident mode's.",
+            f"- **400,000 tokens within 8 GiB** (Qwen3-0.6B shape, {huge['kv_bytes'] / 1e9:.1f} GB of KV): peak "
+            f"{huge['peak_bytes'] / GIB:.2f} GiB, ring {huge['ring_bytes'] / mib:.0f} MiB "
+            f"({huge['ring_bytes_at_32k'] / mib:.0f} MiB at 32k), prefill {huge['time_to_first_token']:.0f} s.",
+            f"- **{soak['requests']:,} requests within 2.5 GiB** (Qwen3-0.6B shape, streaming): from the 200th to the last, "
+            f"GPU memory grew by {soak['gpu_growth_bytes'] / mib:.1f} MiB and host memory by "
+            f"{soak['host_growth_bytes'] / mib:.1f} MiB (at half-way {soak['growth_at_half']['gpu_growth_bytes'] / mib:.1f} "
+            f"and {soak['growth_at_half']['host_growth_bytes'] / mib:.1f}).",
+            f"- **Host pool of 16 GiB**: {pin['first']['seconds_per_gib']:.3f} s per GiB where the memory had not been used "
+            f"before, {pin['again']['seconds_per_gib']:.3f} s when it had; the first GiB was usable after "
+            f"{pin['first']['seconds_to_first_segment']:.2f} and {pin['again']['seconds_to_first_segment']:.2f} s.",
+            f"- **Throughput, everything resident** (Qwen3-0.6B shape, 256 requests of 100 to 1,024 tokens in and out, "
+            f"temperature 0.6): {batch['tokens_per_second']:,.0f} output tokens/s.",
+        ]
+    )
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+PARTS: dict[str, Callable[[dict], str]] = {
+    part.__name__: part for part in (where, offload_steps, prefill, planner, resident, auto, other)
+}
+
+
+def fill_in(text: str, record: dict) -> str:
+    """The text with what stands between `<!-- measured: name -->` and `<!-- end -->` written anew."""
+
+    def part(match: re.Match) -> str:
+        return f"{match[1]}\n{PARTS[match[2]](record)}\n{match[3]}"
+
+    return re.sub(r"(<!-- measured: (\w+) -->)\n.*?(<!-- end -->)", part, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    record = json.loads(LATEST.read_text())
+    for path in (ROOT / "README.md", ROOT / "docs" / "offload.md", ROOT / "docs" / "planner.md"):
+        path.write_text(fill_in(path.read_text(), record))
+
+
+if __name__ == "__main__":
+    main()
