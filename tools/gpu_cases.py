@@ -209,7 +209,7 @@ def streamed_batches(bench: Bench) -> dict:
     for name, lengths in cases.items():
         # Prefill and decode take turns: the first sequence decodes once per prefill step until the last one starts.
         chunks = -(-sum(lengths) // llm.engine.plan.max_num_batched_tokens)
-        result[name] = bench.measured(llm, lengths, min(output_len, chunks + 24))
+        result[name] = bench.measured(llm, lengths, min(output_len, chunks + 16))
     release(llm)
     return result
 
@@ -391,7 +391,7 @@ def soak(bench: Bench) -> dict:
     lengths = [generator.randint(50, 400) for _ in range(count)]
     prompts = random_prompts(2000, lengths, 0)
     params = [
-        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=generator.randint(8, 40), ignore_eos=True)
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=generator.randint(4, 20), ignore_eos=True)
         for i in range(count)
     ]
     llm = bench.llm(
