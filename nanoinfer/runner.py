@@ -90,8 +90,9 @@ class ModelRunner:
         self.compute: Stream = runtime.stream("compute")
         self.ring = Ring(runtime, layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
+        self._memory_before = memory_before
         if runtime.device.type == "cuda":
-            self.num_gpu_blocks -= self._blocks_over_plan(memory_before)
+            self.num_gpu_blocks -= self._blocks_over_plan()
         max_blocks = -(-plan.max_model_len // layout.block_size)
         gpu_kv = torch.zeros(layout.pool_shape(self.num_gpu_blocks), dtype=layout.dtype, device=runtime.device)
         self.kv_cache = KVCache(
@@ -368,7 +369,12 @@ class ModelRunner:
 
     # Memory
 
-    def _blocks_over_plan(self, memory_before: int) -> int:
+    def peak_bytes(self) -> int | None:
+        """What torch's allocator held at its highest, less what it held before this engine; None on the CPU."""
+        device = self.runtime.device
+        return torch.cuda.max_memory_reserved(device) - self._memory_before if device.type == "cuda" else None
+
+    def _blocks_over_plan(self) -> int:
         """GPU blocks to give up because a prefill step, run once at its largest, took more than was planned.
 
         The plan is a formula over the config; libraries may take workspaces of their own, and the allocator rounds.
@@ -379,7 +385,7 @@ class ModelRunner:
             # could then never be given back.
             some = torch.ones(16, 16, dtype=self.layout.dtype, device=device)
             torch.nn.functional.linear(some, some)
-        held = reserved_bytes(device) - memory_before  # weights, ring and workspace
+        held = reserved_bytes(device) - self._memory_before  # weights, ring and workspace
         self._reserve_activations()
         torch.cuda.reset_peak_memory_stats(device)
         what = "compiling kernels, measuring memory"
@@ -387,7 +393,7 @@ class ModelRunner:
             self._run_largest_prefill()
             self.compute.synchronize()
             bar.update()
-        peak = torch.cuda.max_memory_reserved(device) - memory_before
+        peak = self.peak_bytes()
         reserved_bytes(device)  # gives back the segment, and what came beside it
         over = peak - (plan.weight_bytes + plan.ring_bytes + plan.activation_bytes + plan.library_bytes)
         blocks = max(0, -(-over // self.layout.block_bytes))

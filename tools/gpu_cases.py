@@ -34,6 +34,8 @@ class Bench:
         self.device, self.scale = device, scale
         self.is_cuda = device.type == "cuda"
         self.large, self.small = shape or "qwen3-4b", shape or "qwen3-0.6b"
+        self._before = measure_floors(device)
+        self._open: list[tuple[Row, list[int], int]] = []
 
     def llm(self, shape: str, **arguments) -> LLM:
         defaults = dict(
@@ -52,12 +54,21 @@ class Bench:
         """Host memory for that many tokens, some blocks more included."""
         return int(1.02 * num_tokens * token_bytes(shape)) + 2**29
 
-    def measured(self, llm: LLM, lengths: list[int], output_len: int) -> dict:
-        """One case with floors before and after."""
-        before = measure_floors(self.device)
-        row = measure(llm, lengths, output_len)
-        add_floor(row, llm.engine.runner.model.spec, lengths, output_len, (before, measure_floors(self.device)))
-        return figures(row) | {"ring_bytes": llm.engine.runner.ring.num_bytes}
+    def measure(self, llm: LLM, lengths: list[int], output_len: int) -> None:
+        """One case, whose figures `release` gives: floors are measured while there is no engine."""
+        self._open.append((measure(llm, lengths, output_len), lengths, output_len))
+
+    def release(self, llm: LLM) -> list[dict]:
+        """Closes the engine and returns what it measured, beside the floors before it was made and now."""
+        spec, ring_bytes = llm.engine.runner.model.spec, llm.engine.runner.ring.num_bytes
+        release(llm)
+        before, self._before = self._before, measure_floors(self.device)
+        found = []
+        for row, lengths, output_len in self._open:
+            add_floor(row, spec, lengths, output_len, (before, self._before))
+            found.append(figures(row) | {"ring_bytes": ring_bytes})
+        self._open.clear()
+        return found
 
     def outputs(self, llm: LLM, lengths: list[int]) -> list:
         """Tokens and log-probabilities, for a comparison to the bit."""
@@ -122,8 +133,8 @@ def one_sequence_32k(bench: Bench) -> dict:
     for name, arguments in settings.items():
         llm = bench.llm(bench.large, **(common | arguments))
         outputs = bench.outputs(llm, [context])  # also compiles the kernels
-        result[name] = bench.measured(llm, [context], 40)
-        release(llm)
+        bench.measure(llm, [context], 40)
+        (result[name],) = bench.release(llm)
         if wanted is None:
             wanted = outputs
         else:
@@ -149,33 +160,31 @@ def one_sequence_128k(bench: Bench) -> dict:
     }
     result = {}
     for name, arguments in settings.items():
-        before = reserved(bench)
+        reset_peak(bench)
         llm = bench.llm(bench.large, **(common | arguments))
         measure(llm, [bench.tokens(4096)], 4, seed=1)  # compiles the kernels
-        result[name] = bench.measured(llm, [context], 24)
-        result[name] |= peak(bench, before, llm)
-        release(llm)
+        bench.measure(llm, [context], 24)
+        used = peak(llm)
+        result[name] = bench.release(llm)[0] | used
     resident = result["resident"]["prefill_tokens_per_second"]
     for name in ("12 GiB limit", "streamed"):
         result[name]["prefill_ratio_to_resident"] = result[name]["prefill_tokens_per_second"] / resident
     return result
 
 
-def reserved(bench: Bench) -> int:
-    """Bytes that torch holds on the GPU before an engine is made; its peak counts from here."""
+def reset_peak(bench: Bench) -> None:
+    """Before an engine is made whose peak is wanted."""
     free_memory()
-    if not bench.is_cuda:
-        return 0
-    torch.cuda.reset_peak_memory_stats(bench.device)
-    return torch.cuda.memory_reserved(bench.device)
+    if bench.is_cuda:
+        torch.cuda.reset_peak_memory_stats(bench.device)
 
 
-def peak(bench: Bench, before: int, llm: LLM) -> dict:
+def peak(llm: LLM) -> dict:
     """Peak of the engine so far beside its limit and its plan."""
     plan = llm.engine.plan
     found = {"limit_bytes": plan.budget_bytes, "planned_bytes": plan.total_bytes}
-    if bench.is_cuda:
-        measured = torch.cuda.max_memory_reserved(bench.device) - before
+    measured = llm.engine.runner.peak_bytes()
+    if measured is not None:
         found |= {
             "peak_bytes": measured,
             "planned_to_peak": plan.total_bytes / measured,
@@ -205,13 +214,11 @@ def streamed_batches(bench: Bench) -> dict:
         gpu_memory_limit=bench.limit(60),
     )
     measure(llm, [bench.tokens(4096)], 4, seed=1)
-    result = {}
-    for name, lengths in cases.items():
+    for lengths in cases.values():
         # Prefill and decode take turns: the first sequence decodes once per prefill step until the last one starts.
         chunks = -(-sum(lengths) // llm.engine.plan.max_num_batched_tokens)
-        result[name] = bench.measured(llm, lengths, min(output_len, chunks + 16))
-    release(llm)
-    return result
+        bench.measure(llm, lengths, min(output_len, chunks + 16))
+    return dict(zip(cases, bench.release(llm), strict=True))
 
 
 def resident(bench: Bench) -> dict:
@@ -221,8 +228,8 @@ def resident(bench: Bench) -> dict:
         context = bench.tokens(context)
         llm = bench.llm(bench.large, max_model_len=context + 64, max_num_seqs=batch, gpu_memory_limit=bench.limit(60))
         measure(llm, [context], 4, seed=1)
-        result[f"{batch} x {context}"] = bench.measured(llm, [context] * batch, 40)
-        release(llm)
+        bench.measure(llm, [context] * batch, 40)
+        (result[f"{batch} x {context}"],) = bench.release(llm)
     return result
 
 
@@ -297,7 +304,7 @@ def planner(bench: Bench) -> dict:
     for name, (setting, lengths) in settings.items():
         lengths = [max(40, length // bench.scale) for length in lengths[: max(2, len(lengths) // bench.scale)]]
         host = bench.host_bytes(setting["shape"], sum(lengths) + 64 * len(lengths))
-        before = reserved(bench)
+        reset_peak(bench)
         llm = bench.llm(
             setting["shape"],
             max_model_len=setting["max_model_len"],
@@ -309,7 +316,7 @@ def planner(bench: Bench) -> dict:
         prompts = random_prompts(llm.engine.vocab_size, lengths, 0)
         params = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=6, ignore_eos=True)
         llm.generate(prompts, params, use_tqdm=False)
-        result[name] = peak(bench, before, llm)
+        result[name] = peak(llm)
         release(llm)
     return result
 
@@ -317,7 +324,7 @@ def planner(bench: Bench) -> dict:
 def one_sequence_400k(bench: Bench) -> dict:
     """400,000 tokens of a 0.6B shape within 8 GiB; the ring is as large as for 32,768."""
     context = bench.tokens(400_000)
-    before = reserved(bench)
+    reset_peak(bench)
     llm = bench.llm(
         bench.small,
         enable_cpu_offload=True,
@@ -327,8 +334,9 @@ def one_sequence_400k(bench: Bench) -> dict:
         max_num_seqs=1,
     )
     measure(llm, [bench.tokens(4096)], 4, seed=1)
-    result = bench.measured(llm, [context], 16) | peak(bench, before, llm)
-    release(llm)
+    bench.measure(llm, [context], 16)
+    used = peak(llm)
+    result = bench.release(llm)[0] | used
     at_32k = nanoinfer.plan(
         bench.small,
         gpu_memory=bench.limit(8) or "8GiB",

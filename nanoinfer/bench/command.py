@@ -23,6 +23,7 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.llm import LLM
 from nanoinfer.loader import load_config
 from nanoinfer.metrics import write_trace
+from nanoinfer.models import ModelSpec
 
 __all__ = ["add_arguments", "main", "run"]
 
@@ -33,7 +34,7 @@ _DOES_NOT_FIT = (ValueError, MemoryError, torch.OutOfMemoryError)
 
 @dataclass
 class _Run:
-    """One call: what to measure, where, and the bandwidths after the latest case."""
+    """One call: what to measure, where, and the bandwidths after the latest mode."""
 
     model: str
     options: argparse.Namespace
@@ -47,10 +48,23 @@ class _Run:
         return not self.options.no_progress
 
     def rows(self, mode: str) -> list[Row]:
-        return self._rows_of_transformers(mode) if mode in CACHES else self._rows_of_ours(mode)
+        """All cases of a mode.
 
-    def _rows_of_ours(self, mode: str) -> list[Row]:
+        Floors are measured before its engine is made and after it is closed: their buffers would take memory that the
+        engine has reserved for its activations.
+        """
+        rows, spec = self._rows_of_transformers(mode) if mode in CACHES else self._rows_of_ours(mode)
+        before, self.floors = self.floors, measure_floors(self.device)
+        for row in rows:
+            lengths, streamed = [row.context] * row.batch, None
+            if mode in CACHES:  # its offloaded caches bring all KV over the link in every step, too
+                streamed = kv_bytes(spec, [row.context + self.cases.output_len // 2] * row.batch)
+            add_floor(row, spec, lengths, self.cases.output_len, (before, self.floors), streamed)
+        return rows
+
+    def _rows_of_ours(self, mode: str) -> tuple[list[Row], ModelSpec | None]:
         llm, refused = self._open(mode)
+        spec = None if llm is None else llm.engine.runner.model.spec
         output_len, seed = self.cases.output_len, self.options.seed
 
         def case(lengths: list[int]) -> Row:
@@ -58,7 +72,6 @@ class _Run:
                 raise ValueError(refused[lengths[0]])
             row = measure(llm, lengths, output_len, seed=seed, progress=self.progress)
             row.mode = mode
-            add_floor(row, llm.engine.runner.model.spec, lengths, output_len, self._floors_around())
             arguments = dict(seed=seed, progress=self.progress)
             if self.cases.check:
                 again = measure(llm, lengths, min(output_len, CHECKED_TOKENS), with_logprobs=True, **arguments)
@@ -68,7 +81,7 @@ class _Run:
             return row
 
         try:
-            return self._each(mode, case)
+            return self._each(mode, case), spec
         finally:
             if llm is not None:
                 release(llm)
@@ -96,7 +109,7 @@ class _Run:
             return llm, refused
         return None, refused
 
-    def _rows_of_transformers(self, mode: str) -> list[Row]:
+    def _rows_of_transformers(self, mode: str) -> tuple[list[Row], ModelSpec | None]:
         reference: Reference | None = None
         output_len, seed = self.cases.output_len, self.options.seed
 
@@ -111,17 +124,14 @@ class _Run:
                     seed=seed,
                     progress=self.progress,
                 )
-            row = measure_reference(mode, reference, lengths, output_len, seed=seed, progress=self.progress)
-            # Its offloaded caches bring all KV over the link in every step, too.
-            streamed = kv_bytes(reference.spec, [length + output_len // 2 for length in lengths])
-            add_floor(row, reference.spec, lengths, output_len, self._floors_around(), streamed)
-            return row
+            return measure_reference(mode, reference, lengths, output_len, seed=seed, progress=self.progress)
 
         # Any error: what another library cannot do must not lose the figures of our own.
         rows = self._each(mode, case, (Exception,))
+        spec = None if reference is None else reference.spec
         reference = None
         free_memory()
-        return rows
+        return rows, spec
 
     def _each(
         self, mode: str, case: Callable[[list[int]], Row], errors: tuple[type[Exception], ...] = _DOES_NOT_FIT
@@ -139,11 +149,6 @@ class _Run:
                 if row.problem:
                     free_memory()  # not earlier: the error's traceback held what had been loaded
         return rows
-
-    def _floors_around(self) -> tuple[Floors, Floors]:
-        """Bandwidths before and after the case that has just ended."""
-        before, self.floors = self.floors, measure_floors(self.device, repeats=5)
-        return before, self.floors
 
 
 def _reason(error: Exception) -> str:

@@ -122,7 +122,7 @@ def measure(
         row.problem = _why_no_step(llm, lengths, output_len)
     row.bound = engine.meter.times.since(before).bound
     row.kv_resident_share = engine.meter.resident_share
-    row.peak_gpu_bytes = torch.cuda.max_memory_reserved(device) if is_cuda else None
+    row.peak_gpu_bytes = engine.runner.peak_bytes()
     offload = engine.runner.offload
     row.host_bytes = offload.host.num_bytes if offload is not None else 0
     row.outputs = [_tokens_and_logprobs(request.output()) for request in requests]
@@ -199,7 +199,7 @@ def _why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
 
 
 def add_floor(
-    row: Row, spec: ModelSpec, lengths: list[int], output_len: int, floors: tuple[Floors, Floors],
+    row: Row, spec: ModelSpec | None, lengths: list[int], output_len: int, floors: tuple[Floors, Floors],
     streamed_bytes: float | None = None,
 ) -> None:  # fmt: skip
     """Compares the row with the better of the bandwidths measured before and after it.
@@ -207,7 +207,7 @@ def add_floor(
     Args:
         streamed_bytes: bytes that a step brings over the link; None takes the row's own count.
     """
-    if row.seconds_per_token is None:
+    if row.seconds_per_token is None or spec is None:
         return
     best = Floors(max(f.link for f in floors), max(f.device for f in floors))
     middle = [length + output_len // 2 for length in lengths]
