@@ -155,7 +155,6 @@ class GatedMLP(nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(self._activation(gate) * up)
 
-
     @property
     def has_kernel(self) -> bool:
         return self.activation_name in _kernels().ACTIVATIONS

@@ -288,9 +288,7 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, availab
     else:
         num_blocks = min(int(available_bytes * 0.6) // layout.block_bytes, max_blocks * plan.max_num_seqs)
     num_blocks = max(1, num_blocks)
-    max_splits = min(
-        max_blocks * plan.max_num_seqs, 2 * max(plan.num_gpu_blocks, num_blocks) + plan.max_num_seqs
-    )
+    max_splits = min(max_blocks * plan.max_num_seqs, 2 * max(plan.num_gpu_blocks, num_blocks) + plan.max_num_seqs)
     # A host pool larger than the GPU pool brings more splits than _spend counted on: take them from the pool.
     room = (plan.budget_bytes - plan.fixed_bytes - max_splits * plan.split_bytes) // plan.block_bytes
     num_gpu_blocks = min(plan.num_gpu_blocks, max(0, room))

@@ -71,8 +71,8 @@ class DecodeTimes:
 
     @property
     def bound(self) -> str:
-        """What the steps were bound by: "link", "device memory", "CPU" or, before the first one, "unknown"."""
-        if not self.seconds:
+        """What the steps were bound by: "link", "device memory", "CPU" or, where too few ran to tell, "unknown"."""
+        if not self.seconds or (self.streamed_bytes and not self.sampled_seconds):
             return "unknown"
         # The link first: a host that is far ahead waits for room in the launch queue, which looks like work.
         if self.link_busy_fraction >= LINK_BOUND:
@@ -98,7 +98,7 @@ class StepMeter:
 
     def timeline(self, is_decode: bool) -> Timeline | None:
         """A timeline for the step that is about to be launched, if it is one to be timed."""
-        # The first step of all is no example: it compiles kernels.
+        # The first step is no example: it may compile kernels, and has no prefetch.
         is_sample = is_decode and self._num_launched % SAMPLE_EVERY == 1
         self._num_launched += is_decode
         timeline = Timeline(self.runtime) if is_sample or self.trace is not None else None
@@ -127,7 +127,8 @@ class StepMeter:
             times.compute_seconds += found.compute_seconds
 
     def snapshot(self) -> DecodeTimes:
-        """The sums so far, for `DecodeTimes.since`."""
+        """The sums so far, for `DecodeTimes.since`. A run begins: its second decode step will be timed."""
+        self._num_launched = 0
         return copy.copy(self.times)
 
 
@@ -170,19 +171,21 @@ def count_streamed(runner: ModelRunner, sequences: list[Sequence]) -> None:
 def advice(engine: LLMEngine, times: DecodeTimes) -> str:
     """What would make the decode steps faster, with figures of these."""
     if times.bound == "unknown":
-        return "nothing was decoded yet"
+        return "too few steps were decoded to tell"
     step_ms = times.seconds / times.num_steps * 1e3
     if times.bound == "link":
         per_step = times.streamed_bytes / times.num_streaming_steps
         gbps = times.streamed_bytes / times.streaming_seconds / 1e9
-        is_capped = engine.config.resident_kv_limit is not None
+        fewer = "run fewer sequences at once or " if engine.plan.max_num_seqs > 1 else ""
+        limit = "gpu_memory_limit" if engine.config.resident_kv_limit is None else "resident_kv_limit"
         return (
-            f"{per_step / GIB:.2f} GiB of KV stream in each step of {step_ms:.1f} ms at {gbps:.1f} GB/s: run fewer "
-            f"sequences at once or raise {'resident_kv_limit' if is_capped else 'gpu_memory_limit'}, by "
-            f"{per_step / GIB:.2f} GiB to keep all of it; each GiB saves {GIB / gbps / 1e6:.1f} ms"
+            f"{per_step / GIB:.2f} GiB of KV stream in each step of {step_ms:.1f} ms at {gbps:.1f} GB/s: {fewer}raise "
+            f"{limit}, by {per_step / GIB:.2f} GiB to keep all of it; each GiB saves {GIB / gbps / 1e6:.1f} ms"
         )
     if times.bound == "device memory":
-        return f"steps of {step_ms:.1f} ms are at the GPU's own speed: more sequences at once raise the tokens per second"
+        return (
+            f"steps of {step_ms:.1f} ms are at the GPU's own speed: more sequences at once raise the tokens per second"
+        )
     host_ms = times.host_seconds / times.num_steps * 1e3
     if engine.runner.runtime.device.type != "cuda":
         return f"steps of {step_ms:.1f} ms are at the CPU's speed: there is no GPU"

@@ -225,7 +225,9 @@ class _Forecaster:
             known["longest_context"] = longest or None
             return Forecast(**known, problem=step, advice=self._advice_to_fit(context, batch, longest))
         resident = _largest(
-            lambda n: (s := self._step(n * self.layout.block_size, batch)) and not isinstance(s, str) and not s.streamed,
+            lambda n: (
+                (s := self._step(n * self.layout.block_size, batch)) and not isinstance(s, str) and not s.streamed
+            ),
             self._max_blocks,
         )
         return Forecast(
@@ -302,7 +304,9 @@ class _Forecaster:
         def consider(changed: _Step | str, what: str) -> None:
             if not isinstance(changed, str) and changed.seconds < 0.995 * step.seconds:
                 reached = f"{changed.seconds * 1e3:.1f} ms" if changed.streamed else "nothing streams"
-                found.append((step.seconds - changed.seconds, f"{what}: {reached} instead of {step.seconds * 1e3:.1f} ms"))
+                found.append(
+                    (step.seconds - changed.seconds, f"{what}: {reached} instead of {step.seconds * 1e3:.1f} ms")
+                )
 
         missing = -(-step.num_streamed * self.layout.block_bytes // GIB)
         for gib in sorted({1, missing}):

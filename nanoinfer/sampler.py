@@ -126,9 +126,7 @@ def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tenso
     for rows in batch.min_p_rows.split(num_chunk_rows) if batch.min_p_rows.shape[0] else ():
         scores[rows] = _cut_min_p(scores[rows], batch.temperature[rows], batch.min_p[rows])
     for rows in batch.sort_rows.split(num_chunk_rows) if batch.needs_sort else ():
-        scores[rows] = _cut_top_k_top_p(
-            scores[rows], batch.temperature[rows], batch.top_k[rows], batch.top_p[rows]
-        )
+        scores[rows] = _cut_top_k_top_p(scores[rows], batch.temperature[rows], batch.top_k[rows], batch.top_p[rows])
     return scores
 
 

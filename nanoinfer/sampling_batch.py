@@ -99,8 +99,13 @@ class SamplingBatch:
         penalised = tuple(i for i, row in enumerate(rows) if row.repetition_penalty != 1)
         penalties = [(i, token_id) for i in penalised for token_id in rows[i].penalty_token_ids]
         # A stop token id beyond the vocabulary can never come, so there is nothing to ban.
-        bans = [(i, token_id, row.min_tokens) for i, row in enumerate(rows) if row.step < row.min_tokens
-                for token_id in row.banned_token_ids if token_id < vocab_size]
+        bans = [
+            (i, token_id, row.min_tokens)
+            for i, row in enumerate(rows)
+            if row.step < row.min_tokens
+            for token_id in row.banned_token_ids
+            if token_id < vocab_size
+        ]
         assert all(0 <= token_id < vocab_size for _, token_id in penalties), "a seen token is outside the vocabulary"
         integers = [
             [row.top_k for row in rows],
@@ -112,18 +117,31 @@ class SamplingBatch:
             [token_id for _, token_id, _ in bans],
             [until for _, _, until in bans],
             [i for i, row in enumerate(rows) if not row.is_greedy and row.min_p > 0],
-            [i for i, row in enumerate(rows)
-             if not row.is_greedy and (0 < row.top_k < vocab_size or row.top_p < 1)],
+            [i for i, row in enumerate(rows) if not row.is_greedy and (0 < row.top_k < vocab_size or row.top_p < 1)],
         ]
         temperature, top_p, min_p, repetition_penalty = _upload(floats, torch.float32, device)
-        (top_k, seed, step, penalty_rows, penalty_ids, banned_rows, banned_ids, banned_until, min_p_rows,
-         sort_rows) = _upload(integers, torch.int64, device)
+        (top_k, seed, step, penalty_rows, penalty_ids, banned_rows, banned_ids, banned_until, min_p_rows, sort_rows) = (
+            _upload(integers, torch.int64, device)
+        )
         return cls(
-            vocab_size=vocab_size, temperature=temperature, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, top_k=top_k, seed=seed, step=step, penalty_rows=penalty_rows,
-            penalty_ids=penalty_ids, banned_rows=banned_rows, banned_ids=banned_ids, banned_until=banned_until,
-            min_p_rows=min_p_rows, sort_rows=sort_rows, penalised_rows=penalised,
-            all_greedy=all(row.is_greedy for row in rows), any_greedy=any(row.is_greedy for row in rows),
+            vocab_size=vocab_size,
+            temperature=temperature,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            top_k=top_k,
+            seed=seed,
+            step=step,
+            penalty_rows=penalty_rows,
+            penalty_ids=penalty_ids,
+            banned_rows=banned_rows,
+            banned_ids=banned_ids,
+            banned_until=banned_until,
+            min_p_rows=min_p_rows,
+            sort_rows=sort_rows,
+            penalised_rows=penalised,
+            all_greedy=all(row.is_greedy for row in rows),
+            any_greedy=any(row.is_greedy for row in rows),
         )
 
     @property

@@ -53,30 +53,54 @@ class SamplingParams:
 
     def __post_init__(self):
         self._set("n", _integer("n", self.n, low=1, fix="ask for at least one completion"))
-        self._set("temperature", _number("temperature", self.temperature, "a finite number >= 0",
-                                         lambda x: 0 <= x < math.inf, "use 0 for greedy sampling"))
+        self._set(
+            "temperature",
+            _number(
+                "temperature",
+                self.temperature,
+                "a finite number >= 0",
+                lambda x: 0 <= x < math.inf,
+                "use 0 for greedy sampling",
+            ),
+        )
         self._set("top_k", _integer("top_k", self.top_k, low=-1, fix="use 0 to sample from all tokens"))
-        self._set("top_p", _number("top_p", self.top_p, "a number in (0, 1]",
-                                   lambda x: 0 < x <= 1, "use 1 to sample from all tokens"))
-        self._set("min_p", _number("min_p", self.min_p, "a number in [0, 1]",
-                                   lambda x: 0 <= x <= 1, "use 0 to turn it off"))
-        self._set("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, "a finite number > 0",
-                                                lambda x: 0 < x < math.inf, "use 1 to turn it off"))
+        self._set(
+            "top_p",
+            _number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1, "use 1 to sample from all tokens"),
+        )
+        self._set(
+            "min_p", _number("min_p", self.min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1, "use 0 to turn it off")
+        )
+        self._set(
+            "repetition_penalty",
+            _number(
+                "repetition_penalty",
+                self.repetition_penalty,
+                "a finite number > 0",
+                lambda x: 0 < x < math.inf,
+                "use 1 to turn it off",
+            ),
+        )
         self._set("max_tokens", _integer("max_tokens", self.max_tokens, low=1, fix="ask for at least one token"))
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, low=0, fix="use 0 to turn it off"))
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
-                             "min_tokens may be at most max_tokens; lower min_tokens or raise max_tokens.")
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
+                "min_tokens may be at most max_tokens; lower min_tokens or raise max_tokens."
+            )
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(_message("ignore_eos", self.ignore_eos, "True or False", "pass one of them"))
         if self.seed is not None:
-            self._set("seed", _integer("seed", self.seed, low=0, high=2**64 - 1,
-                                       fix="use None to let the engine draw one"))
+            self._set(
+                "seed", _integer("seed", self.seed, low=0, high=2**64 - 1, fix="use None to let the engine draw one")
+            )
         if self.logprobs is not None:
-            self._set("logprobs", _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS,
-                                           fix="use None for no log-probabilities"))
+            self._set(
+                "logprobs",
+                _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, fix="use None for no log-probabilities"),
+            )
 
     @property
     def is_greedy(self) -> bool:

@@ -34,9 +34,7 @@ def make_engine(path: Path, runtime: Runtime | None = None, **arguments) -> LLME
 
 def random_prompts(count: int, shortest: int = 1, longest: int = 120, seed: int = 0) -> list[list[int]]:
     generator = random.Random(seed)
-    return [
-        [generator.randrange(3, VOCAB) for _ in range(generator.randint(shortest, longest))] for _ in range(count)
-    ]
+    return [[generator.randrange(3, VOCAB) for _ in range(generator.randint(shortest, longest))] for _ in range(count)]
 
 
 def some_params(count: int, max_tokens: int = 20, **arguments) -> list[SamplingParams]:
@@ -73,8 +71,7 @@ def run(
 
 def outcome(request) -> list:
     return [
-        (completion.token_ids, completion.logprobs, completion.finish_reason)
-        for completion in request.output().outputs
+        (completion.token_ids, completion.logprobs, completion.finish_reason) for completion in request.output().outputs
     ]
 
 

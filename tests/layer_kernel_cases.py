@@ -56,7 +56,9 @@ def check_act_and_mul(size: int, activation: str, dtype: torch.dtype, device: st
     assert is_close(act_and_mul(gate_up, activation), find_activation(activation)(gate) * up)
 
 
-def check_vector_linear(size: int, num_rows: int, offset: bool, activation: str | None, dtype: torch.dtype, device: str):
+def check_vector_linear(
+    size: int, num_rows: int, offset: bool, activation: str | None, dtype: torch.dtype, device: str
+):
     """Every part on and off, against the same parts one after the other."""
     factor = 1 if activation is None else 2
     x = torch.randn(1, size).to(device, dtype)

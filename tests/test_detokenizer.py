@@ -123,8 +123,9 @@ def test_unfinished_character_comes_out_at_the_flush(byte_bpe):
 
 
 def test_endless_invalid_bytes_keep_coming_out_and_the_window_stays_small(byte_bpe):
-    lead_byte = byte_bpe.convert_tokens_to_ids(pre_tokenizers.ByteLevel(add_prefix_space=False)
-                                               .pre_tokenize_str("é")[0][0][0])
+    lead_byte = byte_bpe.convert_tokens_to_ids(
+        pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é")[0][0][0]
+    )
     detokenizer = Detokenizer(byte_bpe)
     decoded_lengths = []
     decode = detokenizer._decode

@@ -180,5 +180,3 @@ def test_memory_that_cannot_be_pinned_is_an_error_where_it_is_required(path, mon
         while engine.has_work:
             engine.step()
     assert len(request.output().outputs[0].token_ids) == 2
-
-

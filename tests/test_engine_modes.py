@@ -18,10 +18,7 @@ PARAMS = some_params(6)
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    return {
-        name: _checkpoint(tmp_path_factory, name, arguments)
-        for name, arguments in MODELS.items()
-    }
+    return {name: _checkpoint(tmp_path_factory, name, arguments) for name, arguments in MODELS.items()}
 
 
 def _checkpoint(tmp_path_factory, name, arguments):

@@ -144,7 +144,7 @@ def test_dummy_norms_are_near_what_leaves_activations_unchanged(family, neutral,
 
 
 def test_unknown_load_format_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="load_format='gguf' is not supported: give \"auto\" or \"dummy\""):
+    with pytest.raises(ValueError, match='load_format=\'gguf\' is not supported: give "auto" or "dummy"'):
         load(make_checkpoint("llama", tmp_path), load_format="gguf")
 
 

@@ -71,10 +71,28 @@ def test_the_bound_follows_from_the_shares(copy, wait, host, bound):
     assert times.link_busy_fraction == copy and times.wait_fraction == wait
 
 
+def test_a_streaming_run_of_which_no_step_was_timed_is_not_judged():
+    times = metrics.DecodeTimes(num_steps=3, seconds=2.0, host_seconds=1.9)
+    assert times.bound == "CPU"
+    times.streamed_bytes = 7
+    assert times.bound == "unknown"
+
+
+def test_the_second_step_of_every_run_is_timed():
+    meter = metrics.StepMeter(SimulatedRuntime())
+    for _ in range(3):
+        meter.snapshot()
+        timed = [meter.timeline(is_decode=True) is not None for _ in range(20)]
+        assert [i for i, is_timed in enumerate(timed) if is_timed] == [1, 17]
+        assert meter.timeline(is_decode=False) is None
+
+
 def test_a_run_is_what_came_after_the_one_before():
     before = metrics.DecodeTimes(num_steps=3, seconds=2.0, host_seconds=2.0)
-    after = metrics.DecodeTimes(num_steps=10, seconds=12.0, host_seconds=3.0, streamed_bytes=7)
-    assert after.since(before) == metrics.DecodeTimes(num_steps=7, seconds=10.0, host_seconds=1.0, streamed_bytes=7)
+    after = metrics.DecodeTimes(num_steps=10, seconds=12.0, host_seconds=3.0, num_streaming_steps=7)
+    assert after.since(before) == metrics.DecodeTimes(
+        num_steps=7, seconds=10.0, host_seconds=1.0, num_streaming_steps=7
+    )
     assert before.bound == "CPU" and after.since(before).bound == "device memory"
 
 

@@ -311,7 +311,9 @@ def test_auto_refuses_what_only_an_unusable_host_could_hold(path, num_prompt_tok
     behind = engine.add_request("behind", *small)
     with (
         pytest.warns(UserWarning, match="offload mode cannot be entered"),
-        pytest.raises(MemoryError, match="'big' was aborted: it has 1.. tokens.* 144 and the host's cannot .*lower max"),
+        pytest.raises(
+            MemoryError, match="'big' was aborted: it has 1.. tokens.* 144 and the host's cannot .*lower max"
+        ),
     ):
         finish(engine)
     finish(engine)

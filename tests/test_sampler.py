@@ -70,8 +70,11 @@ def test_noise_is_gumbel_and_uncorrelated_over_ids_steps_and_seeds():
 
 def test_all_64_bits_of_the_seed_and_the_step_count():
     logits = torch.zeros(1, 10_000)
-    rows = [RowSampling(temperature=1.0, seed=seed, step=step)
-            for seed in (0, 1, 2**31, 2**32, 2**63, 2**64 - 1) for step in (0, 1, 2**20)]
+    rows = [
+        RowSampling(temperature=1.0, seed=seed, step=step)
+        for seed in (0, 1, 2**31, 2**32, 2**63, 2**64 - 1)
+        for step in (0, 1, 2**20)
+    ]
     tokens = sample(logits.expand(len(rows), -1).contiguous(), build(rows, 10_000))
     assert len(set(tokens.tolist())) == len(rows)
 
@@ -152,9 +155,13 @@ def kept_by_sampler(logits, rows):
 
 
 def test_cuts_keep_what_a_naive_reference_keeps():
-    rows = [RowSampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-            for temperature in (0.3, 1.0, 4.0) for top_k in (-1, 0, 1, 7, 60, 1000)
-            for top_p in (1e-9, 0.3, 0.95, 1.0) for min_p in (0.0, 0.02, 1.0)]
+    rows = [
+        RowSampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        for temperature in (0.3, 1.0, 4.0)
+        for top_k in (-1, 0, 1, 7, 60, 1000)
+        for top_p in (1e-9, 0.3, 0.95, 1.0)
+        for min_p in (0.0, 0.02, 1.0)
+    ]
     logits = random_logits(len(rows), 60)
     for row, values, kept in zip(rows, logits.double().numpy(), kept_by_sampler(logits, rows), strict=True):
         assert kept == naive_kept(values, row), row
@@ -183,17 +190,29 @@ def test_top_p_of_a_flat_row_keeps_exactly_its_share():
 
 
 def test_only_rows_that_need_it_are_sorted():
-    rows = [RowSampling(top_k=3, top_p=0.5, min_p=0.1), RowSampling(temperature=1.0, top_k=10),
-            RowSampling(temperature=1.0, top_k=9), RowSampling(temperature=1.0, top_p=0.9, min_p=0.2)]
+    rows = [
+        RowSampling(top_k=3, top_p=0.5, min_p=0.1),
+        RowSampling(temperature=1.0, top_k=10),
+        RowSampling(temperature=1.0, top_k=9),
+        RowSampling(temperature=1.0, top_p=0.9, min_p=0.2),
+    ]
     batch = build(rows, 10)
     assert batch.sort_rows.tolist() == [2, 3] and batch.min_p_rows.tolist() == [3] and batch.needs_sort
 
 
-@pytest.mark.parametrize("row", [
-    RowSampling(temperature=1.0), RowSampling(temperature=1.0, top_k=2), RowSampling(temperature=1.0, top_p=0.5),
-    RowSampling(temperature=1.0, min_p=0.5), RowSampling(temperature=1e300), RowSampling(temperature=1e-5),
-    RowSampling(temperature=1.0, top_k=2, top_p=1e-30, min_p=1.0), RowSampling(),
-])
+@pytest.mark.parametrize(
+    "row",
+    [
+        RowSampling(temperature=1.0),
+        RowSampling(temperature=1.0, top_k=2),
+        RowSampling(temperature=1.0, top_p=0.5),
+        RowSampling(temperature=1.0, min_p=0.5),
+        RowSampling(temperature=1e300),
+        RowSampling(temperature=1e-5),
+        RowSampling(temperature=1.0, top_k=2, top_p=1e-30, min_p=1.0),
+        RowSampling(),
+    ],
+)
 def test_infinite_scores_and_extreme_settings_give_a_token_that_may_come(row):
     inf = torch.inf
     logits = torch.tensor([[-inf, -inf, 1.0, -inf], [-inf, 3e38, -3e38, -inf], [0.0, inf, 1.0, -inf], [-inf] * 4])
@@ -217,10 +236,14 @@ def test_repetition_penalty_equals_that_of_transformers(penalty):
 def test_tokens_the_host_has_not_read_are_penalised_as_if_it_had():
     logits = random_logits(3, 20)
     unread = torch.tensor([2, 4, 6])
-    rows = [RowSampling(temperature=1.0, repetition_penalty=p, penalty_token_ids=[1], seed=i, step=5)
-            for i, p in enumerate((5.0, 1.0, 0.2))]
-    read = [RowSampling(**{**vars(row), "penalty_token_ids": [1, token], "step": 6})
-            for row, token in zip(rows, unread.tolist(), strict=True)]
+    rows = [
+        RowSampling(temperature=1.0, repetition_penalty=p, penalty_token_ids=[1], seed=i, step=5)
+        for i, p in enumerate((5.0, 1.0, 0.2))
+    ]
+    read = [
+        RowSampling(**{**vars(row), "penalty_token_ids": [1, token], "step": 6})
+        for row, token in zip(rows, unread.tolist(), strict=True)
+    ]
     advanced, rebuilt = build(rows, 20).advance(unread), build(read, 20)
     assert torch.equal(sampler._penalise(logits, advanced), sampler._penalise(logits, rebuilt))
     assert torch.equal(sample(logits, advanced), sample(logits, rebuilt))
@@ -242,8 +265,18 @@ def test_banned_tokens_do_not_come_before_min_tokens_and_may_afterwards():
 def test_a_row_from_params_carries_all_of_them():
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1, min_tokens=2)
     row = RowSampling.from_params(params, seed=9, step=1, penalty_token_ids={5}, end_token_ids=(6,))
-    assert row == RowSampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=9, step=1,
-                              penalty_token_ids={5}, banned_token_ids=(6,), min_tokens=2)
+    assert row == RowSampling(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        seed=9,
+        step=1,
+        penalty_token_ids={5},
+        banned_token_ids=(6,),
+        min_tokens=2,
+    )
     later = RowSampling.from_params(SamplingParams(), seed=9, step=2, penalty_token_ids={5}, end_token_ids=(6,))
     assert later.penalty_token_ids == () and later.banned_token_ids == ()
 
@@ -294,8 +327,12 @@ def kernels():
 
 @pytest.mark.parametrize("vocab_size", [1, 300, 2048, 5001])
 def test_triton_draws_the_tokens_of_the_reference(kernels, vocab_size):
-    rows = [RowSampling(temperature=t, seed=seed, step=step)
-            for seed in (0, 2**64 - 1, 12345) for step in (0, 77) for t in (0.0, 0.3, 1.5)]
+    rows = [
+        RowSampling(temperature=t, seed=seed, step=step)
+        for seed in (0, 2**64 - 1, 12345)
+        for step in (0, 77)
+        for t in (0.0, 0.3, 1.5)
+    ]
     logits = random_logits(len(rows), vocab_size) - 50  # all below 0: lanes beyond the vocabulary must not win
     logits[:, ::3] = -torch.inf if vocab_size > 1 else 0
     batch = build(rows, vocab_size)

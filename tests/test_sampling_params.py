@@ -14,8 +14,18 @@ from nanoinfer.sampling_params import SamplingParams
 def test_defaults_are_those_of_vllm():
     params = SamplingParams()
     assert dataclasses.asdict(params) == {
-        "n": 1, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
-        "max_tokens": 16, "min_tokens": 0, "stop": (), "stop_token_ids": (), "ignore_eos": False, "seed": None,
+        "n": 1,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "stop": (),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "seed": None,
         "logprobs": None,
     }
 
@@ -88,10 +98,17 @@ def test_min_tokens_above_max_tokens_are_refused_with_both_values():
     assert SamplingParams(min_tokens=16).min_tokens == 16
 
 
-@pytest.mark.parametrize("values", [
-    {"n": 3, "temperature": 0, "top_k": -1, "top_p": 1, "min_p": 1, "repetition_penalty": 1e-3, "logprobs": 0},
-    {"seed": 0}, {"seed": 2**64 - 1}, {"logprobs": 20}, {"max_tokens": 10**9}, {"top_k": 10**6},
-])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"n": 3, "temperature": 0, "top_k": -1, "top_p": 1, "min_p": 1, "repetition_penalty": 1e-3, "logprobs": 0},
+        {"seed": 0},
+        {"seed": 2**64 - 1},
+        {"logprobs": 20},
+        {"max_tokens": 10**9},
+        {"top_k": 10**6},
+    ],
+)
 def test_values_at_the_edge_of_their_range_are_taken(values):
     params = SamplingParams(**values)
     assert {name: getattr(params, name) for name in values} == values
@@ -126,8 +143,11 @@ def test_greedy_is_what_is_too_cold_to_divide_by():
 
 @pytest.mark.parametrize("kind", [TypeError, ValueError])
 def test_an_unknown_argument_is_refused_with_the_nearest_name(kind):
-    with pytest.raises(kind, match="SamplingParams got an unknown argument 'temprature': did you mean 'temperature'\\? "
-                                   "Allowed: n, temperature, .*logprobs\\."):
+    with pytest.raises(
+        kind,
+        match="SamplingParams got an unknown argument 'temprature': did you mean 'temperature'\\? "
+        "Allowed: n, temperature, .*logprobs\\.",
+    ):
         SamplingParams(temprature=0.5)
 
 

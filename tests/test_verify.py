@@ -18,9 +18,7 @@ MODELS = {
     "gemma3": dict(family="gemma3", sliding_window=24),
     "llama": dict(family="llama"),
 }
-SMALL = dict(
-    context=96, output_len=10, device="cpu", block_size=16, ring_slot_bytes=2**13, num_ring_slots=2, seed=3
-)
+SMALL = dict(context=96, output_len=10, device="cpu", block_size=16, ring_slot_bytes=2**13, num_ring_slots=2, seed=3)
 RUNS = ["resident", "streamed", "mixture", "switch", "auto"]
 LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4
 BLOCK_BYTES = 3 * LAYER_BLOCK_BYTES
@@ -301,7 +299,9 @@ def test_the_command_prints_the_report_and_returns_zero(paths, capsys, monkeypat
     printed = capsys.readouterr()
     assert printed.out.splitlines()[0].startswith("LlamaForCausalLM")
     assert "bit for bit" in printed.out and printed.out.splitlines()[-1].startswith("identical: ")
-    monkeypatch.setattr("nanoinfer.verify.check.SimulatedRuntime", lambda poison: CorruptingRuntime(corrupt_one_byte_of_each))
+    monkeypatch.setattr(
+        "nanoinfer.verify.check.SimulatedRuntime", lambda poison: CorruptingRuntime(corrupt_one_byte_of_each)
+    )
     assert cli.main([*arguments, "--requests", "2"]) == 1
     assert "DIFFERENT in " in capsys.readouterr().out.splitlines()[-1]
 

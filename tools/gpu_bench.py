@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """The project's GPU measurements, each with the floors of the same run, written to docs/measurements/latest.json.
 
-    make gpu-bench            or            python tools/gpu_bench.py --only one_sequence_32k,resident
+make gpu-bench            or            python tools/gpu_bench.py --only one_sequence_32k,resident
 """
 
 from __future__ import annotations

@@ -38,9 +38,7 @@ class Bench:
         self._open: list[tuple[Row, list[int], int]] = []
 
     def llm(self, shape: str, **arguments) -> LLM:
-        defaults = dict(
-            load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=False
-        )
+        defaults = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=False)
         with tempfile.TemporaryDirectory() as directory:
             return LLM(write_shape(shape, directory), **(defaults | arguments))
 
@@ -199,7 +197,9 @@ def streamed_batches(bench: Bench) -> dict:
     cases = {
         "8 x 32k": [bench.tokens(32768)] * max(2, 8 // bench.scale),
         "64 x 2k to 6k": [bench.tokens(generator.randint(2048, 6144)) for _ in range(max(2, 64 // bench.scale))],
-        "256 x 100 to 1,000": [generator.randint(100, 1000) // bench.scale + 40 for _ in range(max(2, 256 // bench.scale))],
+        "256 x 100 to 1,000": [
+            generator.randint(100, 1000) // bench.scale + 40 for _ in range(max(2, 256 // bench.scale))
+        ],
     }
     output_len = 200
     num_tokens = max(sum(lengths) + (output_len + 32) * len(lengths) for lengths in cases.values())

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Writes the measured tables of README.md and docs/offload.md from docs/measurements/latest.json.
 
-    python tools/measured.py            (after make gpu-bench)
+python tools/measured.py            (after make gpu-bench)
 """
 
 from __future__ import annotations
@@ -75,7 +75,12 @@ def prefill(record: dict) -> str:
 def planner(record: dict) -> str:
     """What the planner said and what was used."""
     rows = [
-        [name, f"{case['planned_bytes'] / GIB:.3f}", f"{case['peak_bytes'] / GIB:.3f}", f"{case['planned_to_peak']:.4f}"]
+        [
+            name,
+            f"{case['planned_bytes'] / GIB:.3f}",
+            f"{case['peak_bytes'] / GIB:.3f}",
+            f"{case['planned_to_peak']:.4f}",
+        ]
         for name, case in record["cases"]["planner"].items()
         if isinstance(case, dict)
     ]
@@ -95,7 +100,10 @@ def auto(record: dict) -> str:
          f"{case['tokens_per_second']:,.0f}", "yes" if case["bit_identical"] else "NO"]
         for name, case in record["cases"]["auto_3x"].items() if isinstance(case, dict)
     ]  # fmt: skip
-    return _table(["32 requests of 200 + 600 tokens", "GPU blocks", "preemptions", "streamed, GB", "tokens/s", "same tokens"], rows)
+    return _table(
+        ["32 requests of 200 + 600 tokens", "GPU blocks", "preemptions", "streamed, GB", "tokens/s", "same tokens"],
+        rows,
+    )
 
 
 def other(record: dict) -> str:

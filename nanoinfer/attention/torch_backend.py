@@ -125,9 +125,7 @@ class TorchBackend(AttentionBackend):
         l.mul_(alpha).add_(p.sum(-1))
         m.copy_(m_new)
 
-    def _begin(
-        self, state: PrefillState | None, begin: int, end: int, resume: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _begin(self, state: PrefillState | None, begin: int, end: int, resume: bool) -> tuple[Tensor, Tensor, Tensor]:
         spec, num_queries = self.spec, end - begin
         heads = (spec.num_kv_heads, spec.group_size, num_queries)
         if not resume:

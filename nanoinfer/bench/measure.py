@@ -99,7 +99,9 @@ def measure(
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=0 if with_logprobs else None)
+    params = SamplingParams(
+        temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=0 if with_logprobs else None
+    )
     prompts = random_prompts(engine.vocab_size, lengths, seed)
     names = [f"bench-{i}" for i in range(len(prompts))]
     row = Row(mode=llm.mode, batch=len(lengths), context=max(lengths))

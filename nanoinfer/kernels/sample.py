@@ -66,9 +66,7 @@ def _tile_argmax_kernel(
     scale = tl.load(temperature + row)
     scale = tl.where(scale < GREEDY, 1.0, scale)
     scaled = tl.where(score == high, 0.0, (score - high) / scale)
-    bits = noise_bits(
-        tl.load(seed + row).to(tl.uint64), tl.load(step + row).to(tl.uint64), token_ids.to(tl.uint32)
-    )
+    bits = noise_bits(tl.load(seed + row).to(tl.uint64), tl.load(step + row).to(tl.uint64), token_ids.to(tl.uint32))
     noisy = scaled + gumbel_from_bits(bits)  # the noise is finite: -inf, as beyond the vocabulary, stays -inf
     best = tl.max(noisy, axis=0)
     # The lowest id among equals; a tile of NaN matches none, and must not name a token that does not exist.
@@ -94,7 +92,16 @@ def gumbel_argmax(
     best_score = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=scores.device)
     best_id = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=scores.device)
     _tile_argmax_kernel[(num_rows, num_tiles)](
-        scores.contiguous(), row_max, temperature, seed, step, best_score, best_id, vocab_size, num_tiles,
-        TILE=TILE_TOKENS, GREEDY=GREEDY_TEMPERATURE,
+        scores.contiguous(),
+        row_max,
+        temperature,
+        seed,
+        step,
+        best_score,
+        best_id,
+        vocab_size,
+        num_tiles,
+        TILE=TILE_TOKENS,
+        GREEDY=GREEDY_TEMPERATURE,
     )
     return best_id.gather(1, best_score.argmax(dim=-1, keepdim=True))[:, 0]

@@ -97,9 +97,7 @@ def verify(
     return Verdict(setting=describe(machine, workload, plan), runs=reports, is_exact=machine.is_exact)
 
 
-def _check_arguments(
-    num_requests: int, context: int | None, output_len: int, engine_arguments: dict[str, Any]
-) -> None:
+def _check_arguments(num_requests: int, context: int | None, output_len: int, engine_arguments: dict[str, Any]) -> None:
     for name in OWN_ARGUMENTS:
         if name in engine_arguments:
             raise ValueError(f"{name}={engine_arguments[name]!r}: verify chooses it for each run, leave it out")

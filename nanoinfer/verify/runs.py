@@ -42,7 +42,9 @@ def make_runs(workload: Workload, plan: MemoryPlan) -> list[Run]:
     chunk = workload.prefill_tokens // workload.block_size
     crowded = max(sum(workload.prompt_blocks[:num_crowded]), chunk + max(2, num_crowded))
     return [
-        Run("resident", "every KV block on the GPU", dict(enable_cpu_offload=False), min_gpu_blocks=workload.num_blocks),
+        Run(
+            "resident", "every KV block on the GPU", dict(enable_cpu_offload=False), min_gpu_blocks=workload.num_blocks
+        ),
         Run(
             "streamed",
             "offload mode, every full block streams",
@@ -140,7 +142,9 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
     recorder.collect(keep=0)
     stats = engine.stats()
     if engine.config.enable_cpu_offload == "auto" and engine.mode != "offload":
-        raise LeftOut("the GPU pool did not fill up, so offload mode was never entered: ask for a longer context or output")
+        raise LeftOut(
+            "the GPU pool did not fill up, so offload mode was never entered: ask for a longer context or output"
+        )
     if stats["host_blocks_total"]:
         report.facts.append(f"{stats['streamed_bytes'] / 2**20:,.1f} MiB streamed")
         report.facts.append(f"at most {most_resident} full blocks stayed on the GPU")

@@ -42,7 +42,9 @@ def test_activation(size, activation, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize("size, num_rows, offset", [(48, 10, False), (2560, 9728, True), (9728, 2560, False), (600, 21, True)])
+@pytest.mark.parametrize(
+    "size, num_rows, offset", [(48, 10, False), (2560, 9728, True), (9728, 2560, False), (600, 21, True)]
+)
 def test_one_row_through_a_projection(size, num_rows, offset, activation, dtype):
     from layer_kernel_cases import check_vector_linear
 

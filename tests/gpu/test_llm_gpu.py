@@ -12,6 +12,7 @@ from nanoinfer import LLM, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+
 @pytest.fixture(autouse=True)
 def collected():
     yield

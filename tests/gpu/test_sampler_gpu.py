@@ -21,8 +21,9 @@ def mixed_rows(num_rows):
         {"temperature": 0.8, "repetition_penalty": 1.2, "penalty_token_ids": range(0, VOCAB_SIZE, 7)},
         {"temperature": 1.0, "banned_token_ids": (1, 2), "min_tokens": 10_000},
     ]
-    return [RowSampling(seed=(i * 0x9E3779B97F4A7C15) % 2**64, step=i, **kinds[i % len(kinds)])
-            for i in range(num_rows)]
+    return [
+        RowSampling(seed=(i * 0x9E3779B97F4A7C15) % 2**64, step=i, **kinds[i % len(kinds)]) for i in range(num_rows)
+    ]
 
 
 def random_logits(num_rows, vocab_size=VOCAB_SIZE):
@@ -48,8 +49,9 @@ def test_compiled_noise_decides_as_the_reference_where_all_scores_are_equal():
 
 def test_a_row_draws_the_same_token_alone_anywhere_in_a_batch_and_in_any_batch_size_on_cuda():
     rows, logits = mixed_rows(28), random_logits(28).cuda()
-    alone = [sample(logits[i : i + 1], SamplingBatch.build([row], "cuda", VOCAB_SIZE)).item()
-             for i, row in enumerate(rows)]
+    alone = [
+        sample(logits[i : i + 1], SamplingBatch.build([row], "cuda", VOCAB_SIZE)).item() for i, row in enumerate(rows)
+    ]
     for size in (2, 3, 7, 64, 257):
         picks = torch.randint(0, 28, (size,), generator=torch.Generator().manual_seed(size))
         batch = SamplingBatch.build([rows[i] for i in picks], "cuda", VOCAB_SIZE)
@@ -84,8 +86,18 @@ def test_a_step_never_waits_for_the_gpu():
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 151_936), (64, 151_936), (16, 32_000)])
 def test_memory_stays_below_the_stated_workspace(num_rows, vocab_size):
     logits = random_logits(num_rows, vocab_size).cuda()
-    rows = [RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
-                        penalty_token_ids=range(100), seed=i) for i in range(num_rows)]
+    rows = [
+        RowSampling(
+            temperature=1.0,
+            top_k=50,
+            top_p=0.9,
+            min_p=0.01,
+            repetition_penalty=1.1,
+            penalty_token_ids=range(100),
+            seed=i,
+        )
+        for i in range(num_rows)
+    ]
     batch = SamplingBatch.build(rows, "cuda", vocab_size)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
