@@ -253,9 +253,9 @@ def test_the_command_generates_and_reports_errors_in_one_line(tmp_path, capsys):
 def test_the_gpu_record_can_be_made_without_a_gpu(tmp_path):
     """Scaled down, for the code's sake: the figures mean nothing."""
     out = tmp_path / "made" / "record.json"
-    only = "pin_16gib,one_sequence_32k,hf_offloaded,planner,auto_3x"
+    only = "pin_16gib,one_sequence_32k,hf_offloaded,auto_3x"
     arguments = ["--shape", "tiny", "--scale", "128", "--only", only, "--out", str(out)]
-    subprocess.run([*GPU_BENCH, *arguments], check=True, capture_output=True, timeout=200)
+    subprocess.run([*GPU_BENCH, *arguments], check=True, capture_output=True, timeout=500)
     record = json.loads(out.read_text())
     assert len(record["source_sha256"]) == 64 and set(record["cases"]) == set(only.split(","))
     assert not [name for name, case in record["cases"].items() if "failed" in case]

@@ -1,5 +1,6 @@
 """`nanoinfer verify`: clean engines are identical, planted faults are found, and nothing is left out in silence."""
 
+import gc
 import math
 
 import pytest
@@ -22,6 +23,17 @@ SMALL = dict(context=96, output_len=10, device="cpu", block_size=16, ring_slot_b
 RUNS = ["resident", "streamed", "mixture", "switch", "auto"]
 LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4
 BLOCK_BYTES = 3 * LAYER_BLOCK_BYTES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def many_small_runs():
+    """Cheap runs: threads cost more than they bring here, and a collection passes over what was imported."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
