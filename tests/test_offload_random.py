@@ -1,0 +1,109 @@
+"""Anything at any time: random settings, shared beginnings, arrivals, aborts and switches, in a random order of streams.
+
+Each request gets the tokens that it gets alone in an engine that holds everything, and both pools are as before.
+"""
+
+import random
+
+import pytest
+from engines import assert_pools_as_before, make_engine, outcome, random_prompts, run
+from tiny_models import make_checkpoint
+
+from nanoinfer import LLMEngine, SamplingParams
+from offload import SimulatedRuntime
+
+BLOCK_SIZE = 16
+LAYER_BLOCK_BYTES = 2 * BLOCK_SIZE * 16 * 4  # K and V, one head of 16, float32
+BLOCK_BYTES = 2 * LAYER_BLOCK_BYTES
+FIELDS = dict(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=2)
+FAMILIES = {"qwen3": FIELDS, "llama": FIELDS, "gemma3": FIELDS | dict(sliding_window=24)}
+MAX_STEPS = 3000
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    return {name: make_checkpoint(name, tmp_path_factory.mktemp(name), **FAMILIES[name]) for name in FAMILIES}
+
+
+def draw_requests(generator: random.Random, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Greedy and sampled, some with log-probabilities or two completions, some with a common beginning."""
+    common = random_prompts(1, 64, 64, seed=seed % 5)[0]
+    requests = []
+    for i in range(generator.randint(2, 7)):
+        prompt = random_prompts(1, 1, generator.choice([5, 40, 120]), seed=seed * 7 + i)[0]
+        if generator.random() < 0.4:
+            prompt = common[: generator.choice([16, 32, 50, 64])] + prompt
+        params = SamplingParams(
+            temperature=generator.choice([0, 0.9]),
+            seed=i,
+            max_tokens=generator.randint(1, 60),
+            ignore_eos=True,
+            n=generator.choice([1, 1, 1, 2]),
+            logprobs=generator.choice([None, None, None, 1]),
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+def draw_engine(generator: random.Random, path, seed: int) -> LLMEngine:
+    """Pools, ring, budget and rows of any size that is allowed."""
+    mode, chunk, rows = generator.choice(["auto", "auto", True, False]), generator.choice([16, 32, 64]), 1 + seed % 5
+    fewest = max(12, chunk // BLOCK_SIZE + 3 + rows) if mode else 20
+    return make_engine(
+        path,
+        SimulatedRuntime(generator.choice([None, seed, seed])),
+        enable_cpu_offload=mode,
+        max_num_seqs=rows,
+        max_model_len=256,
+        max_num_batched_tokens=chunk,
+        enable_prefix_caching=generator.random() < 0.6,
+        num_gpu_blocks_override=generator.randint(fewest, 40),
+        host_memory_limit=generator.choice([40, 80, 200]) * BLOCK_BYTES,
+        ring_slot_bytes=generator.choice([1, 2, 3]) * LAYER_BLOCK_BYTES,
+        num_ring_slots=generator.choice([2, 3, 4]),
+        resident_kv_limit=generator.choice([None, None, 0, 3 * BLOCK_BYTES, 9 * BLOCK_BYTES]),
+    )
+
+
+def play(engine: LLMEngine, requests: list, generator: random.Random) -> tuple[list, set[int]]:
+    """Adds, aborts and switches at random while the engine runs; returns the requests and the aborted ones' numbers."""
+    added, aborted = [], set()
+    for _ in range(MAX_STEPS):
+        while len(added) < len(requests) and (generator.random() < 0.3 or not engine.has_work):
+            added.append(engine.add_request(str(len(added)), *requests[len(added)]))
+        if not engine.has_work:
+            return added, aborted
+        running = [i for i, request in enumerate(added) if not request.is_finished]
+        if running and generator.random() < 0.02:
+            victim = generator.choice(running)
+            aborted.add(victim)
+            engine.abort(str(victim))
+        if generator.random() < 0.03:
+            try:
+                engine.switch_mode("resident" if engine.mode == "offload" else "offload")
+            except ValueError:
+                pass  # refused: what runs has no room there
+        engine.step()
+    pytest.fail("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("first_seed", range(0, 36, 6))
+@pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
+def test_every_request_gets_what_it_gets_alone(paths, first_seed):
+    num_streaming = 0
+    for seed in range(first_seed, first_seed + 6):
+        generator = random.Random(seed)
+        path = paths[generator.choice(list(FAMILIES))]
+        requests = draw_requests(generator, seed)
+        wide = make_engine(path, max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64)
+        engine = draw_engine(generator, path, seed)
+        added, aborted = play(engine, requests, generator)
+        for i, (request, pair) in enumerate(zip(added, requests, strict=True)):
+            ((*wanted,),) = run(wide, [pair[0]], [pair[1]])
+            for (tokens, _, reason), (wanted_tokens, _, wanted_reason) in zip(outcome(request), wanted, strict=True):
+                is_whole = (tokens, reason) == (wanted_tokens, wanted_reason)
+                is_beginning = i in aborted and tokens == wanted_tokens[: len(tokens)]
+                assert is_whole or is_beginning, f"seed {seed}, request {i}"
+        num_streaming += engine.stats()["streamed_bytes"] > 0
+        assert_pools_as_before(engine)
+    assert num_streaming, "nothing streamed in any of them"
