@@ -12,6 +12,21 @@ from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.kv_cache import NO_BLOCK
 from offload import Runtime
 
+# Every wait, by name, that offload mode needs.
+RULES = [
+    "gpu_block.reuse_after_write_through",
+    "host.read_after_step",
+    "host_block.reuse_after_copies",
+    "ring.attention_after_fill",
+    "ring.fill_after_attention",
+    "ring.fill_after_write_through",
+    "staging.fill_after_upload",
+    "write_through.after_kv_is_written",
+]
+# "staging.fill_after_upload" cannot be missed in an engine: there are two buffers, each table is uploaded at most once in
+# a step, and step n is read before step n + 2 is launched. test_offload_streams.py shows that rule.
+RULES_SEEN_BY_AN_ENGINE = [rule for rule in RULES if rule != "staging.fill_after_upload"]
+
 VOCAB = 160
 COMMON = dict(
     block_size=16,

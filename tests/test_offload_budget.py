@@ -8,7 +8,17 @@ import random
 from collections import Counter
 
 import pytest
-from engines import VOCAB, assert_pools_as_before, make_engine, outcome, random_prompts, run, some_params
+from engines import (
+    RULES,
+    RULES_SEEN_BY_AN_ENGINE,
+    VOCAB,
+    assert_pools_as_before,
+    make_engine,
+    outcome,
+    random_prompts,
+    run,
+    some_params,
+)
 from request_helpers import Script, play, shrink_gpu_pool
 from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -327,16 +337,6 @@ def test_blocks_that_came_back_through_the_ring_serve_others_in_resident_mode_wi
 # Waits
 
 
-RULES = [
-    "gpu_block.reuse_after_write_through",
-    "host.read_after_step",
-    "host_block.reuse_after_copies",
-    "ring.attention_after_fill",
-    "ring.fill_after_attention",
-    "ring.fill_after_write_through",
-    "staging.fill_after_upload",
-    "write_through.after_kv_is_written",
-]
 TIGHT = OFFLOAD | dict(
     max_num_seqs=3,
     max_num_batched_tokens=48,
@@ -366,9 +366,7 @@ def test_every_order_of_the_streams_gives_the_same_bits_with_a_host_that_runs_ah
         assert play_tight(path_of, seed)[0] == wanted, f"seed {seed}"
 
 
-# "staging.fill_after_upload" cannot be reached from here: there are two buffers, each table is uploaded at most once in
-# a step, and step n is read before step n + 2 is launched. test_offload_streams.py shows that rule.
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "staging.fill_after_upload"])
+@pytest.mark.parametrize("rule", RULES_SEEN_BY_AN_ENGINE)
 def test_each_wait_removed_is_noticed(path_of, rule):
     wanted = play_tight(path_of, None)[0]
     for seed in range(60):
