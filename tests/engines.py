@@ -12,6 +12,10 @@ from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.kv_cache import NO_BLOCK
 from offload import Runtime
 
+# The smallest model: float32, and blocks of 16 tokens with K and V of one head of 16.
+SMALL = dict(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+LAYER_BLOCK_BYTES = 2 * 16 * 16 * 4
+BLOCK_BYTES = 2 * LAYER_BLOCK_BYTES
 # Every wait, by name, that offload mode needs.
 RULES = [
     "gpu_block.reuse_after_write_through",

@@ -3,15 +3,22 @@
 import re
 
 import pytest
-from engines import assert_pools_as_before, make_engine, outcome, random_prompts, run
+from engines import (
+    BLOCK_BYTES,
+    LAYER_BLOCK_BYTES,
+    SMALL,
+    assert_pools_as_before,
+    make_engine,
+    outcome,
+    random_prompts,
+    run,
+)
 from request_helpers import record_batches
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
 from offload import SimulatedRuntime
 
-LAYER_BLOCK_BYTES = 2 * 16 * 16 * 4  # K and V, 16 tokens, one head of 16, float32
-BLOCK_BYTES = 2 * LAYER_BLOCK_BYTES
 ARGUMENTS = dict(
     max_num_seqs=4,
     max_num_batched_tokens=32,
@@ -24,10 +31,8 @@ ARGUMENTS = dict(
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3"])
 def path(request, tmp_path_factory):
-    fields = dict(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=2)
-    if request.param == "gemma3":
-        fields["sliding_window"] = 24
-    return make_checkpoint(request.param, tmp_path_factory.mktemp("model"), **fields)
+    window = dict(sliding_window=24) if request.param == "gemma3" else {}
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("model"), **SMALL, **window)
 
 
 def auto_engine(path, num_gpu_blocks: int, seed: int | None = None, **arguments) -> LLMEngine:

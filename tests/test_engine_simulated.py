@@ -4,6 +4,7 @@ import pytest
 from engines import (
     RULES,
     RULES_SEEN_BY_AN_ENGINE,
+    SMALL,
     assert_pools_as_before,
     make_engine,
     random_prompts,
@@ -29,9 +30,7 @@ SCENARIOS = {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return make_checkpoint(
-        "qwen3", tmp_path_factory.mktemp("model"), num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
-    )
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), **SMALL)
 
 
 @pytest.fixture(scope="module")

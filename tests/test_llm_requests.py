@@ -4,6 +4,7 @@
 """
 
 import pytest
+import torch
 from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, outcome, random_prompts, run, some_params
 from request_helpers import shrink_gpu_pool
 from tiny_models import make_checkpoint
@@ -12,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.runner import ModelRunner
+from nanoinfer.saved_kv import SavedKV
 from nanoinfer.sequence import SequenceState
-from offload import OffloadEngine
+from offload import KVLayout, OffloadEngine
 
 BOTH_MODES = pytest.mark.parametrize("enable_cpu_offload", [False, True], ids=["resident", "offload"])
 LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4  # K and V, 16 tokens, 2 heads of 16, float32
@@ -129,6 +131,12 @@ def test_an_error_anywhere_in_a_step_frees_what_it_held_and_nothing_else(path, p
                     assert reason == "length" and tokens == wanted[i][0][0]
             assert_pools_as_before(engine)
         assert run(engine, prompts, params) == wanted, "the engine goes on as if nothing had happened"
+
+
+def test_kv_for_which_the_host_has_no_room_is_a_memory_error():
+    layout = KVLayout(num_layers=1, block_size=16, num_kv_heads=2**20, head_dim=2**20, dtype=torch.float32)
+    with pytest.raises(MemoryError, match="no host memory for the KV of a preempted sequence"):
+        SavedKV.save(layout, torch.empty(0), [0] * 100)
 
 
 def test_preemption_without_host_memory_ends_the_call_and_frees_everything(path, monkeypatch):

@@ -6,15 +6,22 @@
 import functools
 
 import pytest
-from engines import RULES, RULES_SEEN_BY_AN_ENGINE, assert_pools_as_before, make_engine, random_prompts, some_params
+from engines import (
+    BLOCK_BYTES,
+    RULES,
+    RULES_SEEN_BY_AN_ENGINE,
+    SMALL,
+    assert_pools_as_before,
+    make_engine,
+    random_prompts,
+    some_params,
+)
 from request_helpers import Script, play
 from tiny_models import make_checkpoint
 
 from offload import RaceError, SimulatedRuntime
 
 NUM_SEEDS = 30
-SMALL = dict(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
-BLOCK_BYTES = 2 * 2 * 16 * 16 * 4  # 2 layers, K and V, 16 tokens, one head of 16, float32
 TIGHT = dict(max_num_seqs=3, max_num_batched_tokens=48, max_model_len=128, num_ring_slots=2, ring_slot_bytes=2048)
 PAIRS = list(zip(random_prompts(6, 30, 90, seed=3), some_params(6, max_tokens=14)[::-1], strict=True))
 PREFIX = random_prompts(1, 50, 50, seed=5)[0]

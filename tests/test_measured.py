@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
+
+from nanoinfer import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,3 +35,13 @@ def test_a_table_follows_the_record():
     found = measured.fill_in(text, record)
     assert "| 1 x 1024 | 123.46 |" in found and "old" not in found
     assert found.startswith("before\n<!-- measured: resident -->\n") and found.endswith("\n<!-- end -->\nafter\n")
+
+
+@pytest.mark.parametrize("name, num_samples", [("planner", 2), ("verify", 1)])
+def test_the_samples_are_what_the_commands_print(name, num_samples, capsys):
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    samples = re.findall(r"```\n\$ nanoinfer (.*?)\n(.*?)\n```", text, flags=re.DOTALL)
+    assert len(samples) == num_samples
+    for command, printed in samples:
+        cli.main(command.split())
+        assert capsys.readouterr().out.strip() == printed

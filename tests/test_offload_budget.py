@@ -9,8 +9,11 @@ from collections import Counter
 
 import pytest
 from engines import (
+    BLOCK_BYTES,
+    LAYER_BLOCK_BYTES,
     RULES,
     RULES_SEEN_BY_AN_ENGINE,
+    SMALL,
     VOCAB,
     assert_pools_as_before,
     make_engine,
@@ -27,10 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from nanoinfer import LLMEngine, SamplingParams
 from offload import RaceError, SimulatedRuntime
 
-SMALL = dict(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 FAMILIES = {"qwen3": {}, "llama": {}, "gemma3": dict(sliding_window=24, num_layers=3)}
-LAYER_BLOCK_BYTES = 2 * 16 * 16 * 4  # K and V, 16 tokens, one head of 16, float32
-BLOCK_BYTES = 2 * LAYER_BLOCK_BYTES  # of a model with 2 layers
 ARGUMENTS = dict(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=192, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
 OFFLOAD = ARGUMENTS | dict(enable_cpu_offload=True, resident_kv_limit=None)
 

@@ -8,7 +8,16 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from engines import assert_pools_as_before, make_engine, outcome, random_prompts, run
+from engines import (
+    BLOCK_BYTES,
+    LAYER_BLOCK_BYTES,
+    SMALL,
+    assert_pools_as_before,
+    make_engine,
+    outcome,
+    random_prompts,
+    run,
+)
 from request_helpers import shrink_gpu_pool
 from tiny_models import make_checkpoint
 
@@ -21,8 +30,6 @@ from nanoinfer.runner import ModelRunner, PendingTokens
 from offload import OffloadEngine, SimulatedRuntime
 from offload.pinned import PAGE_BYTES, HostArena, PinError
 
-LAYER_BLOCK_BYTES = 2 * 16 * 16 * 4  # K and V, 16 tokens, one head of 16, float32
-BLOCK_BYTES = 2 * LAYER_BLOCK_BYTES
 ARGUMENTS = dict(
     max_num_seqs=3,
     max_num_batched_tokens=32,
@@ -41,9 +48,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return make_checkpoint(
-        "qwen3", tmp_path_factory.mktemp("model"), num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
-    )
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), **SMALL)
 
 
 @pytest.fixture(scope="module")

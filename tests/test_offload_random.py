@@ -6,17 +6,23 @@ Each request gets the tokens that it gets alone in an engine that holds everythi
 import random
 
 import pytest
-from engines import assert_pools_as_before, make_engine, outcome, random_prompts, run
+from engines import (
+    BLOCK_BYTES,
+    LAYER_BLOCK_BYTES,
+    SMALL,
+    assert_pools_as_before,
+    make_engine,
+    outcome,
+    random_prompts,
+    run,
+)
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
 from offload import SimulatedRuntime
 
 BLOCK_SIZE = 16
-LAYER_BLOCK_BYTES = 2 * BLOCK_SIZE * 16 * 4  # K and V, one head of 16, float32
-BLOCK_BYTES = 2 * LAYER_BLOCK_BYTES
-FIELDS = dict(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=2)
-FAMILIES = {"qwen3": FIELDS, "llama": FIELDS, "gemma3": FIELDS | dict(sliding_window=24)}
+FAMILIES = {"qwen3": SMALL, "llama": SMALL, "gemma3": SMALL | dict(sliding_window=24)}
 MAX_STEPS = 3000
 
 

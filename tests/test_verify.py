@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
+from engines import make_engine
 from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams, cli
 from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.verify import RunReport, Verdict, verify
-from nanoinfer.verify.record import Recorded, compare
+from nanoinfer.verify.record import LogitsRecorder, Recorded, compare
 from nanoinfer.verify.workload import make_workload
 from offload import SimulatedRuntime
 
@@ -154,6 +155,28 @@ def test_a_dropped_wait_is_found_and_named(paths, rule):
     pytest.fail(f"8 seeds ran without {rule!r} and verify called them identical")
 
 
+def collect_while_a_step_runs(path, seed, dropped_rule=None):
+    """Rows of logits after a few steps, the newest of which the engine has not read; in order: what they are."""
+    engine = make_engine(path, SimulatedRuntime(seed, dropped_rule))
+    recorder = LogitsRecorder(engine.runner)
+    engine.add_request("r", [5, 6, 7], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    assert engine._in_flight is not None
+    recorder.collect(keep=0)
+    return torch.stack(recorder.rows["r"])
+
+
+def test_logits_are_fetched_once_their_step_has_run(paths):
+    wanted = collect_while_a_step_runs(paths["qwen3"], None)
+    assert len(wanted) == 4
+    for seed in range(10):
+        assert torch.equal(collect_while_a_step_runs(paths["qwen3"], seed), wanted)
+    with pytest.raises(IndexError):  # the copy is not there yet
+        for seed in range(10):
+            collect_while_a_step_runs(paths["qwen3"], seed, "verify.read_after_step")
+
+
 def test_every_legal_order_of_the_streams_is_identical(paths):
     for seed in range(3):
         verdict = verify(paths["gemma3"], **SMALL, make_runtime=lambda name, seed=seed: SimulatedRuntime(seed))
@@ -220,11 +243,18 @@ def test_an_automatic_run_that_never_spills_is_left_out_and_said(paths):
         (dict(enable_cpu_offload=True), "enable_cpu_offload=True: verify chooses it for each run"),
         (dict(num_ring_slot=3), "num_ring_slot"),
         (dict(host_memory_limit=BLOCK_BYTES), "host_memory_limit=.* holds 1 KV blocks"),
+        (dict(block_size=4096), "the model allows 4096 positions, .* needs 8202: lower block_size or output_len"),
     ],
 )
 def test_bad_arguments_are_refused(paths, arguments, message):
     with pytest.raises(ValueError, match=message):
         verify(paths["qwen3"], **(SMALL | arguments))
+
+
+def test_more_logits_than_the_host_should_keep_are_refused(paths, monkeypatch):
+    monkeypatch.setattr("nanoinfer.verify.check.MAX_LOGITS_BYTES", 35 * 160 * 4 - 1)
+    with pytest.raises(ValueError, match="35 generated tokens have .* ask for fewer requests or a shorter output"):
+        verify(paths["qwen3"], **SMALL)
 
 
 def test_requests_differ_in_length_and_fill_a_block_while_they_decode():

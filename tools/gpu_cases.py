@@ -16,7 +16,10 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.bench.floors import kv_bytes, measure_floors
 from nanoinfer.bench.hf import load_reference, measure_reference
 from nanoinfer.bench.measure import Row, add_floor, free_memory, measure, random_prompts, release
-from nanoinfer.bench.shapes import SHAPES, write_shape
+from nanoinfer.bench.shapes import write_shape
+from nanoinfer.build import spec_and_layout
+from nanoinfer.config import EngineConfig
+from nanoinfer.loader import load_config
 from offload.pinned import HostArena
 
 GIB = 2**30
@@ -75,9 +78,10 @@ class Bench:
 
 def token_bytes(shape: str) -> int:
     """KV bytes of one token over all layers."""
-    fields = SHAPES[shape]
-    size = {"bfloat16": 2, "float32": 4}[fields["dtype"]]
-    return fields["num_hidden_layers"] * 2 * fields["num_key_value_heads"] * fields["head_dim"] * size
+    with tempfile.TemporaryDirectory() as directory:
+        config = EngineConfig(model=str(write_shape(shape, directory)))
+        spec, _ = spec_and_layout(config, load_config(config.model))
+    return kv_bytes(spec, [1])
 
 
 def figures(row: Row) -> dict:
