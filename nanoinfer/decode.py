@@ -16,6 +16,7 @@ import torch
 from nanoinfer.attention.base import AttentionBackend, DecodeWork, Partials
 from nanoinfer.device_tables import DeviceTable, RowState
 from nanoinfer.kv_cache import KVCache
+from nanoinfer.layers import KVSlots
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.sequence import Sequence
 from nanoinfer.work import SplitLists, slot_records, split_lists
@@ -62,7 +63,7 @@ class DecodeProgram:
         self.counters = DecodeCounters()
         self.max_splits = max_splits
         self.rows = rows
-        self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=torch.float32, device=device)
+        self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._runtime, self._compute = runtime, compute
         self._model, self._backend, self._kv_cache, self._ring = model, backend, kv_cache, ring
@@ -71,6 +72,7 @@ class DecodeProgram:
         self._x = torch.zeros(max_batch, spec.hidden_size, dtype=spec.dtype, device=device)
         self._q = torch.zeros(heads, dtype=spec.dtype, device=device)
         self._attention = torch.zeros(heads, dtype=spec.dtype, device=device)
+        self._next = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
@@ -95,32 +97,45 @@ class DecodeProgram:
     def num_pieces(self) -> int:
         return len(self._kind) + 1
 
-    def piece(self, index: int, size: int, whole_rows: bool = False) -> None:
+    def piece(self, index: int, size: int) -> None:
         """Runs piece `index` for a padded batch of `size` rows on the current stream.
+
+        What one piece leaves for the next lies at fixed addresses, since each may be a graph of its own.
+        """
+        x = self._layer(index, size, self._x[:size])
+        if x is not None:
+            self._x[:size].copy_(x)
+
+    def _whole_step(self, size: int, whole_rows: bool) -> None:
+        x: torch.Tensor | None = None
+        for index in range(self.num_pieces):
+            x = self._layer(index, size, x, whole_rows)
+
+    def _layer(self, index: int, size: int, x: torch.Tensor | None, whole_rows: bool = False) -> torch.Tensor | None:
+        """Piece `index` on x: [size, hidden_size], which it returns for the next piece; nothing after the last one.
 
         `whole_rows` lets a backend without fixed splits attend to whole rows, which only resident mode can.
         """
-        model, backend = self._model, self._backend
-        x, attention = self._x[:size], self._attention[:size]
+        model, backend, attention = self._model, self._backend, self._attention[:size]
         if index == 0:
-            self._prepare(size)
-            x.copy_(model.embed(self.rows.token.index_select(0, self._batch_rows.tensor[:size])))
+            self._prepare(size, whole_rows)
+            hidden = model.embed(self._next[:size])
         else:
             if not whole_rows:
                 backend.merge(self._partials, self._ranges[self._kind[index - 1]].tensor[: size + 1], attention)
-            x.copy_(model.after_attention(index - 1, x, attention))
+            hidden = model.after_attention(index - 1, x, attention)
         if index == len(self._kind):
-            self._finish(size)
-            return
-        q, k, v = model.before_attention(index, x, self._positions[:size])
+            self._finish(size, hidden.normed.value)
+            return None
         kv, window, lengths = self._kv_cache.gpu_kv[index], model.spec.windows[index], self._lengths[:size]
-        backend.store_kv(k, v, kv, self._slots[:size])
-        self._q[:size].copy_(q)
+        target = KVSlots(kv, self._slots[:size], self._q[:size])
+        q = model.before_attention(index, hidden, self._positions[:size], target)
         if whole_rows:
-            backend.decode_rows(self._q[:size], kv, self._block_table[:size], lengths, attention, window)
+            backend.decode_rows(q, kv, self._block_table[:size], lengths, attention, window)
         else:
             work = self._pool_work[self._kind[index]]
-            backend.decode_partial(self._q[:size], kv, work, lengths, self._partials, window)
+            backend.decode_partial(q, kv, work, lengths, self._partials, window)
+        return hidden.x
 
     def attend_slot(self, window_index: int, ring_slot: int) -> None:
         """Attends to whatever the ring slot holds. Knows no layer: everything that varies lies in device tables."""
@@ -133,19 +148,29 @@ class DecodeProgram:
             self.windows[window_index],
         )
 
-    def _prepare(self, size: int) -> None:
-        rows = self._batch_rows.tensor[:size]
-        block_size = self._kv_cache.block_size
-        self._lengths[:size].copy_(self.rows.length.index_select(0, rows))
+    def _prepare(self, size: int, whole_rows: bool) -> None:
+        """Tokens, lengths, positions and slots of the batch."""
+        rows, state, block_size = self._batch_rows.tensor[:size], self.rows, self._kv_cache.block_size
+        if whole_rows:
+            self._block_table[:size].copy_(state.block_table.index_select(0, rows))
+        if rows.is_cuda:
+            from nanoinfer.kernels.step_inputs import step_inputs  # triton comes with CUDA builds of torch only
+
+            step_inputs(
+                rows, state.token, state.length, state.block_table,
+                self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:size], block_size,
+            )  # fmt: skip
+            return
+        self._next[:size].copy_(state.token.index_select(0, rows))
+        self._lengths[:size].copy_(state.length.index_select(0, rows))
         positions = self._positions[:size]
         positions.copy_(self._lengths[:size] - 1)
-        self._block_table[:size].copy_(self.rows.block_table.index_select(0, rows))
-        blocks = self._block_table[:size].gather(1, (positions // block_size).unsqueeze(1)).squeeze(1)
+        blocks = state.block_table[rows.long(), positions // block_size]
         self._slots[:size].copy_(blocks * block_size + positions % block_size)
 
-    def _finish(self, size: int) -> None:
+    def _finish(self, size: int, normed: torch.Tensor) -> None:
         rows = self._batch_rows.tensor[:size].long()
-        self.logits[:size].copy_(self._model.logits(self._x[:size]))
+        self.logits[:size].copy_(self._model.logits(normed))
         self.tokens[:size].copy_(self.logits[:size].argmax(dim=-1))
         self.rows.token.index_copy_(0, rows, self.tokens[:size])
         is_real = (rows != self.rows.padding_row).to(torch.int32)
@@ -197,10 +222,6 @@ class DecodeProgram:
                 for window in range(len(self.windows))
             ]
         progress("ring slot graphs")
-
-    def _whole_step(self, size: int, whole_rows: bool) -> None:
-        for index in range(self.num_pieces):
-            self.piece(index, size, whole_rows)
 
     def _reset_tables(self) -> None:
         """A batch of padding rows only, which is what the warm-up run before a capture computes."""

@@ -3,12 +3,13 @@ bfloat16 results differ by the order of sums alone.
 
 Weights are allocated, not initialised: the loader fills every one. All shapes are per token: x is [N, features].
 
-On CUDA norms, rotations and activations are fused Triton kernels, and so are whole projections of a single row; the
-torch code beside them is their reference and what runs on the CPU.
+On CUDA norms, rotations and activations are fused Triton kernels, and so are whole projections of few rows; the torch
+code beside them is their reference and what runs on the CPU.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 
@@ -44,6 +45,40 @@ def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device | str) ->
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
+@dataclass(frozen=True)
+class Normed:
+    """norm(x), the input of projections.
+
+    For one row on CUDA it may lack the division by rms(x), which the projection makes up for: so the norm costs no
+    launch. `value` is weight * x then, and `squares` [n] float32 adds up to the sum of x^2.
+    """
+
+    value: Tensor
+    squares: Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class KVSlots:
+    """Where a layer's new keys, values and queries go.
+
+    kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer of the GPU pool; slots: [N] int32 or int64, block *
+    block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim], None: a new tensor.
+    """
+
+    kv: Tensor
+    slots: Tensor
+    q: Tensor | None = None
+
+    def store(self, k: Tensor, v: Tensor) -> None:
+        """k, v: [N, num_kv_heads, head_dim]."""
+        kept = self.slots >= 0
+        slots, block_size = self.slots[kept].long(), self.kv.shape[2]
+        block, offset = slots // block_size, slots % block_size
+        self.kv[block, 0, offset] = k[kept].to(self.kv.dtype)
+        self.kv[block, 1, offset] = v[kept].to(self.kv.dtype)
+
+
 class Linear(nn.Module):
     """x @ weight.T + bias, for one or more projections of the same input, merged along the output.
 
@@ -63,11 +98,34 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def after(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        """The projection of norm(x)."""
-        if _is_one_row(x):
-            return _kernels().vector_linear(x, self.weight, self.bias, norm=norm.constants)
-        return self(norm(x))
+    def of(self, normed: Normed) -> Tensor:
+        """The projection of a norm."""
+        if self.has_kernel(normed.value):
+            return _kernels().rows_linear(normed.value, self.weight, self.bias, squares=normed.squares, eps=normed.eps)
+        return self(normed.value)
+
+    def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm, *, last: bool = False) -> tuple[Tensor, Normed]:
+        """(x + the projection of y, its norm); last: what follows is not a projection of ours."""
+        if self.bias is not None or not self.has_kernel(y):
+            total, value = norm.after_sum(x, self(y))
+            return total, Normed(value)
+        kernels = _kernels()
+        if len(y) > 1:
+            parts = kernels.rows_linear(y, self.weight, num_splits=kernels.column_splits(y.shape[1]))
+            total, value = norm.after_sum(x, parts)
+            return total, Normed(value)
+        if last:
+            total, _, _ = kernels.vector_linear(y, self.weight, x)
+            return total, Normed(norm(total))
+        total, value, squares = kernels.vector_linear(y, self.weight, x, (norm.weight, norm.offset))
+        return total, Normed(value, squares, norm.eps)
+
+    def has_kernel(self, x: Tensor) -> bool:
+        """Whether the kernels for few rows take x: [N, in_features]."""
+        if not x.is_cuda or x.element_size() != 2:  # float32 has no matrix units
+            return False
+        kernels = _kernels()
+        return len(x) <= kernels.MAX_ROWS and x.shape[1] % kernels.SIZE_STEP == 0
 
 
 class Embedding(nn.Module):
@@ -102,13 +160,8 @@ class RMSNorm(nn.Module):
             return _kernels().rms_norm(x, self.weight, self.eps, offset=self.offset)[1]
         return self.norm(x, self.weight, self.eps)
 
-    @property
-    def constants(self) -> tuple[Tensor, float, bool]:
-        """Weight, epsilon and offset, as the kernels take them."""
-        return self.weight, self.eps, self.offset
-
     def after_sum(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + other, its norm)."""
+        """(x + other, its norm). On CUDA `other` may be the parts of a sum, [parts, N, size] float32."""
         if x.is_cuda:
             return _kernels().rms_norm(x, self.weight, self.eps, offset=self.offset, other=other)
         x = x + other
@@ -149,56 +202,55 @@ class GatedMLP(nn.Module):
         self._activation, self.activation_name = find_activation(activation), activation
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x)
-        if x.is_cuda and self.has_kernel:
-            return self.down_proj(_kernels().act_and_mul(gate_up, self.activation_name))
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.down_proj(self._activation(gate) * up)
+        return self.down_proj(self.hidden(Normed(x)))
 
-    @property
-    def has_kernel(self) -> bool:
-        return self.activation_name in _kernels().ACTIVATIONS
-
-
-def two_residuals(o_proj: Linear, norm: RMSNorm, mlp: GatedMLP, x: Tensor, attn: Tensor) -> Tensor:
-    """y + mlp(norm(y)) with y = x + o_proj(attn): the end of a plain layer."""
-    if _is_one_row(x) and mlp.has_kernel:
-        kernel = _kernels().vector_linear
-        x = kernel(attn, o_proj.weight, o_proj.bias, other=x)
-        gate_up, down = mlp.gate_up_proj, mlp.down_proj
-        hidden = kernel(x, gate_up.weight, gate_up.bias, norm=norm.constants, activation=mlp.activation_name)
-        return kernel(hidden, down.weight, down.bias, other=x)
-    x, normed = norm.after_sum(x, o_proj(attn))
-    return x + mlp(normed)
+    def hidden(self, normed: Normed) -> Tensor:
+        """What `down_proj` takes: [N, intermediate_size]."""
+        projection = self.gate_up_proj
+        if normed.value.is_cuda and self.activation_name in _kernels().ACTIVATIONS:
+            if projection.has_kernel(normed.value):
+                return _kernels().rows_linear(
+                    normed.value, projection.weight, projection.bias,
+                    squares=normed.squares, eps=normed.eps, activation=self.activation_name,
+                )  # fmt: skip
+            return _kernels().act_and_mul(projection(normed.value), self.activation_name)
+        gate, up = projection.of(normed).chunk(2, dim=-1)
+        return self._activation(gate) * up
 
 
-def norm_and_rotate(
+def norm_rotate_store(
     qkv: Tensor,
     num_q_heads: int,
     num_kv_heads: int,
     norms: tuple[RMSNorm, RMSNorm] | None,
     rope: Tensor,
     positions: Tensor,
+    target: KVSlots,
 ) -> Tensor:
-    """Query and key heads with norm and position: [N, num_q_heads + num_kv_heads, head_dim].
+    """Norm and position of query and key heads; keys and values go to `target`.
 
     qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim]; norms: of a query and of a key head; rope: `rope_table`;
-    positions: [N] int64.
+    positions: [N] int64. Returns the queries, [N, num_q_heads, head_dim], packed.
     """
+    q = target.q
+    if q is None:
+        q = torch.empty(len(qkv), num_q_heads, qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
     if qkv.is_cuda:
         weights = None if norms is None else (norms[0].weight, norms[1].weight)
         eps, offset = (0.0, False) if norms is None else (norms[0].eps, norms[0].offset)
-        return _kernels().norm_rope(qkv, num_q_heads, num_kv_heads, weights, eps, offset, rope, positions)
-    qk = qkv[:, : num_q_heads + num_kv_heads]
+        _kernels().norm_rope_store(
+            qkv, num_q_heads, num_kv_heads, weights, eps, offset, rope, positions, target.kv, target.slots, q
+        )
+        return q
+    qk, v = qkv.split((num_q_heads + num_kv_heads, num_kv_heads), dim=1)
     if norms is not None:
         # [num_qk_heads, head_dim]: each head with its own weight.
         weight = torch.cat((norms[0].weight.expand(num_q_heads, -1), norms[1].weight.expand(num_kv_heads, -1)))
         qk = norms[0].norm(qk, weight, norms[0].eps)
-    return apply_rope(qk, rope, positions)
-
-
-def _is_one_row(x: Tensor) -> bool:
-    return x.is_cuda and x.shape[0] == 1
+    rotated, k = apply_rope(qk, rope, positions).split((num_q_heads, num_kv_heads), dim=1)
+    q.copy_(rotated)
+    target.store(k, v)
+    return q
 
 
 @cache

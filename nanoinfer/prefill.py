@@ -15,6 +15,7 @@ import torch
 from nanoinfer.attention.base import AttentionBackend, PrefillPiece, PrefillState
 from nanoinfer.device_tables import DeviceTable
 from nanoinfer.kv_cache import NO_BLOCK, KVCache
+from nanoinfer.layers import KVSlots
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.scheduler import PrefillChunk
 from nanoinfer.work import first_visible_block
@@ -186,7 +187,7 @@ class PrefillStep:
     Attributes:
         last: [number of chunks that end their prompt] index of each one's last token in the step.
         last_rows: the rows of these.
-        last_hidden: [number of chunks that end their prompt, hidden], filled by the last piece.
+        last_normed: [number of chunks that end their prompt, hidden_size], what the head reads; filled by the last piece.
     """
 
     program: PrefillProgram
@@ -202,7 +203,7 @@ class PrefillStep:
     slot_tables: list[torch.Tensor]
     lengths: np.ndarray
     ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
-    last_hidden: torch.Tensor = field(init=False)
+    last_normed: torch.Tensor = field(init=False)
     _x: torch.Tensor = field(init=False)
     _q: torch.Tensor | None = None
     _positions: torch.Tensor = field(init=False)
@@ -222,18 +223,19 @@ class PrefillStep:
         program, model = self.program, self.program.model
         if layer == 0:
             self._positions = self.positions.long()
-            self._x = model.embed(self.token_ids.long())
+            hidden = model.embed(self.token_ids.long())
         else:
             attention = self._attend_gpu(layer - 1)
             self._q = None  # makes room for the gated layer, the largest part of the step
-            self._x = model.after_attention(layer - 1, self._x, attention)
+            hidden = model.after_attention(layer - 1, self._x, attention)
+        self._x = hidden.x
         if layer == len(program.kind):
-            self.last_hidden = self._x.index_select(0, self.last)
+            self.last_normed = hidden.normed.value.index_select(0, self.last)
             self._state = self._out = None
             del self._x
             return
-        self._q, k, v = model.before_attention(layer, self._x, self._positions)
-        program.backend.store_kv(k, v, program.kv_cache.gpu_kv[layer], self.slots)
+        target = KVSlots(program.kv_cache.gpu_kv[layer], self.slots)
+        self._q = model.before_attention(layer, hidden, self._positions, target)
 
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         program, kind = self.program, self.program.kind[layer]

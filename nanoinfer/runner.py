@@ -17,6 +17,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.decode import DecodeProgram
 from nanoinfer.device_tables import RowState
 from nanoinfer.kv_cache import KVCache
+from nanoinfer.layers import KVSlots
 from nanoinfer.memory import GIB, MemoryPlan
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.prefill import PrefillProgram, PrefillStep
@@ -283,9 +284,9 @@ class ModelRunner:
         def choose() -> None:
             # One row alone would take the decode kernel, which adds up in another order than the library: a prompt's
             # first token would depend on whether another prompt ends in the same step.
-            hidden = step.last_hidden.expand(max(2, len(finished)), -1)
-            logits.append(self.model.logits(hidden)[: len(finished)])
-            tokens = sample(logits[0], sampling) if sampling is not None else logits[0].argmax(dim=-1)
+            normed = step.last_normed.expand(max(2, len(finished)), -1)
+            logits.append(self.model.logits(normed)[: len(finished)])
+            tokens = sample(logits[0].float(), sampling) if sampling is not None else logits[0].argmax(dim=-1)
             self._prefill_tokens[: len(finished)].copy_(tokens)
             self.decode_program.rows.token.index_copy_(0, step.last_rows.long(), tokens)
 
@@ -331,7 +332,7 @@ class ModelRunner:
         count = sampling.num_rows
         if unread:  # the host may not have read the newest tokens yet, which the repetition penalty counts
             sampling = sampling.with_unread_tokens(range(count), unread[0])
-        return sample(self.decode_program.logits[:count], sampling)
+        return sample(self.decode_program.logits[:count].float(), sampling)
 
     def _read_back(
         self, sequences: list[Sequence], tokens: torch.Tensor, logits: Callable[[], torch.Tensor | None]
@@ -343,7 +344,7 @@ class ModelRunner:
         if wanted:
             top = max(sequences[i].params.logprobs for i in wanted)
             index = torch.tensor(wanted, device=self.runtime.device)
-            self.compute.run(lambda: found.extend(logprobs_of(logits()[index], tokens[:count][index], top)))
+            self.compute.run(lambda: found.extend(logprobs_of(logits()[index].float(), tokens[:count][index], top)))
         # Two buffers: one is written while the host still reads the other.
         self._tokens_host.rotate()
         on_host, done = self._tokens_host[0]
@@ -433,19 +434,20 @@ class ModelRunner:
             query_rows=(0, tokens),
             store_state=False,
         )
-        x = self.model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
+        hidden = self.model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
         positions = torch.arange(tokens, device=device) % self.plan.max_model_len
+        target = KVSlots(kv, positions % self.layout.block_size)
         state, out = self.backend.prefill_state(tokens), None
         for _ in range(2):
-            q, k, v = self.model.before_attention(0, x, positions)
-            self.backend.store_kv(k, v, kv, positions % self.layout.block_size)
-            out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+            q, x = self.model.before_attention(0, hidden, positions, target), hidden.x
+            del hidden
+            out = torch.empty_like(q) if out is None else out
             self.backend.prefill(q, kv, piece, state, out, self.model.spec.windows[0])
-            del q, k, v
-            x = self.model.after_attention(0, x, out)
+            del q
+            hidden = self.model.after_attention(0, x, out)
         del state, out
         rows = min(self.plan.max_num_seqs, tokens)
-        self.model.logits(x[:rows]).argmax(dim=-1)
+        self.model.logits(hidden.normed.value[:rows]).argmax(dim=-1)
 
 
 def reserved_bytes(device: torch.device) -> int:

@@ -2,8 +2,8 @@
 
 import torch
 
-from nanoinfer.kernels.layers import act_and_mul, norm_rope, rms_norm, vector_linear
-from nanoinfer.layers import OffsetRMSNorm, RMSNorm, find_activation, norm_and_rotate
+from nanoinfer.kernels.layers import act_and_mul, norm_rope_store, rms_norm, rows_linear, vector_linear
+from nanoinfer.layers import KVSlots, OffsetRMSNorm, RMSNorm, find_activation, norm_rotate_store
 from nanoinfer.rope import rope_table
 
 EPS = 1e-6
@@ -29,25 +29,38 @@ def check_rms_norm(size: int, offset: bool, dtype: torch.dtype, device: str) -> 
     assert unchanged is x and is_close(normed, norm.norm(x, norm.weight, EPS))
     total, normed = rms_norm(x, norm.weight, EPS, offset=offset, other=other)
     assert torch.equal(total, x + other) and is_close(normed, norm.norm(x + other, norm.weight, EPS))
+    parts = torch.randn(3, 5, size).to(device)
+    whole = x + parts.sum(0).to(dtype)
+    total, normed = rms_norm(x, norm.weight, EPS, offset=offset, other=parts)
+    assert is_close(total, whole) and is_close(normed, norm.norm(total, norm.weight, EPS))
     alone = rms_norm(x[3:4], norm.weight, EPS, offset=offset)[1]
     assert torch.equal(alone, rms_norm(x, norm.weight, EPS, offset=offset)[1][3:4]), "a row depends on its neighbours"
 
 
-def check_norm_rope(
+def check_norm_rope_store(
     heads: tuple[int, int, int], with_norm: bool, offset: bool, dtype: torch.dtype, device: str
 ) -> None:
+    """Queries, keys and values, each where it belongs, and nothing else in the pool."""
     num_q_heads, num_kv_heads, head_dim = heads
-    num_tokens, num_heads = 5, num_q_heads + 2 * num_kv_heads
+    num_tokens, num_heads, block_size = 5, num_q_heads + 2 * num_kv_heads, 16
     wide = torch.randn(num_tokens, num_heads * head_dim + 32).to(device, dtype)
     qkv = wide[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
     table = rope_table({"rope_theta": 10000.0}, head_dim, 200, dtype, device)
     positions = torch.tensor([0, 7, 199, 3, 64], device=device)
+    slots = torch.tensor([47, 0, -1, 16, 33], device=device)
     norms = tuple(make_norm(head_dim, offset, dtype, device) for _ in range(2)) if with_norm else None
     weights = None if norms is None else (norms[0].weight, norms[1].weight)
-    got = norm_rope(qkv, num_q_heads, num_kv_heads, weights, EPS, offset, table, positions)
+    kv = torch.full((3, 2, block_size, num_kv_heads, head_dim), 7.0, dtype=dtype, device=device)
+    q = torch.full((num_tokens, num_q_heads, head_dim), 7.0, dtype=dtype, device=device)
+    want_kv = kv.cpu()
+    norm_rope_store(qkv, num_q_heads, num_kv_heads, weights, EPS, offset, table, positions, kv, slots, q)
     on_cpu = None if norms is None else tuple(norm.cpu() for norm in norms)
-    want = norm_and_rotate(qkv.cpu(), num_q_heads, num_kv_heads, on_cpu, table.cpu(), positions.cpu())
-    assert got.shape == (num_tokens, num_q_heads + num_kv_heads, head_dim) and is_close(got, want)
+    target = KVSlots(want_kv, slots.cpu())
+    want_q = norm_rotate_store(qkv.cpu(), num_q_heads, num_kv_heads, on_cpu, table.cpu(), positions.cpu(), target)
+    assert is_close(q, want_q) and is_close(kv, want_kv)
+    assert torch.equal(kv.cpu() == 7, want_kv == 7), (
+        "a slot that belongs to no token was written, or the other way round"
+    )
 
 
 def check_act_and_mul(size: int, activation: str, dtype: torch.dtype, device: str) -> None:
@@ -56,27 +69,48 @@ def check_act_and_mul(size: int, activation: str, dtype: torch.dtype, device: st
     assert is_close(act_and_mul(gate_up, activation), find_activation(activation)(gate) * up)
 
 
-def check_vector_linear(
-    size: int, num_rows: int, offset: bool, activation: str | None, dtype: torch.dtype, device: str
-):
+def check_rows_linear(
+    size: int, num_rows: int, num_tokens: int, activation: str | None, dtype: torch.dtype, device: str
+) -> None:
     """Every part on and off, against the same parts one after the other."""
     factor = 1 if activation is None else 2
-    x = torch.randn(1, size).to(device, dtype)
+    x = torch.randn(num_tokens, size).to(device, dtype)
     weight = (torch.randn(factor * num_rows, size) * size**-0.5).to(device, dtype)
-    some_bias, residual = torch.randn(factor * num_rows).to(device, dtype), torch.randn(1, num_rows).to(device, dtype)
-    norm = make_norm(size, offset, dtype, device)
-    for with_norm, bias, other in ((True, None, None), (False, some_bias, residual), (True, some_bias, residual)):
-        got = vector_linear(
-            x, weight, bias, norm=norm.constants if with_norm else None, activation=activation, other=other
-        )
-        normed = norm.norm(x, norm.weight, EPS) if with_norm else x
-        want = (normed.float() @ weight.float().T + (0 if bias is None else bias.float())).to(dtype)
+    some_bias = torch.randn(factor * num_rows).to(device, dtype)
+    squares = torch.rand(21, device=device) * size / 7
+    rms = (squares.sum() / size + EPS).sqrt()
+    for bias, divide in ((None, False), (some_bias, False), (None, True), (some_bias, True)):
+        got = rows_linear(x, weight, bias, squares=squares if divide else None, eps=EPS, activation=activation)
+        want = x.float() @ weight.float().T / (rms if divide else 1.0)
+        want = (want + (0 if bias is None else bias.float())).to(dtype)
         if activation is not None:
             gate, up = want.chunk(2, dim=-1)
             want = find_activation(activation)(gate) * up
-        if other is not None:
-            want = other + want
-        assert got.shape == (1, num_rows)
-        # Sums in another order may round to a neighbour before the gate and the residual round again.
-        tolerance = 4 * max(1e-5, torch.finfo(dtype).eps)
-        assert torch.allclose(got.float().cpu(), want.float().cpu(), rtol=tolerance, atol=tolerance)
+        assert got.shape == (num_tokens, num_rows) and _almost(got, want)
+    if activation is None and size % 128 == 0:
+        parts = rows_linear(x, weight, num_splits=2)
+        assert parts.shape == (2, num_tokens, num_rows) and parts.dtype == torch.float32
+        half = size // 2
+        assert _almost(parts[1].to(dtype), (x[:, half:].float() @ weight[:, half:].float().T).to(dtype))
+        alone = rows_linear(x[:1].contiguous(), weight)
+        assert torch.equal(alone, rows_linear(x, weight)[:1]) or num_tokens > 16, "a row depends on its neighbours"
+
+
+def check_vector_linear(size: int, num_rows: int, offset: bool, dtype: torch.dtype, device: str) -> None:
+    """The sum, and with the next projection's division the whole norm."""
+    x, other = torch.randn(1, size).to(device, dtype), torch.randn(1, num_rows).to(device, dtype)
+    weight = (torch.randn(num_rows, size) * size**-0.5).to(device, dtype)
+    norm = make_norm(num_rows, offset, dtype, device)
+    want = other + (x.float() @ weight.float().T).to(dtype)
+    total, scaled, squares = vector_linear(x, weight, other)
+    assert scaled is None and squares is None and _almost(total, want)
+    total, scaled, squares = vector_linear(x, weight, other, (norm.weight, offset))
+    assert _almost(total, want)
+    rms = (squares.sum() / num_rows + EPS).sqrt()
+    assert _almost((scaled.float() / rms).to(dtype), norm.norm(total, norm.weight, EPS))
+
+
+def _almost(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Sums in another order may round to a neighbour before the gate and the residual round again."""
+    tolerance = 4 * max(1e-5, torch.finfo(want.dtype).eps)
+    return torch.allclose(got.float().cpu(), want.float().cpu(), rtol=tolerance, atol=tolerance)

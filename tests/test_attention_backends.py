@@ -217,18 +217,3 @@ def test_prefill_reads_no_block_before_the_window(name):
     want = run_prefill(build(name, spec), q, paged, [48], [5], window)
     paged.kv[paged.tables[0][:2]] = POISON  # the first query, at 48, sees 39 and up: block 2
     assert torch.equal(run_prefill(build(name, spec), q, paged, [48], [5], window), want)
-
-
-@backends
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_store_kv_writes_the_slots_and_nothing_else(name, index_dtype, dtype):
-    spec = make_spec(q_heads=3, kv_heads=3, head_dim=16, dtype=dtype)
-    fused = torch.randn(4, 9, 16).to(dtype)
-    k, v = fused[:, 3:6], fused[:, 6:]
-    kv = torch.full((3, 2, 16, 3, 16), 9.0, dtype=dtype)
-    want = kv.clone()
-    for token, (block, offset) in enumerate([(2, 15), (0, 0), (1, 7)]):
-        want[block, 0, offset], want[block, 1, offset] = k[token], v[token]
-    build(name, spec).store_kv(k, v, kv, torch.tensor([47, 0, 23, -1], dtype=index_dtype))
-    assert torch.equal(kv, want)

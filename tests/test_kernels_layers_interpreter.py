@@ -7,7 +7,13 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
-from layer_kernel_cases import check_act_and_mul, check_norm_rope, check_rms_norm, check_vector_linear
+from layer_kernel_cases import (
+    check_act_and_mul,
+    check_norm_rope_store,
+    check_rms_norm,
+    check_rows_linear,
+    check_vector_linear,
+)
 
 # Not bfloat16: the interpreter cuts it off where a GPU rounds. float16 shows the places of rounding as well.
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -23,8 +29,8 @@ def test_rms_norm(size, offset, dtype):
 @DTYPES
 @pytest.mark.parametrize("with_norm, offset", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("heads", [(4, 2, 16), (7, 1, 80), (12, 4, 48)])
-def test_norm_and_rotation(heads, with_norm, offset, dtype):
-    check_norm_rope(heads, with_norm, offset, dtype, "cpu")
+def test_norm_rotation_and_store(heads, with_norm, offset, dtype):
+    check_norm_rope_store(heads, with_norm, offset, dtype, "cpu")
 
 
 @DTYPES
@@ -36,6 +42,12 @@ def test_activation(size, activation, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("size, num_rows, num_tokens", [(64, 21, 1), (192, 64, 7), (128, 32, 21)])
+def test_few_rows_through_a_projection(size, num_rows, num_tokens, activation, dtype):
+    check_rows_linear(size, num_rows, num_tokens, activation, dtype, "cpu")
+
+
+@DTYPES
 @pytest.mark.parametrize("size, num_rows, offset", [(48, 10, False), (600, 21, True), (1024, 4, False)])
-def test_one_row_through_a_projection(size, num_rows, offset, activation, dtype):
-    check_vector_linear(size, num_rows, offset, activation, dtype, "cpu")
+def test_one_row_added_to_the_sum(size, num_rows, offset, dtype):
+    check_vector_linear(size, num_rows, offset, dtype, "cpu")

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_checkpoint, tiny_config
 
 from nanoinfer import loader
+from nanoinfer.layers import KVSlots
 from nanoinfer.loader import check_safetensors, find_model, load_config, load_model, resolve_dtype
 
 
@@ -64,7 +65,7 @@ def test_shards_hold_the_same_model_as_one_file(tmp_path):
 @torch.inference_mode()
 def test_a_model_may_be_loaded_in_inference_mode(tmp_path):
     model = load(make_checkpoint("llama", tmp_path))
-    x = model.embed(torch.tensor([3, 4]))
+    x = model.embed(torch.tensor([3, 4])).x
     assert x.is_inference() and torch.equal(x, model.checkpoint_views()["model.embed_tokens.weight"][3:5])
 
 
@@ -197,11 +198,14 @@ def test_older_config_files_give_the_same_model(tmp_path):
     (old / "config.json").write_text(json.dumps(fields))
     new_model, old_model = load(new), load(old)
     assert old_model.spec == new_model.spec
-    x, positions = torch.randn(4, new_model.spec.hidden_size), torch.tensor([0, 1, 50, 4000])
+    positions = torch.tensor([0, 1, 50, 4000])
+    hidden = new_model.embed(torch.tensor([3, 1, 4, 1]))
     for layer in range(new_model.spec.num_layers):
-        expected = new_model.before_attention(layer, x, positions)
-        actual = old_model.before_attention(layer, x, positions)
-        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        outputs = []
+        for model in (new_model, old_model):
+            kv = torch.zeros(1, 2, 4, model.spec.num_kv_heads, model.spec.head_dim)
+            outputs.append((model.before_attention(layer, hidden, positions, KVSlots(kv, torch.arange(4))), kv))
+        assert all(torch.equal(new, old) for new, old in zip(*outputs, strict=True))
 
 
 def test_hub_id_is_downloaded_config_first(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Every family computes what transformers computes, with plain attention in place of the paged one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import FAMILIES, make_checkpoint, random_tokens, reference_logits
@@ -7,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma3 import modeling_gemma3
 
+from nanoinfer.layers import KVSlots
 from nanoinfer.loader import load_config, load_model
 from nanoinfer.models import DecoderModel
 
@@ -37,15 +40,23 @@ def dense_attention(q, k, v, scale, softcap, window):
     return torch.einsum("hqk,khd->qhd", weights, v).contiguous()
 
 
+def empty_slots(spec, num_tokens: int) -> KVSlots:
+    """One block in which token i has slot i."""
+    kv = torch.zeros(1, 2, num_tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype)
+    return KVSlots(kv, torch.arange(num_tokens))
+
+
 def dense_logits(model: DecoderModel, token_ids: list[int], first_position: int = 0) -> torch.Tensor:
     spec = model.spec
     positions = torch.arange(first_position, first_position + len(token_ids))
-    x = model.embed(torch.tensor(token_ids))
+    hidden = model.embed(torch.tensor(token_ids))
     for layer in range(spec.num_layers):
-        q, k, v = model.before_attention(layer, x, positions)
+        target = empty_slots(spec, len(token_ids))
+        q = model.before_attention(layer, hidden, positions, target)
+        k, v = target.kv[0]
         attn = dense_attention(q, k, v, spec.attention_scale, spec.softcap, spec.windows[layer])
-        x = model.after_attention(layer, x, attn)
-    return model.logits(x)
+        hidden = model.after_attention(layer, hidden.x, attn)
+    return model.logits(hidden.normed.value)
 
 
 def assert_same_logits(directory, num_tokens=40, first_position=0):
@@ -151,15 +162,17 @@ def test_number_of_parameters_is_exact(family, tied, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_of_a_token_are_contiguous_and_inputs_stay_as_they_were(family, tmp_path):
+def test_queries_are_packed_and_inputs_stay_as_they_were(family, tmp_path):
     model = load(make_checkpoint(family, tmp_path))
-    x = model.embed(torch.tensor(random_tokens(5)))
-    before = x.clone()
-    q, k, v = model.before_attention(0, x, torch.arange(5))
-    assert q.shape == (5, 4, 16) and k.shape == v.shape == (5, 2, 16)
-    assert all(tensor.stride()[1:] == (16, 1) for tensor in (q, k, v))
-    after = model.after_attention(0, x, q.contiguous())
-    assert torch.equal(x, before) and after.data_ptr() != x.data_ptr()
+    hidden = model.embed(torch.tensor(random_tokens(5)))
+    before, target = hidden.x.clone(), empty_slots(model.spec, 5)
+    q = model.before_attention(0, hidden, torch.arange(5), target)
+    assert q.shape == (5, 4, 16) and q.is_contiguous() and target.kv[0, :, :5].any()
+    given = torch.zeros_like(q)
+    again = model.before_attention(0, hidden, torch.arange(5), replace(target, q=given))
+    assert again is given and torch.equal(given, q)
+    after = model.after_attention(0, hidden.x, q)
+    assert torch.equal(hidden.x, before) and after.x.data_ptr() != hidden.x.data_ptr()
 
 
 def test_no_weight_takes_a_gradient(tmp_path):

@@ -138,7 +138,7 @@ class AttentionBackend(ABC):
 
     name: str
     graph_safe: bool
-    """Decode (store_kv, decode_partial or decode_rows, merge) may be captured in a CUDA graph."""
+    """Decode (decode_partial or decode_rows, merge) may be captured in a CUDA graph."""
     exact_splits: bool
     """Results are bit-identical wherever the blocks lie and however prefill is cut into pieces."""
 
@@ -167,14 +167,6 @@ class AttentionBackend(ABC):
             m=torch.empty(num_tokens, spec.num_q_heads, dtype=torch.float32, device=device),
             l=torch.empty(num_tokens, spec.num_q_heads, dtype=torch.float32, device=device),
         )
-
-    @abstractmethod
-    def store_kv(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
-        """Write new tokens into their slots.
-
-        k, v: [num_tokens, num_kv_heads, head_dim] in kv's dtype; rows may be strided (a slice of a fused QKV).
-        slot_mapping: [num_tokens] int32 or int64, device: block * block_size + offset; a negative one is skipped.
-        """
 
     @abstractmethod
     def decode_partial(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, Partials, PrefillPiece, PrefillState
 from nanoinfer.kernels.merge import merge
-from nanoinfer.kernels.store_kv import store_kv
 from nanoinfer.kernels.store_partials import store_partials
 
 NEG_INF = float("-inf")
@@ -64,9 +63,6 @@ class FlashAttnBackend(AttentionBackend):
             problem = "the model has sliding-window layers, which it cannot run with offload"
         if problem is not None:
             raise ValueError(f"attention backend 'flash_attn': {problem}; choose attention backend 'triton'")
-
-    def store_kv(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
-        store_kv(k, v, kv, slot_mapping)
 
     def decode_rows(
         self, q: Tensor, kv: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, window: int | None

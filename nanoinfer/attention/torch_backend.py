@@ -26,13 +26,6 @@ class TorchBackend(AttentionBackend):
         if not spec.dtype.is_floating_point:
             raise ValueError(f"attention dtype is {spec.dtype}: give float32, bfloat16 or float16")
 
-    def store_kv(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
-        kept = slot_mapping >= 0
-        slots = slot_mapping[kept].long()
-        block, offset = slots // self.spec.block_size, slots % self.spec.block_size
-        kv[block, 0, offset] = k[kept]
-        kv[block, 1, offset] = v[kept]
-
     def decode_partial(
         self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
     ) -> None:

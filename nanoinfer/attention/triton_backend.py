@@ -11,8 +11,7 @@ from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork
 from nanoinfer.kernels.decode_partial import decode_partial
 from nanoinfer.kernels.merge import merge
 from nanoinfer.kernels.prefill import prefill
-from nanoinfer.kernels.shape import KernelShape, decode_programs, prefill_tiles
-from nanoinfer.kernels.store_kv import store_kv
+from nanoinfer.kernels.shape import KernelShape, can_use_tma, decode_programs, prefill_tiles
 
 INTERPRETER_PROGRAMS = 2
 INTERPRETER_SHARED_MEMORY_BYTES = 99 * 1024
@@ -31,6 +30,7 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, device: torch.device | str, num_programs: int | None = None) -> None:
         super().__init__(spec, device)
+        is_cuda = self.device.type == "cuda"
         self.shape = KernelShape(
             num_q_heads=spec.num_q_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -39,9 +39,10 @@ class TritonBackend(AttentionBackend):
             scale=spec.scale,
             softcap=spec.softcap,
             dtype=spec.dtype,
-            interpreted=self.device.type != "cuda",
+            tma=is_cuda and can_use_tma(torch.cuda.get_device_capability(self.device), spec.head_dim, spec.dtype),
+            interpreted=not is_cuda,
         )
-        if self.device.type == "cuda":
+        if is_cuda:
             gpu = torch.cuda.get_device_properties(self.device)
             programs = decode_programs(self.shape, gpu.multi_processor_count, gpu.shared_memory_per_multiprocessor)
             self.tiles = prefill_tiles(self.shape, gpu.shared_memory_per_block_optin)
@@ -70,11 +71,6 @@ class TritonBackend(AttentionBackend):
                 f"attention dtype is {spec.dtype}, and attention backend 'triton' takes float32, bfloat16 or float16: "
                 "choose one of these, or attention backend 'torch'"
             )
-
-    def store_kv(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
-        self._check_rows(k, kv)
-        self._check_rows(v, kv)
-        store_kv(k, v, kv, slot_mapping)
 
     def decode_partial(
         self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None

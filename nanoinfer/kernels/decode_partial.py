@@ -5,7 +5,33 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.online_softmax import softmax_step, tile_logits
-from nanoinfer.kernels.shape import NO_WINDOW, KernelShape, decode_tiles
+from nanoinfer.kernels.shape import NO_WINDOW, KernelShape, decode_tiles, kv_descriptor
+
+
+@triton.jit
+def attend_masked(
+    acc, m, l,  # the running state: [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M] float32
+    q_tile, k_head, v_head,  # [BLOCK_M, BLOCK_D]; this head's first key and value in the block
+    first, last,  # tiles to attend to
+    begin, end,  # keys outside [begin, end) are not read
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TO_LOG2: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK_D)
+    in_head = columns < HEAD_DIM
+    for start in range(first, last, BLOCK_N):
+        offsets = start + tl.arange(0, BLOCK_N)
+        seen = (offsets >= begin) & (offsets < end)
+        # Unseen tokens are not read: their memory may hold NaN, and 0 * NaN would reach the result.
+        address = offsets * (NUM_KV_HEADS * HEAD_DIM)
+        k_t = tl.load(k_head + address[None, :] + columns[:, None], mask=seen[None, :] & in_head[:, None], other=0.0)
+        v = tl.load(v_head + address[:, None] + columns[None, :], mask=seen[:, None] & in_head[None, :], other=0.0)
+        k_t = k_t.to(q_tile.dtype)
+        v = v.to(q_tile.dtype)
+        logits = tile_logits(q_tile, k_t, SCALE, SOFTCAP, PRECISION, WIDEN)
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+        acc, m, l = softmax_step(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
+    return acc, m, l
 
 
 @triton.jit(
@@ -16,6 +42,7 @@ from nanoinfer.kernels.shape import NO_WINDOW, KernelShape, decode_tiles
 def decode_partial_kernel(
     q,  # [B, num_q_heads, HEAD_DIM], rows q_stride apart
     kv,  # [num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
+    kv_rows,  # the same as a descriptor of [num_blocks * 2 * BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM], with TMA
     items,  # [capacity, 4] int32: batch row, split, block in kv, partial index
     num_items,  # [1] int32
     seq_lens,  # [B] int32
@@ -33,29 +60,30 @@ def decode_partial_kernel(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     # Persistent programs: the grid is fixed when a graph is captured, the number of items is read when it runs.
     head = tl.program_id(1)
     count = tl.load(num_items)
     rows = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
-    tokens = tl.arange(0, BLOCK_N)
-    in_head = columns < HEAD_DIM
-    in_q = (rows < GROUP_SIZE)[:, None] & in_head[None, :]
+    in_q = (rows < GROUP_SIZE)[:, None] & (columns < HEAD_DIM)[None, :]
     q_heads = head * GROUP_SIZE + rows
 
     for item in range(tl.program_id(0), count, tl.num_programs(0)):
         row = tl.load(items + item * 4).to(tl.int64)
         split = tl.load(items + item * 4 + 1)
-        block = tl.load(items + item * 4 + 2).to(tl.int64)  # int64: a pool holds more than 2^31 values
+        block = tl.load(items + item * 4 + 2)
         partial = tl.load(items + item * 4 + 3).to(tl.int64)
         seq_len = tl.load(seq_lens + row)
 
         q_row = q + row * tl.multiple_of(q_stride, 16)
         q_tile = tl.load(q_row + q_heads[:, None] * HEAD_DIM + columns[None, :], mask=in_q, other=0.0)
-        k_head = kv + block * (2 * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM) + head * HEAD_DIM
+        # int64: a pool holds more than 2^31 values
+        k_head = kv + block.to(tl.int64) * (2 * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM) + head * HEAD_DIM
         v_head = k_head + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
 
         # Offsets in the block of the keys that the query at seq_len - 1 sees: [begin, end)
@@ -64,18 +92,27 @@ def decode_partial_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
-        for start in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
-            offsets = start + tokens
-            seen = (offsets >= begin) & (offsets < end)
-            # Unseen tokens are not read: their memory may hold NaN, and 0 * NaN would reach the result.
-            address = offsets * (NUM_KV_HEADS * HEAD_DIM)
-            k_t = tl.load(
-                k_head + address[None, :] + columns[:, None], mask=seen[None, :] & in_head[:, None], other=0.0
-            )
-            v = tl.load(v_head + address[:, None] + columns[None, :], mask=seen[:, None] & in_head[None, :], other=0.0)
-            logits = tile_logits(q_tile, k_t, SCALE, SOFTCAP, PRECISION, WIDEN)
-            logits = tl.where(seen[None, :], logits, float("-inf"))
-            acc, m, l = softmax_step(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
+        first = begin // BLOCK_N * BLOCK_N
+        # Tiles that are seen as a whole come through the copy unit, which takes no mask; the order of tiles is the same.
+        full = end
+        if TMA:
+            full = tl.minimum(tl.cdiv(begin, BLOCK_N) * BLOCK_N, end)
+        acc, m, l = attend_masked(
+            acc, m, l, q_tile, k_head, v_head, first, full, begin, end,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
+        )  # fmt: skip
+        if TMA:
+            full_end = tl.maximum(end // BLOCK_N * BLOCK_N, full)
+            k_row = block * (2 * BLOCK_SIZE)
+            for start in tl.range(full, full_end, BLOCK_N, num_stages=STAGES):
+                k = kv_rows.load([k_row + start, head * HEAD_DIM]).to(q_tile.dtype)
+                v = kv_rows.load([k_row + BLOCK_SIZE + start, head * HEAD_DIM]).to(q_tile.dtype)
+                logits = tile_logits(q_tile, k.T, SCALE, SOFTCAP, PRECISION, WIDEN)
+                acc, m, l = softmax_step(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
+            acc, m, l = attend_masked(
+                acc, m, l, q_tile, k_head, v_head, full_end, end, begin, end,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
+            )  # fmt: skip
 
         l_safe = tl.where(l == 0.0, 1.0, l)
         natural = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * 0.6931471805599453)
@@ -104,7 +141,8 @@ def decode_partial(
     """
     tiles = decode_tiles(shape)
     decode_partial_kernel[(num_programs, shape.num_kv_heads)](
-        q, kv, items, num_items, seq_lens, out, lse, q.stride(0), NO_WINDOW if window is None else window,
-        **shape.constants(), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        q, kv, kv_descriptor(kv, tiles.block_n, shape), items, num_items, seq_lens, out, lse,
+        q.stride(0), NO_WINDOW if window is None else window,
+        **shape.constants(), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

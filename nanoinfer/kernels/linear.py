@@ -1,12 +1,12 @@
-"""Matrix times one vector, with what comes before and after it: decode of a single sequence reads every weight once.
+"""Projections of few rows, with what comes before and after them: decode reads every weight once.
 
-The product is bound by the bytes of the weight, so it runs on the plain cores: each program streams a few rows in wide
-loads that are several tiles ahead, keeps a partial sum per column lane and reduces once at the end. Measured on an H200
-(Qwen3-4B shapes, bf16): 14 us for the down projection against 16.5 us of the library's split-K product with its
-reduction, 7.4 against 9.8 us for the output projection; and the norm before, the gate and the residual sum after it
-cost no launch of their own. From two rows on the library's matrix units win.
+Such a product is bound by the bytes of the weight, so each program streams a few rows of it in tiles that are several
+loads ahead. `rows_linear` runs on the matrix units: up to 32 rows of x cost what one costs, and the gate, the bias and
+the division by rms(x) need no launch of their own. Where a weight has few rows, its columns are split among programs
+and `rms_norm` adds the parts up. `vector_linear`, for one row, runs on the plain cores: it can add its result to the
+residual sum at once, because no split is needed to give every core a share.
 
-Rounding follows `nanoinfer.layers`: a norm's two products, the projections and the gate are each rounded to the dtype.
+Rounding follows `nanoinfer.layers`, but that a single row is divided by its rms after the product instead of before.
 """
 
 import torch
@@ -18,101 +18,198 @@ from nanoinfer.kernels.activation import ACTIVATIONS, activate
 from nanoinfer.kernels.rms_norm import rounded
 from nanoinfer.kernels.shape import next_power_of_2
 
-BLOCK_K = 512
+MAX_ROWS = 32
+"""From more rows on the library's products win."""
+SIZE_STEP = 64
+"""The size of x must be a multiple of this."""
+MAX_SPLITS = 8
+VECTOR_BLOCK_K = 512
 
 
-@triton.jit
-def vector_linear_kernel(
-    x,  # [SIZE]
-    norm_weight,  # [SIZE], read with NORM
+@triton.jit(do_not_specialize=["num_tokens"])
+def rows_linear_kernel(
+    x,  # [num_tokens, SIZE]
     weight,  # [GATED ? 2 * num_rows : num_rows, SIZE], gate first
     bias,  # as many values as weight has rows, read with BIAS
-    other,  # [num_rows], read with ADD
-    out,  # [num_rows]
-    eps,
+    squares,  # [NUM_SQUARES] float32, whose sum is that of the squares that rms is taken of
+    out,  # [num_tokens, num_rows], or [splits, num_tokens, num_rows] float32 where SPLIT_SIZE < SIZE
+    num_tokens,
     num_rows,
+    eps,
     SIZE: tl.constexpr,
-    TILE: tl.constexpr,  # SIZE padded to a power of two
-    NORM: tl.constexpr,
-    OFFSET: tl.constexpr,  # the norm's weight counts from 1, and the product is rounded once
+    SPLIT_SIZE: tl.constexpr,  # columns of one program
+    NUM_SQUARES: tl.constexpr,  # 0: do not divide
+    SQUARES_TILE: tl.constexpr,
     BIAS: tl.constexpr,
-    ADD: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    EVEN: tl.constexpr,  # BLOCK_N divides num_rows
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = tl.arange(0, BLOCK_K)
     inside = row < num_rows
+    token = tl.arange(0, BLOCK_M)
+    live = token < num_tokens
+    column = tl.program_id(1) * SPLIT_SIZE + tl.arange(0, BLOCK_K)
     scale = 1.0
-    if NORM:
-        # Every program works the statistics out anew: the vector is a few KiB in the cache.
-        all_columns = tl.arange(0, TILE)
-        whole = tl.load(x + all_columns, mask=all_columns < SIZE, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(whole * whole) / SIZE + eps)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    if NUM_SQUARES > 0:
+        lane = tl.arange(0, SQUARES_TILE)
+        scale = tl.rsqrt(tl.sum(tl.load(squares + lane, mask=lane < NUM_SQUARES, other=0.0)) / SIZE + eps)
+    x_tile = x + token[None, :] * SIZE + column[:, None]
     first = weight + row.to(tl.int64)[:, None] * SIZE + column[None, :]
     second = weight + (row + num_rows).to(tl.int64)[:, None] * SIZE + column[None, :]
-    for start in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
-        in_size = start + column < SIZE
-        mask = inside[:, None] & in_size[None, :]
-        value = tl.load(x + start + column, mask=in_size, other=0.0).to(tl.float32)
-        if NORM:
-            norm = tl.load(norm_weight + start + column, mask=in_size, other=0.0).to(tl.float32)
-            if OFFSET:
-                value = rounded(value * scale * (1.0 + norm), x)
-            else:
-                value = rounded(rounded(value * scale, x) * norm, x)
-        acc += tl.load(first + start, mask=mask, other=0.0).to(tl.float32) * value[None, :]
-        if GATED:
-            up += tl.load(second + start, mask=mask, other=0.0).to(tl.float32) * value[None, :]
-    result = tl.sum(acc, 1)
-    if BIAS:
-        result += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    result = rounded(result, out)
-    if GATED:
-        gate = result
-        result = tl.sum(up, 1)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, SPLIT_SIZE, BLOCK_K, num_stages=STAGES):
+        value = tl.load(x_tile + start, mask=live[None, :], other=0.0)
+        if EVEN:
+            acc = tl.dot(tl.load(first + start), value, acc, input_precision=PRECISION)
+            if GATED:
+                up = tl.dot(tl.load(second + start), value, up, input_precision=PRECISION)
+        else:
+            tile = tl.load(first + start, mask=inside[:, None], other=0.0)
+            acc = tl.dot(tile, value, acc, input_precision=PRECISION)
+            if GATED:
+                tile = tl.load(second + start, mask=inside[:, None], other=0.0)
+                up = tl.dot(tile, value, up, input_precision=PRECISION)
+    target = (tl.program_id(1) * num_tokens + token[:, None]) * num_rows + row[None, :]
+    stored = live[:, None] & inside[None, :]
+    result = tl.trans(acc) * scale
+    if SPLIT_SIZE == SIZE:
         if BIAS:
-            result += tl.load(bias + num_rows + row, mask=inside, other=0.0).to(tl.float32)
-        result = rounded(activate(gate, GELU), out) * rounded(result, out)
-    if ADD:
-        result += tl.load(other + row, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row, result.to(out.dtype.element_ty), mask=inside)
+            result += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[None, :]
+        result = rounded(result, out)
+        if GATED:
+            gate = result
+            result = tl.trans(up) * scale
+            if BIAS:
+                result += tl.load(bias + num_rows + row, mask=inside, other=0.0).to(tl.float32)[None, :]
+            result = rounded(activate(gate, GELU), out) * rounded(result, out)
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=stored)
 
 
-def vector_linear(
+def rows_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: tuple[Tensor, float, bool] | None = None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
     activation: str | None = None,
-    other: Tensor | None = None,
+    num_splits: int = 1,
 ) -> Tensor:
-    """other + activation(gate) * up, where (gate, up) = weight @ norm(x) + bias; each part only where it is given.
+    """activation(gate) * up, where (gate, up) = weight @ x / rms + bias; each part only where it is given.
 
-    x: [1, size]; weight: [num_rows, size], with an activation [2 * num_rows, size], gate first; bias: a value per row
-    of weight; norm: weight [size], epsilon, and whether the weight counts from 1; activation: one of `ACTIVATIONS`;
-    other: [1, num_rows]. All of one dtype. Returns [1, num_rows].
+    x: [N, size], 1 to `MAX_ROWS` packed rows; weight: [num_rows, size], with an activation [2 * num_rows, size], gate
+    first; bias: a value per row of weight; squares: [n] float32, rms = sqrt(sum(squares) / size + eps); activation: one
+    of `ACTIVATIONS`; num_splits: a divisor of size / 64. Returns [N, num_rows], or with more than one split their sums
+    apart, [num_splits, N, num_rows] float32: then neither bias nor activation is allowed.
     """
-    size = weight.shape[1]
-    assert x.shape == (1, size) and x.stride(1) == 1 and weight.is_contiguous(), "one packed row and a packed weight"
+    num_tokens, size = x.shape
+    assert 0 < num_tokens <= MAX_ROWS and size == weight.shape[1] and size % (num_splits * SIZE_STEP) == 0
+    assert x.is_contiguous() and weight.is_contiguous(), "rows must be packed"
     assert x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0, "tensors must be aligned"
+    assert num_splits == 1 or bias is activation is squares is None, "the parts of a sum cannot be finished"
     assert activation is None or activation in ACTIVATIONS, f"no kernel for {activation!r}"
-    num_rows = weight.shape[0] // (1 if activation is None else 2)
-    out = torch.empty(1, num_rows, dtype=x.dtype, device=x.device)
-    norm_weight, eps, offset = (x, 0.0, False) if norm is None else norm
-    # Few rows: many small programs, so that all cores get the same share.
-    block_n, stages = (8, 3) if num_rows >= 4096 else (4, 4)
-    stages = max(2, stages * 2 // x.element_size())  # shared memory for the same number of values ahead
-    vector_linear_kernel[(triton.cdiv(num_rows, block_n),)](
-        x, norm_weight, weight, x if bias is None else bias, x if other is None else other, out, eps, num_rows,
-        SIZE=size, TILE=next_power_of_2(size), NORM=norm is not None, OFFSET=offset, BIAS=bias is not None,
-        ADD=other is not None, GATED=activation is not None, GELU=activation not in (None, "silu"),
-        BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=stages, num_warps=4,
+    gated = activation is not None
+    num_rows = weight.shape[0] // (2 if gated else 1)
+    out_shape = (num_tokens, num_rows) if num_splits == 1 else (num_splits, num_tokens, num_rows)
+    out = torch.empty(out_shape, dtype=x.dtype if num_splits == 1 else torch.float32, device=x.device)
+    block_m = 16 if num_tokens <= 16 else 32
+    block_n, block_k, num_warps, stages = _row_tiles(size // num_splits, block_m, gated, num_splits > 1)
+    num_squares = 0 if squares is None else squares.numel()
+    rows_linear_kernel[(triton.cdiv(num_rows, block_n), num_splits)](
+        x, weight, x if bias is None else bias, x if squares is None else squares, out, num_tokens, num_rows, eps,
+        SIZE=size, SPLIT_SIZE=size // num_splits, NUM_SQUARES=num_squares,
+        SQUARES_TILE=next_power_of_2(max(1, num_squares)), BIAS=bias is not None, GATED=gated,
+        GELU=activation not in (None, "silu"), EVEN=num_rows % block_n == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
     return out
+
+
+def _row_tiles(split_size: int, block_m: int, gated: bool, is_split: bool) -> tuple[int, int, int, int]:
+    """(BLOCK_N, BLOCK_K, warps, stages) from `make gpu-bench`'s shapes: enough bytes ahead, a share for every core."""
+    wide = 128 if split_size % 128 == 0 else 64
+    if is_split:
+        return 64, 64, 4, 4 if block_m == 16 else 3
+    if gated:
+        return (32, wide, 2, 3) if block_m == 16 else (32, 64, 2, 4)
+    return (16, 64, 1, 8) if block_m == 16 else (16, wide, 2, 4)
+
+
+def column_splits(size: int) -> int:
+    """Splits of the columns of a weight with few rows."""
+    steps = size // SIZE_STEP
+    return next(splits for splits in range(MAX_SPLITS, 0, -1) if steps % splits == 0)
+
+
+@triton.jit
+def vector_linear_kernel(
+    x,  # [SIZE]
+    weight,  # [num_rows, SIZE]
+    other,  # [num_rows]
+    norm_weight,  # [num_rows], read with SCALED
+    total,  # [num_rows]
+    scaled,  # [num_rows], written with SCALED
+    squares,  # [programs] float32, written with SCALED
+    num_rows,
+    SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
+    OFFSET: tl.constexpr,  # the norm's weight counts from 1
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row < num_rows
+    column = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    first = weight + row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    for start in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
+        in_size = start + column < SIZE
+        value = tl.load(x + start + column, mask=in_size, other=0.0).to(tl.float32)
+        tile = tl.load(first + start, mask=inside[:, None] & in_size[None, :], other=0.0)
+        acc += tile.to(tl.float32) * value[None, :]
+    result = rounded(tl.sum(acc, 1), total) + tl.load(other + row, mask=inside, other=0.0).to(tl.float32)
+    result = rounded(result, total)
+    tl.store(total + row, result.to(total.dtype.element_ty), mask=inside)
+    if SCALED:
+        tl.store(squares + tl.program_id(0), tl.sum(result * result))
+        factor = tl.load(norm_weight + row, mask=inside, other=0.0).to(tl.float32)
+        if OFFSET:
+            factor += 1.0
+        tl.store(scaled + row, (result * factor).to(scaled.dtype.element_ty), mask=inside)
+
+
+def vector_linear(
+    x: Tensor, weight: Tensor, other: Tensor, norm: tuple[Tensor, bool] | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """total = other + weight @ x for one row, and two thirds of its norm.
+
+    x: [1, size]; weight: [num_rows, size]; other: [1, num_rows]; norm: weight [num_rows], and whether it counts from 1.
+    Returns total [1, num_rows]; with a norm also total times the norm's weight [1, num_rows], and squares [n] float32,
+    which add up to the sum of total^2.
+    """
+    num_rows, size = weight.shape
+    assert x.shape == (1, size) and other.shape == (1, num_rows), "one row"
+    assert x.is_contiguous() and other.stride(1) == 1 and weight.is_contiguous(), "rows must be packed"
+    assert x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0, "tensors must be aligned"
+    block_n, num_warps = (8, 4) if num_rows >= 2048 else (4, 2)  # few rows: smaller programs, a share for every core
+    programs = triton.cdiv(num_rows, block_n)
+    total = torch.empty(1, num_rows, dtype=x.dtype, device=x.device)
+    scaled = squares = None
+    if norm is not None:
+        scaled, squares = torch.empty_like(total), torch.empty(programs, dtype=torch.float32, device=x.device)
+    vector_linear_kernel[(programs,)](
+        x, weight, other, x if norm is None else norm[0], total, total if scaled is None else scaled,
+        total if squares is None else squares, num_rows,
+        SIZE=size, SCALED=norm is not None, OFFSET=norm is not None and norm[1],
+        BLOCK_N=block_n, BLOCK_K=VECTOR_BLOCK_K, STAGES=max(2, 8 // x.element_size()), num_warps=num_warps,
+    )  # fmt: skip
+    return total, scaled, squares

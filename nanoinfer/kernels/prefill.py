@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.online_softmax import softmax_step, tile_logits
-from nanoinfer.kernels.shape import NO_WINDOW, KernelShape, Tiles
+from nanoinfer.kernels.shape import NO_WINDOW, KernelShape, Tiles, kv_descriptor
 
 
 @triton.jit
@@ -18,19 +18,20 @@ def attend_tiles(
     acc, m, l,  # the running state: [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M] float32
     q_tile, positions,  # [BLOCK_M, BLOCK_D], [BLOCK_M]: queries and their absolute positions
     kv_head, table, piece_start,  # this KV head in block 0, this sequence's block table, position of its column 0
+    kv_rows, head_column,  # with TMA: all tokens' rows, and where this KV head begins in them
     begin, end,  # tiles of keys to attend to, absolute; begin is a multiple of BLOCK_N
     first_key, kv_end, window,  # keys outside [first_key, kv_end) are not read
     MASKED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TO_LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK_D)
     in_head = columns < HEAD_DIM
     tokens = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
-        block = tl.load(table + (start - piece_start) // BLOCK_SIZE).to(tl.int64)
-        k_tile = kv_head + block * (2 * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM)
+        block = tl.load(table + (start - piece_start) // BLOCK_SIZE)
+        k_tile = kv_head + block.to(tl.int64) * (2 * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM)
         address = (start % BLOCK_SIZE + tokens) * (NUM_KV_HEADS * HEAD_DIM)
         k_pointers = k_tile + address[None, :] + columns[:, None]
         v_pointers = k_tile + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM + address[:, None] + columns[None, :]
@@ -40,12 +41,18 @@ def attend_tiles(
             exists = (keys >= first_key) & (keys < kv_end)
             k_t = tl.load(k_pointers, mask=exists[None, :] & in_head[:, None], other=0.0)
             v = tl.load(v_pointers, mask=exists[:, None] & in_head[None, :], other=0.0)
+        elif TMA:  # takes no mask
+            k_row = block * (2 * BLOCK_SIZE) + start % BLOCK_SIZE
+            k_t = kv_rows.load([k_row, head_column]).T
+            v = kv_rows.load([k_row + BLOCK_SIZE, head_column])
         elif HEAD_DIM != BLOCK_D:
             k_t = tl.load(k_pointers, mask=in_head[:, None], other=0.0)
             v = tl.load(v_pointers, mask=in_head[None, :], other=0.0)
         else:
             k_t = tl.load(k_pointers)
             v = tl.load(v_pointers)
+        k_t = k_t.to(q_tile.dtype)
+        v = v.to(q_tile.dtype)
         logits = tile_logits(q_tile, k_t, SCALE, SOFTCAP, PRECISION, WIDEN)
         if MASKED:
             seen = (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
@@ -63,6 +70,7 @@ def attend_tiles(
 def prefill_kernel(
     q,  # [num_tokens, num_q_heads, HEAD_DIM], rows q_stride apart
     kv,  # [num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
+    kv_rows,  # the same as a descriptor of [num_blocks * 2 * BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM], with TMA
     out,  # [num_tokens, num_q_heads, HEAD_DIM]
     state_acc, state_m, state_l,  # [num_tokens, num_q_heads, HEAD_DIM], [num_tokens, num_q_heads] twice; float32
     cu_seqlens_q, query_pos, first_block, kv_end, load_state,  # [S + 1], then [S] each; int32
@@ -70,7 +78,7 @@ def prefill_kernel(
     q_stride, table_stride, store_state, window,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TO_LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -107,22 +115,23 @@ def prefill_kernel(
     end = tl.minimum(keys_end, last_query + 1)
     full = tl.maximum(tl.cdiv(tl.maximum(last_query - window + 1, 0), BLOCK_N) * BLOCK_N, begin)
     full_end = tl.minimum(keys_end, first_query + 1) // BLOCK_N * BLOCK_N
-    kv_head = kv + head // GROUP_SIZE * HEAD_DIM
+    head_column = head // GROUP_SIZE * HEAD_DIM
+    kv_head = kv + head_column
     table = block_table + seq.to(tl.int64) * table_stride
     acc, m, l = attend_tiles(
-        acc, m, l, q_tile, positions, kv_head, table, piece_start, begin, tl.minimum(full, end),
+        acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, begin, tl.minimum(full, end),
         first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
-        TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
+        TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
     )  # fmt: skip
     acc, m, l = attend_tiles(
-        acc, m, l, q_tile, positions, kv_head, table, piece_start, full, full_end,
+        acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, full, full_end,
         first_key, keys_end, window, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
-        TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
+        TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
     )  # fmt: skip
     acc, m, l = attend_tiles(
-        acc, m, l, q_tile, positions, kv_head, table, piece_start, tl.maximum(full, full_end), end,
+        acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, tl.maximum(full, full_end), end,
         first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
-        TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
+        TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
     )  # fmt: skip
 
     if store_state != 0:
@@ -158,7 +167,7 @@ def prefill(
     if num_sequences == 0 or max_query_len == 0:
         return
     prefill_kernel[(triton.cdiv(max_query_len, tiles.block_m), shape.num_q_heads, num_sequences)](
-        q, kv, out, *state, *sequences, block_table,
+        q, kv, kv_descriptor(kv, tiles.block_n, shape), out, *state, *sequences, block_table,
         q.stride(0), block_table.stride(0), int(store_state), NO_WINDOW if window is None else window,
         **shape.constants(), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,

@@ -1,4 +1,4 @@
-"""RMS norm of rows, with the sum that comes before it: one pass instead of eight small kernels.
+"""RMS norm of rows, with the sums that come before it: one pass instead of eight small kernels.
 
 One program takes one row, so a row's result depends on nothing else. Rounding follows `nanoinfer.layers`.
 """
@@ -20,7 +20,7 @@ def rounded(x, like):
 @triton.jit
 def rms_norm_kernel(
     x,  # [N, SIZE], rows x_stride apart
-    other,  # [N, SIZE], rows other_stride apart; read with ADD
+    other,  # [N, SIZE], rows other_stride apart; read with ADD; or [NUM_SPLITS, N, SIZE] float32, whose sum is added
     weight,  # [SIZE]
     total,  # [N, SIZE], written with ADD: x + other
     out,  # [N, SIZE]
@@ -31,12 +31,20 @@ def rms_norm_kernel(
     TILE: tl.constexpr,
     OFFSET: tl.constexpr,  # the weight counts from 1, and the product is rounded once
     ADD: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     inside = columns < SIZE
     value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
+    if NUM_SPLITS > 0:
+        added = tl.zeros([TILE], tl.float32)
+        for split in tl.static_range(NUM_SPLITS):
+            part = other + (split * tl.num_programs(0) + row) * SIZE + columns
+            added += tl.load(part, mask=inside, other=0.0)
+        value = rounded(value + rounded(added, x), x)
+        tl.store(total + row * SIZE + columns, value.to(total.dtype.element_ty), mask=inside)
+    elif ADD:
         value = rounded(value + tl.load(other + row * other_stride + columns, mask=inside, other=0.0).to(tl.float32), x)
         tl.store(total + row * SIZE + columns, value.to(total.dtype.element_ty), mask=inside)
     value *= tl.rsqrt(tl.sum(value * value) / SIZE + eps)
@@ -51,14 +59,17 @@ def rms_norm_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x, other: [N, size], rows at any stride; weight: [size]; all of one dtype.
+    """x: [N, size], rows at any stride; weight: [size]; other: [N, size] likewise, all of one dtype, or the parts of it
+    as [splits, N, size] float32, packed.
 
     Returns (x + other, its norm), or (x, its norm) without `other`: [N, size].
     """
     num_rows, size = x.shape
-    assert x.stride(1) == 1 and (other is None or other.stride(1) == 1), "values of a row must be packed"
+    assert x.stride(1) == 1 and (other is None or other.stride(-1) == 1), "values of a row must be packed"
     # Another alignment would be another binary, and might sum in another order.
     assert x.data_ptr() % 16 == 0 and (other is None or other.data_ptr() % 16 == 0), "tensors must be aligned"
+    num_splits = other.shape[0] if other is not None and other.dim() == 3 else 0
+    assert not num_splits or other.is_contiguous() and other.dtype == torch.float32, "parts are packed float32"
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     total = x if other is None else torch.empty_like(out)
     if num_rows:
@@ -66,6 +77,7 @@ def rms_norm(
         rms_norm_kernel[(num_rows,)](
             x, x if other is None else other, weight, out if other is None else total, out,
             x.stride(0), 0 if other is None else other.stride(0), eps,
-            SIZE=size, TILE=tile, OFFSET=offset, ADD=other is not None, num_warps=min(16, max(1, tile // 512)),
+            SIZE=size, TILE=tile, OFFSET=offset, ADD=other is not None, NUM_SPLITS=num_splits,
+            num_warps=min(16, max(1, tile // 512)),
         )  # fmt: skip
     return total, out

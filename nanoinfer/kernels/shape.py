@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 NO_WINDOW = 1 << 30
 """Stands for full attention in the kernels, so that windowed and full layers share one binary. Positions stay below
@@ -27,6 +29,8 @@ class KernelShape:
     scale: float
     softcap: float | None
     dtype: torch.dtype
+    tma: bool = False
+    """Tiles of KV come through Hopper's copy unit (the tensor memory accelerator)."""
     interpreted: bool
     """Runs under Triton's interpreter, whose matrix product knows no bfloat16: operands are widened first, after
     they were rounded where the GPU rounds them."""
@@ -55,6 +59,7 @@ class KernelShape:
             # tf32 would keep 10 bits of a float32 mantissa
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
             "WIDEN": self.interpreted,
+            "TMA": self.tma,
         }
 
 
@@ -77,16 +82,31 @@ def largest_tile(block_size: int, at_most: int) -> int:
     return min(at_most, block_size & -block_size)
 
 
-def decode_tiles(shape: KernelShape) -> Tiles:
-    """Key tiles in two stages: decode is bound by bytes in flight, not by the matrix units.
+def can_use_tma(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether a tile of KV is a box that the copy unit takes: it knows no mask, so heads must be powers of two."""
+    return capability >= (9, 0) and head_dim in (64, 128, 256) and dtype.itemsize <= 2
 
-    At head_dim 128 in bf16 the stages take 64 KiB of shared memory: three programs fit on a Hopper SM, one on an Ada SM.
-    Tiles of 32 keys in three stages are 3 % faster where all cores have splits enough, but need twice the dependent steps
-    for a split: 12.0 instead of 7.6 us for one sequence of 1,024 tokens on an H200.
+
+def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescriptor | None:
+    """[num_blocks, 2, block_size, num_kv_heads, head_dim] as rows of tokens, cut into boxes of block_n x head_dim."""
+    if not shape.tma:
+        return None
+    row = shape.num_kv_heads * shape.head_dim
+    return TensorDescriptor(kv, [kv.numel() // row, row], [row, 1], [block_n, shape.head_dim])
+
+
+def decode_tiles(shape: KernelShape) -> Tiles:
+    """Key tiles in a few stages: decode is bound by bytes in flight, not by the matrix units.
+
+    At head_dim 128 in bf16 a stage takes 32 KiB of shared memory. With the copy unit two programs of three stages lie on
+    a Hopper SM; without it one program of two stages fits on an Ada SM. Smaller tiles need more dependent steps for a
+    split, which one short sequence feels.
     """
     rows = max(16, next_power_of_2(shape.num_q_heads // shape.num_kv_heads))  # tl.dot takes no side below 16
     wide = shape.block_d * shape.dtype.itemsize > 256
     block_n = largest_tile(shape.block_size, 16 if wide and shape.dtype == torch.float32 else 32 if wide else 64)
+    if shape.tma:
+        return Tiles(block_m=rows, block_n=block_n, num_warps=2, num_stages=3)
     return Tiles(block_m=rows, block_n=block_n, num_warps=4, num_stages=2)
 
 
@@ -107,6 +127,8 @@ def prefill_tiles(shape: KernelShape, shared_memory_per_program: int) -> Tiles:
     large = shared_memory_per_program >= 160 * 1024
     if shape.dtype == torch.float32:  # no matrix units for IEEE float32: small tiles, for exactness and not speed
         block_m, block_n, num_warps, num_stages = 16, 16, 4 if shape.block_d <= 128 else 8, 1
+    elif shape.tma and shape.block_d <= 128:  # one warp group, whose registers hold the whole tile
+        block_m, block_n, num_warps, num_stages = 128, 64, 4, 3
     elif shape.block_d <= 64:
         block_m, block_n, num_warps, num_stages = 128, 64, 4, 3
     elif shape.block_d <= 128:

@@ -2,12 +2,12 @@
 
 A layer is cut at its attention. The engine runs
 
-    x = model.embed(token_ids)
+    hidden = model.embed(token_ids)
     for layer in range(spec.num_layers):
-        q, k, v = model.before_attention(layer, x, positions)
-        attn = ...                                  # the attention backend; the model never sees the KV cache
-        x = model.after_attention(layer, x, attn)
-    logits = model.logits(x)
+        q = model.before_attention(layer, hidden, positions, target)   # keys and values go to `target`
+        attn = ...                                                      # the attention backend, over the KV cache
+        hidden = model.after_attention(layer, hidden.x, attn)
+    logits = model.logits(hidden.normed.value)
 
 so model files hold no branch on the mode. Every call treats each row (token) on its own: a batch may be cut into
 chunks of rows anywhere, and rows of several sequences may lie in one batch.
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+
+from nanoinfer.layers import KVSlots, Normed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,17 @@ class ModelSpec:
         return self.num_rope_tables * max_position * self.head_dim * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Hidden:
+    """What one layer hands to the next.
+
+    x: [N, hidden_size], the sum of all parts so far; normed: what the next part reads, complete after the last layer.
+    """
+
+    x: Tensor
+    normed: Normed
+
+
 class DecoderModel(nn.Module, ABC):
     """A decoder-only transformer, cut at its attention.
 
@@ -107,29 +120,28 @@ class DecoderModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype."""
+    def embed(self, token_ids: Tensor) -> Hidden:
+        """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype, and the first layer's norm of it."""
 
     @abstractmethod
-    def before_attention(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm, projections and positions: what a layer's attention needs.
+    def before_attention(self, layer: int, hidden: Hidden, positions: Tensor, target: KVSlots) -> Tensor:
+        """Projections and positions: stores keys and values, and returns what a layer's attention needs beside them.
 
-        x: [N, hidden_size]; positions: [N] int64, absolute, below max_position.
-        Returns q [N, num_q_heads, head_dim], k and v [N, num_kv_heads, head_dim]: each token's heads are contiguous,
-        tokens may be strided.
+        positions: [N] int64, absolute, below max_position. Returns q [N, num_q_heads, head_dim], packed: `target.q`
+        where that is given.
         """
 
     @abstractmethod
-    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
+    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Hidden:
         """Output projection, residuals, norms and MLP.
 
-        x: [N, hidden_size] as given to `before_attention`; attn: [N, num_q_heads, head_dim], contiguous.
-        Returns the new x [N, hidden_size]; the old one is left as it was.
+        x: [N, hidden_size] of the `Hidden` given to `before_attention`, left as it was; attn: [N, num_q_heads,
+        head_dim], contiguous.
         """
 
     @abstractmethod
-    def logits(self, x: Tensor) -> Tensor:
-        """Final norm, head and cap: x [N, hidden_size] -> [N, vocab_size] float32."""
+    def logits(self, normed: Tensor) -> Tensor:
+        """Head and cap: the last layer's `normed.value` [N, hidden_size] -> [N, vocab_size] in spec.dtype."""
 
     @abstractmethod
     def checkpoint_views(self) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoinfer.layers import Embedding, GatedMLP, Linear, RMSNorm, norm_and_rotate, two_residuals
-from nanoinfer.models.base import DecoderModel, ModelSpec
+from nanoinfer.layers import Embedding, GatedMLP, KVSlots, Linear, Normed, RMSNorm, norm_rotate_store
+from nanoinfer.models.base import DecoderModel, Hidden, ModelSpec
 from nanoinfer.rope import rope_table
 
 
@@ -53,17 +53,12 @@ class Attention(nn.Module):
         self.q_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
         self.k_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
 
-    def project(self, x: Tensor, norm: RMSNorm, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [N, hidden_size], norm: what comes before the projections -> q, k, v: [N, heads, head_dim]."""
-        num_qk_heads = self._num_q_heads + self._num_kv_heads
-        # [N, (num_q_heads + 2 * num_kv_heads) * head_dim] -> [N, heads, head_dim]
-        qkv = self.qkv_proj.after(norm, x).unflatten(-1, (num_qk_heads + self._num_kv_heads, self._head_dim))
-        # Queries and keys stay one tensor: half the launches of a norm and a rotation for each.
+    def project(self, normed: Normed, rope: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
+        """Keys and values go to `target`; returns q: [N, num_q_heads, head_dim]."""
+        num_heads = self._num_q_heads + 2 * self._num_kv_heads
+        qkv = self.qkv_proj.of(normed).unflatten(-1, (num_heads, self._head_dim))
         norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
-        qk = norm_and_rotate(qkv, self._num_q_heads, self._num_kv_heads, norms, rope, positions)
-        q, k = qk.split((self._num_q_heads, self._num_kv_heads), dim=1)
-        v = qkv[:, num_qk_heads:]
-        return q, k, v
+        return norm_rotate_store(qkv, self._num_q_heads, self._num_kv_heads, norms, rope, positions, target)
 
 
 class DecoderLayer(nn.Module):
@@ -79,13 +74,13 @@ class DecoderLayer(nn.Module):
             spec.hidden_size, spec.intermediate_size, traits.activation, bias=traits.mlp_bias, **options
         )
 
-    def before_attention(self, x: Tensor, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `DecoderModel.before_attention`; rope: the layer's position table."""
-        return self.self_attn.project(x, self.input_layernorm, rope, positions)
+    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm, last: bool) -> tuple[Tensor, Normed]:
+        """x, attn: [N, hidden_size], [N, num_q_heads * head_dim]; norm: what follows, `last` if that is the head.
 
-    def after_attention(self, x: Tensor, attn: Tensor) -> Tensor:
-        """See `DecoderModel.after_attention`; attn: [N, num_q_heads * head_dim]."""
-        return two_residuals(self.self_attn.o_proj, self.post_attention_layernorm, self.mlp, x, attn)
+        Returns the new x and its norm.
+        """
+        x, normed = self.self_attn.o_proj.added_to(x, attn, self.post_attention_layernorm)
+        return self.mlp.down_proj.added_to(x, self.mlp.hidden(normed), norm, last=last)
 
 
 class Decoder(DecoderModel):
@@ -170,22 +165,28 @@ class Decoder(DecoderModel):
 
     # The calls
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Hidden:
         x = self.embed_tokens(token_ids)
-        return x if self._embedding_scale is None else x * self._embedding_scale
+        x = x if self._embedding_scale is None else x * self._embedding_scale
+        return Hidden(x, Normed(self._norm_before(0)(x)))
 
-    def before_attention(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.layers[layer].before_attention(x, self._rope_tables[self._rope_of_layer[layer]], positions)
+    def before_attention(self, layer: int, hidden: Hidden, positions: Tensor, target: KVSlots) -> Tensor:
+        rope = self._rope_tables[self._rope_of_layer[layer]]
+        return self.layers[layer].self_attn.project(hidden.normed, rope, positions, target)
 
-    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
-        return self.layers[layer].after_attention(x, attn.flatten(1))
+    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Hidden:
+        norm, last = self._norm_before(layer + 1), layer + 1 == len(self.layers)
+        return Hidden(*self.layers[layer].after_attention(x, attn.flatten(1), norm, last))
 
-    def logits(self, x: Tensor) -> Tensor:
+    def _norm_before(self, layer: int) -> RMSNorm:
+        return self.norm if layer == len(self.layers) else self.layers[layer].input_layernorm
+
+    def logits(self, normed: Tensor) -> Tensor:
         head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
-        logits = F.linear(self.norm(x), head.weight)
+        logits = F.linear(normed, head.weight)
         if self._logits_softcap is not None:
             logits = torch.tanh(logits / self._logits_softcap) * self._logits_softcap
-        return logits.float()
+        return logits
 
     # The checkpoint
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoinfer.layers import OffsetRMSNorm
+from nanoinfer.layers import Normed, OffsetRMSNorm, RMSNorm
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder, DecoderLayer, Traits, windows_by_layer_type
 from nanoinfer.models.registry import register
@@ -21,10 +21,11 @@ class Gemma3Layer(DecoderLayer):
         self.pre_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
         self.post_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
 
-    def after_attention(self, x: Tensor, attn: Tensor) -> Tensor:
+    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm, last: bool) -> tuple[Tensor, Normed]:
         attended = self.post_attention_layernorm(self.self_attn.o_proj(attn))
         x, normed = self.pre_feedforward_layernorm.after_sum(x, attended)
-        return x + self.post_feedforward_layernorm(self.mlp(normed))
+        x, normed = norm.after_sum(x, self.post_feedforward_layernorm(self.mlp(normed)))
+        return x, Normed(normed)
 
 
 @register("Gemma3ForCausalLM")

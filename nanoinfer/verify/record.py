@@ -53,7 +53,7 @@ class LogitsRecorder:
         while len(self._unread) > keep:
             request_ids, copies, event = self._unread.popleft()
             event.synchronize("verify.read_after_step")
-            for request_id, row in zip(request_ids, copies[0].cpu(), strict=True):
+            for request_id, row in zip(request_ids, copies[0].cpu().float(), strict=True):
                 self.rows[request_id].append(row)
 
 

@@ -213,18 +213,6 @@ def test_captured_decode_follows_the_number_of_items():
         assert not out[[n == 0 for n in now]].any()
 
 
-def test_store_kv_writes_the_slots_and_nothing_else():
-    spec = bf16_spec(group=1, kv_heads=3, head_dim=80)
-    fused = torch.randn(4, 9, 80, device=DEVICE).bfloat16()
-    k, v = fused[:, 3:6], fused[:, 6:]
-    kv = torch.full((3, 2, 256, 3, 80), 9.0, dtype=torch.bfloat16, device=DEVICE)
-    want = kv.clone()
-    for token, (block, offset) in enumerate([(2, 255), (0, 0), (1, 7)]):
-        want[block, 0, offset], want[block, 1, offset] = k[token], v[token]
-    TritonBackend(spec, DEVICE).store_kv(k, v, kv, torch.tensor([767, 0, 263, -1], device=DEVICE))
-    assert torch.equal(kv, want)
-
-
 def test_blocks_beyond_two_gib_values_are_addressed():
     spec = bf16_spec(group=1, kv_heads=8)
     num_blocks = 2**31 // (2 * 256 * 8 * 128) + 2

@@ -25,10 +25,10 @@ def test_rms_norm(size, offset, dtype):
 @DTYPES
 @pytest.mark.parametrize("with_norm, offset", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("heads", [(4, 2, 16), (7, 1, 80), (32, 8, 128), (16, 8, 256), (3, 3, 48)])
-def test_norm_and_rotation(heads, with_norm, offset, dtype):
-    from layer_kernel_cases import check_norm_rope
+def test_norm_rotation_and_store(heads, with_norm, offset, dtype):
+    from layer_kernel_cases import check_norm_rope_store
 
-    check_norm_rope(heads, with_norm, offset, dtype, "cuda")
+    check_norm_rope_store(heads, with_norm, offset, dtype, "cuda")
 
 
 @DTYPES
@@ -40,12 +40,24 @@ def test_activation(size, activation, dtype):
     check_act_and_mul(size, activation, dtype, "cuda")
 
 
-@DTYPES
+HALF_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@HALF_DTYPES
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 17, 32])
+@pytest.mark.parametrize("size, num_rows", [(64, 21), (2560, 9728), (4096, 2560), (1152, 1000)])
+def test_few_rows_through_a_projection(size, num_rows, num_tokens, activation, dtype):
+    from layer_kernel_cases import check_rows_linear
+
+    check_rows_linear(size, num_rows, num_tokens, activation, dtype, "cuda")
+
+
+@DTYPES
 @pytest.mark.parametrize(
-    "size, num_rows, offset", [(48, 10, False), (2560, 9728, True), (9728, 2560, False), (600, 21, True)]
+    "size, num_rows, offset", [(48, 10, False), (4096, 2560, True), (9728, 2560, False), (600, 21, True)]
 )
-def test_one_row_through_a_projection(size, num_rows, offset, activation, dtype):
+def test_one_row_added_to_the_sum(size, num_rows, offset, dtype):
     from layer_kernel_cases import check_vector_linear
 
-    check_vector_linear(size, num_rows, offset, activation, dtype, "cuda")
+    check_vector_linear(size, num_rows, offset, dtype, "cuda")
