@@ -12,6 +12,7 @@ from nanoinfer import planner
 from nanoinfer.bench import command as bench
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.serve import command as serve
 from nanoinfer.verify import command as verify
 
 
@@ -23,17 +24,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
     parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    bench.add_arguments(commands.add_parser("bench", help="measure offload against resident decode"))
+    bench.add_commands(
+        commands.add_parser("bench", help="measure latency, throughput, or offload against resident decode")
+    )
     _add_generate_arguments(commands.add_parser("generate", help="complete a prompt"))
     planner.add_arguments(commands.add_parser("plan", help="what fits and how fast it can be, without GPU or weights"))
+    serve.add_arguments(commands.add_parser("serve", help="an HTTP server with OpenAI's API"))
     verify.add_arguments(commands.add_parser("verify", help="compare offload with resident mode, bit for bit"))
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(given)
+    options = parser.parse_args(bench.with_default(given))
     try:
         if options.command == "bench":
             bench.run(options, f"nanoinfer {shlex.join(given)}")
         elif options.command == "plan":
             return planner.run(options)
+        elif options.command == "serve":
+            return serve.run(options)
         elif options.command == "verify":
             return verify.run(options)
         else:

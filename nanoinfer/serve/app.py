@@ -1,0 +1,238 @@
+"""The HTTP application: endpoints, errors and the gate before them."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import nanoinfer
+from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from nanoinfer.serve.async_engine import AsyncEngine
+from nanoinfer.serve.errors import ApiError, BadRequestError, UnavailableError
+from nanoinfer.serve.metrics import ServerMetrics
+from nanoinfer.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from nanoinfer.serve.request_stream import StreamClosedError
+from nanoinfer.serve.responding import EventStream, read_body, whole_answer
+from nanoinfer.serve.tokenizing import Prompt
+
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
+
+
+def create_app(
+    engine: AsyncEngine,
+    *,
+    served_model_names: Sequence[str],
+    api_key: str | None = None,
+    shutdown_timeout: float = 30.0,
+) -> FastAPI:
+    """The application over an engine that was started.
+
+    Args:
+        served_model_names: names that clients may call the model; answers carry the one that was asked for.
+        api_key: what clients must send as bearer token for the paths under /v1; None: nothing.
+        shutdown_timeout: seconds that running requests have to end after the application is told to shut down.
+    """
+    metrics = ServerMetrics(engine)
+    engine.on_finished = metrics.observe
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        engine.begin_shutdown()
+        await engine.drain(shutdown_timeout)
+        # Blocks the loop, which has nothing else to do.
+        engine.close()
+
+    app = FastAPI(lifespan=lifespan, title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(_Gate, metrics=metrics, api_key=api_key)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(StreamClosedError, _client_left)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected_error)
+    _add_generation(app, engine, list(served_model_names))
+    _add_models(app, engine, list(served_model_names))
+
+    @app.get("/health")
+    async def health() -> Response:
+        if engine.is_healthy:
+            return Response()
+        raise UnavailableError("the engine is not running or the server is shutting down", "unhealthy")
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": nanoinfer.__version__}
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.render(await engine.stats()), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        arrival = time.perf_counter()
+        asked = parse(CompletionRequest, await read_body(request))
+        model = _model_name(asked, names)
+        params = asked.sampling_params(DEFAULT_MAX_TOKENS)
+        with _refusing("prompt"):
+            prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
+        echoed = [engine.prompts.text_of(prompt) for prompt in prompts] if asked.echo else None
+        answer = CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed=echoed)
+        return await respond(request, answer, params, arrival)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        arrival = time.perf_counter()
+        asked = parse(ChatRequest, await read_body(request))
+        model = _model_name(asked, names)
+        # The engine cuts it to what the prompt leaves.
+        params = asked.sampling_params(engine.plan.max_model_len)
+        template_arguments = dict(asked.chat_template_kwargs or {})
+        template_arguments["add_generation_prompt"] = asked.add_generation_prompt is not False
+        with _refusing("messages"):
+            prompt = await engine.prompts.tokenize_chat(asked.conversation(), **template_arguments)
+        answer = ChatAnswer(asked, model, [prompt], engine.prompts.has_text)
+        return await respond(request, answer, params, arrival)
+
+    async def respond(request: Request, answer: Answer, params: Any, arrival: float) -> Response:
+        asked = answer.request
+        _check_length(asked, answer.prompts, engine.plan.max_model_len)
+        with _refusing(None):
+            stream = await engine.submit(answer.prompts, params, wants_deltas=bool(asked.stream), arrival=arrival)
+        if asked.stream:
+            return EventStream(stream, answer)
+        return await whole_answer(stream, answer, request.receive)
+
+
+def _add_models(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
+    created = int(time.time())
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "nanoinfer",
+            "root": str(engine.config.model),
+            "max_model_len": engine.plan.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name not in names:
+            raise _no_such_model(name, names)
+        return card(name)
+
+
+def _model_name(asked: GenerationRequest, names: list[str]) -> str:
+    if asked.model is None:
+        return names[0]
+    if asked.model not in names:
+        raise _no_such_model(asked.model, names)
+    return asked.model
+
+
+def _no_such_model(name: str, names: list[str]) -> ApiError:
+    return BadRequestError(
+        f"the model {name[:200]!r} is not served here: use {' or '.join(map(repr, names))}",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -> None:
+    """The engine would cut the output at max_model_len; who asks for a number of tokens is told, as by vLLM."""
+    longest = max(len(token_ids) for _, token_ids in prompts)
+    if asked.token_limit is not None and longest + asked.token_limit > limit:
+        raise BadRequestError(
+            f"the prompt has {longest} tokens and max_tokens is {asked.token_limit}, together they may be "
+            f"max_model_len = {limit}: lower max_tokens or shorten the prompt",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+
+
+@contextlib.contextmanager
+def _refusing(param: str | None):
+    """A ValueError of the engine is a mistake of the client's."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadRequestError(str(error), param=param) from error
+
+
+# Errors
+
+
+def _error_response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers, "application/json")
+
+
+async def _api_error(_: Request, error: ApiError) -> Response:
+    return _error_response(error)
+
+
+async def _client_left(*_: Any) -> Response:
+    return Response(status_code=499)  # nobody reads it; the name that proxies have for it in their logs
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    response = _error_response(BadRequestError(message, status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _unexpected_error(*_: Any) -> Response:
+    return _error_response(ApiError("the server failed on this request: look into its log", code="internal_error"))
+
+
+class _Gate:
+    """Checks the API key and counts answers. Plain ASGI: what stands here is passed by every event of a stream."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, api_key: str | None) -> None:
+        self._app, self._metrics = app, metrics
+        self._token = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # The route, not the path, of which clients can make up any number.
+                path = getattr(scope.get("route"), "path", "other")
+                self._metrics.count_response(path, message["status"])
+            await send(message)
+
+        if self._may_pass(scope):
+            await self._app(scope, receive, counting)
+            return
+        error = BadRequestError(
+            "the API key is missing or wrong: send the header Authorization: Bearer KEY",
+            status=401,
+            code="invalid_api_key",
+        )
+        await _error_response(error)(scope, receive, counting)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if self._token is None or not scope["path"].startswith("/v1"):
+            return True
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._token)

@@ -1,0 +1,361 @@
+"""One engine for many asyncio tasks: a thread of its own makes every call to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nanoinfer.engine import LLMEngine
+from nanoinfer.outputs import StreamOutput
+from nanoinfer.request import Request
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.serve.errors import ApiError, EngineStepError, OverloadedError, UnavailableError
+from nanoinfer.serve.request_stream import FinishedRequest, RequestStream
+from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
+
+logger = logging.getLogger("nanoinfer.serve")
+T = TypeVar("T")
+_JOIN_SECONDS = 60.0  # for the step that runs at the end, and for giving back pinned memory
+
+
+@dataclass(frozen=True)
+class _Tracked:
+    """A request in the engine, and who reads it."""
+
+    request: Request
+    stream: RequestStream
+    place: int
+
+
+class AsyncEngine:
+    """Runs an `LLMEngine` in a thread and hands its outputs to asyncio tasks of one event loop.
+
+    The thread takes what arrived (new requests, aborts, questions) between two steps. The outputs of a step reach the
+    loop in one call.
+
+    Args:
+        make_engine: called once, on the engine's thread.
+        max_queue: sequences that may wait for a place among the running ones before more are refused.
+    """
+
+    def __init__(self, make_engine: Callable[[], LLMEngine], *, max_queue: int = 1024) -> None:
+        if max_queue < 1:
+            raise ValueError(f"max_queue is {max_queue}, it must be at least 1: else nothing is ever taken")
+        self.max_queue = max_queue
+        self.prompts: PromptTokenizer | None = None
+        """Set by `start`, as are `mode`, `plan` and `config`, the engine's."""
+        self.num_prompt_tokens = 0
+        """Of all requests that were taken."""
+        self.num_generated_tokens = 0
+        self.on_finished: Callable[[FinishedRequest], None] = lambda finished: None
+        """Called on the loop for each prompt that has ended."""
+        self._make_engine = make_engine
+        self._inbox: queue.SimpleQueue[tuple[Callable[[LLMEngine], Any], Future] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # nothing enters the inbox after the thread has emptied it for the last time
+        self._is_closed = False
+        self._is_draining = False
+        self._failure: BaseException | None = None
+        self._num_queued = 0
+        self._tracked: dict[str, _Tracked] = {}  # of the engine's thread, as is all below
+        self._must_flush = False
+        self._batch: list[Callable[[], None]] = []  # for the loop, after this step
+        self._streams: set[RequestStream] = set()  # of the loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started: Future[LLMEngine] = Future()
+        self._thread = threading.Thread(target=self._run, name="nanoinfer-engine", daemon=True)
+
+    def start(self) -> None:
+        """Makes the engine; returns when it is ready.
+
+        Raises:
+            Exception: what the engine's constructor raised.
+        """
+        self._thread.start()
+        # Only what never changes after start-up is read from it on other threads.
+        engine = self._started.result()
+        self.mode, self.plan, self.config = engine.mode, engine.plan, engine.config
+        self.prompts = PromptTokenizer(engine.tokenizer, engine.tokenize)
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._thread.is_alive() and self._failure is None and not self._is_draining
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine has died of an error."""
+        return self._failure is not None
+
+    @property
+    def num_streams(self) -> int:
+        """HTTP requests that wait or run."""
+        return len(self._streams)
+
+    # Requests, from the loop
+
+    async def submit(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        *,
+        wants_deltas: bool,
+        arrival: float | None = None,
+    ) -> RequestStream:
+        """Queues all prompts or none.
+
+        Args:
+            prompts: as `self.prompts` makes them.
+
+        Raises:
+            ValueError: the engine refuses a prompt or its parameters.
+            OverloadedError: too many sequences wait.
+            UnavailableError: the server is shutting down or the engine is dead.
+        """
+        self._check_open()
+        self._check_queue(self._num_queued)  # the engine's thread checks again; this saves it the work
+        self._loop = asyncio.get_running_loop()
+        stream = RequestStream(
+            prompts,
+            wants_deltas=wants_deltas,
+            arrival=time.perf_counter() if arrival is None else arrival,
+            on_end=self._streams.discard,
+            on_close=self._abort_later,
+        )
+        self._streams.add(stream)
+        try:
+            await self._call(lambda engine: self._add(engine, stream, params))
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def stats(self) -> dict[str, Any]:
+        """`LLMEngine.stats`, as of the end of the step that runs."""
+        return await self._call(lambda engine: engine.stats())
+
+    def _call(self, function: Callable[[LLMEngine], T]) -> asyncio.Future[T]:
+        """Runs `function` on the engine's thread, between two steps."""
+        future: Future[T] = Future()
+        self._put((function, future))
+        return asyncio.wrap_future(future)
+
+    def _put(self, call: tuple[Callable[[LLMEngine], Any], Future]) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise self._dead()
+            self._inbox.put(call)
+
+    def _abort_later(self, stream: RequestStream) -> None:
+        try:
+            self._put((lambda engine: self._abort(engine, stream), Future()))
+        except UnavailableError:
+            pass  # nothing runs any more
+
+    def _check_open(self) -> None:
+        if self._failure is not None or not self._thread.is_alive():
+            raise self._dead()
+        if self._is_draining:
+            raise UnavailableError("the server is shutting down: send the request to another one", "shutting_down")
+
+    def _check_queue(self, num_queued: int) -> None:
+        if num_queued >= self.max_queue:
+            raise OverloadedError(
+                f"{num_queued} sequences wait and the server queues at most {self.max_queue}: try again later"
+            )
+
+    def _dead(self) -> UnavailableError:
+        why = f" ({type(self._failure).__name__}: {self._failure})" if self._failure is not None else ""
+        return UnavailableError(f"the engine is not running{why}: restart the server", "engine_dead")
+
+    # Shutdown, from the loop
+
+    def begin_shutdown(self) -> None:
+        """Refuses new requests from now on; what runs goes on."""
+        self._is_draining = True
+
+    async def drain(self, timeout_seconds: float) -> None:
+        """Waits until all requests have ended; those that run after `timeout_seconds` are ended with an error."""
+        deadline = time.monotonic() + timeout_seconds
+        while self._streams and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for stream in list(self._streams):
+            stream.fail(
+                UnavailableError(
+                    f"the server shut down, and the request had not ended within {timeout_seconds:g} s", "shutting_down"
+                )
+            )
+
+    def close(self) -> None:
+        """Ends the thread and gives back the engine's memory; requests that still run end with an error. Blocks."""
+        self._is_draining = True
+        with self._lock:
+            self._inbox.put(None)
+        if self._thread.is_alive() and self._started.done():  # a load that was interrupted is not waited for
+            self._thread.join(_JOIN_SECONDS)
+        if self.prompts is not None:
+            self.prompts.close()
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        try:
+            engine = self._make_engine()
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(engine)
+        try:
+            while self._take_inbox(engine):
+                if engine.has_work or self._must_flush:
+                    self._step(engine)
+                waiting, running = len(engine.scheduler.waiting), len(engine.scheduler.running)
+                # Those that the next step can take do not queue.
+                self._num_queued = max(0, waiting - (engine.plan.max_num_seqs - running))
+                self._send_batch()
+        except BaseException as error:
+            logger.exception("the engine is dead")
+            self._failure = error
+        self._end(engine)
+
+    def _take_inbox(self, engine: LLMEngine) -> bool:
+        """Does what others asked for, after a wait if there is nothing else to do; False when it is time to end."""
+        try:
+            call = self._inbox.get(block=not engine.has_work and not self._must_flush)
+            while call is not None:
+                function, future = call
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(function(engine))
+                    except BaseException as error:
+                        future.set_exception(error)
+                        if not isinstance(error, Exception):
+                            raise
+                call = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _add(self, engine: LLMEngine, stream: RequestStream, params: SamplingParams) -> None:
+        if stream.has_ended:
+            return  # its reader left meanwhile
+        waiting, running = len(engine.scheduler.waiting), len(engine.scheduler.running)
+        self._check_queue(waiting - (engine.plan.max_num_seqs - running))
+        name = uuid.uuid4().hex
+        added = {}
+        try:
+            for place, (text, token_ids) in enumerate(stream.prompts):
+                request_id = f"{name}-{place}"
+                request = engine.add_request(request_id, token_ids if text is None else text, params, token_ids)
+                added[request_id] = _Tracked(request, stream, place)
+        except BaseException:
+            for request_id in added:
+                engine.abort(request_id)
+            raise
+        self._tracked.update(added)
+        self.num_prompt_tokens += sum(len(token_ids) for _, token_ids in stream.prompts)
+
+    def _abort(self, engine: LLMEngine, stream: RequestStream) -> None:
+        for request_id in [name for name, tracked in self._tracked.items() if tracked.stream is stream]:
+            engine.abort(request_id)
+            self._finish(request_id)
+
+    def _step(self, engine: LLMEngine) -> None:
+        try:
+            outputs = engine.step()
+        except Exception as error:
+            logger.exception("a step of the engine failed")
+            self._fail_step(engine, error)
+            self._must_flush = True  # the engine may hold outputs for the next call, without other work
+            return
+        self._hand_out(outputs)
+        if self._must_flush:
+            self._must_flush = False
+            for request_id in [name for name, tracked in self._tracked.items() if tracked.request.is_finished]:
+                self._finish(request_id, EngineStepError(RuntimeError("outputs were lost in a failed step")))
+
+    def _hand_out(self, outputs: list[StreamOutput]) -> None:
+        ended = {}
+        for output in outputs:
+            tracked = self._tracked.get(output.request_id)
+            if tracked is None:
+                continue
+            self.num_generated_tokens += len(output.token_ids_delta)
+            if tracked.stream.wants_deltas:
+                self._batch.append((tracked.stream.put, tracked.place, output))
+            if tracked.request.is_finished:
+                ended[output.request_id] = tracked
+        for request_id, tracked in ended.items():
+            if not tracked.stream.wants_deltas:
+                self._batch.append((tracked.stream.put, tracked.place, tracked.request.output()))
+            self._finish(request_id)
+
+    def _fail_step(self, engine: LLMEngine, error: Exception) -> None:
+        """Ends the requests that the engine has aborted, or one of those that run, so that the next step differs."""
+        failed = [
+            name
+            for name, tracked in self._tracked.items()
+            if any(sequence.finish_reason == "abort" for sequence in tracked.request.sequences)
+        ]
+        if not failed:
+            engine.runner.recover()  # raises where the device is lost: nothing can run then
+            scheduler = engine.scheduler
+            # Planning failed, most likely as room was made for the others: the youngest would have had to give way.
+            victim = scheduler.running[-1] if scheduler.running else next(iter(scheduler.waiting), None)
+            if victim is not None:
+                engine.abort(victim.request_id)
+                failed = [victim.request_id] if victim.request_id in self._tracked else []
+        for request_id in failed:
+            self._finish(request_id, EngineStepError(error))
+
+    def _finish(self, request_id: str, error: ApiError | None = None) -> None:
+        """Forgets a request that has ended and tells its reader."""
+        tracked = self._tracked.pop(request_id)
+        request, stream = tracked.request, tracked.stream
+        reasons = ["error" if error is not None else sequence.finish_reason for sequence in request.sequences]
+        first = None if request.first_token is None else request.first_token - stream.arrival
+        finished = FinishedRequest(reasons, first, time.perf_counter() - stream.arrival, request.metrics())
+        self._batch.append((self.on_finished, finished))
+        self._batch.append((stream.end_one,) if error is None else (stream.fail, error))
+
+    def _send_batch(self) -> None:
+        batch, self._batch = self._batch, []
+        if batch:
+            self._on_loop(_call_all, batch)
+
+    def _on_loop(self, function: Callable, *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            pass  # the loop is closed: nobody reads
+
+    def _end(self, engine: LLMEngine) -> None:
+        """Nothing that waits for the engine waits for ever."""
+        with self._lock:
+            self._is_closed = True
+            while not self._inbox.empty():
+                call = self._inbox.get()
+                if call is not None and call[1].set_running_or_notify_cancel():
+                    call[1].set_exception(self._dead())
+        self._send_batch()
+        if self._loop is not None:
+            self._on_loop(self._fail_all)
+        try:
+            engine.close()
+        except Exception:
+            logger.exception("the engine could not be closed")
+
+    def _fail_all(self) -> None:
+        for stream in list(self._streams):
+            stream.fail(self._dead())
+
+
+def _call_all(calls: list[tuple]) -> None:
+    for function, *arguments in calls:
+        function(*arguments)

@@ -1,0 +1,80 @@
+"""What a client is told when a request cannot be answered, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+
+
+class ApiError(Exception):
+    """An answer other than 200.
+
+    Args:
+        status: HTTP status.
+        message: what was given, what is allowed, what to do.
+        param: the field of the request that is at fault.
+        code: OpenAI's short name of the error.
+        retry_after: seconds after which another attempt makes sense.
+    """
+
+    status = 500
+    type = "server_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.code, self.retry_after = message, param, code, retry_after
+        if status is not None:
+            self.status = status
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+
+class BadRequestError(ApiError):
+    """The request cannot be used as it is; sending it again does not help."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class OverloadedError(ApiError):
+    """More requests wait than the server takes."""
+
+    status = 429
+    type = "overloaded_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="overloaded", retry_after=1)
+
+
+class UnavailableError(ApiError):
+    """The server is shutting down, or its engine is dead."""
+
+    status = 503
+    type = "service_unavailable_error"
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, code=code)
+
+
+class EngineStepError(ApiError):
+    """The engine failed in a step of this request; other requests are not affected."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(
+            f"the engine failed while it computed this request ({type(error).__name__}: {error}): send it again, and "
+            "look into the server's log if it happens again",
+            code="engine_error",
+        )

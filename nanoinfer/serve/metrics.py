@@ -1,0 +1,110 @@
+"""What /metrics says, in Prometheus' text format; the names follow vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from nanoinfer.serve.async_engine import AsyncEngine
+from nanoinfer.serve.request_stream import FinishedRequest
+
+PREFIX = "nanoinfer:"
+_FIRST_TOKEN_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10, 20, 40, 80, 160, 640,
+)  # fmt: skip
+_PER_TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10, 20, 40,
+)  # fmt: skip
+_TOTAL_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+
+# Name, what it is, the entry of `LLMEngine.stats`.
+_GAUGES = (
+    ("num_requests_running", "Sequences that run.", "num_running"),
+    ("num_requests_waiting", "Sequences that wait for a place or for memory.", "num_waiting"),
+    ("gpu_kv_blocks_used", "KV blocks of the GPU pool that requests hold.", "gpu_blocks_used"),
+    ("gpu_kv_blocks_cached", "KV blocks of the GPU pool that only the prefix cache holds.", "gpu_blocks_cached"),
+    ("gpu_kv_blocks_total", "KV blocks of the GPU pool.", "gpu_blocks_total"),
+    ("host_kv_blocks_used", "KV blocks of the host pool that requests hold.", "host_blocks_used"),
+    ("host_kv_blocks_cached", "KV blocks of the host pool that only the prefix cache holds.", "host_blocks_cached"),
+    ("host_kv_blocks_total", "KV blocks of the host pool; 0 until offload mode is first entered.", "host_blocks_total"),
+    ("kv_resident_share", "Share of the running sequences' full KV blocks that lies on the GPU.", "kv_resident_share"),
+)
+_COUNTERS = (
+    ("num_preemptions", "Times that a sequence had to give way to others.", "num_preemptions"),
+    ("streamed_bytes", "Bytes of KV blocks that were streamed from the host to the GPU.", "streamed_bytes"),
+    ("written_bytes", "Bytes of KV blocks that were written to the host.", "written_bytes"),
+)
+
+
+class ServerMetrics:
+    """Counters of one server, in a registry of their own, so that several can live in one process."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._stats: dict[str, Any] = {}
+        self._registry = CollectorRegistry()
+        self._responses = Counter(
+            PREFIX + "http_responses", "HTTP answers.", ["path", "status"], registry=self._registry
+        )
+        self._completions = Counter(
+            PREFIX + "request_success",
+            "Completions that have ended, by finish reason; abort: the client left, error: the engine failed.",
+            ["finished_reason"],
+            registry=self._registry,
+        )
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From the HTTP request to the first token.", _FIRST_TOKEN_BUCKETS
+        )
+        self._per_token = self._histogram(
+            "time_per_output_token_seconds",
+            "Mean time between the tokens of one prompt, the first not counted.",
+            _PER_TOKEN_BUCKETS,
+        )
+        self._total = self._histogram(
+            "e2e_request_latency_seconds", "From the HTTP request to its last token, of prompts that ended well.",
+            _TOTAL_BUCKETS,
+        )  # fmt: skip
+        self._registry.register(self)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
+
+    def count_response(self, path: str, status: int) -> None:
+        self._responses.labels(path, str(status)).inc()
+
+    def observe(self, finished: FinishedRequest) -> None:
+        """Counts one prompt that has ended."""
+        for reason in finished.reasons:
+            self._completions.labels(reason).inc()
+        if finished.time_to_first_token is not None:
+            self._first_token.observe(finished.time_to_first_token)
+        if finished.metrics.time_per_output_token is not None:
+            self._per_token.observe(finished.metrics.time_per_output_token)
+        if not {"abort", "error"}.intersection(finished.reasons):
+            self._total.observe(finished.total_time)
+
+    def render(self, stats: dict[str, Any]) -> bytes:
+        """The metrics as text; `stats` is `LLMEngine.stats`."""
+        self._stats = stats
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """For prometheus_client: what is read from the engine."""
+        if not self._stats:
+            return
+        for name, text, entry in _GAUGES:
+            yield GaugeMetricFamily(PREFIX + name, text, self._stats[entry])
+        used, total = self._stats["gpu_blocks_used"], self._stats["gpu_blocks_total"]
+        yield GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of the GPU pool in use, 0 to 1.", used / total)
+        yield GaugeMetricFamily(
+            PREFIX + "num_http_requests_open", "HTTP requests that wait or run.", self._engine.num_streams
+        )
+        for name, text, entry in _COUNTERS:
+            yield CounterMetricFamily(PREFIX + name, text, self._stats[entry])
+        yield CounterMetricFamily(
+            PREFIX + "prompt_tokens", "Tokens of the prompts that were taken.", self._engine.num_prompt_tokens
+        )
+        yield CounterMetricFamily(PREFIX + "generation_tokens", "Generated tokens.", self._engine.num_generated_tokens)

@@ -1,0 +1,320 @@
+"""The requests of OpenAI's API, with vLLM's extensions, and what of them is supported."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nanoinfer.errors import nearest
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.serve.errors import BadRequestError
+
+MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
+MAX_STOP_STRINGS = 64  # each is searched for in every token's text
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+# Larger ones do not fit into the device's 64-bit tables, and nobody means them.
+_INT32_MAX = 2**31 - 1
+_SHOWN_CHARS = 80
+
+# Sent by stock clients, and without influence on the answer.
+IGNORED = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls".split()
+)
+# Fields of the API that are not supported: the values that mean the same as leaving the field out, and what to do.
+_UNSUPPORTED: dict[str, tuple[tuple, str]] = {
+    "presence_penalty": ((0,), "use repetition_penalty"),
+    "frequency_penalty": ((0,), "use repetition_penalty"),
+    "logit_bias": (({},), "leave it out"),
+    "suffix": (("",), "leave it out"),
+    "response_format": (({"type": "text"},), "only text is generated"),
+    "tools": (([],), "leave it out"),
+    "tool_choice": (("none",), "leave it out"),
+    "functions": (([],), "leave it out"),
+    "function_call": (("none",), "leave it out"),
+    "modalities": ((["text"],), "only text is generated"),
+    "audio": ((), "only text is generated"),
+    "prediction": ((), "leave it out"),
+    "reasoning_effort": ((), "use chat_template_kwargs if the model's chat template has a switch"),
+    "verbosity": ((), "leave it out"),
+    "web_search_options": ((), "leave it out"),
+    "use_beam_search": ((False,), "use n and sampling"),
+    "length_penalty": ((1,), "leave it out"),
+    "prompt_logprobs": ((), "logprobs are those of generated tokens"),
+    "truncate_prompt_tokens": ((), "shorten the prompt"),
+    "allowed_token_ids": ((), "leave it out"),
+    "bad_words": (([],), "leave it out"),
+    "skip_special_tokens": ((True,), "use return_token_ids to see special tokens"),
+    "spaces_between_special_tokens": ((True,), "leave it out"),
+    "include_stop_str_in_output": ((False,), "add the stop_reason of the answer yourself"),
+    "structured_outputs": ((), "leave it out"),
+    "guided_json": ((), "leave it out"),
+    "guided_regex": ((), "leave it out"),
+    "guided_choice": ((), "leave it out"),
+    "guided_grammar": ((), "leave it out"),
+}
+
+Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+
+
+class _Model(BaseModel):
+    # Strict: "5" is no number and true is no 1. Unknown names are refused before, with the nearest one.
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class StreamOptions(_Model):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(_Model):
+    """What both endpoints take. None: the field's default."""
+
+    _sampling: ClassVar[tuple[str, ...]] = (
+        "n temperature top_p top_k min_p repetition_penalty min_tokens seed stop stop_token_ids ignore_eos".split()
+    )
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
+    best_of: int | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
+    min_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    def check(self) -> None:
+        """Raises BadRequestError where fields do not go together."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise BadRequestError(
+                f"best_of is {self.best_of} and n is {self.n or 1}: only best_of equal to n is supported, leave it out",
+                param="best_of",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise BadRequestError("stream_options needs stream=true: set it or leave it out", param="stream_options")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+            raise BadRequestError(
+                f"stop holds {len(stops)} strings, the longest of {max(map(len, stops))} characters: give at most "
+                f"{MAX_STOP_STRINGS} of at most {MAX_STOP_CHARS} characters",
+                param="stop",
+            )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to return with each token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def token_limit(self) -> int | None:
+        """Generated tokens that the client asked for; None leaves it to the endpoint."""
+        return self.max_tokens
+
+    def sampling_params(self, default_max_tokens: int) -> SamplingParams:
+        """Raises BadRequestError for values out of their range."""
+        given = {name: value for name in self._sampling if (value := getattr(self, name)) is not None}
+        max_tokens = default_max_tokens if self.token_limit is None else self.token_limit
+        try:
+            return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.num_logprobs)
+        except ValueError as error:
+            message = str(error)
+            name = message.split(" ", 1)[0]
+            raise BadRequestError(message, param=name if name in type(self).model_fields else None) from error
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Any
+    logprobs: Count | None = None
+    echo: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            raise BadRequestError(
+                "echo with logprobs is not supported, as prompts get no log-probabilities: leave one of them out",
+                param="echo",
+            )
+        num_completions = len(self.prompts) * (self.n or 1)
+        if num_completions > MAX_COMPLETIONS:
+            raise BadRequestError(
+                f"{len(self.prompts)} prompts times n = {self.n or 1} are {num_completions} completions, one request may "
+                f"have {MAX_COMPLETIONS}: send several requests",
+                param="prompt",
+            )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or many, as a list. What the lists of token ids hold is checked with the vocabulary, later.
+
+        Raises:
+            BadRequestError: neither text nor token ids, nor a list of them.
+        """
+        prompt = self.prompt
+        prompts = prompt if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else [prompt]
+        if not prompts:
+            raise BadRequestError("prompt is an empty list: give at least one prompt", param="prompt")
+        for one in prompts:
+            if not isinstance(one, str | list):
+                raise BadRequestError(
+                    f"prompt holds {_shown(one)}: give text, a list of texts, a list of token ids, or a list of such lists",
+                    param="prompt",
+                )
+        return prompts
+
+
+class ChatRequest(GenerationRequest):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # What the server itself tells `apply_chat_template`.
+    _reserved: ClassVar[frozenset[str]] = frozenset(
+        "conversation chat_template add_generation_prompt continue_final_message tokenize padding truncation max_length "
+        "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs tools documents".split()
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequestError("top_logprobs needs logprobs=true: set it or leave it out", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise BadRequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}: they mean "
+                "the same, give one of them",
+                param="max_tokens",
+            )
+        for name in self.chat_template_kwargs or ():
+            if name in self._reserved:
+                raise BadRequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages with their text parts joined by line ends, as vLLM does.
+
+        Raises:
+            BadRequestError: there is no message, or one has something else than a role and text.
+        """
+        if not self.messages:
+            raise BadRequestError("messages is empty: give at least one message", param="messages")
+        return [_plain_message(i, message) for i, message in enumerate(self.messages)]
+
+
+def _plain_message(place: int, message: dict[str, Any]) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    if not isinstance(message.get("role"), str):
+        raise BadRequestError(f'{where} has no role: give "system", "user" or "assistant"', param="messages")
+    for name in ("tool_calls", "function_call", "audio"):
+        if message.get(name):
+            raise BadRequestError(f"{where}.{name} is not supported: only text is", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise BadRequestError(
+                f'{where}.content has a part that is no {{"type": "text", "text": ...}}: only text is supported',
+                param="messages",
+            )
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise BadRequestError(
+            f"{where}.content is {_shown(content)}: give text or a list of text parts", param="messages"
+        )
+    return {**{name: value for name, value in message.items() if value is not None}, "content": content}
+
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """A checked request from the body of an HTTP request.
+
+    Raises:
+        BadRequestError: the body is no JSON object, or a field is unknown, not supported or has a wrong value.
+    """
+    given = _load(body)
+    fields = kind.model_fields
+    for name, value in given.items():
+        if name in _UNSUPPORTED and name not in fields:
+            neutral, hint = _UNSUPPORTED[name]
+            if value is not None and value not in neutral:
+                only = f", but for {json.dumps(neutral[0])}" if neutral else ""
+                raise BadRequestError(
+                    f"{name}={_shown(value)} is not supported{only}: {hint}", param=name, code="unsupported_parameter"
+                )
+        elif name not in fields and name not in IGNORED:
+            _refuse_unknown(name, fields, "the request")
+    for name in given.get("stream_options") or () if isinstance(given.get("stream_options"), dict) else ():
+        if name not in StreamOptions.model_fields:
+            _refuse_unknown(name, StreamOptions.model_fields, "stream_options")
+    try:
+        request = kind.model_validate(given)
+    except ValidationError as error:
+        raise _explained(error) from error
+    request.check()
+    return request
+
+
+def _refuse_unknown(name: str, allowed: Any, where: str) -> None:
+    guess = nearest(name, allowed)
+    hint = f": did you mean {guess!r}?" if guess else "."
+    raise BadRequestError(
+        f"{where} has an unknown field {name[:_SHOWN_CHARS]!r}{hint} Allowed: {', '.join(sorted(allowed))}.",
+        param=name[:_SHOWN_CHARS],
+        code="unknown_parameter",
+    )
+
+
+def _load(body: bytes) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON number")
+
+    try:
+        given = json.loads(body, parse_constant=refuse)
+        if re.search(rb"\\u[dD][89a-fA-F]", body):
+            json.dumps(given, ensure_ascii=False).encode()  # half a surrogate pair is no character
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is no valid JSON: {_shown(str(error))}", code="invalid_json") from error
+    if not isinstance(given, dict):
+        raise BadRequestError("the body is no JSON object: send {...}", code="invalid_json")
+    return given
+
+
+def _explained(error: ValidationError) -> BadRequestError:
+    """The first thing that pydantic found, in one line."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = str(first["loc"][0])
+    if first["type"] == "missing":
+        return BadRequestError(f"{name} is missing: it is required", param=name)
+    shown = "" if len(first["loc"]) > 1 and first["loc"][-1] in ("str", "list[str]") else _shown(first["input"])
+    path = ".".join(str(part) for part in first["loc"] if part not in ("str", "list[str]"))
+    return BadRequestError(f"{path}{' is ' + shown if shown else ''}: {first['msg']}", param=name)
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) and len(value) > _SHOWN_CHARS else repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

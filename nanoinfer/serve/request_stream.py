@@ -1,0 +1,108 @@
+"""What the engine's thread hands to one HTTP request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanoinfer.outputs import RequestMetrics, RequestOutput, StreamOutput
+from nanoinfer.serve.tokenizing import Prompt
+
+Item = tuple[int, StreamOutput | RequestOutput]
+
+
+class StreamClosedError(Exception):
+    """The reader's own side was closed, as when the client has gone."""
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """One prompt that has ended, for the statistics.
+
+    Attributes:
+        reasons: finish reason of each completion; "error" where the engine failed, "abort" where the client left.
+        time_to_first_token: seconds from the arrival of the HTTP request; None where there was none.
+        total_time: seconds from the arrival of the HTTP request to the end.
+    """
+
+    reasons: list[str]
+    time_to_first_token: float | None
+    total_time: float
+    metrics: RequestMetrics
+
+
+class RequestStream:
+    """Outputs of the prompts of one HTTP request. One asyncio task reads it; all methods are called on its loop.
+
+    Attributes:
+        prompts: (text or None, token ids) of each prompt; items carry the place in this list.
+        wants_deltas: items are `StreamOutput`s, token by token; else one `RequestOutput` for each prompt, at its end.
+        arrival: `time.perf_counter` of the HTTP request.
+    """
+
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        *,
+        wants_deltas: bool,
+        arrival: float,
+        on_end: Callable[[RequestStream], None],
+        on_close: Callable[[RequestStream], None],
+    ) -> None:
+        self.prompts, self.wants_deltas, self.arrival = prompts, wants_deltas, arrival
+        self._on_end, self._on_close = on_end, on_close
+        self._num_running = len(prompts)
+        self._items: list[Item] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._num_running == 0 or self._error is not None
+
+    async def next(self) -> list[Item]:
+        """Everything that came since the last call, after a wait if that is nothing; [] when all prompts have ended.
+
+        Raises:
+            ApiError: the engine failed, or the server shut down before the end.
+            StreamClosedError: `close` was called.
+        """
+        if not self._items and not self.has_ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        if not items and self._error is not None:
+            raise self._error
+        return items
+
+    def put(self, place: int, output: StreamOutput | RequestOutput) -> None:
+        self._items.append((place, output))
+        self._wake()
+
+    def end_one(self) -> None:
+        """One of the prompts has ended."""
+        if self.has_ended:
+            return
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._on_end(self)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the stream; what still runs of it is aborted. What came before is still read."""
+        if self.has_ended:
+            return
+        self._error = error
+        self._on_end(self)
+        self._on_close(self)
+        self._wake()
+
+    def close(self) -> None:
+        """Nobody reads any more: aborts what still runs. May be called again, and after the end."""
+        self.fail(StreamClosedError())
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

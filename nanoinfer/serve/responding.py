@@ -1,0 +1,99 @@
+"""Between a `RequestStream` and the client: waiting for the end, streaming, and noticing that the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from nanoinfer.outputs import RequestOutput
+from nanoinfer.serve.answers import Answer
+from nanoinfer.serve.errors import ApiError, BadRequestError
+from nanoinfer.serve.request_stream import RequestStream, StreamClosedError
+
+MAX_BODY_BYTES = 32 * 2**20
+
+
+async def read_body(request: Request) -> bytes:
+    """The request's body.
+
+    Raises:
+        BadRequestError: it is longer than `MAX_BODY_BYTES`.
+        StreamClosedError: the client has gone.
+    """
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise BadRequestError(
+                    f"the body has more than {MAX_BODY_BYTES} bytes: send fewer or shorter prompts at once", status=413
+                )
+    except ClientDisconnect as error:
+        raise StreamClosedError from error
+    return bytes(body)
+
+
+@contextlib.asynccontextmanager
+async def closing_when_client_leaves(stream: RequestStream, receive: Receive) -> AsyncIterator[None]:
+    """Aborts the stream's requests as soon as the client has gone, and at the end of the block."""
+
+    async def wait() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        stream.close()
+
+    listener = asyncio.create_task(wait())
+    try:
+        yield
+    finally:
+        listener.cancel()
+        stream.close()
+
+
+async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) -> Response:
+    """Waits for the last token.
+
+    Raises:
+        ApiError: as `RequestStream.next`.
+        StreamClosedError: the client has gone.
+    """
+    outputs: list[RequestOutput | None] = [None] * len(stream.prompts)
+    async with closing_when_client_leaves(stream, receive):
+        while items := await stream.next():
+            for place, output in items:
+                outputs[place] = output
+    return Response(answer.whole(outputs), media_type="application/json")
+
+
+class EventStream(Response):
+    """Server-sent events: each output as soon as it is known, several in one write where they came together."""
+
+    def __init__(self, stream: RequestStream, answer: Answer) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._stream, self._answer = stream, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with closing_when_client_leaves(self._stream, receive):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                if first := self._answer.first_events():
+                    await send(_part(first))
+                while items := await self._stream.next():
+                    if events := self._answer.events(items):
+                        await send(_part(events))
+                await send(_part(self._answer.last_events()))
+            except StreamClosedError:
+                return
+            except ApiError as error:
+                await send(_part(b"data: " + error.body() + b"\n\ndata: [DONE]\n\n"))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _part(body: bytes) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": True}

@@ -1,0 +1,96 @@
+"""Prompts to token ids, beside the event loop and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+Prompt = tuple[str | None, list[int]]
+"""Its text, if it was given as such, and its token ids."""
+_LONG_PROMPT_CHARS = 20_000  # a few milliseconds of work
+
+
+class PromptTokenizer:
+    """Tokenises on two threads, so that short prompts do not wait for long ones, which can take seconds.
+
+    Args:
+        tokenizer: the engine's, which is copied: tokenizers of the Rust library refuse to be changed on one thread
+            while another uses them. None: prompts must be token ids.
+        check: returns token ids that the engine can use, or raises ValueError; called on these threads.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, check: Callable[[str | list[int]], list[int]]
+    ) -> None:
+        self.tokenizer = copy.deepcopy(tokenizer)
+        if self.tokenizer is not None:
+            self.tokenizer.encode("a")  # turns off truncation and padding, which no later call changes
+        self._check = check
+        self._threads = [ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{length}") for length in ("short", "long")]
+
+    @property
+    def has_text(self) -> bool:
+        return self.tokenizer is not None
+
+    async def tokenize(self, prompt: str | list[int]) -> Prompt:
+        """A prompt with its checked token ids.
+
+        Raises:
+            ValueError: as `LLMEngine.tokenize`.
+        """
+
+        def work() -> Prompt:
+            if not isinstance(prompt, str) or self.tokenizer is None:
+                return None, self._check(prompt)
+            try:
+                token_ids = list(self.tokenizer.encode(prompt))
+            except Exception as error:  # of whatever library the tokenizer is written with
+                raise ValueError(f"the tokenizer cannot read the prompt: {error}") from error
+            return prompt, self._check(token_ids)
+
+        return await self._on_thread(len(prompt), work)
+
+    async def tokenize_chat(self, messages: list[dict], **template_arguments: Any) -> Prompt:
+        """Checked token ids of a conversation, through the tokenizer's chat template.
+
+        Args:
+            messages: each with "content", a text.
+
+        Raises:
+            ValueError: there is no template, or it refuses the messages.
+        """
+        missing = "there is no tokenizer" if self.tokenizer is None else "the tokenizer has no chat template"
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(f"chat needs a chat template, but {missing}: use /v1/completions with a finished prompt")
+
+        def work() -> Prompt:
+            try:
+                token_ids = self.tokenizer.apply_chat_template(
+                    messages, tokenize=True, return_dict=False, **template_arguments
+                )
+            except Exception as error:  # a template is a program of the checkpoint's and raises what it likes
+                raise ValueError(f"the chat template refuses the messages: {error}") from error
+            return None, self._check(token_ids)
+
+        return await self._on_thread(sum(len(message["content"]) for message in messages), work)
+
+    def text_of(self, prompt: Prompt) -> str:
+        """The prompt as text; "" without a tokenizer."""
+        text, token_ids = prompt
+        if text is not None or self.tokenizer is None:
+            return text or ""
+        return self.tokenizer.decode(token_ids)
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_thread(self, num_chars: int, work: Callable[[], T]) -> T:
+        thread = self._threads[num_chars > _LONG_PROMPT_CHARS]
+        return await asyncio.get_running_loop().run_in_executor(thread, work)

@@ -1,0 +1,124 @@
+"""A tiny model behind the HTTP application, for the tests of `nanoinfer serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+from engines import SMALL, VOCAB, make_engine
+from tiny_models import make_checkpoint
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nanoinfer.serve.app import create_app
+from nanoinfer.serve.async_engine import AsyncEngine
+
+MODEL = "tiny"
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}"
+    "{{ 'w7 ' if message.role == 'user' else 'w8 ' }}{{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}{{ 'w10 w9' if loud else 'w9' }}{% endif %}"
+)
+
+
+def make_served_checkpoint(directory: Path) -> Path:
+    """A checkpoint with a chat template and a tokenizer of one word per token: "w17" is token 17."""
+    path = make_checkpoint("qwen3", directory, **SMALL)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(path)
+    return path
+
+
+class Served:
+    """An application in this process, a client of it, and the engine below."""
+
+    def __init__(self, path: Path, *, max_queue: int = 1024, api_key: str | None = None, **arguments) -> None:
+        self.engine = None
+        arguments = dict(skip_tokenizer_init=False) | arguments
+
+        def make():
+            self.engine = make_engine(path, **arguments)
+            return self.engine
+
+        self.async_engine = AsyncEngine(make, max_queue=max_queue)
+        self.async_engine.start()
+        self.app = create_app(self.async_engine, served_model_names=[MODEL, "other"], api_key=api_key)
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://server", timeout=60
+        )
+
+    async def post(self, path: str = "/v1/completions", **body) -> httpx.Response:
+        return await self.client.post(path, json={"model": MODEL, **body})
+
+    async def complete(self, prompt, **body) -> dict:
+        response = await self.post(prompt=prompt, **(dict(ignore_eos=True, temperature=0) | body))
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def wait_until(self, condition, seconds: float = 10) -> None:
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not condition(self):
+            assert asyncio.get_running_loop().time() < deadline, "waited in vain"
+            await asyncio.sleep(0.002)
+
+    async def wait_until_idle(self) -> dict:
+        """The engine's statistics once it has nothing left; fails if it keeps anything."""
+        await self.wait_until(lambda served: not served.async_engine.num_streams and not served.engine._requests)
+        while self.engine.has_work:  # a step that was launched before the abort is read yet
+            await asyncio.sleep(0.002)
+        stats = await self.async_engine.stats()
+        assert stats["num_running"] == stats["num_waiting"] == stats["gpu_blocks_used"] == 0
+        assert not self.async_engine._tracked and not self.async_engine._streams
+        return stats
+
+
+@contextlib.asynccontextmanager
+async def serving(path: Path, **arguments) -> AsyncIterator[Served]:
+    served = Served(path, **arguments)
+    try:
+        async with served.client:
+            yield served
+    finally:
+        served.async_engine.close()
+
+
+def events(body: str) -> list[dict]:
+    """The events of a stream; checks that [DONE] is the last."""
+    lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class LeavingClient:
+    """One request straight to the application, by a client that leaves when it is told to."""
+
+    def __init__(self, app, body: dict, path: str = "/v1/completions") -> None:
+        self._body, self._leaves = json.dumps({"model": MODEL, **body}).encode(), asyncio.Event()
+        self._was_read = False
+        self.messages: list[dict] = []
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
+            "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"", "headers": [],
+            "server": ("server", 80), "client": ("client", 1),
+        }  # fmt: skip
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    def leave(self) -> None:
+        self._leaves.set()
+
+    async def _receive(self) -> dict:
+        if not self._was_read:
+            self._was_read = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self._leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict) -> None:
+        self.messages.append(message)

@@ -1,0 +1,520 @@
+"""Clients that leave, send nonsense or come in crowds, and an engine that fails: nobody else notices."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+from engines import VOCAB
+from prometheus_client.parser import text_string_to_metric_families
+from serving import MODEL, LeavingClient, events, make_served_checkpoint, serving
+
+from nanoinfer import SamplingParams
+from nanoinfer.serve.async_engine import AsyncEngine
+from nanoinfer.serve.request_stream import StreamClosedError
+
+LONG = dict(max_tokens=300, temperature=0, ignore_eos=True)
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_served_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+async def metrics_of(served) -> dict[str, float]:
+    """Samples by name, or by name and label values."""
+    text = (await served.client.get("/metrics")).text
+    return {
+        " ".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+# Clients that leave
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request_only(path, stream):
+    async def ask():
+        async with serving(path) as served:
+            wanted = await served.complete([40, 41], **LONG)
+            await served.wait_until_idle()
+            leaving = LeavingClient(served.app, dict(prompt=[[20, 21], [22]], n=2, stream=stream, **LONG))
+            staying = asyncio.create_task(served.complete([40, 41], **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 300 + 40)
+            leaving.leave()
+            await leaving.task
+            assert (await staying)["choices"] == wanted["choices"]
+            stats = await served.wait_until_idle()
+            assert stats["num_decode_tokens"] < 300 + 300 + 4 * 250, "the request that nobody reads has gone on"
+            return await metrics_of(served)
+
+    samples = asyncio.run(ask())
+    assert samples["nanoinfer:request_success_total abort"] == 4
+    assert samples["nanoinfer:request_success_total length"] == 2
+
+
+def test_a_client_that_leaves_while_it_waits_gives_up_its_place(path):
+    async def ask():
+        async with serving(path, max_num_seqs=1) as served:
+            running = asyncio.create_task(served.complete([40], **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 3)
+            leaving = LeavingClient(served.app, dict(prompt=[20], stream=True, **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_streams == 2)
+            leaving.leave()
+            await leaving.task
+            await running
+            stats = await served.wait_until_idle()
+            assert stats["num_prefill_tokens"] == 1, "the one that left has never run"
+
+    asyncio.run(ask())
+
+
+def test_a_reader_that_is_cancelled_ends_its_request(path):
+    async def ask():
+        async with serving(path) as served:
+            task = asyncio.create_task(served.complete([20], **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 3)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await served.wait_until_idle()
+            prompts = [await served.async_engine.prompts.tokenize([1, 2])]
+            params = SamplingParams(max_tokens=300, ignore_eos=True)
+            stream = await served.async_engine.submit(prompts, params, wants_deltas=True)
+            stream.close()
+            with pytest.raises(StreamClosedError):
+                while await stream.next():
+                    pass
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
+
+
+# What cannot be used
+
+REFUSED = {
+    "no prompt": (dict(), "prompt is missing", "prompt"),
+    "null prompt": (dict(prompt=None), "prompt holds None", "prompt"),
+    "empty text": (dict(prompt=""), "the prompt is empty", "prompt"),
+    "no prompts": (dict(prompt=[]), "prompt is an empty list", "prompt"),
+    "an empty one": (dict(prompt=[[5], []]), "the prompt is empty", "prompt"),
+    "number": (dict(prompt=3), "prompt holds 3", "prompt"),
+    "mixture": (dict(prompt=[5, "w5"]), "prompt token 'w5' is outside the vocabulary", "prompt"),
+    "out of vocabulary": (dict(prompt=[5, VOCAB]), "outside the vocabulary", "prompt"),
+    "huge id": (dict(prompt=[10**40]), "outside the vocabulary", "prompt"),
+    "negative id": (dict(prompt=[-1]), "outside the vocabulary", "prompt"),
+    "true as id": (dict(prompt=[5, True]), "outside the vocabulary", "prompt"),
+    "fraction as id": (dict(prompt=[5, 1.5]), "outside the vocabulary", "prompt"),
+    "too long": (dict(prompt=[5] * 400), "max_model_len is 384", "prompt"),
+    "too long with its output": (dict(prompt=[5] * 300, max_tokens=100), "max_tokens is 100", "max_tokens"),
+    "no model": (dict(prompt=[5], model=7), "model is 7", "model"),
+    "n = 0": (dict(prompt=[5], n=0), "n is 0", "n"),
+    "huge n": (dict(prompt=[5], n=10**9), "less than or equal to 128", "n"),
+    "many completions": (dict(prompt=[[5]] * 65, n=2), "130 completions", "prompt"),
+    "n is text": (dict(prompt=[5], n="2"), "n is '2'", "n"),
+    "n is true": (dict(prompt=[5], n=True), "n is True", "n"),
+    "max_tokens = 0": (dict(prompt=[5], max_tokens=0), "max_tokens is 0", "max_tokens"),
+    "negative max_tokens": (dict(prompt=[5], max_tokens=-5), "max_tokens is -5", "max_tokens"),
+    "huge min_tokens": (dict(prompt=[5], min_tokens=10**30, max_tokens=16), "min_tokens", "min_tokens"),
+    "min above max": (dict(prompt=[5], min_tokens=20), "lower min_tokens", "min_tokens"),
+    "temperature": (dict(prompt=[5], temperature=-0.1), "temperature is -0.1", "temperature"),
+    "infinite": (dict(prompt=[5], temperature=float("inf")), "Infinity is no JSON number", None),
+    "NaN": (dict(prompt=[5], top_p=float("nan")), "NaN is no JSON number", None),
+    "top_p": (dict(prompt=[5], top_p=0), "top_p is 0", "top_p"),
+    "huge top_k": (dict(prompt=[5], top_k=2**70), "top_k", "top_k"),
+    "min_p": (dict(prompt=[5], min_p=2), "min_p is 2", "min_p"),
+    "penalty": (dict(prompt=[5], repetition_penalty=0), "repetition_penalty is 0", "repetition_penalty"),
+    "seed": (dict(prompt=[5], seed=2**64), "seed is", "seed"),
+    "empty stop": (dict(prompt=[5], stop=[""]), "stop is ['']", "stop"),
+    "stop of numbers": (dict(prompt=[5], stop=[5]), "stop", "stop"),
+    "many stops": (dict(prompt=[5], stop=["a"] * 65), "stop holds 65 strings", "stop"),
+    "long stop": (dict(prompt=[5], stop="a" * 2000), "of 2000 characters", "stop"),
+    "stop ids": (dict(prompt=[5], stop_token_ids=[-1]), "stop_token_ids", "stop_token_ids"),
+    "logprobs": (dict(prompt=[5], logprobs=21), "logprobs is 21", "logprobs"),
+    "echo": (dict(prompt=[5], echo=True, logprobs=1), "echo with logprobs", "echo"),
+    "best_of": (dict(prompt=[5], best_of=3), "best_of is 3 and n is 1", "best_of"),
+    "options": (dict(prompt=[5], stream_options={}), "stream_options needs stream", "stream_options"),
+    "bad options": (dict(prompt=[5], stream=True, stream_options={"include_use": True}), "did you mean", "include_use"),
+    "presence": (dict(prompt=[5], presence_penalty=0.5), "presence_penalty=0.5 is not supported", "presence_penalty"),
+    "logit_bias": (dict(prompt=[5], logit_bias={"5": 1}), "logit_bias={'5': 1} is not", "logit_bias"),
+    "suffix": (dict(prompt=[5], suffix="x"), "suffix='x' is not supported", "suffix"),
+    "typo": (dict(prompt=[5], temprature=1), "did you mean 'temperature'?", "temprature"),
+    "odd name": (dict(prompt=[5], **{"\ud800": 1}), "no valid JSON", None),
+    "odd text": (dict(prompt="\ud83d"), "no valid JSON", None),
+}  # fmt: skip
+CHAT_REFUSED = {
+    "no messages": (dict(), "messages is missing", "messages"),
+    "empty": (dict(messages=[]), "messages is empty", "messages"),
+    "text": (dict(messages="hello"), "messages is 'hello'", "messages"),
+    "no role": (dict(messages=[{"content": "w1"}]), "messages[0] has no role", "messages"),
+    "no content": (dict(messages=[{"role": "user"}]), "messages[0].content is None", "messages"),
+    "image": (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text is", "messages"),
+    "refused by the template": (dict(messages=[{"role": "nobody", "content": ""}]), "no such role", "messages"),
+    "tools": (dict(messages=[{"role": "user", "content": "w1"}], tools=[{}]), "tools=[{}] is not", "tools"),
+    "tool calls": (
+        dict(messages=[{"role": "user", "content": "w1", "tool_calls": [{}]}]), "tool_calls is not", "messages",
+    ),
+    "format": (
+        dict(messages=[{"role": "user", "content": "w1"}], response_format={"type": "json_object"}),
+        "only text is generated", "response_format",
+    ),
+    "top_logprobs": (
+        dict(messages=[{"role": "user", "content": "w1"}], top_logprobs=2), "needs logprobs=true", "top_logprobs",
+    ),
+    "two limits": (
+        dict(messages=[{"role": "user", "content": "w1"}], max_tokens=2, max_completion_tokens=3),
+        "give one of them", "max_tokens",
+    ),
+    "template": (
+        dict(messages=[{"role": "user", "content": "w1"}], chat_template_kwargs={"tokenize": False}),
+        "may not set 'tokenize'", "chat_template_kwargs",
+    ),
+}  # fmt: skip
+BODIES = {
+    "empty": b"",
+    "no JSON": b"{'prompt': 3}",
+    "a list": b"[1]",
+    "cut": b'{"prompt": [5',
+    "no UTF-8": b'{"prompt": "\xff"}',
+    "nested": b"[" * 100_000,
+    "a number of 10,000 digits": b'{"seed": ' + b"9" * 10_000 + b"}",
+    "10 MB of junk": b"\x00junk" * 2_000_000,
+    "10 MB of text": b'{"prompt": "' + b"w" * 10_000_000 + b'", "n": -1}',
+}
+
+
+def test_nonsense_is_refused_by_name_and_harms_nobody(path):
+    async def ask():
+        async with serving(path) as served:
+            wanted = await served.complete([40, 41], **LONG)
+            staying = asyncio.create_task(served.complete([40, 41], **LONG))
+            cases = [("/v1/completions", *case) for case in REFUSED.items()]
+            cases += [(CHAT, *case) for case in CHAT_REFUSED.items()]
+            for url, name, (body, message, param) in cases:
+                content = json.dumps({"model": MODEL, **body})
+                response = await served.client.post(url, content=content)
+                assert response.status_code == 400, f"{name}: {response.status_code} {response.text}"
+                error = response.json()["error"]
+                assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) < 1000
+                assert message in error["message"], f"{name}: {error}"
+                assert error["param"] == param and error["type"] == "invalid_request_error", f"{name}: {error}"
+            for name, content in BODIES.items():
+                for url in ("/v1/completions", CHAT):
+                    response = await served.client.post(url, content=content)
+                    assert response.status_code == 400 and response.json()["error"]["message"], name
+            response = await served.client.post("/v1/completions", content=b" " * (32 * 2**20 + 1))
+            assert response.status_code == 413
+            assert (await staying)["choices"] == wanted["choices"]
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
+
+
+def test_fields_that_stock_clients_send_are_accepted(path):
+    harmless = dict(
+        user="me", metadata={"a": "b"}, store=False, service_tier="auto", presence_penalty=0, frequency_penalty=0.0,
+        logit_bias=None, best_of=1, suffix=None, temperature=None, seed=None, logprobs=None,
+    )  # fmt: skip
+    chat = dict(
+        tools=None, tool_choice="none", response_format={"type": "text"}, modalities=["text"], parallel_tool_calls=True
+    )
+
+    async def ask():
+        async with serving(path) as served:
+            assert (await served.post(prompt="w5", **harmless)).status_code == 200
+            del harmless["best_of"], harmless["suffix"]
+            asked = dict(messages=[{"role": "user", "content": "w1", "name": None}], max_tokens=2, **harmless, **chat)
+            response = await served.post(CHAT, **asked)
+            assert response.status_code == 200, response.text
+
+    asyncio.run(ask())
+
+
+def test_unknown_models_and_paths_are_not_found(path):
+    async def ask():
+        async with serving(path) as served:
+            response = await served.post(prompt="w5", model="gpt")
+            error = response.json()["error"]
+            assert response.status_code == 404 and error["code"] == "model_not_found" and "'tiny'" in error["message"]
+            for method, url, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
+                response = await served.client.request(method, url)
+                assert response.status_code == status and url in response.json()["error"]["message"]
+            assert response.headers["allow"] == "POST"
+            samples = await metrics_of(served)
+            assert samples["nanoinfer:http_responses_total other 404"] == 1
+            assert samples["nanoinfer:http_responses_total /v1/completions 404"] == 1
+
+    asyncio.run(ask())
+
+
+def test_what_the_pools_cannot_hold_is_refused_with_the_engines_words(path):
+    async def ask():
+        async with serving(path) as served:
+            served.engine._max_sequence_tokens = lambda mode: 112
+            response = await served.post(prompt=[5] * 100, max_tokens=28)
+            message = response.json()["error"]["message"]
+            assert response.status_code == 400 and "pool holds" in message and "lower max_tokens" in message
+            assert (await served.post(prompt=[5] * 100, max_tokens=5)).status_code == 200
+
+    asyncio.run(ask())
+
+
+# Crowds
+
+
+def test_too_many_waiting_requests_are_told_to_come_back(path):
+    async def ask():
+        async with serving(path, max_num_seqs=2, max_queue=3) as served:
+            responses = await asyncio.gather(*(served.post(prompt=[5 + i], **LONG) for i in range(12)))
+            refused = [response for response in responses if response.status_code == 429]
+            assert len(refused) == 12 - 2 - 3, "two run and three wait"
+            for response in refused:
+                assert response.headers["retry-after"] == "1"
+                assert "the server queues at most 3" in response.json()["error"]["message"]
+            assert sum(response.status_code == 200 for response in responses) == 5
+            await served.wait_until_idle()
+            assert (await served.post(prompt=[5], max_tokens=2)).status_code == 200
+
+    asyncio.run(ask())
+
+
+def test_prompts_of_one_request_are_queued_together_or_not_at_all(path):
+    async def ask():
+        async with serving(path) as served:
+            # The second prompt fits into max_model_len but has too little room in the pool.
+            served.engine._max_sequence_tokens = lambda mode: 32
+            response = await served.post(prompt=[[5], [6] * 30], max_tokens=20)
+            assert response.status_code == 400
+            stats = await served.wait_until_idle()
+            assert stats["num_prefill_tokens"] == 0
+
+    asyncio.run(ask())
+
+
+def test_a_crowd_gets_what_each_gets_alone(path):
+    async def ask():
+        async with serving(path) as served:
+            bodies = [
+                dict(prompt=[5 + i] * (1 + i % 7), max_tokens=4 + i % 9, temperature=i % 2, seed=i, ignore_eos=True)
+                for i in range(40)
+            ]
+            wanted = [(await served.post(**body)).json()["choices"] for body in bodies]
+
+            async def ask_one(i):
+                response = await served.post(**bodies[i], stream=bool(i % 3))
+                if i % 3 == 0:
+                    return response.json()["choices"]
+                parts = [part["choices"][0] for part in events(response.text)]
+                return [{**wanted[i][0], "text": "".join(part["text"] for part in parts)}]
+
+            assert await asyncio.gather(*map(ask_one, range(40))) == wanted
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
+
+
+# An engine that fails
+
+
+@pytest.mark.parametrize("place", ["launch", "read", "schedule"])
+def test_a_failed_step_ends_its_requests_and_no_others(path, place):
+    """One long request runs; one that has all its tokens but the last read; a step fails; then others come."""
+
+    async def ask():
+        async with serving(path, max_num_seqs=1) as served:
+            wanted = await served.complete([40], max_tokens=20)
+            engine = served.engine
+            owner, name = {
+                "launch": (engine.runner, "decode"),
+                "read": (engine, "_hand_out"),
+                "schedule": (engine.scheduler, "schedule"),
+            }[place]
+            original, calls = getattr(owner, name), []
+
+            def broken(*arguments):
+                calls.append(1)
+                if len(calls) == 12:
+                    raise RuntimeError("out of luck")
+                return original(*arguments)
+
+            setattr(owner, name, broken)
+            failing = asyncio.create_task(served.post(prompt=[20], stream=True, **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_streams == 1)
+            waiting = asyncio.create_task(served.complete([40], max_tokens=20))
+            streamed = await failing
+            assert streamed.status_code == 200
+            *parts, last = events(streamed.text)
+            assert 5 <= len(parts) <= 12 and "out of luck" in last["error"]["message"]
+            assert (await waiting)["choices"] == wanted["choices"], "it waited, so it is not affected"
+            calls.clear()
+            response = await served.post(prompt=[20], **LONG)
+            assert response.status_code == 500 and response.json()["error"]["code"] == "engine_error"
+            setattr(owner, name, original)
+            assert (await served.complete([40], max_tokens=20))["choices"] == wanted["choices"]
+            await served.wait_until_idle()
+            samples = await metrics_of(served)
+            assert samples["nanoinfer:request_success_total error"] == 2
+
+    asyncio.run(ask())
+
+
+def test_tokens_read_before_a_failed_launch_are_delivered(path):
+    """The engine keeps them for its next call, which must come although nothing is left to run."""
+
+    async def ask():
+        async with serving(path) as served:
+            wanted = await served.complete([40], max_tokens=3)
+            original = served.engine.runner.decode
+
+            def broken(batch, timeline):
+                if [sequence.prompt_token_ids for sequence in batch.sequences] == [[20]]:
+                    raise RuntimeError("out of luck")  # the other's last token is in flight
+                return original(batch, timeline)
+
+            served.engine.runner.decode = broken
+            bodies = [dict(prompt=[20], max_tokens=9), dict(prompt=[40], max_tokens=3)]
+            failed, fine = await asyncio.gather(
+                *(served.post(temperature=0, ignore_eos=True, **body) for body in bodies)
+            )
+            assert failed.status_code == 500
+            assert fine.status_code == 200 and fine.json()["choices"] == wanted["choices"]
+            await served.wait_until_idle()
+
+    asyncio.run(asyncio.wait_for(ask(), 30))
+
+
+def test_a_lost_device_ends_everything_and_is_seen_by_the_probe(path):
+    async def ask():
+        async with serving(path) as served:
+            running = [asyncio.create_task(served.post(prompt=[20 + i], **LONG)) for i in range(3)]
+            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 10)
+
+            def lost(*_):
+                raise RuntimeError("the device is lost")
+
+            served.engine.runner.decode = served.engine.runner.recover = lost
+            for response in await asyncio.gather(*running):
+                assert response.status_code == 503 and "the device is lost" in response.json()["error"]["message"]
+            assert (await served.client.get("/health")).status_code == 503
+            assert (await served.post(prompt=[5])).json()["error"]["code"] == "engine_dead"
+            assert (await served.client.get("/metrics")).status_code == 503
+            assert served.async_engine.has_failed and not served.async_engine.num_streams
+
+    asyncio.run(asyncio.wait_for(ask(), 30))
+
+
+def test_an_engine_that_cannot_be_made_says_why():
+    def make():
+        raise ValueError("no such model")
+
+    engine = AsyncEngine(make)
+    with pytest.raises(ValueError, match="no such model"):
+        engine.start()
+    engine.close()
+    with pytest.raises(ValueError, match="max_queue is 0"):
+        AsyncEngine(make, max_queue=0)
+
+
+# Shutdown
+
+
+def test_running_requests_end_and_new_ones_are_refused_at_shutdown(path):
+    async def ask():
+        async with serving(path) as served:
+            wanted = await served.complete([40], **LONG)
+            running = asyncio.create_task(served.complete([40], **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_streams == 1)
+            served.async_engine.begin_shutdown()
+            response = await served.post(prompt=[5])
+            assert response.status_code == 503 and response.json()["error"]["code"] == "shutting_down"
+            await served.async_engine.drain(30)
+            assert (await running)["choices"] == wanted["choices"]
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
+
+
+def test_what_outlasts_the_grace_period_ends_with_an_error(path):
+    async def ask():
+        async with serving(path) as served:
+            whole = asyncio.create_task(served.post(prompt=[40], **LONG))
+            streamed = asyncio.create_task(served.post(prompt=[40], stream=True, **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 20)
+            await served.async_engine.drain(0)
+            assert (await whole).status_code == 503
+            *parts, last = events((await streamed).text)
+            assert len(parts) >= 5 and "had not ended within 0 s" in last["error"]["message"]
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
+
+
+def test_requests_get_an_end_when_the_engine_is_closed_under_them(path):
+    async def ask():
+        async with serving(path) as served:
+            running = asyncio.create_task(served.post(prompt=[40], **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 3)
+            served.async_engine.close()
+            assert (await running).status_code == 503
+
+    asyncio.run(ask())
+
+
+# Metrics
+
+
+def test_metrics_say_what_has_happened(path):
+    async def ask():
+        async with serving(path) as served:
+            await served.complete([[20, 21], [22]], n=2, max_tokens=5)
+            await served.post(prompt=[1] * 500)
+            text = (await served.client.get("/metrics")).headers["content-type"]
+            return text, await metrics_of(served), (await served.async_engine.stats())["gpu_blocks_total"]
+
+    content_type, samples, num_blocks = asyncio.run(ask())
+    assert content_type.startswith("text/plain")
+    wanted = {
+        "nanoinfer:num_requests_running": 0,
+        "nanoinfer:num_requests_waiting": 0,
+        "nanoinfer:gpu_kv_blocks_used": 0,
+        "nanoinfer:gpu_kv_blocks_total": num_blocks,
+        "nanoinfer:host_kv_blocks_used": 0,
+        "nanoinfer:kv_cache_usage_perc": 0,
+        "nanoinfer:num_preemptions_total": 0,
+        "nanoinfer:streamed_bytes_total": 0,
+        "nanoinfer:prompt_tokens_total": 3,
+        "nanoinfer:generation_tokens_total": 20,
+        "nanoinfer:request_success_total length": 4,
+        "nanoinfer:http_responses_total /v1/completions 200": 1,
+        "nanoinfer:http_responses_total /v1/completions 400": 1,
+        "nanoinfer:time_to_first_token_seconds_count": 2,
+        "nanoinfer:time_per_output_token_seconds_count": 2,
+        "nanoinfer:e2e_request_latency_seconds_count": 2,
+    }
+    assert {name: samples.get(name) for name in wanted} == wanted
+    first, total = (samples[f"nanoinfer:{name}_seconds_sum"] for name in ("time_to_first_token", "e2e_request_latency"))
+    assert 0 < first < total
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(path):
+    async def ask():
+        async with serving(path) as served:
+            encode, may_go_on = served.async_engine.prompts.tokenizer.encode, threading.Event()
+
+            def slow(text):
+                if len(text) > 100_000:
+                    assert may_go_on.wait(30)
+                return encode(text)
+
+            served.async_engine.prompts.tokenizer.encode = slow
+            long = asyncio.create_task(served.post(prompt="w5 " * 50_000))
+            await asyncio.sleep(0.05)
+            assert (await served.complete("w20", max_tokens=2))["usage"]["completion_tokens"] == 2
+            assert (await served.client.get("/health")).status_code == 200 and not long.done()
+            may_go_on.set()
+            assert "the prompt has 50000 tokens" in (await long).json()["error"]["message"]
+
+    asyncio.run(ask())
