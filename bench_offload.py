@@ -3,7 +3,7 @@
 
 import sys
 
-from nanoinfer.bench.command import main
+from nanoinfer.bench.offload import main
 
 if __name__ == "__main__":
     sys.exit(main())

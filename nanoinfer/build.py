@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from nanoinfer.loader import check_safetensors, find_model, load_config, load_mo
 from nanoinfer.memory import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.models import ModelSpec, resolve
 from nanoinfer.runner import ModelRunner, reserved_bytes
-from nanoinfer.sampling_batch import SamplingBatch
-from nanoinfer.sequence import Sequence
 from offload import CudaRuntime, KVLayout, Runtime, SimulatedRuntime
 from offload.pinned import memory_available_bytes
 
@@ -34,7 +31,6 @@ class BuiltEngine:
 def build(
     config: EngineConfig,
     runtime: Runtime | None,
-    make_sampling: Callable[[list[Sequence]], SamplingBatch | None],
 ) -> BuiltEngine:
     """Loads the model and lays out the memory.
 
@@ -74,8 +70,9 @@ def build(
         max_position=plan.max_model_len,
         progress=config.progress_bar,
     )
-    runner = ModelRunner(config, plan, runtime, model, backend, layout, make_sampling, memory_before)
-    return BuiltEngine(plan, runner, tokenizer, end_token_ids(model_dir, hf_config))
+    end_ids = end_token_ids(model_dir, hf_config)
+    runner = ModelRunner(config, plan, runtime, model, backend, layout, end_ids, memory_before)
+    return BuiltEngine(plan, runner, tokenizer, end_ids)
 
 
 def spec_and_layout(config: EngineConfig, hf_config: PretrainedConfig) -> tuple[ModelSpec, KVLayout]:

@@ -18,6 +18,7 @@ from nanoinfer.device_tables import DeviceTable, RowState
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.layers import KVSlots
 from nanoinfer.models.base import DecoderModel
+from nanoinfer.sampling_state import SamplingState
 from nanoinfer.sequence import Sequence
 from nanoinfer.work import SplitLists, slot_records, split_lists
 from offload import Chunk, Graph, Ring, Runtime, Stream, StreamPlan, pack
@@ -52,6 +53,7 @@ class DecodeProgram:
         kv_cache: KVCache,
         rows: RowState,
         ring: Ring,
+        sampling: SamplingState,
         *,
         max_batch: int,
         batch_sizes: list[int],
@@ -65,7 +67,7 @@ class DecodeProgram:
         self.rows = rows
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self._runtime, self._compute = runtime, compute
+        self._runtime, self._compute, self._sampling = runtime, compute, sampling
         self._model, self._backend, self._kv_cache, self._ring = model, backend, kv_cache, ring
         self._kind = [self.windows.index(window) for window in spec.windows]  # layer -> index into windows
         heads = (max_batch, spec.num_q_heads, spec.head_dim)
@@ -169,22 +171,8 @@ class DecodeProgram:
         self._slots[:size].copy_(blocks * block_size + positions % block_size)
 
     def _finish(self, size: int, normed: torch.Tensor) -> None:
-        rows = self._batch_rows.tensor[:size].long()
-        self.logits[:size].copy_(self._model.logits(normed))
-        self.tokens[:size].copy_(self.logits[:size].argmax(dim=-1))
-        self.rows.token.index_copy_(0, rows, self.tokens[:size])
-        is_real = (rows != self.rows.padding_row).to(torch.int32)
-        self.rows.length.index_copy_(0, rows, self._lengths[:size] + is_real)
-
-    def next_tokens(self, count: int) -> torch.Tensor:
-        """[count] int64: the tokens whose KV the first rows of this step compute; call it before the step runs."""
-        return self.rows.token.index_select(0, self._batch_rows.tensor[:count])
-
-    def set_tokens(self, tokens: torch.Tensor) -> None:
-        """Replaces the greedy tokens of the first rows by sampled ones, [n] int64."""
-        count = len(tokens)
-        self.tokens[:count].copy_(tokens)
-        self.rows.token.index_copy_(0, self._batch_rows.tensor[:count].long(), tokens)
+        logits = self._model.logits(normed, self.logits[:size])
+        self._sampling.sample(logits, self._batch_rows.tensor[:size], self.tokens[:size], advance=True)
 
     # Graphs
 

@@ -16,8 +16,8 @@ from nanoinfer.metrics import StepMeter
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.request import Request
 from nanoinfer.runner import PendingTokens
-from nanoinfer.sampling_batch import RowSampling, SamplingBatch
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_state import MAX_BANNED
 from nanoinfer.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from nanoinfer.sequence import Sequence
 from offload import Runtime, Timeline
@@ -57,7 +57,7 @@ class LLMEngine:
 
     @torch.inference_mode()
     def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
-        built: BuiltEngine = build(config, runtime, self._make_sampling)
+        built: BuiltEngine = build(config, runtime)
         self.config, self.plan, self.tokenizer, self.runner = config, built.plan, built.tokenizer, built.runner
         self.vocab_size = built.runner.model.spec.vocab_size
         self.scheduler = Scheduler(
@@ -138,11 +138,17 @@ class LLMEngine:
         token_ids = self.tokenize(prompt) if token_ids is None else token_ids
         max_tokens = min(params.max_tokens, self.plan.max_model_len - len(token_ids))
         modes = [self.mode] if self.config.enable_cpu_offload != "auto" else [self.mode, "offload"]
-        capacity = max(self._max_sequence_tokens(mode) for mode in modes)
+        capacity = max(self.max_sequence_tokens(mode) for mode in modes)
         if len(token_ids) + max_tokens > capacity:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens and may grow by {max_tokens}, the {' or '.join(modes)} mode's pool "
                 f"holds {capacity}: lower max_tokens, shorten the prompt or switch the mode"
+            )
+        num_banned = len(self._end_token_ids.union(params.stop_token_ids or ())) if params.min_tokens else 0
+        if num_banned > MAX_BANNED:
+            raise ValueError(
+                f"min_tokens={params.min_tokens} bans {num_banned} end and stop tokens, {MAX_BANNED} are possible: give "
+                "fewer stop_token_ids or min_tokens=0"
             )
         text = prompt if isinstance(prompt, str) else None
         request = Request(request_id, text, token_ids, params, self.tokenizer, self._end_token_ids)
@@ -169,7 +175,7 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._outputs)
 
     # Steps
 
@@ -188,7 +194,13 @@ class LLMEngine:
                 engine can go on with the others.
         """
         begin = time.perf_counter()
-        batch = self.scheduler.schedule()
+        try:
+            batch = self.scheduler.schedule()
+        except BaseException:
+            # No host memory to preempt into, or the like: without a victim the next step would fail as well.
+            if self.scheduler.running:
+                self.abort(self.scheduler.running[-1].request_id)
+            raise
         self._trace_host("schedule", begin)
         before, self._in_flight = self._in_flight, None
         outputs, self._outputs = self._outputs, []
@@ -220,7 +232,7 @@ class LLMEngine:
         self.abort(sequence.request_id)
         raise MemoryError(
             f"request {sequence.request_id!r} was aborted: it has {sequence.num_tokens} tokens, the GPU's KV pool holds "
-            f"{self._max_sequence_tokens('resident')} and the host's cannot be used ({self._offload_error}): lower "
+            f"{self.max_sequence_tokens('resident')} and the host's cannot be used ({self._offload_error}): lower "
             "max_tokens, shorten the prompt or raise gpu_memory_limit"
         )
 
@@ -282,23 +294,6 @@ class LLMEngine:
         self._trace_host("take tokens", read)
         return outputs
 
-    def _make_sampling(self, sequences: list[Sequence]) -> SamplingBatch | None:
-        """Sampling tensors of a batch; None where every row takes the argmax of its raw logits."""
-        rows = []
-        is_plain = True
-        for sequence in sequences:
-            params = sequence.params
-            row = RowSampling.from_params(
-                params,
-                seed=sequence.seed,
-                step=sequence.num_sampled,
-                penalty_token_ids=sequence.seen_token_ids if params.repetition_penalty != 1 else (),
-                end_token_ids=self._end_token_ids.union(params.stop_token_ids or ()),
-            )
-            is_plain &= row.is_greedy and params.repetition_penalty == 1 and not row.banned_token_ids
-            rows.append(row)
-        return None if is_plain else SamplingBatch.build(rows, self.runner.runtime.device, self.vocab_size)
-
     # Modes and statistics
 
     @property
@@ -316,7 +311,7 @@ class LLMEngine:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
         if mode == self.mode:
             return
-        capacity = self._max_sequence_tokens(mode)
+        capacity = self.max_sequence_tokens(mode)
         longest = max((s.max_num_tokens for s in (*self.scheduler.running, *self.scheduler.waiting)), default=0)
         if longest > capacity:
             raise ValueError(
@@ -338,7 +333,7 @@ class LLMEngine:
         self._offload_error = None
         return True
 
-    def _max_sequence_tokens(self, mode: str) -> int:
+    def max_sequence_tokens(self, mode: str) -> int:
         """Tokens that one sequence alone can have in `mode`: without this limit it would wait for ever."""
         block_size = self.config.block_size
         if mode == "offload":

@@ -111,7 +111,7 @@ class Linear(nn.Module):
             return total, Normed(value)
         kernels = _kernels()
         if len(y) > 1:
-            parts = kernels.rows_linear(y, self.weight, num_splits=kernels.column_splits(y.shape[1]))
+            parts = kernels.rows_linear(y, self.weight, num_splits=kernels.column_splits(y.shape[1], len(y)))
             total, value = norm.after_sum(x, parts)
             return total, Normed(value)
         if last:

@@ -17,6 +17,8 @@ GIB = 2**30
 # Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
 # to segments of 2 or 20 MiB: 94 to 135 MiB were measured over seven engines of two shapes.
 LIBRARY_BYTES = 152 * 2**20
+# Settings and tile results of one row in the sampler, at a vocabulary of 150,000, and the row in the step's tables.
+SAMPLING_ROW_BYTES = 2048
 # Activations come from one segment (`ModelRunner`), so that they cannot take more by being scattered over many. The
 # allocator's best fit leaves holes in it: 7 % for Qwen3-4B, worked out tensor by tensor.
 ACTIVATION_SLACK = 1.10
@@ -162,7 +164,8 @@ def _spend(
     size = spec.dtype.itemsize
     # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
     max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
-    row = 4 * spec.vocab_size + size * (spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + 64
+    row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + SAMPLING_ROW_BYTES
+    row += spec.vocab_size // 8  # the seen tokens' bits
     workspace = max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * sizes.max_num_batched_tokens
     plan = MemoryPlan(
         budget_bytes=budget_bytes,

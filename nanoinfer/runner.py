@@ -21,7 +21,8 @@ from nanoinfer.layers import KVSlots
 from nanoinfer.memory import GIB, MemoryPlan
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.prefill import PrefillProgram, PrefillStep
-from nanoinfer.sampler import SamplingBatch, logprobs_of, sample
+from nanoinfer.sampler import logprobs_of
+from nanoinfer.sampling_state import SamplingState
 from nanoinfer.scheduler import DecodeBatch, PrefillBatch
 from nanoinfer.sequence import Sequence, SequenceState
 from offload import Event, HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream, Timeline
@@ -70,7 +71,7 @@ class ModelRunner:
 
     Args:
         plan: what the memory budget is spent on.
-        make_sampling: builds the sampling tensors of a batch, or None where every row is greedy and plain.
+        end_token_ids: the model's own end tokens.
         memory_before: bytes that the allocator held before this engine took its first.
     """
 
@@ -82,12 +83,11 @@ class ModelRunner:
         model: DecoderModel,
         backend: AttentionBackend,
         layout: KVLayout,
-        make_sampling: Callable[[list[Sequence]], SamplingBatch | None],
+        end_token_ids: frozenset[int],
         memory_before: int = 0,
     ) -> None:
         self.config, self.plan, self.runtime, self.layout = config, plan, runtime, layout
         self.model, self.backend = model, backend
-        self._make_sampling = make_sampling
         self.compute: Stream = runtime.stream("compute")
         self.ring = Ring(runtime, layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
@@ -111,6 +111,8 @@ class ModelRunner:
         )
         rows = RowState(runtime, plan.max_num_seqs, max_blocks)
         sizes = config.graph_batch_sizes(plan.max_num_seqs)
+        max_batch = max(sizes[-1], plan.max_num_seqs)
+        self.sampling = SamplingState(runtime, rows, model.spec.vocab_size, max_batch, end_token_ids)
         self.decode_program = DecodeProgram(
             runtime,
             self.compute,
@@ -119,7 +121,8 @@ class ModelRunner:
             self.kv_cache,
             rows,
             self.ring,
-            max_batch=max(sizes[-1], plan.max_num_seqs),
+            self.sampling,
+            max_batch=max_batch,
             batch_sizes=sizes,
             max_splits=plan.max_splits,
         )
@@ -278,7 +281,7 @@ class ModelRunner:
     def _sample_prefill(self, step: PrefillStep, finished: list[Sequence]) -> PendingTokens:
         if not finished:
             return self._read_back([], self._prefill_tokens, lambda: None)
-        sampling = self._make_sampling(finished)
+        self.sampling.update(self.compute, finished)
         logits: list[torch.Tensor] = []
 
         def choose() -> None:
@@ -286,9 +289,8 @@ class ModelRunner:
             # first token would depend on whether another prompt ends in the same step.
             normed = step.last_normed.expand(max(2, len(finished)), -1)
             logits.append(self.model.logits(normed)[: len(finished)])
-            tokens = sample(logits[0].float(), sampling) if sampling is not None else logits[0].argmax(dim=-1)
-            self._prefill_tokens[: len(finished)].copy_(tokens)
-            self.decode_program.rows.token.index_copy_(0, step.last_rows.long(), tokens)
+            tokens = self._prefill_tokens[: len(finished)]
+            self.sampling.sample(logits[0], step.last_rows, tokens, advance=False)
 
         self.compute.run(choose)
         return self._read_back(finished, self._prefill_tokens, lambda: logits[0])
@@ -308,17 +310,12 @@ class ModelRunner:
         write_through = self._fill((sequence, sequence.num_tokens) for sequence in sequences)
         with self.compute.current():
             step = program.begin(sequences, write_through)
-            sampling = self._make_sampling(sequences)
-            unread: list[torch.Tensor] = []
-            if sampling is not None and sampling.penalised_rows:
-                self.compute.run(lambda: unread.append(program.next_tokens(len(sequences))))
+            self.sampling.update(self.compute, sequences)
             if kv_cache.offload is not None:
                 kv_cache.offload.run(step, timeline)
             else:
                 with self._timed(timeline):
                     program.run_whole(step)
-            if sampling is not None:
-                self.compute.run(lambda: program.set_tokens(self._sample_decode(sampling, unread)))
             pending = self._read_back(sequences, program.tokens, lambda: program.logits[: len(sequences)])
         for sequence in sequences:
             kv_cache.commit(sequence, sequence.num_tokens)
@@ -327,12 +324,6 @@ class ModelRunner:
 
     def _fill(self, ends: Iterable[tuple[Sequence, int]]) -> list[tuple[int, int]]:
         return [pair for sequence, end in ends for pair in self.kv_cache.fill(sequence, end)]
-
-    def _sample_decode(self, sampling: SamplingBatch, unread: list[torch.Tensor]) -> torch.Tensor:
-        count = sampling.num_rows
-        if unread:  # the host may not have read the newest tokens yet, which the repetition penalty counts
-            sampling = sampling.with_unread_tokens(range(count), unread[0])
-        return sample(self.decode_program.logits[:count].float(), sampling)
 
     def _read_back(
         self, sequences: list[Sequence], tokens: torch.Tensor, logits: Callable[[], torch.Tensor | None]

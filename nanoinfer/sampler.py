@@ -38,12 +38,11 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         f"logits have shape {tuple(logits.shape)}, the batch is {batch.num_rows} x {batch.vocab_size}"
     )
     scores = _penalise(logits, batch)
-    if batch.all_greedy:
-        return scores.argmax(dim=-1)
-    greedy = scores.argmax(dim=-1) if batch.any_greedy else None
+    greedy = scores.argmax(dim=-1)
+    if batch.is_greedy.all():
+        return greedy
     scores = _cut(scores, batch, owned=scores is not logits)
-    drawn = _draw(scores, batch)
-    return drawn if greedy is None else torch.where(batch.temperature < GREEDY_TEMPERATURE, greedy, drawn)
+    return torch.where(batch.is_greedy, greedy, _draw(scores, batch))
 
 
 def logprobs_of(
@@ -99,33 +98,30 @@ def _chunks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Repetition penalty (CTRL, section 4.1) and bans; `logits` itself where there are none."""
-    num_bans = batch.banned_ids.shape[0]
-    if not batch.needs_penalty and not num_bans:
+    if not len(batch.penalty_ids) and not len(batch.banned_ids):
         return logits
     scores = logits.clone()
-    if batch.needs_penalty:
+    if len(batch.penalty_ids):
         seen = scores[batch.penalty_rows, batch.penalty_ids]
         penalty = batch.repetition_penalty[batch.penalty_rows]
         # A token that is listed twice gets the same value twice.
         scores[batch.penalty_rows, batch.penalty_ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
-    if num_bans:
-        old = scores[batch.banned_rows, batch.banned_ids]
-        is_banned = batch.step[batch.banned_rows] < batch.banned_until
-        scores[batch.banned_rows, batch.banned_ids] = torch.where(is_banned, -torch.inf, old)
+    scores[batch.banned_rows, batch.banned_ids] = -torch.inf
     return scores
 
 
 def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tensor:
     """Puts -inf where min_p, top_k or top_p drop a token; in place where `scores` is ours."""
-    if not batch.min_p_rows.shape[0] and not batch.needs_sort:
+    min_p_rows, sort_rows = batch.min_p_rows, batch.sort_rows
+    if not len(min_p_rows) and not len(sort_rows):
         return scores
     if not owned:
         scores = scores.clone()
     num_chunk_rows = _chunk_rows(batch.vocab_size)
     # Chunks of rows: a sort takes many times the memory of its input.
-    for rows in batch.min_p_rows.split(num_chunk_rows) if batch.min_p_rows.shape[0] else ():
+    for rows in min_p_rows.split(num_chunk_rows) if len(min_p_rows) else ():
         scores[rows] = _cut_min_p(scores[rows], batch.temperature[rows], batch.min_p[rows])
-    for rows in batch.sort_rows.split(num_chunk_rows) if batch.needs_sort else ():
+    for rows in sort_rows.split(num_chunk_rows) if len(sort_rows) else ():
         scores[rows] = _cut_top_k_top_p(scores[rows], batch.temperature[rows], batch.top_k[rows], batch.top_p[rows])
     return scores
 
@@ -176,11 +172,6 @@ def _cut_top_k_top_p(
 def _draw(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """argmax(score / temperature + Gumbel noise) of each row: [B] int64."""
     row_max = scores.amax(dim=-1)
-    if scores.is_cuda:
-        # Triton comes with the CUDA builds of torch only.
-        from nanoinfer.kernels.sample import gumbel_argmax
-
-        return gumbel_argmax(scores, row_max, batch.temperature, batch.seed, batch.step)
     drawn = []
     num_chunk_rows = _chunk_rows(batch.vocab_size)
     for start in range(0, batch.num_rows, num_chunk_rows):

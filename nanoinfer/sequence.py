@@ -60,22 +60,12 @@ class Sequence:
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    _seen: set[int] | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
-        if self._seen is not None:
-            self._seen.add(token_id)
-
-    @property
-    def seen_token_ids(self) -> set[int]:
-        """Tokens in prompt and output, for the repetition penalty; kept up to date once it was asked for."""
-        if self._seen is None:
-            self._seen = set(self.token_ids)
-        return self._seen
 
     @property
     def num_tokens(self) -> int:

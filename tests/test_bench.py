@@ -11,10 +11,10 @@ import torch
 from tiny_models import make_checkpoint
 
 from nanoinfer import cli
-from nanoinfer.bench import command, floors, options
-from nanoinfer.bench.command import main
+from nanoinfer.bench import floors, offload, offload_options
 from nanoinfer.bench.floors import Floors, bytes_read_per_step
 from nanoinfer.bench.measure import Row, compare
+from nanoinfer.bench.offload import main
 from nanoinfer.bench.report import COLUMNS, table
 
 TINY = ["--shape", "tiny", "--context", "64,300", "--batch", "1,2", "--output-len", "6", "--no-progress"]
@@ -26,8 +26,8 @@ GPU_BENCH = [sys.executable, str(ROOT / "tools" / "gpu_bench.py")]
 def rows_of(*arguments):
     """The benchmark's rows, tokens included, by mode, batch and context."""
     parser = argparse.ArgumentParser()
-    options.add_arguments(parser)
-    rows = command.run(parser.parse_args([*TINY, *arguments]), "a test")
+    offload_options.add_arguments(parser)
+    rows = offload.run(parser.parse_args([*TINY, *arguments]), "a test")
     return {(row.mode, row.batch, row.context): row for row in rows}
 
 
@@ -121,7 +121,7 @@ def test_a_batch_that_never_decodes_at_once_says_why(arguments, reason):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory.\nmany lines"), MemoryError("no more")])
 def test_a_case_that_runs_out_of_memory_is_a_row_and_the_next_one_runs(error, monkeypatch):
-    measure, calls = command.measure, []
+    measure, calls = offload.measure, []
 
     def measure_or_fail(llm, lengths, *args, **kwargs):
         calls.append(lengths)
@@ -129,7 +129,7 @@ def test_a_case_that_runs_out_of_memory_is_a_row_and_the_next_one_runs(error, mo
             raise error
         return measure(llm, lengths, *args, **kwargs)
 
-    monkeypatch.setattr(command, "measure", measure_or_fail)
+    monkeypatch.setattr(offload, "measure", measure_or_fail)
     rows = rows_of("--batch", "1", "--mode", "resident")
     assert rows["resident", 1, 64].problem == str(error).splitlines()[0]
     assert rows["resident", 1, 300].problem is None and rows["resident", 1, 300].seconds_per_token > 0
@@ -139,7 +139,7 @@ def test_an_error_of_transformers_does_not_lose_our_figures(monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("this cache is not for this model")
 
-    monkeypatch.setattr(command, "measure_reference", fail)
+    monkeypatch.setattr(offload, "measure_reference", fail)
     rows = rows_of("--context", "64", "--batch", "1", "--mode", "hf,resident")
     assert rows["hf", 1, 64].problem == "this cache is not for this model"
     assert rows["resident", 1, 64].seconds_per_token > 0
@@ -201,7 +201,7 @@ def test_a_bad_option_is_one_line_before_anything_runs(arguments, message, capsy
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_runs(monkeypatch, capsys):
-    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(offload_options.importlib.util, "find_spec", lambda name: None)
     assert main([*TINY, "--plot", "bench.png"]) == 2
     printed = capsys.readouterr()
     assert printed.err == "bench_offload.py: --plot needs matplotlib: pip install matplotlib\n" and not printed.out

@@ -37,6 +37,98 @@ def test_a_table_follows_the_record():
     assert found.startswith("before\n<!-- measured: resident -->\n") and found.endswith("\n<!-- end -->\nafter\n")
 
 
+def steps(milliseconds):
+    return dict(seconds_per_token=milliseconds / 1e3, floor_seconds=0.002, ratio_to_floor=milliseconds / 2)
+
+
+def small_record():
+    """Only what the parts on resident mode show."""
+    profile = dict(
+        seconds_per_token=0.004,
+        host_seconds_per_step=0.0011,
+        busy_seconds_per_step=0.0035,
+        gap_between_steps_share=0.0123,
+        gap_between_steps_seconds=49.2e-6,
+        gaps_within_step_share=0.05,
+        num_kernels_per_step=290,
+        kernels=[
+            dict(name="rows_linear_kernel", calls_per_step=72.0, seconds_per_call=20e-6, floor_seconds=16e-6,
+                 ratio_to_floor=1.25, share=0.36),
+            dict(name="void at::native::index<4, int>(float*, a|b)", calls_per_step=1, seconds_per_call=2e-6, share=0.02),
+        ],
+    )  # fmt: skip
+    start = dict(constructor_seconds=5.5, seconds_to_first_token=12.25, graph_bytes=300 * 2**20)
+    cases = {
+        "one_sequence_32k": {
+            "resident": dict(time_to_first_token=1.25, prefill_tokens_per_second=26214.4),
+            "12 GiB limit": dict(time_to_first_token=1.5, prefill_tokens_per_second=21845.3),
+        },
+        "resident": {"1 x 1024": steps(2.5), "1 x 131072": steps(7.5), "case_seconds": 3},
+        "kernels": {"1 x 1024": profile, "0.6B, 256 x 550": dict(profile), "case_seconds": 3},
+        "start_up": {
+            "checkpoint_bytes": 8.04e9,
+            "cold": start | dict(seconds_to_first_token=40.0),
+            "warm": start | dict(graph_batch_sizes=[1, 2, 256]),
+        },
+    }
+    return {"cases": cases}
+
+
+@pytest.mark.parametrize(
+    "name, lines",
+    [
+        ("resident", ["| 1 x 1024 | 2.50 | 2.00 | 1.250 |", "| 1 x 131072 | 7.50 | 2.00 | 3.750 |"]),
+        ("prefill_32k", ["| resident | 1.250 | 26,214 | 1.000 |", "| 12 GiB limit | 1.500 | 21,845 | 1.200 |"]),
+        (
+            "latency",
+            [
+                "1.2% of a step passes between its last kernel and the next one's first (49 µs), 5.0% between its 290 k",
+                "1.10 ms of a step of 4.00 ms, in which the GPU works 3.50 ms.",
+                "8.0 GB of weights in the page cache: first token 12.2 s after the process began, of which `LLM(...)` "
+                "takes 5.5 s; 40.0 s and 5.5 s the first time",
+                "300 MiB for 3 batch sizes up to 256.",
+            ],
+        ),
+        (
+            "kernels",
+            [
+                "| 1 x 1024 | `rows_linear_kernel` | 72 | 20.0 | 16.0 | 1.25 | 36.0% |",
+                "| 0.6B, 256 x 550 | `at::native::index` | 1 | 2.0 | - | - | 2.0% |",
+            ],
+        ),
+    ],
+)
+def test_parts_on_resident_mode_show_the_record(name, lines):
+    found = load("measured").fill_in(f"<!-- measured: {name} -->\n<!-- end -->", small_record())
+    assert all(line in found for line in lines), found
+
+
+@pytest.mark.parametrize("name", ["prefill_32k", "latency", "kernels"])
+def test_a_part_that_was_not_measured_is_empty(name):
+    text = f"before\n<!-- measured: {name} -->\nold\n<!-- end -->\nafter"
+    expected = text.replace("old\n", "")
+    measured = load("measured")
+    assert measured.fill_in(text, {"cases": {}}) == expected
+    failed = {"cases": {case: {"failed": "RuntimeError: no", "case_seconds": 1} for case in small_record()["cases"]}}
+    assert measured.fill_in(text, failed) == expected
+    assert measured.fill_in(expected, small_record()) != expected, "and it comes back"
+
+
+def test_skipped_and_partly_measured_cases_show_what_there_is():
+    measured, record = load("measured"), small_record()
+    record["cases"]["start_up"] = {"skipped": "3 GiB free"}
+    for profile in record["cases"]["kernels"].values():
+        if isinstance(profile, dict):  # as without a GPU
+            del profile["gap_between_steps_share"], profile["busy_seconds_per_step"], profile["kernels"]
+    assert measured.kernels(record) == ""
+    assert measured.latency(record).count("\n") == 0 and "1.10 ms of a step of 4.00 ms." in measured.latency(record)
+
+
+def test_a_part_of_another_tool_stays_as_it_is():
+    text = "<!-- measured: somebody_elses -->\nkept\n<!-- end -->"
+    assert load("measured").fill_in(text, {"cases": {}}) == text
+
+
 @pytest.mark.parametrize("name, num_samples", [("planner", 2), ("verify", 1)])
 def test_the_samples_are_what_the_commands_print(name, num_samples, capsys):
     text = (ROOT / "docs" / f"{name}.md").read_text()

@@ -10,19 +10,12 @@ if not torch.cuda.is_available():
 
 import numpy as np
 import pytest
+from sampling_cases import MIXED_ROWS, SETTINGS, build, check_rows, make_state, random_logits
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanoinfer import sampler
-from nanoinfer.sampler import RowSampling, SamplingBatch, gumbel_noise, logprobs_of, sample, workspace_bytes
+from nanoinfer.sampler import RowSampling, gumbel_noise, logprobs_of, sample, workspace_bytes
 from nanoinfer.sampling_params import SamplingParams
-
-
-def build(rows, vocab_size):
-    return SamplingBatch.build(rows, "cpu", vocab_size)
-
-
-def random_logits(num_rows, vocab_size, seed=0, scale=3.0):
-    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def assert_frequencies(tokens, probabilities):
@@ -77,19 +70,6 @@ def test_all_64_bits_of_the_seed_and_the_step_count():
     ]
     tokens = sample(logits.expand(len(rows), -1).contiguous(), build(rows, 10_000))
     assert len(set(tokens.tolist())) == len(rows)
-
-
-MIXED_ROWS = [
-    RowSampling(),
-    RowSampling(temperature=1.0, seed=1),
-    RowSampling(temperature=0.7, top_k=5, seed=2, step=9),
-    RowSampling(temperature=1.5, top_p=0.7, seed=3, step=1),
-    RowSampling(temperature=1.0, min_p=0.05, seed=4, step=2),
-    RowSampling(temperature=0.9, top_k=20, top_p=0.8, min_p=0.01, seed=2**64 - 5, step=100),
-    RowSampling(temperature=1.0, repetition_penalty=1.3, penalty_token_ids={1, 5, 7}, seed=6),
-    RowSampling(repetition_penalty=2.0, penalty_token_ids=range(0, 300, 2)),
-    RowSampling(temperature=2.0, banned_token_ids=(3, 4), min_tokens=4, step=3, seed=8),
-]
 
 
 def test_a_row_draws_the_same_token_alone_anywhere_in_a_batch_and_in_any_batch_size():
@@ -197,7 +177,7 @@ def test_only_rows_that_need_it_are_sorted():
         RowSampling(temperature=1.0, top_p=0.9, min_p=0.2),
     ]
     batch = build(rows, 10)
-    assert batch.sort_rows.tolist() == [2, 3] and batch.min_p_rows.tolist() == [3] and batch.needs_sort
+    assert batch.sort_rows.tolist() == [2, 3] and batch.min_p_rows.tolist() == [3]
 
 
 @pytest.mark.parametrize(
@@ -233,33 +213,35 @@ def test_repetition_penalty_equals_that_of_transformers(penalty):
     assert torch.equal(sample(logits, build(rows, 50)), expected.argmax(-1))
 
 
-def test_tokens_the_host_has_not_read_are_penalised_as_if_it_had():
-    logits = random_logits(3, 20)
-    unread = torch.tensor([2, 4, 6])
-    rows = [
-        RowSampling(temperature=1.0, repetition_penalty=p, penalty_token_ids=[1], seed=i, step=5)
-        for i, p in enumerate((5.0, 1.0, 0.2))
-    ]
-    read = [
-        RowSampling(**{**vars(row), "penalty_token_ids": [1, token], "step": 6})
-        for row, token in zip(rows, unread.tolist(), strict=True)
-    ]
-    advanced, rebuilt = build(rows, 20).advance(unread), build(read, 20)
-    assert torch.equal(sampler._penalise(logits, advanced), sampler._penalise(logits, rebuilt))
-    assert torch.equal(sample(logits, advanced), sample(logits, rebuilt))
-    moved = build(rows, 20).with_unread_tokens([2], torch.tensor([6]))
-    assert torch.equal(sampler._penalise(logits, moved)[2], sampler._penalise(logits, rebuilt)[2])
+def test_a_sampled_token_is_penalised_from_the_next_step_on():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 2.5]] * 2)
+    state, rows = make_state([RowSampling(repetition_penalty=3.0, penalty_token_ids=[3]), RowSampling()], 4)
+    tokens, seen = torch.zeros(2, dtype=torch.int64), []
+    for _ in range(4):
+        state.sample(logits, rows, tokens, advance=False)
+        seen.append(tokens.tolist())
+    assert seen == [[0, 0], [1, 0], [0, 0], [0, 0]] and state.step[:2].tolist() == [4, 4]
 
 
 def test_banned_tokens_do_not_come_before_min_tokens_and_may_afterwards():
     logits = torch.tensor([[9.0, 8.0, 7.0], [9.0, 8.0, 7.0]])
     params = SamplingParams(temperature=0, min_tokens=2)
-    rows = [RowSampling.from_params(params, seed=0, step=step, end_token_ids=(0, 1, 99)) for step in (0, 1)]
-    batch, seen = build(rows, 3), []
+    settings = [RowSampling.from_params(params, seed=0, step=step, end_token_ids=(0, 1, 99)) for step in (0, 1)]
+    state, rows = make_state(settings, 3)
+    tokens, seen = torch.zeros(2, dtype=torch.int64), []
     for _ in range(3):
-        seen.append(sample(logits, batch).tolist())
-        batch = batch.advance(torch.tensor(seen[-1]))
+        state.sample(logits, rows, tokens, advance=False)
+        seen.append(tokens.tolist())
     assert seen == [[2, 2], [2, 0], [0, 0]]
+
+
+def test_only_real_rows_grow():
+    state, rows = make_state([RowSampling(), RowSampling()], 4)
+    lengths = state._rows.length
+    before, padding = lengths.clone(), len(lengths) - 1
+    batch_rows = torch.tensor([1, padding, padding], dtype=torch.int32)
+    state.sample(torch.randn(3, 4), batch_rows, torch.zeros(3, dtype=torch.int64), advance=True)
+    assert (lengths - before).tolist() == [0, 1, 0]
 
 
 def test_a_row_from_params_carries_all_of_them():
@@ -303,8 +285,6 @@ def test_wrong_dtypes_and_shapes_are_refused():
         sample(torch.zeros(1, 5, dtype=torch.bfloat16), build([RowSampling()], 5))
     with pytest.raises(AssertionError, match=r"logits have shape \(2, 5\), the batch is 1 x 5"):
         sample(torch.zeros(2, 5), build([RowSampling()], 5))
-    with pytest.raises(AssertionError, match="outside the vocabulary"):
-        build([RowSampling(repetition_penalty=2.0, penalty_token_ids=[5])], 5)
 
 
 def test_workspace_stops_growing_with_sorted_rows_beyond_a_chunk():
@@ -316,17 +296,17 @@ def test_workspace_stops_growing_with_sorted_rows_beyond_a_chunk():
 @pytest.fixture
 def kernels():
     if torch.cuda.is_available():
-        pytest.skip("the Triton interpreter is for machines without CUDA; tests/gpu has the compiled kernel's tests")
+        pytest.skip("the Triton interpreter is for machines without CUDA; tests/gpu has the compiled kernels' tests")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     from nanoinfer.kernels import sample as module
 
-    if not isinstance(module._tile_argmax_kernel, interpreter.InterpretedFunction):
+    if not isinstance(module._draw_kernel, interpreter.InterpretedFunction):
         pytest.skip("triton was imported before this module could choose its interpreter: set TRITON_INTERPRET=1")
     return module
 
 
 @pytest.mark.parametrize("vocab_size", [1, 300, 2048, 5001])
-def test_triton_draws_the_tokens_of_the_reference(kernels, vocab_size):
+def test_kernels_take_the_tokens_of_the_reference(kernels, vocab_size):
     rows = [
         RowSampling(temperature=t, seed=seed, step=step)
         for seed in (0, 2**64 - 1, 12345)
@@ -335,15 +315,26 @@ def test_triton_draws_the_tokens_of_the_reference(kernels, vocab_size):
     ]
     logits = random_logits(len(rows), vocab_size) - 50  # all below 0: lanes beyond the vocabulary must not win
     logits[:, ::3] = -torch.inf if vocab_size > 1 else 0
-    batch = build(rows, vocab_size)
-    drawn = kernels.gumbel_argmax(logits, logits.amax(-1), batch.temperature, batch.seed, batch.step)
-    assert torch.equal(drawn, sampler._draw(logits, batch))
+    check_rows(rows, logits, steps=1)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
-def test_triton_row_of_minus_infinity_or_nan_gives_a_token_of_the_vocabulary(kernels):
-    batch = build([RowSampling(temperature=1.0)] * 2, 3000)
-    logits = torch.full((2, 3000), -torch.inf)
+def test_kernels_cut_penalise_and_ban_as_the_reference(kernels):
+    check_rows(MIXED_ROWS, random_logits(len(MIXED_ROWS), 301), steps=3)
+
+
+def test_kernels_keep_what_the_reference_keeps_at_every_setting(kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "TILE_TOKENS", 32)  # several tiles a row
+    rows = [RowSampling(seed=i, **settings) for i, settings in enumerate(SETTINGS)]
+    logits = random_logits(len(rows), 150)
+    logits[::2] = (logits[::2] * 2).round() / 2  # many equal scores
+    check_rows(rows, logits, steps=1)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_kernels_on_a_row_of_minus_infinity_or_nan_give_a_token_of_the_vocabulary(kernels):
+    logits = torch.full((3, 3000), -torch.inf)
     logits[1] = torch.nan
-    drawn = kernels.gumbel_argmax(logits, logits.amax(-1), batch.temperature, batch.seed, batch.step)
-    assert drawn[0] == sampler._draw(logits, batch)[0] and 0 <= drawn[1] < 3000
+    state, rows = make_state([RowSampling(temperature=1.0)] * 2 + [RowSampling()], 3000, kernels)
+    tokens = torch.full((3,), -1)
+    state.sample(logits, rows, tokens, advance=False)
+    assert all(0 <= token < 3000 for token in tokens.tolist())

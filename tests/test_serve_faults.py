@@ -253,7 +253,7 @@ def test_unknown_models_and_paths_are_not_found(path):
 def test_what_the_pools_cannot_hold_is_refused_with_the_engines_words(path):
     async def ask():
         async with serving(path) as served:
-            served.engine._max_sequence_tokens = lambda mode: 112
+            served.engine.max_sequence_tokens = lambda mode: 112
             response = await served.post(prompt=[5] * 100, max_tokens=28)
             message = response.json()["error"]["message"]
             assert response.status_code == 400 and "pool holds" in message and "lower max_tokens" in message
@@ -285,7 +285,7 @@ def test_prompts_of_one_request_are_queued_together_or_not_at_all(path):
     async def ask():
         async with serving(path) as served:
             # The second prompt fits into max_model_len but has too little room in the pool.
-            served.engine._max_sequence_tokens = lambda mode: 32
+            served.engine.max_sequence_tokens = lambda mode: 32
             response = await served.post(prompt=[[5], [6] * 30], max_tokens=20)
             assert response.status_code == 400
             stats = await served.wait_until_idle()

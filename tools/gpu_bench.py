@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """The project's GPU measurements, each with the floors of the same run, written to docs/measurements/latest.json.
 
-make gpu-bench            or            python tools/gpu_bench.py --only one_sequence_32k,resident
+make gpu-bench            or            python tools/gpu_bench.py --only resident,kernels
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import measured  # noqa: E402
 import torch  # noqa: E402
 from gpu_cases import CASES, Bench  # noqa: E402
 
@@ -32,7 +33,8 @@ SHOWN = (
     "seconds_per_token", "ratio_to_floor", "ratio_to_resident", "kv_resident_share", "bound",
     "prefill_tokens_per_second", "prefill_ratio_to_resident", "seconds_per_gib", "tokens_per_second", "planned_to_peak",
     "under_limit", "bit_identical_to_resident", "bit_identical", "num_preemptions", "ring_bytes_at_32k",
-    "gpu_growth_bytes", "host_growth_bytes", "failed",
+    "gpu_growth_bytes", "host_growth_bytes", "host_seconds_per_step", "gap_between_steps_share",
+    "gaps_within_step_share", "seconds_to_first_token", "constructor_seconds", "graph_bytes", "skipped", "failed",
 )  # fmt: skip
 
 
@@ -71,6 +73,7 @@ def main() -> int:
         "floors": {"link_bytes_per_second": floors.link, "device_bytes_per_second": floors.device},
         "cases": {},
     }
+    start = time.perf_counter()
     for name in names:
         begin = time.perf_counter()
         try:
@@ -81,7 +84,11 @@ def main() -> int:
             free_memory()
         record["cases"][name]["case_seconds"] = round(time.perf_counter() - begin, 1)
         out.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"{name}: {_summary(record['cases'][name])}", flush=True)
+        case = record["cases"][name]
+        print(f"{name} ({case['case_seconds']:.1f} s): {_summary(case)}", flush=True)
+    if table := measured.kernels(record):
+        print(table)
+    print(f"{len(names)} cases in {time.perf_counter() - start:.0f} s, written to {out}", flush=True)
     return 0 if all("failed" not in case for case in record["cases"].values()) else 1
 
 

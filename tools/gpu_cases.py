@@ -10,86 +10,16 @@ from collections.abc import Callable
 
 import psutil
 import torch
+from gpu_common import GIB, Bench, figures, peak, reset_peak, timed, token_bytes
+from gpu_resident import batch_throughput, kernels, resident, start_up
 
 import nanoinfer
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import SamplingParams
 from nanoinfer.bench.floors import kv_bytes, measure_floors
 from nanoinfer.bench.hf import load_reference, measure_reference
-from nanoinfer.bench.measure import Row, add_floor, free_memory, measure, random_prompts, release
+from nanoinfer.bench.measure import add_floor, free_memory, measure, random_prompts, release
 from nanoinfer.bench.shapes import write_shape
-from nanoinfer.build import spec_and_layout
-from nanoinfer.config import EngineConfig
-from nanoinfer.loader import load_config
 from offload.pinned import HostArena
-
-GIB = 2**30
-
-
-class Bench:
-    """What all cases share.
-
-    Args:
-        shape: for all cases, in place of their own.
-        scale: divides contexts, batches and sizes, to try the code without a GPU.
-    """
-
-    def __init__(self, shape: str | None, scale: int, device: torch.device) -> None:
-        self.device, self.scale = device, scale
-        self.is_cuda = device.type == "cuda"
-        self.large, self.small = shape or "qwen3-4b", shape or "qwen3-0.6b"
-        self._before = measure_floors(device)
-        self._open: list[tuple[Row, list[int], int]] = []
-
-    def llm(self, shape: str, **arguments) -> LLM:
-        defaults = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=False)
-        with tempfile.TemporaryDirectory() as directory:
-            return LLM(write_shape(shape, directory), **(defaults | arguments))
-
-    def tokens(self, count: int) -> int:
-        return max(64, count // self.scale)
-
-    def limit(self, gib: float) -> int | None:
-        return int(gib * GIB) if self.is_cuda else None
-
-    def host_bytes(self, shape: str, num_tokens: int) -> int:
-        """Host memory for that many tokens, some blocks more included."""
-        return int(1.02 * num_tokens * token_bytes(shape)) + 2**29
-
-    def measure(self, llm: LLM, lengths: list[int], output_len: int) -> None:
-        """One case, whose figures `release` gives: floors are measured while there is no engine."""
-        self._open.append((measure(llm, lengths, output_len), lengths, output_len))
-
-    def release(self, llm: LLM) -> list[dict]:
-        """Closes the engine and returns what it measured, beside the floors before it was made and now."""
-        spec, ring_bytes = llm.engine.runner.model.spec, llm.engine.runner.ring.num_bytes
-        release(llm)
-        before, self._before = self._before, measure_floors(self.device)
-        found = []
-        for row, lengths, output_len in self._open:
-            add_floor(row, spec, lengths, output_len, (before, self._before))
-            found.append(figures(row) | {"ring_bytes": ring_bytes})
-        self._open.clear()
-        return found
-
-    def outputs(self, llm: LLM, lengths: list[int]) -> list:
-        """Tokens and log-probabilities, for a comparison to the bit."""
-        return measure(llm, lengths, 8, with_logprobs=True).outputs
-
-
-def token_bytes(shape: str) -> int:
-    """KV bytes of one token over all layers."""
-    with tempfile.TemporaryDirectory() as directory:
-        config = EngineConfig(model=str(write_shape(shape, directory)))
-        spec, _ = spec_and_layout(config, load_config(config.model))
-    return kv_bytes(spec, [1])
-
-
-def figures(row: Row) -> dict:
-    """The row without what did not apply."""
-    return {name: value for name, value in row.figures().items() if value is not None}
-
-
-# Cases
 
 
 def pin_16gib(bench: Bench) -> dict:
@@ -135,7 +65,7 @@ def one_sequence_32k(bench: Bench) -> dict:
     for name, arguments in settings.items():
         llm = bench.llm(bench.large, **(common | arguments))
         outputs = bench.outputs(llm, [context])  # also compiles the kernels
-        bench.measure(llm, [context], 40)
+        bench.measure(llm, [context], 32)
         (result[name],) = bench.release(llm)
         if wanted is None:
             wanted = outputs
@@ -143,6 +73,10 @@ def one_sequence_32k(bench: Bench) -> dict:
             result[name]["bit_identical_to_resident"] = outputs == wanted
     step, resident = result["all fits"]["seconds_per_token"], result["resident"]["seconds_per_token"]
     result["all fits"]["ratio_to_resident"] = step / resident
+    limited = result["12 GiB limit"]
+    limited["prefill_ratio_to_resident"] = (
+        limited["prefill_tokens_per_second"] / result["resident"]["prefill_tokens_per_second"]
+    )
     return result
 
 
@@ -165,34 +99,14 @@ def one_sequence_128k(bench: Bench) -> dict:
         reset_peak(bench)
         llm = bench.llm(bench.large, **(common | arguments))
         measure(llm, [bench.tokens(4096)], 4, seed=1)  # compiles the kernels
-        bench.measure(llm, [context], 24)
+        bench.measure(llm, [context], 20)
         used = peak(llm)
         result[name] = bench.release(llm)[0] | used
+    bench.shared["1 x 128k"] = result["resident"]
     resident = result["resident"]["prefill_tokens_per_second"]
     for name in ("12 GiB limit", "streamed"):
         result[name]["prefill_ratio_to_resident"] = result[name]["prefill_tokens_per_second"] / resident
     return result
-
-
-def reset_peak(bench: Bench) -> None:
-    """Before an engine is made whose peak is wanted."""
-    free_memory()
-    if bench.is_cuda:
-        torch.cuda.reset_peak_memory_stats(bench.device)
-
-
-def peak(llm: LLM) -> dict:
-    """Peak of the engine so far beside its limit and its plan."""
-    plan = llm.engine.plan
-    found = {"limit_bytes": plan.budget_bytes, "planned_bytes": plan.total_bytes}
-    measured = llm.engine.runner.peak_bytes()
-    if measured is not None:
-        found |= {
-            "peak_bytes": measured,
-            "planned_to_peak": plan.total_bytes / measured,
-            "under_limit": measured <= plan.budget_bytes,
-        }
-    return found
 
 
 def streamed_batches(bench: Bench) -> dict:
@@ -221,46 +135,8 @@ def streamed_batches(bench: Bench) -> dict:
     for lengths in cases.values():
         # Prefill and decode take turns: the first sequence decodes once per prefill step until the last one starts.
         chunks = -(-sum(lengths) // llm.engine.plan.max_num_batched_tokens)
-        bench.measure(llm, lengths, min(output_len, chunks + 16))
+        bench.measure(llm, lengths, min(output_len, chunks + 9))
     return dict(zip(cases, bench.release(llm), strict=True))
-
-
-def resident(bench: Bench) -> dict:
-    """Resident decode."""
-    result = {}
-    for batch, context in ((1, 1024), (1, 32768), (8, 4096)):
-        context = bench.tokens(context)
-        llm = bench.llm(bench.large, max_model_len=context + 64, max_num_seqs=batch, gpu_memory_limit=bench.limit(60))
-        measure(llm, [context], 4, seed=1)
-        bench.measure(llm, [context] * batch, 40)
-        (result[f"{batch} x {context}"],) = bench.release(llm)
-    return result
-
-
-def batch_throughput(bench: Bench) -> dict:
-    """256 requests of 100 to 1,024 tokens in and out, temperature 0.6: nano-vllm's own benchmark."""
-    generator = random.Random(0)
-    count, high = (256, 1024) if bench.scale == 1 else (4, 120)
-    lengths = [generator.randint(100, high) for _ in range(count)]
-    prompts = random_prompts(2000, lengths, seed=0)
-    params = [
-        SamplingParams(
-            temperature=0.6, ignore_eos=True, max_tokens=8 if bench.scale > 1 else generator.randint(100, high)
-        )
-        for _ in prompts
-    ]
-    llm = bench.llm(bench.small, max_model_len=4096, max_num_seqs=256, gpu_memory_limit=bench.limit(100))
-    llm.generate([prompts[0]], SamplingParams(temperature=0.6, max_tokens=4), use_tqdm=False)
-    seconds = timed(lambda: llm.generate(prompts, params, use_tqdm=False))
-    release(llm)
-    tokens = sum(param.max_tokens for param in params)
-    return {"output_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
-
-
-def timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 def hf_offloaded(bench: Bench) -> dict:
@@ -343,7 +219,7 @@ def one_sequence_400k(bench: Bench) -> dict:
     result = bench.release(llm)[0] | used
     at_32k = nanoinfer.plan(
         bench.small,
-        gpu_memory=bench.limit(8) or "8GiB",
+        gpu_memory=bench.limit(8),
         host_memory="64GiB",
         context=bench.tokens(32768),
         enable_cpu_offload=True,
@@ -454,6 +330,8 @@ CASES: dict[str, Callable[[Bench], dict]] = {
         streamed_batches,
         resident,
         batch_throughput,
+        kernels,
+        start_up,
         hf_offloaded,
         planner,
         one_sequence_400k,

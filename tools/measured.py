@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the measured tables of README.md and docs/offload.md from docs/measurements/latest.json.
+"""Writes the measured tables of README.md and docs/*.md from docs/measurements/latest.json.
 
 python tools/measured.py            (after make gpu-bench)
 """
@@ -93,6 +93,78 @@ def resident(record: dict) -> str:
     return _table(["resident, sequences x tokens", "ms", "floor, ms", "ratio"], rows)
 
 
+def prefill_32k(record: dict) -> str:
+    """Prefill of a prompt of 32,768 tokens in both modes."""
+    case = record["cases"].get("one_sequence_32k", {})
+    found = {name: case[name] for name in ("resident", "12 GiB limit") if name in case}
+    if len(found) < 2:
+        return ""
+    wanted = found["resident"]["time_to_first_token"]
+    rows = [
+        [name, f"{figures['time_to_first_token']:.3f}", f"{figures['prefill_tokens_per_second']:,.0f}",
+         f"{figures['time_to_first_token'] / wanted:.3f}"]
+        for name, figures in found.items()
+    ]  # fmt: skip
+    return _table(["prefill of 32,768 tokens", "s", "tokens/s", "of resident's time"], rows)
+
+
+def latency(record: dict) -> str:
+    """What a step and a start cost beside the kernels: figures that are no tables."""
+    profiles, start = record["cases"].get("kernels", {}), record["cases"].get("start_up", {})
+    one, many = profiles.get("1 x 1024", {}), profiles.get("0.6B, 256 x 550", {})
+    lines = []
+    if "gap_between_steps_share" in one:
+        lines.append(
+            f"- **GPU idle, 1 x 1k**: {one['gap_between_steps_share']:.1%} of a step passes between its last kernel and the "
+            f"next one's first ({one['gap_between_steps_seconds'] * 1e6:.0f} µs), {one['gaps_within_step_share']:.1%} "
+            f"between its {one['num_kernels_per_step']:.0f} kernels."
+        )
+    if "host_seconds_per_step" in many:
+        busy = many.get("busy_seconds_per_step")
+        lines.append(
+            f"- **CPU per step, 256 sequences** (Qwen3-0.6B shape, 550 tokens each, temperature 0.6): "
+            f"{many['host_seconds_per_step'] * 1e3:.2f} ms of a step of {many['seconds_per_token'] * 1e3:.2f} ms"
+            + (f", in which the GPU works {busy * 1e3:.2f} ms." if busy else ".")
+        )
+    if "cold" in start and "warm" in start:
+        cold, warm = start["cold"], start["warm"]
+        lines.append(
+            f"- **Start-up**, {start['checkpoint_bytes'] / 1e9:.1f} GB of weights in the page cache: first token "
+            f"{warm['seconds_to_first_token']:.1f} s after the process began, of which `LLM(...)` takes "
+            f"{warm['constructor_seconds']:.1f} s; {cold['seconds_to_first_token']:.1f} s and "
+            f"{cold['constructor_seconds']:.1f} s the first time, when kernels are compiled."
+        )
+        lines.append(
+            f"- **Graph memory**: {warm['graph_bytes'] / 2**20:.0f} MiB for {len(warm['graph_batch_sizes'])} batch sizes up "
+            f"to {warm['graph_batch_sizes'][-1]}."
+        )
+    return "\n".join(lines)
+
+
+def kernels(record: dict) -> str:
+    """The kernels of decode steps."""
+
+    def microseconds(line: dict, name: str) -> str:
+        return f"{line[name] * 1e6:,.1f}" if name in line else "-"
+
+    rows = [
+        [setting, f"`{_short(line['name'])}`", f"{line['calls_per_step']:.0f}", microseconds(line, "seconds_per_call"),
+         microseconds(line, "floor_seconds"), f"{line['ratio_to_floor']:.2f}" if "ratio_to_floor" in line else "-",
+         f"{line['share']:.1%}"]
+        for setting, case in record["cases"].get("kernels", {}).items() if isinstance(case, dict)
+        for line in case.get("kernels", ())
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    return _table(["decode", "kernel", "calls", "µs per call", "floor, µs", "ratio", "of the step"], rows)
+
+
+def _short(name: str) -> str:
+    """A kernel's name without return type, arguments and templates, as a table can hold it."""
+    name = name.removeprefix("void ").split("(")[0].split("<")[0].replace("|", "/")
+    return name if len(name) <= 48 else f"{name[:45]}..."
+
+
 def auto(record: dict) -> str:
     """A load of three times the pool."""
     rows = [
@@ -141,23 +213,32 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 PARTS: dict[str, Callable[[dict], str]] = {
-    part.__name__: part for part in (where, offload_steps, prefill, planner, resident, auto, other)
+    part.__name__: part
+    for part in (where, offload_steps, prefill, prefill_32k, planner, resident, latency, kernels, auto, other)
 }
 
 
 def fill_in(text: str, record: dict) -> str:
-    """The text with what stands between `<!-- measured: name -->` and `<!-- end -->` written anew."""
+    """The text with what stands between `<!-- measured: name -->` and `<!-- end -->` written anew.
+
+    A part of which the record has nothing becomes empty; a name that is not ours stays as it is.
+    """
 
     def part(match: re.Match) -> str:
-        return f"{match[1]}\n{PARTS[match[2]](record)}\n{match[3]}"
+        if match[2] not in PARTS:
+            return match[0]
+        found = PARTS[match[2]](record)
+        return "\n".join([match[1], *([found] if found else []), match[3]])
 
     return re.sub(r"(<!-- measured: (\w+) -->)\n.*?(<!-- end -->)", part, text, flags=re.DOTALL)
 
 
 def main() -> None:
     record = json.loads(LATEST.read_text())
-    for path in (ROOT / "README.md", ROOT / "docs" / "offload.md", ROOT / "docs" / "planner.md"):
-        path.write_text(fill_in(path.read_text(), record))
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = path.read_text()
+        if (filled := fill_in(text, record)) != text:
+            path.write_text(filled)
 
 
 if __name__ == "__main__":

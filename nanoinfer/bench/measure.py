@@ -37,7 +37,8 @@ class Row:
     batch: int
     context: int
     prefill_tokens_per_second: float | None = None
-    time_to_first_token: float | None = None
+    time_to_first_token: float | None = None  # of the last sequence that got one
+    total_seconds: float | None = None  # until the last token
     seconds_per_token: float | None = None  # median decode step
     tokens_per_second: float | None = None
     streamed_bytes_per_step: float | None = None
@@ -54,19 +55,20 @@ class Row:
     check: str | None = None
     problem: str | None = None
     outputs: list[tuple[list[int], list[float]]] = field(default_factory=list, repr=False)
+    steps: list[float] = field(default_factory=list, repr=False)  # those that the median is taken of
 
     def figures(self) -> dict:
-        """Everything but the tokens, for JSON."""
+        """Everything but the tokens and single steps, for JSON."""
         figures = asdict(self)
-        del figures["outputs"]
+        del figures["outputs"], figures["steps"]
         return figures
 
     def take_steps(self, steps: list[float]) -> None:
         """Fills in what follows from the seconds of the decode steps of the whole batch, in their order."""
-        steps = steps[WARM_UP_STEPS:] or steps
-        self.num_steps = len(steps)
-        if steps:
-            self.seconds_per_token = statistics.median(steps)
+        self.steps = steps[WARM_UP_STEPS:] or steps
+        self.num_steps = len(self.steps)
+        if self.steps:
+            self.seconds_per_token = statistics.median(self.steps)
             self.tokens_per_second = self.batch / self.seconds_per_token
 
 
@@ -111,6 +113,7 @@ def measure(
     try:
         requests = [engine.add_request(name, prompt, params) for name, prompt in zip(names, prompts, strict=True)]
         steps, streamed = _run(llm, requests, sum(lengths) + output_len, progress, tracer)
+        row.total_seconds = time.perf_counter() - begin
     finally:
         for name in names:
             engine.abort(name)  # those that an exception left behind would run beside the next case

@@ -1,4 +1,4 @@
-"""The table, the JSON and the picture."""
+"""What the benchmarks print and write: tables, JSON and the picture."""
 
 from __future__ import annotations
 
@@ -82,15 +82,23 @@ def versions(device: torch.device) -> dict[str, str | None]:
     return found
 
 
+def paragraph(title: str, lines: list[tuple[str, str]]) -> str:
+    """A title over lines of (what, how much), with the second parts in one column."""
+    width = max(len(name) for name, _ in lines)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in lines)])
+
+
 def write_json(path: str | Path, rows: list[Row], floors: Floors, device: torch.device, command: str) -> None:
     """Writes the rows with all that is needed to judge and repeat them: floors, versions, device and command."""
-    content = {
-        "command": command,
-        "versions": versions(device),
-        "floors": {"link_bytes_per_second": floors.link, "device_bytes_per_second": floors.device},
-        "rows": [row.figures() for row in rows],
-    }
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    write_figures(path, {"rows": [row.figures() for row in rows]}, floors, device, command)
+
+
+def write_figures(path: str | Path, figures: dict, floors: Floors | None, device: torch.device, command: str) -> None:
+    """Writes figures by name, beside what `write_json` writes; floors where they were measured."""
+    content: dict = {"command": command, "versions": versions(device)}
+    if floors is not None:
+        content["floors"] = {"link_bytes_per_second": floors.link, "device_bytes_per_second": floors.device}
+    Path(path).write_text(json.dumps(content | figures, indent=1) + "\n")
 
 
 def plot(path: str | Path, rows: list[Row]) -> None:

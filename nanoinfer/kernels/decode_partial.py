@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.online_softmax import softmax_step, tile_logits
+from nanoinfer.kernels.pdl import launch_options, wait_for_inputs
 from nanoinfer.kernels.shape import NO_WINDOW, KernelShape, decode_tiles, kv_descriptor
 
 
@@ -12,26 +13,24 @@ from nanoinfer.kernels.shape import NO_WINDOW, KernelShape, decode_tiles, kv_des
 def attend_masked(
     acc, m, l,  # the running state: [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M] float32
     q_tile, k_head, v_head,  # [BLOCK_M, BLOCK_D]; this head's first key and value in the block
-    first, last,  # tiles to attend to
+    start,  # the tile to attend to
     begin, end,  # keys outside [begin, end) are not read
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TO_LOG2: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK_D)
     in_head = columns < HEAD_DIM
-    for start in range(first, last, BLOCK_N):
-        offsets = start + tl.arange(0, BLOCK_N)
-        seen = (offsets >= begin) & (offsets < end)
-        # Unseen tokens are not read: their memory may hold NaN, and 0 * NaN would reach the result.
-        address = offsets * (NUM_KV_HEADS * HEAD_DIM)
-        k_t = tl.load(k_head + address[None, :] + columns[:, None], mask=seen[None, :] & in_head[:, None], other=0.0)
-        v = tl.load(v_head + address[:, None] + columns[None, :], mask=seen[:, None] & in_head[None, :], other=0.0)
-        k_t = k_t.to(q_tile.dtype)
-        v = v.to(q_tile.dtype)
-        logits = tile_logits(q_tile, k_t, SCALE, SOFTCAP, PRECISION, WIDEN)
-        logits = tl.where(seen[None, :], logits, float("-inf"))
-        acc, m, l = softmax_step(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
-    return acc, m, l
+    offsets = start + tl.arange(0, BLOCK_N)
+    seen = (offsets >= begin) & (offsets < end)
+    # Unseen tokens are not read: their memory may hold NaN, and 0 * NaN would reach the result.
+    address = offsets * (NUM_KV_HEADS * HEAD_DIM)
+    k_t = tl.load(k_head + address[None, :] + columns[:, None], mask=seen[None, :] & in_head[:, None], other=0.0)
+    v = tl.load(v_head + address[:, None] + columns[None, :], mask=seen[:, None] & in_head[None, :], other=0.0)
+    k_t = k_t.to(q_tile.dtype)
+    v = v.to(q_tile.dtype)
+    logits = tile_logits(q_tile, k_t, SCALE, SOFTCAP, PRECISION, WIDEN)
+    logits = tl.where(seen[None, :], logits, float("-inf"))
+    return softmax_step(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
 
 
 @triton.jit(
@@ -61,9 +60,11 @@ def decode_partial_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
     TMA: tl.constexpr,
+    WINDOWED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Persistent programs: the grid is fixed when a graph is captured, the number of items is read when it runs.
     head = tl.program_id(1)
@@ -73,7 +74,14 @@ def decode_partial_kernel(
     in_q = (rows < GROUP_SIZE)[:, None] & (columns < HEAD_DIM)[None, :]
     q_heads = head * GROUP_SIZE + rows
 
-    for item in range(tl.program_id(0), count, tl.num_programs(0)):
+    wait_for_inputs(PDL)
+    # The items of each round are dealt out one program further on: they come in the rows' order, and the same programs
+    # must not get every row's short last split.
+    programs = tl.num_programs(0)
+    rounds = count // programs
+    rounds += ((tl.program_id(0) + rounds) % programs < count - rounds * programs).to(tl.int32)
+    for number in range(0, rounds):
+        item = number * programs + (tl.program_id(0) + number) % programs
         row = tl.load(items + item * 4).to(tl.int64)
         split = tl.load(items + item * 4 + 1)
         block = tl.load(items + item * 4 + 2)
@@ -92,27 +100,34 @@ def decode_partial_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
-        first = begin // BLOCK_N * BLOCK_N
-        # Tiles that are seen as a whole come through the copy unit, which takes no mask; the order of tiles is the same.
-        full = end
         if TMA:
+            # Tiles that are seen as a whole come through the copy unit, which takes no mask; the first or the last may
+            # be cut, by a window or by the sequence's end. The order of tiles is the same as below.
             full = tl.minimum(tl.cdiv(begin, BLOCK_N) * BLOCK_N, end)
-        acc, m, l = attend_masked(
-            acc, m, l, q_tile, k_head, v_head, first, full, begin, end,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
-        )  # fmt: skip
-        if TMA:
             full_end = tl.maximum(end // BLOCK_N * BLOCK_N, full)
+            if WINDOWED:
+                if begin < full:
+                    acc, m, l = attend_masked(
+                        acc, m, l, q_tile, k_head, v_head, begin // BLOCK_N * BLOCK_N, begin, end,
+                        NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
+                    )  # fmt: skip
             k_row = block * (2 * BLOCK_SIZE)
             for start in tl.range(full, full_end, BLOCK_N, num_stages=STAGES):
                 k = kv_rows.load([k_row + start, head * HEAD_DIM]).to(q_tile.dtype)
                 v = kv_rows.load([k_row + BLOCK_SIZE + start, head * HEAD_DIM]).to(q_tile.dtype)
                 logits = tile_logits(q_tile, k.T, SCALE, SOFTCAP, PRECISION, WIDEN)
                 acc, m, l = softmax_step(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
-            acc, m, l = attend_masked(
-                acc, m, l, q_tile, k_head, v_head, full_end, end, begin, end,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
-            )  # fmt: skip
+            if full_end < end:
+                acc, m, l = attend_masked(
+                    acc, m, l, q_tile, k_head, v_head, full_end, begin, end,
+                    NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
+                )  # fmt: skip
+        else:
+            for start in tl.range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N, num_stages=STAGES):
+                acc, m, l = attend_masked(
+                    acc, m, l, q_tile, k_head, v_head, start, begin, end,
+                    NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
+                )  # fmt: skip
 
         l_safe = tl.where(l == 0.0, 1.0, l)
         natural = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * 0.6931471805599453)
@@ -143,6 +158,6 @@ def decode_partial(
     decode_partial_kernel[(num_programs, shape.num_kv_heads)](
         q, kv, kv_descriptor(kv, tiles.block_n, shape), items, num_items, seq_lens, out, lse,
         q.stride(0), NO_WINDOW if window is None else window,
-        **shape.constants(), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch_options(q),
     )  # fmt: skip

@@ -55,10 +55,10 @@ def rows_linear_kernel(
     token = tl.arange(0, BLOCK_M)
     live = token < num_tokens
     column = tl.program_id(1) * SPLIT_SIZE + tl.arange(0, BLOCK_K)
-    scale = 1.0
+    # What the end needs is loaded first: behind the loop it would be waited for.
     if NUM_SQUARES > 0:
         lane = tl.arange(0, SQUARES_TILE)
-        scale = tl.rsqrt(tl.sum(tl.load(squares + lane, mask=lane < NUM_SQUARES, other=0.0)) / SIZE + eps)
+        all_squares = tl.load(squares + lane, mask=lane < NUM_SQUARES, other=0.0)
     x_tile = x + token[None, :] * SIZE + column[:, None]
     first = weight + row.to(tl.int64)[:, None] * SIZE + column[None, :]
     second = weight + (row + num_rows).to(tl.int64)[:, None] * SIZE + column[None, :]
@@ -78,6 +78,9 @@ def rows_linear_kernel(
                 up = tl.dot(tile, value, up, input_precision=PRECISION)
     target = (tl.program_id(1) * num_tokens + token[:, None]) * num_rows + row[None, :]
     stored = live[:, None] & inside[None, :]
+    scale = 1.0
+    if NUM_SQUARES > 0:
+        scale = tl.rsqrt(tl.sum(all_squares) / SIZE + eps)
     result = tl.trans(acc) * scale
     if SPLIT_SIZE == SIZE:
         if BIAS:
@@ -137,16 +140,16 @@ def _row_tiles(split_size: int, block_m: int, gated: bool, is_split: bool) -> tu
     """(BLOCK_N, BLOCK_K, warps, stages) from `make gpu-bench`'s shapes: enough bytes ahead, a share for every core."""
     wide = 128 if split_size % 128 == 0 else 64
     if is_split:
-        return 64, 64, 4, 4 if block_m == 16 else 3
+        return (32, wide, 2, 4) if block_m == 16 else (64, 64, 4, 3)
     if gated:
         return (32, wide, 2, 3) if block_m == 16 else (32, 64, 2, 4)
     return (16, 64, 1, 8) if block_m == 16 else (16, wide, 2, 4)
 
 
-def column_splits(size: int) -> int:
-    """Splits of the columns of a weight with few rows."""
-    steps = size // SIZE_STEP
-    return next(splits for splits in range(MAX_SPLITS, 0, -1) if steps % splits == 0)
+def column_splits(size: int, num_tokens: int) -> int:
+    """Splits of the columns of a weight with few rows: more parts make more programs, and more to add up."""
+    steps, most = size // SIZE_STEP, MAX_SPLITS // 2 if num_tokens <= 16 else MAX_SPLITS
+    return next(splits for splits in range(most, 0, -1) if steps % splits == 0)
 
 
 @triton.jit
@@ -169,6 +172,10 @@ def vector_linear_kernel(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row < num_rows
     column = tl.arange(0, BLOCK_K)
+    # What the end needs is loaded first: behind the loop it would be waited for.
+    added = tl.load(other + row, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        factor = tl.load(norm_weight + row, mask=inside, other=0.0).to(tl.float32)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     first = weight + row.to(tl.int64)[:, None] * SIZE + column[None, :]
     for start in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
@@ -176,12 +183,10 @@ def vector_linear_kernel(
         value = tl.load(x + start + column, mask=in_size, other=0.0).to(tl.float32)
         tile = tl.load(first + start, mask=inside[:, None] & in_size[None, :], other=0.0)
         acc += tile.to(tl.float32) * value[None, :]
-    result = rounded(tl.sum(acc, 1), total) + tl.load(other + row, mask=inside, other=0.0).to(tl.float32)
-    result = rounded(result, total)
+    result = rounded(rounded(tl.sum(acc, 1), total) + added, total)
     tl.store(total + row, result.to(total.dtype.element_ty), mask=inside)
     if SCALED:
         tl.store(squares + tl.program_id(0), tl.sum(result * result))
-        factor = tl.load(norm_weight + row, mask=inside, other=0.0).to(tl.float32)
         if OFFSET:
             factor += 1.0
         tl.store(scaled + row, (result * factor).to(scaled.dtype.element_ty), mask=inside)

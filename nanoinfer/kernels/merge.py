@@ -4,69 +4,93 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.pdl import launch_options, wait_for_inputs
 from nanoinfer.kernels.shape import next_power_of_2
 
 LSE_TILE = 128
 MANY_PROGRAMS = 512
+HEADS_OF_MANY = 4
+STAGES = 4
 
 
-def split_tile(num_programs: int) -> int:
-    """Splits added at a time.
+def merge_tiles(num_row_heads: int, num_q_heads: int) -> tuple[int, int]:
+    """(heads of a program, splits that it adds at a time).
 
     Few programs wait for memory: 128 splits at a time make 4 dependent steps of 512 splits (128k tokens). Many programs
-    keep the cores busy, and smaller tiles let more of them run at once. The choice depends on the padded batch alone,
-    and so do the bits.
+    keep the cores busy, and mostly have few splits each: they take one after the other, a few loads ahead. The choice
+    depends on the padded batch alone, and so do the bits.
     """
-    return 128 if num_programs <= MANY_PROGRAMS else 32
+    if num_row_heads <= MANY_PROGRAMS:
+        return 1, LSE_TILE
+    heads = next(
+        heads for heads in range(HEADS_OF_MANY, 0, -1) if num_q_heads % heads == 0 and heads & (heads - 1) == 0
+    )
+    return heads, 1
 
 
 @triton.jit(do_not_specialize_on_alignment=["partial_lse", "ranges"])
 def merge_kernel(
-    partial_out,  # [capacity, num_q_heads, HEAD_DIM] float32
-    partial_lse,  # [capacity, num_q_heads] float32, natural log
+    partial_out,  # [capacity, NUM_Q_HEADS, HEAD_DIM] float32
+    partial_lse,  # [capacity, NUM_Q_HEADS] float32, natural log
     ranges,  # [B + 1] int32
-    out,  # [B, num_q_heads, HEAD_DIM]
+    out,  # [B, NUM_Q_HEADS, HEAD_DIM]
+    NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    LSE_TILE: tl.constexpr,
+    HEADS: tl.constexpr,  # of one program
     SPLIT_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
-    head = tl.program_id(1)
-    num_q_heads = tl.num_programs(1)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     first = tl.load(ranges + row)
     count = tl.load(ranges + row + 1) - first
-    lse_head = partial_lse + first.to(tl.int64) * num_q_heads + head
-    out_head = partial_out + (first.to(tl.int64) * num_q_heads + head) * HEAD_DIM
-
-    lse_splits = tl.arange(0, LSE_TILE)
-    peaks = tl.full([LSE_TILE], float("-inf"), tl.float32)
-    for start in range(0, count, LSE_TILE):
-        splits = start + lse_splits
-        lse = tl.load(lse_head + splits * num_q_heads, mask=splits < count, other=float("-inf"))
-        peaks = tl.maximum(peaks, lse)
-    peak = tl.max(peaks, 0)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)  # no split saw a key: all weights become 0, not NaN
+    lse_row = partial_lse + first.to(tl.int64) * NUM_Q_HEADS
+    wait_for_inputs(PDL)
+    out_row = partial_out + first.to(tl.int64) * (NUM_Q_HEADS * HEAD_DIM)
 
     columns = tl.arange(0, BLOCK_D)
     in_head = columns < HEAD_DIM
-    split_lanes = tl.arange(0, SPLIT_TILE)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    total = 0.0
-    for start in range(0, count, SPLIT_TILE):
-        splits = start + split_lanes
-        lse = tl.load(lse_head + splits * num_q_heads, mask=splits < count, other=float("-inf"))
-        weights = tl.exp2((lse - peak) * 1.4426950408889634)
-        outs = tl.load(
-            out_head + splits[:, None] * (num_q_heads * HEAD_DIM) + columns[None, :],
-            mask=(splits < count)[:, None] & in_head[None, :],
-            other=0.0,
-        )
-        acc += tl.sum(weights[:, None] * outs, 0)
-        total += tl.sum(weights, 0)
-    acc = acc / tl.where(total == 0.0, 1.0, total)
-    target = out + (row.to(tl.int64) * num_q_heads + head) * HEAD_DIM + columns
-    tl.store(target, acc.to(out.dtype.element_ty), mask=in_head)
+    acc = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    if SPLIT_TILE == 1:
+        peak = tl.full([HEADS], float("-inf"), tl.float32)
+        for split in tl.range(0, count, num_stages=STAGES):
+            at = split * NUM_Q_HEADS + heads
+            lse = tl.load(lse_row + at)
+            part = tl.load(out_row + at[:, None] * HEAD_DIM + columns[None, :], mask=in_head[None, :], other=0.0)
+            new_peak = tl.maximum(peak, lse)
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no key seen yet: weights of 0, not NaN
+            old = tl.exp2((peak - base) * 1.4426950408889634)
+            weight = tl.exp2((lse - base) * 1.4426950408889634)
+            acc = acc * old[:, None] + part * weight[:, None]
+            total = total * old + weight
+            peak = new_peak
+    else:
+        lanes = tl.arange(0, SPLIT_TILE)
+        peaks = tl.full([SPLIT_TILE, HEADS], float("-inf"), tl.float32)
+        for start in range(0, count, SPLIT_TILE):
+            at = (start + lanes)[:, None] * NUM_Q_HEADS + heads[None, :]
+            listed = (start + lanes < count)[:, None]
+            peaks = tl.maximum(peaks, tl.load(lse_row + at, mask=listed, other=float("-inf")))
+        peak = tl.max(peaks, 0)
+        peak = tl.where(peak == float("-inf"), 0.0, peak)
+        for start in range(0, count, SPLIT_TILE):
+            at = (start + lanes)[:, None] * NUM_Q_HEADS + heads[None, :]
+            listed = (start + lanes < count)[:, None]
+            lse = tl.load(lse_row + at, mask=listed, other=float("-inf"))
+            weights = tl.exp2((lse - peak[None, :]) * 1.4426950408889634)
+            parts = tl.load(
+                out_row + at[:, :, None] * HEAD_DIM + columns[None, None, :],
+                mask=listed[:, :, None] & in_head[None, None, :],
+                other=0.0,
+            )
+            acc += tl.sum(weights[:, :, None] * parts, 0)
+            total += tl.sum(weights, 0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    target = out + (row.to(tl.int64) * NUM_Q_HEADS + heads[:, None]) * HEAD_DIM + columns[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=in_head[None, :])
 
 
 def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, out: Tensor) -> None:
@@ -78,7 +102,9 @@ def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, out: Tensor)
     batch_size, num_q_heads, head_dim = out.shape
     if batch_size == 0:
         return
-    merge_kernel[(batch_size, num_q_heads)](
-        partial_out, partial_lse, ranges, out,
-        HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), LSE_TILE=LSE_TILE, SPLIT_TILE=split_tile(batch_size * num_q_heads), num_warps=4,
+    heads, split_tile = merge_tiles(batch_size * num_q_heads, num_q_heads)
+    merge_kernel[(batch_size, num_q_heads // heads)](
+        partial_out, partial_lse, ranges, out, NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim,
+        BLOCK_D=next_power_of_2(head_dim), HEADS=heads, SPLIT_TILE=split_tile, STAGES=STAGES, num_warps=4,
+        **launch_options(out, batch_size),
     )  # fmt: skip

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.pdl import launch_options, wait_for_inputs
 from nanoinfer.kernels.rms_norm import rounded
 from nanoinfer.kernels.shape import next_power_of_2
 
@@ -31,38 +32,42 @@ def norm_rope_store_kernel(
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, TILE)[None, :]
     in_half = column < HALF
     inside = (head < NUM_Q_HEADS + 2 * NUM_KV_HEADS) & in_half
-    # heads of a token are whole multiples of 16 values apart
-    source = qkv + token * tl.multiple_of(qkv_stride, 16) + head * (2 * HALF) + column
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-    value_first = first
-    value_second = second
+    row = table + tl.load(positions + token) * (2 * HALF) + column
+    cos = tl.load(row, mask=in_half, other=0.0).to(tl.float32)
+    sin = tl.load(row + HALF, mask=in_half, other=0.0).to(tl.float32)
+    slot = tl.load(slots + token).to(tl.int64)
     is_q = head < NUM_Q_HEADS
     is_v = head >= NUM_Q_HEADS + NUM_KV_HEADS
     if NORM:
-        mean = tl.sum(first * first + second * second, axis=1)[:, None] / (2 * HALF)
-        scale = tl.rsqrt(mean + eps)
         first_q = tl.load(q_weight + column, mask=in_half, other=0.0)
         first_k = tl.load(k_weight + column, mask=in_half, other=0.0)
         second_q = tl.load(q_weight + HALF + column, mask=in_half, other=0.0)
         second_k = tl.load(k_weight + HALF + column, mask=in_half, other=0.0)
         first_weight = tl.where(is_q, first_q, first_k).to(tl.float32)
         second_weight = tl.where(is_q, second_q, second_k).to(tl.float32)
+    wait_for_inputs(PDL)
+    # heads of a token are whole multiples of 16 values apart
+    source = qkv + token * tl.multiple_of(qkv_stride, 16) + head * (2 * HALF) + column
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    value_first = first
+    value_second = second
+    if NORM:
+        mean = tl.sum(first * first + second * second, axis=1)[:, None] / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)
         if OFFSET:
             first = rounded(first * scale * (1.0 + first_weight), qkv)
             second = rounded(second * scale * (1.0 + second_weight), qkv)
         else:
             first = rounded(rounded(first * scale, qkv) * first_weight, qkv)
             second = rounded(rounded(second * scale, qkv) * second_weight, qkv)
-    row = table + tl.load(positions + token) * (2 * HALF) + column
-    cos = tl.load(row, mask=in_half, other=0.0).to(tl.float32)
-    sin = tl.load(row + HALF, mask=in_half, other=0.0).to(tl.float32)
     turned_first = rounded(rounded(first * cos, qkv) - rounded(second * sin, qkv), qkv)
     turned_second = rounded(rounded(second * cos, qkv) + rounded(first * sin, qkv), qkv)
     result_first = tl.where(is_v, value_first, turned_first)
@@ -71,7 +76,6 @@ def norm_rope_store_kernel(
     q_target = q + (token * NUM_Q_HEADS + head) * (2 * HALF) + column
     tl.store(q_target, result_first.to(q.dtype.element_ty), mask=inside & is_q)
     tl.store(q_target + HALF, result_second.to(q.dtype.element_ty), mask=inside & is_q)
-    slot = tl.load(slots + token).to(tl.int64)
     kv_head = tl.where(is_v, head - NUM_Q_HEADS - NUM_KV_HEADS, head - NUM_Q_HEADS)
     in_block = tl.where(is_v, BLOCK_SIZE, 0) + slot % BLOCK_SIZE
     place = (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + in_block) * NUM_KV_HEADS + kv_head
@@ -114,5 +118,5 @@ def norm_rope_store(
         qkv, q_weight, k_weight, table, positions, slots, q, kv, qkv.stride(0), eps,
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=kv.shape[2], HALF=head_dim // 2,
         TILE=next_power_of_2(head_dim // 2), HEADS=HEADS_PER_PROGRAM, NORM=weights is not None, OFFSET=offset,
-        num_warps=4,
+        num_warps=4, **launch_options(qkv, num_tokens),
     )  # fmt: skip

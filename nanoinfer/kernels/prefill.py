@@ -36,15 +36,17 @@ def attend_tiles(
         k_pointers = k_tile + address[None, :] + columns[:, None]
         v_pointers = k_tile + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM + address[:, None] + columns[None, :]
         keys = start + tokens
-        if MASKED:
-            # Memory of tokens that do not exist may hold NaN, and 0 * NaN would reach the result.
-            exists = (keys >= first_key) & (keys < kv_end)
-            k_t = tl.load(k_pointers, mask=exists[None, :] & in_head[:, None], other=0.0)
-            v = tl.load(v_pointers, mask=exists[:, None] & in_head[None, :], other=0.0)
-        elif TMA:  # takes no mask
+        # Memory of tokens that do not exist may hold NaN, and 0 * NaN would reach the result.
+        exists = (keys >= first_key) & (keys < kv_end)
+        if TMA:
             k_row = block * (2 * BLOCK_SIZE) + start % BLOCK_SIZE
             k_t = kv_rows.load([k_row, head_column]).T
             v = kv_rows.load([k_row + BLOCK_SIZE, head_column])
+            if MASKED:
+                v = tl.where(exists[:, None], v, 0.0)
+        elif MASKED:
+            k_t = tl.load(k_pointers, mask=exists[None, :] & in_head[:, None], other=0.0)
+            v = tl.load(v_pointers, mask=exists[:, None] & in_head[None, :], other=0.0)
         elif HEAD_DIM != BLOCK_D:
             k_t = tl.load(k_pointers, mask=in_head[:, None], other=0.0)
             v = tl.load(v_pointers, mask=in_head[None, :], other=0.0)
@@ -78,7 +80,8 @@ def prefill_kernel(
     q_stride, table_stride, store_state, window,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TO_LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, TMA: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -118,11 +121,12 @@ def prefill_kernel(
     head_column = head // GROUP_SIZE * HEAD_DIM
     kv_head = kv + head_column
     table = block_table + seq.to(tl.int64) * table_stride
-    acc, m, l = attend_tiles(
-        acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, begin, tl.minimum(full, end),
-        first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
-        TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
-    )  # fmt: skip
+    if WINDOWED:  # without a window no first tile is cut, and an empty loop would cost registers
+        acc, m, l = attend_tiles(
+            acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, begin, tl.minimum(full, end),
+            first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
+            TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
+        )  # fmt: skip
     acc, m, l = attend_tiles(
         acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, full, full_end,
         first_key, keys_end, window, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
@@ -169,6 +173,6 @@ def prefill(
     prefill_kernel[(triton.cdiv(max_query_len, tiles.block_m), shape.num_q_heads, num_sequences)](
         q, kv, kv_descriptor(kv, tiles.block_n, shape), out, *state, *sequences, block_table,
         q.stride(0), block_table.stride(0), int(store_state), NO_WINDOW if window is None else window,
-        **shape.constants(), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -36,6 +36,7 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     inside = columns < SIZE
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if NUM_SPLITS > 0:
         added = tl.zeros([TILE], tl.float32)
@@ -48,7 +49,6 @@ def rms_norm_kernel(
         value = rounded(value + tl.load(other + row * other_stride + columns, mask=inside, other=0.0).to(tl.float32), x)
         tl.store(total + row * SIZE + columns, value.to(total.dtype.element_ty), mask=inside)
     value *= tl.rsqrt(tl.sum(value * value) / SIZE + eps)
-    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if OFFSET:
         value *= 1.0 + scale
     else:

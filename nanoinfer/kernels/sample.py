@@ -1,9 +1,20 @@
-"""Gumbel-max draw in one pass over the logits; `nanoinfer.sampler.gumbel_noise` is the reference of the noise."""
+"""Sampling in four launches, whatever the rows ask for, so that it can be the tail of a captured step.
+
+`nanoinfer.sampler` is the reference and says what the settings mean. Nothing is sorted: the last token that top_k or
+top_p keeps is found by its score, three bits at a time from the highest, each time with one pass over those tiles of
+the row that reach that far. Rows without top_k and top_p leave that launch at once, greedy rows the one that draws.
+
+    1. largest score of each tile, after penalty and bans
+    2. one program a row: the score, and among equals the token id, down to which tokens are kept
+    3. largest score / temperature + Gumbel noise of each tile
+    4. one program a row: the token; the row's state moves on
+"""
 
 import torch
 import triton
 import triton.language as tl
 
+from nanoinfer.kernels.shape import next_power_of_2
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
 # Tokens per program: a vocabulary of 150,000 gives 74 programs a row, enough to fill a GPU with two rows.
@@ -40,68 +51,340 @@ def gumbel_from_bits(bits):
     return -tl.log(tl.where(u < 0.015625, series, -tl.log(1 - u)))
 
 
-# Row vectors are pieces of one upload: their alignment changes with the batch size, the compiled kernel must not.
-@triton.jit(do_not_specialize_on_alignment=["row_max", "temperature", "seed", "step"])
-def _tile_argmax_kernel(
-    scores,  # [B, V] float32
-    row_max,  # [B] float32
-    temperature,  # [B] float32
-    seed,  # [B] int64
-    step,  # [B] int64
-    best_score,  # [B, num_tiles] float32, out
-    best_id,  # [B, num_tiles] int64, out
-    vocab_size,
-    num_tiles,
-    TILE: tl.constexpr,
-    GREEDY: tl.constexpr,
-):
-    row = tl.program_id(0)
-    tile = tl.program_id(1)
-    token_ids = tile * TILE + tl.arange(0, TILE)
-    score = tl.load(
-        scores + row.to(tl.int64) * vocab_size + token_ids, mask=token_ids < vocab_size, other=-float("inf")
-    )
-    high = tl.load(row_max + row)
-    high = tl.where(high == -float("inf"), 0.0, high)
-    scale = tl.load(temperature + row)
-    scale = tl.where(scale < GREEDY, 1.0, scale)
-    scaled = tl.where(score == high, 0.0, (score - high) / scale)
-    bits = noise_bits(tl.load(seed + row).to(tl.uint64), tl.load(step + row).to(tl.uint64), token_ids.to(tl.uint32))
-    noisy = scaled + gumbel_from_bits(bits)  # the noise is finite: -inf, as beyond the vocabulary, stays -inf
-    best = tl.max(noisy, axis=0)
-    # The lowest id among equals; a tile of NaN matches none, and must not name a token that does not exist.
-    first = tl.min(tl.where(noisy == best, token_ids, vocab_size - 1), axis=0)
-    tl.store(best_score + row.to(tl.int64) * num_tiles + tile, best)
-    tl.store(best_id + row.to(tl.int64) * num_tiles + tile, first.to(tl.int64))
+@triton.jit
+def load_scores(
+    logits, ids, row, penalty, seen, step, banned_until, banned_ids, num_banned,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr,
+):  # fmt: skip
+    """Scores of token ids after repetition penalty (Keskar et al., 2019, section 4.1) and bans; -inf beyond the vocabulary.
 
-
-def gumbel_argmax(
-    scores: torch.Tensor,
-    row_max: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    step: torch.Tensor,
-) -> torch.Tensor:
-    """argmax over the vocabulary of (score - row_max) / temperature + Gumbel noise(seed, step, token id).
-
-    scores: [B, V] float32; row_max, temperature: [B] float32; seed, step: [B] int64; all on one GPU.
-    Returns: [B] int64. Rows with a temperature below 1e-5 are drawn at temperature 1, for the caller to replace.
+    logits: of one batch row; the others: the row's state.
     """
-    num_rows, vocab_size = scores.shape
+    inside = ids < VOCAB_SIZE
+    score = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    if penalty != 1.0:
+        word = tl.load(seen + row * SEEN_WORDS + ids // 32, mask=inside, other=0)
+        is_seen = ((word >> (ids % 32)) & 1) != 0
+        score = tl.where(is_seen, tl.where(score > 0, score / penalty, score * penalty), score)
+    if step < banned_until:
+        for i in range(num_banned):
+            score = tl.where(ids == tl.load(banned_ids + row * MAX_BANNED + i), -float("inf"), score)
+    return score + 0.0  # -0.0 and 0.0 are one score
+
+
+@triton.jit
+def order(score):
+    """float32 -> int32, in the same order."""
+    bits = score.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def guesses(found, shift):
+    """The eight values of the three bits at `shift`, put into `found` (int64 in [0, 2^32)): int32, in `order`'s range."""
+    values = found | (tl.arange(0, 8).to(tl.int64) << shift)
+    return tl.where(values < 4294967296, values - 2147483648, 2147483647).to(tl.int32)
+
+
+@triton.jit
+def scaled_by(score, high, temperature):
+    """(score - the row's largest) / temperature, as sampler._scaled has it."""
+    return tl.where(score == high, 0.0, (score - high) / temperature)
+
+
+@triton.jit
+def row_peak(tile_max, index, num_tiles, TILES: tl.constexpr):
+    """The row's largest score; 0 for a row of -inf only."""
+    tiles = tl.arange(0, TILES)
+    high = tl.max(tl.load(tile_max + index * num_tiles + tiles, mask=tiles < num_tiles, other=-float("inf")), 0)
+    return tl.where(high == -float("inf"), 0.0, high)
+
+
+@triton.jit
+def _tile_max_kernel(
+    logits,  # [B, VOCAB_SIZE]
+    rows,  # [B] int32
+    repetition_penalty, seen, step, banned_until, banned_ids, num_banned,  # SamplingState, by row
+    tile_max,  # [B, num_tiles] float32, out
+    tile_id,  # [B, num_tiles] int32, out
+    num_tiles,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    row = tl.load(rows + index).to(tl.int64)
+    ids = tile * TILE + tl.arange(0, TILE)
+    score = load_scores(
+        logits + index * VOCAB_SIZE, ids, row, tl.load(repetition_penalty + row), seen, tl.load(step + row),
+        tl.load(banned_until + row), banned_ids, tl.load(num_banned + row), VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+    )  # fmt: skip
+    best = tl.max(score, 0)
+    # The lowest id among equals; a tile of NaN matches none, and must not name a token that does not exist.
+    first = tl.min(tl.where(score == best, ids, VOCAB_SIZE - 1), 0)
+    tl.store(tile_max + index * num_tiles + tile, best)
+    tl.store(tile_id + index * num_tiles + tile, first)
+
+
+@triton.jit
+def _cut_kernel(
+    logits, rows,
+    repetition_penalty, seen, step, banned_until, banned_ids, num_banned,
+    temperature, top_k, top_p, min_p,  # by row
+    tile_max,
+    cut,  # [B] int32, out: order of the last score that is kept
+    cut_id,  # [B] int32, out: last token id that is kept among those with that score; -1: no cut
+    num_tiles,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr, GREEDY: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index).to(tl.int64)
+    heat = tl.load(temperature + row)
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    last = tl.full([], -2147483648, tl.int32)
+    last_id = tl.full([], -1, tl.int32)
+    wants_k = (k > 0) & (k < VOCAB_SIZE)
+    if (heat >= GREEDY) & (wants_k | (p < 1.0)):
+        high = row_peak(tile_max, index, num_tiles, TILES)
+        floor = tl.load(min_p + row)
+        source = logits + index * VOCAB_SIZE
+        penalty = tl.load(repetition_penalty + row)
+        now = tl.load(step + row)
+        until = tl.load(banned_until + row)
+        bans = tl.load(num_banned + row)
+        lane = tl.arange(0, TILE)
+        eight = tl.arange(0, 8)
+        peaks = tile_max + index * num_tiles
+        last_id = tl.full([], VOCAB_SIZE, tl.int32)
+        if wants_k:
+            # The largest value that k scores or more reach. A tile that does not reach even what is known is skipped.
+            found = tl.full([], 0, tl.int64)
+            for digit in range(11):
+                guess = guesses(found, 30 - 3 * digit)
+                reach = (found - 2147483648).to(tl.int32)
+                count = tl.zeros([8, TILE], tl.int32)
+                for tile in range(num_tiles):
+                    if order(tl.load(peaks + tile)) >= reach:
+                        score = load_scores(
+                            source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans,
+                            VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                        )  # fmt: skip
+                        if floor > 0:
+                            stays = tl.exp(scaled_by(score, high, heat)) >= floor
+                            score = tl.where(stays, score, -float("inf"))
+                        place = tl.where(tile * TILE + lane < VOCAB_SIZE, order(score), -2147483648)
+                        count += (place[None, :] >= guess[:, None]).to(tl.int32)
+                best = tl.max(tl.where(tl.sum(count, 1) >= k, eight, 0), 0)
+                found = found | (best.to(tl.int64) << (30 - 3 * digit))
+            last = (found - 2147483648).to(tl.int32)
+        if p < 1.0:
+            last_of_k = last
+            total = tl.zeros([TILE], tl.int64)
+            for tile in range(num_tiles):
+                if order(tl.load(peaks + tile)) >= last_of_k:
+                    score = load_scores(
+                        source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans,
+                        VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                    )  # fmt: skip
+                    relative = tl.exp(scaled_by(score, high, heat))
+                    counts = (relative >= floor) & (order(score) >= last_of_k)
+                    total += tl.where(counts, (relative * 1099511627776.0).to(tl.int64), 0)
+            limit = tl.ceil(p.to(tl.float64) * tl.sum(total, 0).to(tl.float64)).to(tl.int64)
+            limit = tl.maximum(limit, 1)
+            # The largest value down to which the weights reach the limit.
+            found = tl.full([], 0, tl.int64)
+            for digit in range(11):
+                guess = guesses(found, 30 - 3 * digit)
+                reach = tl.maximum((found - 2147483648).to(tl.int32), last_of_k)
+                weights = tl.zeros([8, TILE], tl.int64)
+                for tile in range(num_tiles):
+                    if order(tl.load(peaks + tile)) >= reach:
+                        score = load_scores(
+                            source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans,
+                            VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                        )  # fmt: skip
+                        relative = tl.exp(scaled_by(score, high, heat))
+                        place = order(score)
+                        counts = (relative >= floor) & (place >= last_of_k)
+                        weight = tl.where(counts, (relative * 1099511627776.0).to(tl.int64), 0)
+                        weights += tl.where(place[None, :] >= guess[:, None], weight[None, :], 0)
+                best = tl.max(tl.where(tl.sum(weights, 1) >= limit, eight, 0), 0)
+                found = found | (best.to(tl.int64) << (30 - 3 * digit))
+            last = (found - 2147483648).to(tl.int32)
+            # Of those with the last score as many as it takes, lower ids first.
+            above = tl.zeros([TILE], tl.int64)
+            each = tl.zeros([TILE], tl.int64)
+            for tile in range(num_tiles):
+                if order(tl.load(peaks + tile)) >= last:
+                    score = load_scores(
+                        source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans,
+                        VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                    )  # fmt: skip
+                    relative = tl.exp(scaled_by(score, high, heat))
+                    place = order(score)
+                    counts = (relative >= floor) & (place >= last_of_k)
+                    weight = tl.where(counts, (relative * 1099511627776.0).to(tl.int64), 0)
+                    above += tl.where(place > last, weight, 0)
+                    each = tl.maximum(each, tl.where(place == last, weight, 0))
+            one = tl.maximum(tl.max(each, 0), 1)
+            wanted = (limit - tl.sum(above, 0) + one - 1) // one
+            last_id = tl.full([], 0, tl.int32)
+            for digit in range(8):
+                bound = last_id | (eight << (21 - 3 * digit))
+                equal = tl.zeros([8, TILE], tl.int32)
+                for tile in range(num_tiles):
+                    if order(tl.load(peaks + tile)) >= last:
+                        ids = tile * TILE + lane
+                        score = load_scores(
+                            source, ids, row, penalty, seen, now, until, banned_ids, bans,
+                            VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                        )  # fmt: skip
+                        is_last = (order(score) == last) & (ids < VOCAB_SIZE)
+                        equal += (is_last[None, :] & (ids[None, :] < bound[:, None])).to(tl.int32)
+                best = tl.max(tl.where(tl.sum(equal, 1) < wanted, eight, 0), 0)
+                last_id = last_id | (best << (21 - 3 * digit))
+    tl.store(cut + index, last)
+    tl.store(cut_id + index, last_id)
+
+
+@triton.jit
+def _draw_kernel(
+    logits, rows,
+    repetition_penalty, seen, step, banned_until, banned_ids, num_banned,
+    temperature, min_p, seed,
+    tile_max, cut, cut_id,
+    best_score,  # [B, num_tiles] float32, out
+    best_id,  # [B, num_tiles] int32, out
+    num_tiles,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr, GREEDY: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    row = tl.load(rows + index).to(tl.int64)
+    heat = tl.load(temperature + row)
+    if heat >= GREEDY:
+        ids = tile * TILE + tl.arange(0, TILE)
+        now = tl.load(step + row)
+        score = load_scores(
+            logits + index * VOCAB_SIZE, ids, row, tl.load(repetition_penalty + row), seen, now,
+            tl.load(banned_until + row), banned_ids, tl.load(num_banned + row), VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+        )  # fmt: skip
+        scaled = scaled_by(score, row_peak(tile_max, index, num_tiles, TILES), heat)
+        floor = tl.load(min_p + row)
+        if floor > 0:
+            scaled = tl.where(tl.exp(scaled) >= floor, scaled, -float("inf"))
+        last_id = tl.load(cut_id + index)
+        if last_id >= 0:
+            place = order(score)
+            last = tl.load(cut + index)
+            stays = (place > last) | ((place == last) & (ids <= last_id))
+            scaled = tl.where(stays, scaled, -float("inf"))
+        bits = noise_bits(tl.load(seed + row).to(tl.uint64), now.to(tl.uint64), ids.to(tl.uint32))
+        noisy = scaled + gumbel_from_bits(bits)  # the noise is finite: -inf, as beyond the vocabulary, stays -inf
+        best = tl.max(noisy, 0)
+        first = tl.min(tl.where(noisy == best, ids, VOCAB_SIZE - 1), 0)
+        tl.store(best_score + index * num_tiles + tile, best)
+        tl.store(best_id + index * num_tiles + tile, first)
+
+
+@triton.jit
+def _choose_kernel(
+    rows, temperature, repetition_penalty, seen, step,
+    tile_max, tile_id, best_score, best_id,
+    tokens,  # [B] int64, out
+    row_tokens,  # [rows] int64, out
+    row_lengths,  # [rows] int32, counted up with ADVANCE
+    num_tiles, padding_row,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, TILES: tl.constexpr, ADVANCE: tl.constexpr, GREEDY: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index).to(tl.int64)
+    tiles = tl.arange(0, TILES)
+    listed = tiles < num_tiles
+    at = index * num_tiles + tiles
+    if tl.load(temperature + row) >= GREEDY:
+        scores = tl.load(best_score + at, mask=listed, other=-float("inf"))
+        ids = tl.load(best_id + at, mask=listed, other=VOCAB_SIZE - 1)
+    else:
+        scores = tl.load(tile_max + at, mask=listed, other=-float("inf"))
+        ids = tl.load(tile_id + at, mask=listed, other=VOCAB_SIZE - 1)
+    best = tl.max(scores, 0)
+    token = tl.min(tl.where(scores == best, ids, VOCAB_SIZE - 1), 0)
+    tl.store(tokens + index, token.to(tl.int64))
+    tl.store(row_tokens + row, token.to(tl.int64))
+    tl.store(step + row, tl.load(step + row) + 1)
+    if tl.load(repetition_penalty + row) != 1.0:
+        word = seen + row * SEEN_WORDS + token // 32
+        tl.store(word, tl.load(word) | (1 << (token % 32)))
+    if ADVANCE:
+        if row != padding_row:
+            tl.store(row_lengths + row, tl.load(row_lengths + row) + 1)
+
+
+def workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """What the launches hand to each other, for batches of up to `max_batch` rows."""
     num_tiles = triton.cdiv(vocab_size, TILE_TOKENS)
-    best_score = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=scores.device)
-    best_id = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=scores.device)
-    _tile_argmax_kernel[(num_rows, num_tiles)](
-        scores.contiguous(),
-        row_max,
-        temperature,
-        seed,
-        step,
-        best_score,
-        best_id,
-        vocab_size,
-        num_tiles,
-        TILE=TILE_TOKENS,
-        GREEDY=GREEDY_TEMPERATURE,
-    )
-    return best_id.gather(1, best_score.argmax(dim=-1, keepdim=True))[:, 0]
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return {
+        "tile_max": empty(max_batch, num_tiles, dtype=torch.float32),
+        "tile_id": empty(max_batch, num_tiles, dtype=torch.int32),
+        "best_score": empty(max_batch, num_tiles, dtype=torch.float32),
+        "best_id": empty(max_batch, num_tiles, dtype=torch.int32),
+        "cut": empty(max_batch, dtype=torch.int32),
+        "cut_id": empty(max_batch, dtype=torch.int32),
+    }
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    state,
+    space: dict[str, torch.Tensor],
+    tokens: torch.Tensor,
+    row_tokens: torch.Tensor,
+    row_lengths: torch.Tensor,
+    *,
+    advance: bool,
+) -> None:
+    """The next token of each row, into tokens and row_tokens; the rows' step and seen tokens move on.
+
+    logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); space: `workspace`;
+    tokens: [B] int64; row_tokens: [rows] int64; row_lengths: [rows] int32, counted up where `advance` is set, but for
+    the last row, which is for padding.
+    """
+    num_rows, vocab_size = logits.shape
+    assert logits.is_contiguous() and rows.dtype == torch.int32 and tokens.is_contiguous()
+    if num_rows == 0:
+        return
+    num_tiles = triton.cdiv(vocab_size, TILE_TOKENS)
+    sizes = dict(VOCAB_SIZE=vocab_size, SEEN_WORDS=state.seen.shape[1])
+    banned = dict(MAX_BANNED=state.banned_ids.shape[1])
+    tiles = dict(TILES=next_power_of_2(num_tiles))
+    greedy = dict(GREEDY=GREEDY_TEMPERATURE)
+    scores = (
+        state.repetition_penalty, state.seen, state.step, state.banned_until, state.banned_ids, state.num_banned,
+    )  # fmt: skip
+    _tile_max_kernel[(num_rows, num_tiles)](
+        logits, rows, *scores, space["tile_max"], space["tile_id"], num_tiles, **sizes, **banned, TILE=TILE_TOKENS,
+    )  # fmt: skip
+    _cut_kernel[(num_rows,)](
+        logits, rows, *scores, state.temperature, state.top_k, state.top_p, state.min_p,
+        space["tile_max"], space["cut"], space["cut_id"], num_tiles,
+        **sizes, **banned, **tiles, **greedy, TILE=TILE_TOKENS, num_warps=16,
+    )  # fmt: skip
+    _draw_kernel[(num_rows, num_tiles)](
+        logits, rows, *scores, state.temperature, state.min_p, state.seed,
+        space["tile_max"], space["cut"], space["cut_id"], space["best_score"], space["best_id"], num_tiles,
+        **sizes, **banned, **tiles, **greedy, TILE=TILE_TOKENS,
+    )  # fmt: skip
+    _choose_kernel[(num_rows,)](
+        rows, state.temperature, state.repetition_penalty, state.seen, state.step,
+        space["tile_max"], space["tile_id"], space["best_score"], space["best_id"],
+        tokens, row_tokens, row_lengths, num_tiles, len(row_tokens) - 1,
+        **sizes, **tiles, **greedy, ADVANCE=advance, num_warps=1,
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 NO_WINDOW = 1 << 30
-"""Stands for full attention in the kernels, so that windowed and full layers share one binary. Positions stay below
+"""Stands for full attention in the kernels. Positions stay below
 it, and position - NO_WINDOW still fits an int32."""
 
 
@@ -98,16 +98,18 @@ def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescrip
 def decode_tiles(shape: KernelShape) -> Tiles:
     """Key tiles in a few stages: decode is bound by bytes in flight, not by the matrix units.
 
-    At head_dim 128 in bf16 a stage takes 32 KiB of shared memory. With the copy unit two programs of three stages lie on
-    a Hopper SM; without it one program of two stages fits on an Ada SM. Smaller tiles need more dependent steps for a
-    split, which one short sequence feels.
+    At head_dim 128 in bf16 a stage of 64 keys takes 32 KiB of shared memory: three programs of two stages lie on a Hopper
+    SM, one on an Ada SM. Smaller tiles keep more bytes in flight where all cores have splits enough, but need twice the
+    dependent steps for a split, which a single short sequence feels. With two or fewer queries to a key there is so
+    little work that the bytes decide.
     """
-    rows = max(16, next_power_of_2(shape.num_q_heads // shape.num_kv_heads))  # tl.dot takes no side below 16
+    group = shape.num_q_heads // shape.num_kv_heads
+    rows = max(16, next_power_of_2(group))  # tl.dot takes no side below 16
     wide = shape.block_d * shape.dtype.itemsize > 256
     block_n = largest_tile(shape.block_size, 16 if wide and shape.dtype == torch.float32 else 32 if wide else 64)
-    if shape.tma:
-        return Tiles(block_m=rows, block_n=block_n, num_warps=2, num_stages=3)
-    return Tiles(block_m=rows, block_n=block_n, num_warps=4, num_stages=2)
+    if shape.tma and group <= 2 and not wide:
+        return Tiles(block_m=rows, block_n=min(block_n, 32), num_warps=2, num_stages=3)
+    return Tiles(block_m=rows, block_n=block_n, num_warps=2 if shape.tma else 4, num_stages=2)
 
 
 def decode_programs(shape: KernelShape, num_sms: int, shared_memory_per_sm: int) -> int:

@@ -140,8 +140,10 @@ class DecoderModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def logits(self, normed: Tensor) -> Tensor:
-        """Head and cap: the last layer's `normed.value` [N, hidden_size] -> [N, vocab_size] in spec.dtype."""
+    def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
+        """Head and cap: the last layer's `normed.value` [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if
+        that is given.
+        """
 
     @abstractmethod
     def checkpoint_views(self) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -181,11 +180,11 @@ class Decoder(DecoderModel):
     def _norm_before(self, layer: int) -> RMSNorm:
         return self.norm if layer == len(self.layers) else self.layers[layer].input_layernorm
 
-    def logits(self, normed: Tensor) -> Tensor:
+    def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
-        logits = F.linear(normed, head.weight)
+        logits = torch.mm(normed, head.weight.t(), out=out)
         if self._logits_softcap is not None:
-            logits = torch.tanh(logits / self._logits_softcap) * self._logits_softcap
+            logits.div_(self._logits_softcap).tanh_().mul_(self._logits_softcap)
         return logits
 
     # The checkpoint

@@ -1,14 +1,25 @@
-"""The sampler on CUDA against the CPU reference, its memory, and that it never waits for the GPU."""
+"""The sampling kernels on CUDA against the CPU reference, in graphs, and that they never wait for the GPU."""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from nanoinfer import sampler
-from nanoinfer.sampler import RowSampling, SamplingBatch, logprobs_of, sample, workspace_bytes
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from nanoinfer.sampler import RowSampling, logprobs_of, workspace_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 VOCAB_SIZE = 20_011
+
+
+@pytest.fixture
+def runtime():
+    from offload import CudaRuntime
+
+    return CudaRuntime(torch.device("cuda", 0))
 
 
 def mixed_rows(num_rows):
@@ -30,32 +41,70 @@ def random_logits(num_rows, vocab_size=VOCAB_SIZE):
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
 
 
-def test_cuda_draws_the_tokens_of_the_cpu_reference():
-    rows, logits = mixed_rows(140), random_logits(140)
-    expected = sample(logits, SamplingBatch.build(rows, "cpu", VOCAB_SIZE))
-    drawn = sample(logits.cuda(), SamplingBatch.build(rows, "cuda", VOCAB_SIZE)).cpu()
+def make_cuda_state(rows, runtime, vocab_size=VOCAB_SIZE):
+    from sampling_cases import make_state
+
+    from nanoinfer.kernels import sample as kernels
+
+    return make_state(rows, vocab_size, kernels, runtime)
+
+
+def tokens_of(state, logits, rows):
+    tokens = torch.zeros(len(rows), dtype=torch.int64, device="cuda")
+    state.sample(logits, rows, tokens, advance=False)
+    return tokens.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_takes_the_tokens_of_the_cpu_reference(runtime, dtype):
+    from sampling_cases import check_rows
+
     # Noise differs by ulps between the two logarithms, so two scores may swap; that is one draw in many thousands.
-    assert (drawn == expected).sum() >= 139
+    check_rows(mixed_rows(140), random_logits(140).to(dtype), steps=1, runtime=runtime, wrong=1)
 
 
-def test_compiled_noise_decides_as_the_reference_where_all_scores_are_equal():
-    num_rows = 512
-    rows = [RowSampling(temperature=1.0, seed=2**64 - 1 - i, step=3 * i) for i in range(num_rows)]
-    logits = torch.zeros(num_rows, VOCAB_SIZE)
-    expected = sample(logits, SamplingBatch.build(rows, "cpu", VOCAB_SIZE))
-    drawn = sample(logits.cuda(), SamplingBatch.build(rows, "cuda", VOCAB_SIZE)).cpu()
-    assert (drawn == expected).sum() >= num_rows - 2
+def test_cuda_keeps_what_the_reference_keeps_at_every_setting(runtime):
+    from sampling_cases import SETTINGS, check_rows
+
+    rows = [RowSampling(seed=i, **settings) for i, settings in enumerate(SETTINGS)]
+    logits = (random_logits(len(rows)) * 4).round() / 4  # many equal scores
+    check_rows(rows, logits, steps=1, runtime=runtime, wrong=1)
 
 
-def test_a_row_draws_the_same_token_alone_anywhere_in_a_batch_and_in_any_batch_size_on_cuda():
-    rows, logits = mixed_rows(28), random_logits(28).cuda()
-    alone = [
-        sample(logits[i : i + 1], SamplingBatch.build([row], "cuda", VOCAB_SIZE)).item() for i, row in enumerate(rows)
-    ]
+def test_compiled_noise_decides_as_the_reference_where_all_scores_are_equal(runtime):
+    from sampling_cases import check_rows
+
+    rows = [RowSampling(temperature=1.0, seed=2**64 - 1 - i, step=3 * i) for i in range(512)]
+    check_rows(rows, torch.zeros(512, VOCAB_SIZE), steps=1, runtime=runtime, wrong=2)
+
+
+def test_a_row_draws_the_same_token_alone_anywhere_in_a_batch_and_in_any_batch_size(runtime):
+    settings, logits = mixed_rows(28), random_logits(28).cuda()
+    alone = []
+    for i, row in enumerate(settings):
+        state, rows = make_cuda_state([row], runtime)
+        alone += tokens_of(state, logits[i : i + 1], rows)
     for size in (2, 3, 7, 64, 257):
         picks = torch.randint(0, 28, (size,), generator=torch.Generator().manual_seed(size))
-        batch = SamplingBatch.build([rows[i] for i in picks], "cuda", VOCAB_SIZE)
-        assert sample(logits[picks.cuda()], batch).tolist() == [alone[i] for i in picks]
+        state, rows = make_cuda_state([settings[i] for i in picks], runtime)
+        assert tokens_of(state, logits[picks.cuda()].contiguous(), rows) == [alone[i] for i in picks]
+
+
+def test_a_captured_step_draws_what_eager_ones_draw(runtime):
+    settings, logits = mixed_rows(14), random_logits(14).cuda()
+    eager, rows = make_cuda_state(settings, runtime)
+    want = [tokens_of(eager, logits, rows) for _ in range(4)]
+    state, rows = make_cuda_state(settings, runtime)
+    tokens = torch.zeros(14, dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        state.sample(logits, rows, tokens, advance=False)
+    got = []
+    for _ in range(4):
+        graph.replay()
+        got.append(tokens.tolist())
+    assert got == want and len({tuple(step) for step in got}) > 1, "the steps must not all draw the same"
 
 
 def test_logprobs_have_the_same_bits_in_any_batch_size_on_cuda():
@@ -67,58 +116,28 @@ def test_logprobs_have_the_same_bits_in_any_batch_size_on_cuda():
     torch.testing.assert_close(whole[0].cpu(), logits.cpu().log_softmax(-1)[range(64), range(64)])
 
 
-def test_a_step_never_waits_for_the_gpu():
-    rows, logits = mixed_rows(14), random_logits(14).cuda()
-    sample(logits, SamplingBatch.build(rows, "cuda", VOCAB_SIZE))  # compiles
+def test_a_step_never_waits_for_the_gpu_and_takes_no_memory(runtime):
+    state, rows = make_cuda_state(mixed_rows(14), runtime)
+    logits, tokens = random_logits(14).cuda(), torch.zeros(14, dtype=torch.int64, device="cuda")
+    state.sample(logits, rows, tokens, advance=False)  # compiles
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        batch = SamplingBatch.build(rows, "cuda", VOCAB_SIZE)
         for _ in range(3):
-            tokens = sample(logits, batch)
-            logprobs_of(logits, tokens, 5)
-            batch = batch.advance(tokens)
+            state.sample(logits, rows, tokens, advance=False)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
-    assert tokens.shape == (14,)
+    assert torch.cuda.max_memory_allocated() == before
 
 
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 151_936), (64, 151_936), (16, 32_000)])
-def test_memory_stays_below_the_stated_workspace(num_rows, vocab_size):
+def test_logprobs_stay_below_the_stated_workspace(num_rows, vocab_size):
     logits = random_logits(num_rows, vocab_size).cuda()
-    rows = [
-        RowSampling(
-            temperature=1.0,
-            top_k=50,
-            top_p=0.9,
-            min_p=0.01,
-            repetition_penalty=1.1,
-            penalty_token_ids=range(100),
-            seed=i,
-        )
-        for i in range(num_rows)
-    ]
-    batch = SamplingBatch.build(rows, "cuda", vocab_size)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    logprobs_of(logits, sample(logits, batch), 20)
+    logprobs_of(logits, logits.argmax(-1), 20)
     slack = 2 * 2**20  # the allocator rounds each tensor up
     assert torch.cuda.max_memory_allocated() - before <= workspace_bytes(num_rows, vocab_size) + slack
-
-
-def test_tile_kernel_is_compiled_once_for_all_batch_sizes():
-    from nanoinfer.kernels import sample as kernels
-
-    kernel = kernels._tile_argmax_kernel
-    logits = random_logits(9).cuda()
-    sample(logits[:1], SamplingBatch.build([RowSampling(temperature=1.0)], "cuda", VOCAB_SIZE))
-    device_caches = getattr(kernel, "device_caches", None)
-    if device_caches is None:
-        pytest.skip("this triton keeps its compiled kernels elsewhere")
-    compiled = device_caches[torch.cuda.current_device()][0]
-    num_compiled = len(compiled)
-    for size in range(1, 10):
-        rows = [RowSampling(temperature=1.0, seed=i) for i in range(size)]
-        sampler.sample(logits[:size], SamplingBatch.build(rows, "cuda", VOCAB_SIZE))
-    assert len(compiled) == num_compiled

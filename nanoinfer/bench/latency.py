@@ -1,0 +1,168 @@
+"""`nanoinfer bench latency`: one batch at a time, against the time in which its bytes can be read."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import numpy as np
+from tqdm import tqdm
+
+from nanoinfer.bench.floors import Floors, bytes_read_per_step, measure_floors
+from nanoinfer.bench.measure import Row, add_floor, measure, release
+from nanoinfer.bench.options import (
+    ENGINE_MODES,
+    add_engine_arguments,
+    add_mode_argument,
+    check_at_least,
+    check_can_write,
+    check_mode,
+    default_shape,
+    model_directory,
+    model_name,
+    shared_engine_arguments,
+)
+from nanoinfer.bench.report import explain, paragraph, write_figures
+from nanoinfer.build import resolve_device
+from nanoinfer.config import EngineConfig
+from nanoinfer.llm import LLM
+from nanoinfer.loader import load_config
+from nanoinfer.models import ModelSpec
+
+SUMMARY = "seconds of one batch: to the first token, per token and in all, beside the floor"
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options, which have vLLM's names."""
+    add_engine_arguments(parser)
+    add_mode_argument(parser)
+    parser.add_argument("--input-len", type=int, default=1024, help="tokens of each prompt (default: %(default)s)")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1, help="sequences at once (default: %(default)s)")
+    parser.add_argument("--num-iters", type=int, default=5, help="times that the batch runs (default: %(default)s)")
+    parser.add_argument(
+        "--num-iters-warmup", type=int, default=1, help="times before, which do not count (default: %(default)s)"
+    )
+    parser.add_argument("--output-json", metavar="FILE", help="write all figures")
+
+
+def run(options: argparse.Namespace, command: str) -> dict:
+    """Runs the iterations, prints the report and returns its figures (see `summary`).
+
+    Raises:
+        ValueError: an option cannot be used, or the batch does not fit.
+    """
+    device = resolve_device(options.device)
+    # A prompt's first token comes from its prefill, so one token alone has no decode step.
+    check_at_least(options, input_len=1, output_len=2, batch_size=1, num_iters=1, num_iters_warmup=0)
+    check_mode(options.mode, ENGINE_MODES)
+    check_can_write(options.output_json)
+    shape = default_shape(device)
+    arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)
+    arguments["max_model_len"] = options.input_len + options.output_len
+    if options.max_num_seqs is None:
+        arguments["max_num_seqs"] = options.batch_size
+    with model_directory(options, shape) as model:
+        EngineConfig.from_arguments({"model": model, **arguments})
+        load_config(model)
+        # Their buffers would take memory that the engine has reserved for its activations.
+        before = measure_floors(device)
+        llm = LLM(model, **arguments)
+        try:
+            rows, spec = _iterations(llm, options), llm.engine.runner.model.spec
+        finally:
+            release(llm)
+    floors = (before, measure_floors(device))
+    figures = summary(rows, spec, [options.input_len] * options.batch_size, options.output_len, floors)
+    title = (
+        f"{model_name(options, shape)}, {rows[-1].mode} mode: {options.batch_size} x {options.input_len} tokens in, "
+        f"{options.output_len} out, {options.num_iters} times"
+    )
+    print(paragraph(title, _lines(figures)))
+    print(explain(before, device))
+    if options.output_json:
+        write_figures(options.output_json, figures, before, device, command)
+    return figures
+
+
+def _iterations(llm: LLM, options: argparse.Namespace) -> list[Row]:
+    """One row per iteration that counts; each has prompts of its own."""
+    rows = []
+    lengths = [options.input_len] * options.batch_size
+    for number in tqdm(
+        range(-options.num_iters_warmup, options.num_iters), desc="iterations", disable=options.no_progress
+    ):
+        row = measure(llm, lengths, options.output_len, seed=options.seed + options.num_iters_warmup + number)
+        if row.problem:
+            raise ValueError(row.problem)
+        if number >= 0:
+            rows.append(row)
+    return rows
+
+
+def summary(
+    rows: list[Row], spec: ModelSpec, lengths: list[int], output_len: int, floors: tuple[Floors, Floors]
+) -> dict:
+    """Figures over equal iterations, in seconds and bytes; those that vLLM's JSON has carry its names.
+
+    Args:
+        rows: one per iteration.
+        floors: measured before and after them.
+    """
+    steps = [step for row in rows for step in row.steps]
+    totals = [row.total_seconds for row in rows]
+    whole = Row(mode=rows[-1].mode, batch=len(lengths), context=max(lengths))
+    whole.seconds_per_token = statistics.median(steps)
+    whole.streamed_bytes_per_step = statistics.median(row.streamed_bytes_per_step for row in rows)
+    add_floor(whole, spec, lengths, output_len, floors)
+    middle = [length + output_len // 2 for length in lengths]
+    return {
+        "mode": whole.mode,
+        "batch_size": len(lengths),
+        "input_len": max(lengths),
+        "output_len": output_len,
+        "num_iters": len(rows),
+        "time_to_first_token": statistics.median(row.time_to_first_token for row in rows),
+        "times_to_first_token": [row.time_to_first_token for row in rows],
+        "seconds_per_token": whole.seconds_per_token,
+        "seconds_per_token_p99": float(np.percentile(steps, 99)),
+        "num_steps": len(steps),
+        "avg_latency": statistics.fmean(totals),
+        "latencies": totals,
+        "percentiles": {str(p): float(np.percentile(totals, p)) for p in PERCENTILES},
+        "read_bytes_per_step": bytes_read_per_step(spec, middle),
+        "streamed_bytes_per_step": whole.streamed_bytes_per_step,
+        "floor_seconds": whole.floor_seconds,
+        "ratio_to_floor": whole.ratio_to_floor,
+        "bound": rows[-1].bound,
+        "peak_gpu_bytes": rows[-1].peak_gpu_bytes,
+    }
+
+
+def _lines(figures: dict) -> list[tuple[str, str]]:
+    first = figures["times_to_first_token"]
+    streamed = figures["streamed_bytes_per_step"]
+    moved = f"{figures['read_bytes_per_step'] / 1e9:.2f} GB read" + (
+        f", {streamed / 1e9:.2f} GB streamed" * bool(streamed)
+    )
+    return [
+        (
+            "time to first token",
+            f"{figures['time_to_first_token'] * 1e3:.1f} ms median, {min(first) * 1e3:.1f} to {max(first) * 1e3:.1f}",
+        ),
+        (
+            "time per output token",
+            f"{figures['seconds_per_token'] * 1e3:.3f} ms median, {figures['seconds_per_token_p99'] * 1e3:.3f} p99, "
+            f"{figures['num_steps']} steps, bound by {figures['bound']}",
+        ),
+        (
+            "floor per token",
+            f"{figures['floor_seconds'] * 1e3:.3f} ms ({moved}): {figures['ratio_to_floor']:.2f} times the floor",
+        ),
+        (
+            "total latency",
+            f"{figures['avg_latency']:.4f} s average; "
+            + ", ".join(f"p{p} {seconds:.4f}" for p, seconds in figures["percentiles"].items()),
+        ),
+    ]

@@ -1,0 +1,205 @@
+"""`nanoinfer bench offload`: each mode with one engine over all its cases, then the table."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nanoinfer.bench.floors import Floors, kv_bytes, measure_floors
+from nanoinfer.bench.hf import CACHES, Reference, load_reference, measure_reference
+from nanoinfer.bench.measure import TRACED_OUTPUT_LEN, Row, add_floor, compare, free_memory, measure, release
+from nanoinfer.bench.offload_options import Cases, add_arguments, engine_arguments, read_cases
+from nanoinfer.bench.options import default_shape, is_dummy, model_directory
+from nanoinfer.bench.report import explain, plot, table, write_json
+from nanoinfer.build import resolve_device
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.llm import LLM
+from nanoinfer.loader import load_config
+from nanoinfer.metrics import write_trace
+from nanoinfer.models import ModelSpec
+
+__all__ = ["SUMMARY", "add_arguments", "main", "run"]
+
+SUMMARY = "decode with the KV cache in host memory against the GPU, with the floors of this machine"
+CHECKED_TOKENS = 8  # per sequence, with their log-probabilities
+# What a case may ask too much of: a row says so, and the others go on.
+_DOES_NOT_FIT = (ValueError, MemoryError, torch.OutOfMemoryError)
+
+
+@dataclass
+class _Run:
+    """One call: what to measure, where, and the bandwidths after the latest mode."""
+
+    model: str
+    options: argparse.Namespace
+    cases: Cases
+    device: torch.device
+    floors: Floors
+    traces: list[dict] = field(default_factory=list)
+
+    @property
+    def progress(self) -> bool:
+        return not self.options.no_progress
+
+    def rows(self, mode: str) -> list[Row]:
+        """All cases of a mode.
+
+        Floors are measured before its engine is made and after it is closed: their buffers would take memory that the
+        engine has reserved for its activations.
+        """
+        rows, spec = self._rows_of_transformers(mode) if mode in CACHES else self._rows_of_ours(mode)
+        before, self.floors = self.floors, measure_floors(self.device)
+        for row in rows:
+            lengths, streamed = [row.context] * row.batch, None
+            if mode in CACHES:  # its offloaded caches bring all KV over the link in every step, too
+                streamed = kv_bytes(spec, [row.context + self.cases.output_len // 2] * row.batch)
+            add_floor(row, spec, lengths, self.cases.output_len, (before, self.floors), streamed)
+        return rows
+
+    def _rows_of_ours(self, mode: str) -> tuple[list[Row], ModelSpec | None]:
+        llm, refused = self._open(mode)
+        spec = None if llm is None else llm.engine.runner.model.spec
+        output_len, seed = self.cases.output_len, self.options.seed
+
+        def case(lengths: list[int]) -> Row:
+            if lengths[0] in refused:
+                raise ValueError(refused[lengths[0]])
+            row = measure(llm, lengths, output_len, seed=seed, progress=self.progress)
+            row.mode = mode
+            arguments = dict(seed=seed, progress=self.progress)
+            if self.cases.check:
+                again = measure(llm, lengths, min(output_len, CHECKED_TOKENS), with_logprobs=True, **arguments)
+                row.outputs = again.outputs
+            if self.options.profile and lengths == self.cases.last:
+                measure(llm, lengths, max(output_len, TRACED_OUTPUT_LEN), trace=self._add_trace(mode), **arguments)
+            return row
+
+        try:
+            return self._each(mode, case), spec
+        finally:
+            if llm is not None:
+                release(llm)
+
+    def _add_trace(self, mode: str) -> Callable[[LLMEngine], None]:
+        number = 1 + self.cases.modes.index(mode)
+        return lambda engine: self.traces.extend(engine.stop_trace(mode, number))
+
+    def _open(self, mode: str) -> tuple[LLM | None, dict[int, str]]:
+        """An engine for the longest context that fits, and why the longer ones do not."""
+        refused: dict[int, str] = {}
+        for context in reversed(self.cases.contexts):
+            llm = None
+            try:
+                llm = LLM(self.model, **engine_arguments(self.options, self.cases, mode, context))
+            except _DOES_NOT_FIT as error:
+                refused[context] = _reason(error)
+            if llm is None:
+                free_memory()  # not earlier: the error's traceback held what had been loaded
+                continue
+            try:  # compiles the prefill kernels
+                measure(llm, [self.cases.contexts[0]], min(4, self.cases.output_len), seed=self.options.seed + 1)
+            except _DOES_NOT_FIT:
+                pass  # the case itself will say why
+            return llm, refused
+        return None, refused
+
+    def _rows_of_transformers(self, mode: str) -> tuple[list[Row], ModelSpec | None]:
+        reference: Reference | None = None
+        output_len, seed = self.cases.output_len, self.options.seed
+
+        def case(lengths: list[int]) -> Row:
+            nonlocal reference
+            if reference is None:
+                reference = load_reference(
+                    self.model,
+                    dtype=self.options.dtype,
+                    device=self.device,
+                    load_format="dummy" if is_dummy(self.options) else "auto",
+                    seed=seed,
+                    progress=self.progress,
+                )
+            return measure_reference(mode, reference, lengths, output_len, seed=seed, progress=self.progress)
+
+        # Any error: what another library cannot do must not lose the figures of our own.
+        rows = self._each(mode, case, (Exception,))
+        spec = None if reference is None else reference.spec
+        reference = None
+        free_memory()
+        return rows, spec
+
+    def _each(
+        self, mode: str, case: Callable[[list[int]], Row], errors: tuple[type[Exception], ...] = _DOES_NOT_FIT
+    ) -> list[Row]:
+        """Runs all cases of a mode; one that does not fit is a row with the reason."""
+        rows = []
+        for context in self.cases.contexts:
+            for batch in self.cases.batches:
+                row = Row(mode=mode, batch=batch, context=context)
+                try:
+                    row = case([context] * batch)
+                except errors as error:
+                    row.problem = _reason(error)
+                rows.append(row)
+                if row.problem:
+                    free_memory()  # not earlier: the error's traceback held what had been loaded
+        return rows
+
+
+def _reason(error: Exception) -> str:
+    """One line of what an error says; torch's own go on for many."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def run(options: argparse.Namespace, command: str) -> list[Row]:
+    """Runs all cases and prints the table.
+
+    Args:
+        options: what `add_arguments` defines.
+        command: how the benchmark was called, for the JSON.
+
+    Raises:
+        ValueError: an option cannot be used; nothing has run then.
+    """
+    device = resolve_device(options.device)
+    cases = read_cases(options, device.type == "cuda")
+    with model_directory(options, default_shape(device)) as model:
+        # A wrong option is refused here, once; what is left to go wrong below is that a case does not fit.
+        for mode in cases.modes:
+            EngineConfig.from_arguments({"model": model, **engine_arguments(options, cases, mode, cases.contexts[0])})
+        load_config(model)
+        floors = measure_floors(device)
+        this_run = _Run(model, options, cases, device, floors)
+        rows = [row for mode in cases.modes for row in this_run.rows(mode)]
+    if cases.check:
+        compare(rows)
+    print(table(rows))
+    print(explain(floors, device))
+    if options.json:
+        write_json(options.json, rows, floors, device, command)
+    if options.profile:
+        write_trace(options.profile, this_run.traces)
+    if options.plot:
+        plot(options.plot, rows)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of `python bench_offload.py`."""
+    parser = argparse.ArgumentParser(
+        prog="bench_offload.py",
+        description="Decode with the KV cache in host memory against the GPU, with the floors of this machine.",
+    )
+    add_arguments(parser)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        run(parser.parse_args(given), f"python bench_offload.py {shlex.join(given)}".strip())
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0

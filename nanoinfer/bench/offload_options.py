@@ -1,0 +1,118 @@
+"""Options of `nanoinfer bench offload`: what they mean, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from dataclasses import dataclass
+
+from nanoinfer.bench.hf import CACHES
+from nanoinfer.bench.measure import TRACED_OUTPUT_LEN
+from nanoinfer.bench.options import (
+    ENGINE_MODES,
+    add_engine_arguments,
+    check_can_write,
+    check_mode,
+    count,
+    shared_engine_arguments,
+)
+
+MODES = (*ENGINE_MODES, *CACHES)
+DEFAULT_OUTPUT_LEN = 28  # 27 decode steps, of which 24 are counted
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the benchmark's options; those of the engine have the engine's defaults."""
+    add_engine_arguments(parser)
+    parser.add_argument("--context", help="prompt tokens, such as 1k,8k,32k (k = 1024)")
+    parser.add_argument("--batch", default="1", help="sequences at once, such as 1,8")
+    parser.add_argument("--output-len", type=int, default=DEFAULT_OUTPUT_LEN, help="tokens to generate")
+    parser.add_argument(
+        "--mode",
+        default="streamed,resident",
+        help="streamed = offload with every full block in host memory, offload = with what fits on the GPU, auto = "
+        "offload once the GPU is full, resident, hf and hf-static = transformers' offloaded caches (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        help="compare tokens and log-probabilities of our modes; default: where at least two of them run",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="write a trace of the last case of each mode, for https://ui.perfetto.dev"
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="draw ms per token over context")
+
+
+@dataclass(frozen=True)
+class Cases:
+    """What one call measures.
+
+    Attributes:
+        modes: of `MODES`, in the order in which they run.
+        contexts: tokens of a prompt.
+        batches: sequences at once.
+        output_len: tokens that each sequence generates.
+        check: compare the outputs of our modes.
+    """
+
+    modes: list[str]
+    contexts: list[int]
+    batches: list[int]
+    output_len: int
+    check: bool
+
+    @property
+    def last(self) -> list[int]:
+        """Prompt lengths of the last case."""
+        return [self.contexts[-1]] * self.batches[-1]
+
+
+def read_cases(options: argparse.Namespace, is_cuda: bool) -> Cases:
+    """The cases that the options ask for.
+
+    Raises:
+        ValueError: an option cannot be used.
+    """
+    modes = _names(options.mode)
+    can_compare = len(set(modes) & set(ENGINE_MODES)) > 1
+    if options.check and not can_compare:
+        raise ValueError(f"--check compares our modes, --mode is {options.mode}: name two of {', '.join(ENGINE_MODES)}")
+    if options.output_len < 1:
+        raise ValueError(f"--output-len {options.output_len} must be at least 1")
+    check_can_write(options.json, options.plot, options.profile)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    return Cases(
+        modes=modes,
+        contexts=_counts(options.context or ("1k,8k,32k" if is_cuda else "256,1k"), "--context"),
+        batches=_counts(options.batch, "--batch"),
+        output_len=options.output_len,
+        check=can_compare if options.check is None else options.check,
+    )
+
+
+def engine_arguments(options: argparse.Namespace, cases: Cases, mode: str, context: int) -> dict:
+    """Arguments of the LLM that runs every case of `mode` up to `context` tokens."""
+    own = dict(max_model_len=context + max(cases.output_len, TRACED_OUTPUT_LEN if options.profile else 0))
+    if options.max_num_seqs is None:
+        own["max_num_seqs"] = max(cases.batches)
+    return ENGINE_MODES.get(mode, {}) | shared_engine_arguments(options) | own
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        check_mode(name, MODES)
+    if not names:
+        raise ValueError(f"--mode {text!r} names no mode: choose from {', '.join(MODES)}")
+    return names
+
+
+def _counts(text: str, option: str) -> list[int]:
+    """Ascending and each once, so that a case is never measured twice."""
+    found = {count(part) for part in text.split(",")}
+    if None in found:
+        raise ValueError(f"{option} {text!r} must be whole numbers of at least 1, such as 1,8 or 1k,32k")
+    return sorted(found)

@@ -1,0 +1,190 @@
+"""`nanoinfer bench throughput`: many requests at once, as fast as they go."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import dataclass
+
+from nanoinfer.bench.measure import random_prompts, release
+from nanoinfer.bench.options import (
+    ENGINE_MODES,
+    add_engine_arguments,
+    add_mode_argument,
+    bounds,
+    check_at_least,
+    check_can_write,
+    check_mode,
+    default_shape,
+    model_directory,
+    model_name,
+    shared_engine_arguments,
+)
+from nanoinfer.bench.report import paragraph, write_figures
+from nanoinfer.build import resolve_device, spec_and_layout
+from nanoinfer.config import EngineConfig
+from nanoinfer.llm import LLM
+from nanoinfer.loader import load_config
+from nanoinfer.sampling_params import SamplingParams
+
+SUMMARY = "requests and tokens per second of many requests, and where the time goes"
+# Prompts take the first ids of every vocabulary, so that the load is the same for all models.
+PROMPT_VOCABULARY = 2000
+DEFAULT_RANGE = "100-1024"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are all there at the start."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(param.max_tokens for param in self.params)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest request."""
+        return max(len(prompt) + param.max_tokens for prompt, param in zip(self.prompts, self.params, strict=True))
+
+
+def make_load(
+    num_prompts: int = 256,
+    input_len: tuple[int, int] = (100, 1024),
+    output_len: tuple[int, int] = (100, 1024),
+    temperature: float = 0.6,
+    seed: int = 0,
+    vocab_size: int = PROMPT_VOCABULARY,
+) -> Load:
+    """Requests of random lengths, the same for the same seed. The defaults are nano-vllm's benchmark.
+
+    Args:
+        input_len: fewest and most tokens of a prompt.
+        output_len: fewest and most tokens to generate; every request generates all of its own.
+        vocab_size: token ids of the prompts lie below it, and below `PROMPT_VOCABULARY`.
+    """
+    generator = random.Random(seed)
+    lengths = [generator.randint(*input_len) for _ in range(num_prompts)]
+    params = [
+        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=generator.randint(*output_len))
+        for _ in range(num_prompts)
+    ]
+    return Load(random_prompts(min(vocab_size, PROMPT_VOCABULARY), lengths, seed), params)
+
+
+def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
+    """Runs the load after a short request that compiles the kernels. Figures in seconds and tokens.
+
+    Step times are means over decode steps: `step_seconds` from one read to the next, `host_seconds_per_step` the part in
+    which the host did not wait for the device, `device_seconds_per_step` the part in which the compute stream had work
+    of the model, estimated from a sample of the steps.
+    """
+    warm_up = SamplingParams(temperature=load.params[0].temperature, max_tokens=min(4, load.params[0].max_tokens))
+    llm.generate([load.prompts[0]], warm_up, use_tqdm=False)
+    stats, times = llm.stats(), llm.engine.meter.snapshot()
+    begin = time.perf_counter()
+    llm.generate(load.prompts, load.params, use_tqdm=progress)
+    seconds = time.perf_counter() - begin
+    after = llm.stats()
+    decode = llm.engine.meter.times.since(times)
+    steps = max(1, decode.num_steps)
+    total = load.num_prompt_tokens + load.num_output_tokens
+    return {
+        "mode": llm.mode,
+        "num_requests": len(load.prompts),
+        "prompt_tokens": load.num_prompt_tokens,
+        "output_tokens": load.num_output_tokens,
+        "seconds": seconds,
+        "requests_per_second": len(load.prompts) / seconds,
+        "output_tokens_per_second": load.num_output_tokens / seconds,
+        "total_tokens_per_second": total / seconds,
+        "prefill_seconds": after["prefill_seconds"] - stats["prefill_seconds"],
+        "decode_seconds": decode.seconds,
+        "num_prefill_steps": after["num_prefill_steps"] - stats["num_prefill_steps"],
+        "num_decode_steps": decode.num_steps,
+        "mean_batch": (after["num_decode_tokens"] - stats["num_decode_tokens"]) / steps,
+        "step_seconds": decode.seconds / steps,
+        "host_seconds_per_step": decode.host_seconds / steps,
+        "device_seconds_per_step": decode.compute_busy_fraction * decode.seconds / steps,
+        "num_preemptions": after["num_preemptions"] - stats["num_preemptions"],
+        "streamed_bytes": after["streamed_bytes"] - stats["streamed_bytes"],
+        "bound": decode.bound,
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options, which have vLLM's names."""
+    add_engine_arguments(parser)
+    add_mode_argument(parser)
+    for name in ("input", "output"):
+        parser.add_argument(
+            f"--{name}-len", default=DEFAULT_RANGE, help="tokens, a number or a range (default: %(default)s)"
+        )
+    parser.add_argument("--num-prompts", type=int, default=256, help="requests (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy (default: %(default)s)")
+    parser.add_argument("--output-json", metavar="FILE", help="write all figures")
+
+
+def run(options: argparse.Namespace, command: str) -> dict:
+    """Runs the load, prints the report and returns its figures (see `run_load`).
+
+    Raises:
+        ValueError: an option cannot be used, or a request does not fit.
+    """
+    device = resolve_device(options.device)
+    check_at_least(options, num_prompts=1)
+    check_mode(options.mode, ENGINE_MODES)
+    check_can_write(options.output_json)
+    lengths = bounds(options.input_len, "--input-len"), bounds(options.output_len, "--output-len")
+    shape = default_shape(device)
+    arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)
+    with model_directory(options, shape) as model:
+        config = EngineConfig.from_arguments({"model": model, **arguments})
+        spec, _ = spec_and_layout(config, load_config(model))
+        load = make_load(options.num_prompts, *lengths, options.temperature, options.seed, spec.vocab_size)
+        llm = LLM(model, **arguments | dict(max_model_len=load.max_model_len))
+        try:
+            figures = run_load(llm, load, progress=not options.no_progress)
+        finally:
+            release(llm)
+    title = (
+        f"{model_name(options, shape)}, {figures['mode']} mode: {options.num_prompts} requests of {options.input_len} "
+        f"tokens in and {options.output_len} out, temperature {options.temperature:g}"
+    )
+    print(paragraph(title, _lines(figures)))
+    if options.output_json:
+        write_figures(options.output_json, figures, None, device, command)
+    return figures
+
+
+def _lines(figures: dict) -> list[tuple[str, str]]:
+    streamed, preempted = figures["streamed_bytes"], figures["num_preemptions"]
+    return [
+        ("requests", f"{figures['requests_per_second']:,.2f} per second, {figures['seconds']:.2f} s in all"),
+        ("output tokens", f"{figures['output_tokens_per_second']:,.0f} per second ({figures['output_tokens']:,})"),
+        (
+            "all tokens",
+            f"{figures['total_tokens_per_second']:,.0f} per second "
+            f"({figures['prompt_tokens'] + figures['output_tokens']:,})",
+        ),
+        ("prefill", f"{figures['prefill_seconds']:.2f} s in {figures['num_prefill_steps']:,} steps"),
+        (
+            "decode",
+            f"{figures['decode_seconds']:.2f} s in {figures['num_decode_steps']:,} steps of {figures['mean_batch']:.1f} "
+            f"sequences on average, bound by {figures['bound']}",
+        ),
+        (
+            "one decode step",
+            f"{figures['step_seconds'] * 1e3:.3f} ms; the host works {figures['host_seconds_per_step'] * 1e3:.3f} ms of "
+            f"it, the device {figures['device_seconds_per_step'] * 1e3:.3f} ms (from a sample, without sampling)",
+        ),
+        *([("streamed", f"{streamed / 1e9:,.1f} GB")] if streamed else []),
+        *([("preemptions", f"{preempted:,}")] if preempted else []),
+    ]

@@ -1,0 +1,185 @@
+"""How each row is sampled, on the device for the row's whole life: a step uploads nothing but what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from nanoinfer.device_tables import RowState
+from nanoinfer.sampler import RowSampling, SamplingBatch, sample
+from nanoinfer.sequence import Sequence
+from offload import Runtime, Staging, Stream
+
+MAX_BANNED = 64
+"""Tokens that may be banned from a row until it has `min_tokens`."""
+_FLOAT32 = torch.finfo(torch.float32)
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_INTEGERS = ("top_k", "banned_until", "num_banned")
+
+
+class SamplingState:
+    """The rows' sampling settings and what sampling changes: the number of sampled tokens and the set of seen ones.
+
+    Row r of every tensor belongs to row r of `RowState`; the last one is for padding, and greedy.
+
+    Args:
+        max_batch: largest padded batch.
+        end_token_ids: the model's end tokens, which `min_tokens` bans with the row's stop tokens.
+
+    Attributes:
+        temperature, top_p, min_p, repetition_penalty: [rows] float32.
+        top_k, banned_until, num_banned: [rows] int32; before step banned_until the first num_banned of banned_ids [rows,
+            `MAX_BANNED`] int32 may not come.
+        seed, step: [rows] int64; the 64 bits of the unsigned seed; tokens sampled so far.
+        seen: [rows, vocab_size / 32] int32, a bit per token of prompt and output; kept only with a repetition penalty.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        rows: RowState,
+        vocab_size: int,
+        max_batch: int,
+        end_token_ids: Iterable[int] = (),
+    ) -> None:
+        num_rows, device = len(rows.token), runtime.device
+        self.vocab_size = vocab_size
+        self._rows, self._end_token_ids = rows, frozenset(end_token_ids)
+        for name in _FLOATS:
+            fill = 0.0 if name in ("temperature", "min_p") else 1.0
+            setattr(self, name, torch.full((num_rows,), fill, dtype=torch.float32, device=device))
+        for name in _INTEGERS:
+            setattr(self, name, torch.zeros(num_rows, dtype=torch.int32, device=device))
+        self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.step = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.banned_ids = torch.zeros(num_rows, MAX_BANNED, dtype=torch.int32, device=device)
+        self.seen = torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
+        self._owners: list[Sequence | None] = [None] * num_rows
+        self._width = 1 + len(_FLOATS) + len(_INTEGERS) + 4 + MAX_BANNED
+        self._updates = torch.zeros(num_rows * self._width, dtype=torch.int32, device=device)
+        self._staging = Staging(runtime, num_rows * self._width, torch.int32)
+        self._seen_staging = Staging(runtime, self.seen.shape[1], torch.int32)
+        self._sample = self._reference
+        if device.type == "cuda":
+            from nanoinfer.kernels import sample as kernels  # triton comes with CUDA builds of torch only
+
+            space = kernels.workspace(max_batch, vocab_size, device)
+            self._sample = lambda logits, batch_rows, tokens, advance: kernels.sample_rows(
+                logits, batch_rows, self, space, tokens, rows.token, rows.length, advance=advance
+            )
+
+    def update(self, stream: Stream, sequences: list[Sequence]) -> None:
+        """Uploads the settings of sequences that have a row for the first time, or have another one."""
+        changed = [sequence for sequence in sequences if self._owners[sequence.row] is not sequence]
+        if not changed:
+            return
+        for sequence in changed:
+            self._owners[sequence.row] = sequence
+        self._upload(stream, [(sequence.row, self.row_sampling(sequence)) for sequence in changed])
+
+    def row_sampling(self, sequence: Sequence) -> RowSampling:
+        """How the sequence is sampled from here on."""
+        return RowSampling.from_params(
+            sequence.params,
+            seed=sequence.seed,
+            step=sequence.num_sampled,
+            penalty_token_ids=sequence.token_ids,
+            end_token_ids=self._end_token_ids.union(sequence.params.stop_token_ids or ()),
+        )
+
+    def _upload(self, stream: Stream, settings: list[tuple[int, RowSampling]]) -> None:
+        lines = np.zeros((len(settings), self._width), dtype=np.int32)
+        for line, (row, given) in zip(lines, settings, strict=True):
+            self._write_line(line, row, given)
+        self._staging.acquire().numpy()[: lines.size] = lines.reshape(-1)
+        uploaded = self._updates[: lines.size]
+        self._staging.upload(stream, uploaded)
+        stream.run(lambda: self._apply(uploaded.view(-1, self._width)))
+        for row, given in settings:
+            if given.repetition_penalty != 1:
+                bits = np.zeros(self.seen.shape[1] * 32, dtype=np.uint8)
+                bits[list(given.penalty_token_ids)] = 1
+                words = np.packbits(bits, bitorder="little").view(np.int32)
+                self._seen_staging.acquire().numpy()[:] = words
+                self._seen_staging.upload(stream, self.seen[row])
+
+    def _write_line(self, line: np.ndarray, row: int, given: RowSampling) -> None:
+        # A stop token id beyond the vocabulary can never come, so there is nothing to ban.
+        banned = sorted(token_id for token_id in given.banned_token_ids if token_id < self.vocab_size)
+        floats = (
+            min(given.temperature, _FLOAT32.max),  # an infinite one would give -inf / inf
+            given.top_p,
+            given.min_p,
+            min(max(given.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max),
+        )
+        line[0] = row
+        line[1:5] = np.array(floats, dtype=np.float32).view(np.int32)
+        line[5:8] = min(given.top_k, self.vocab_size), given.min_tokens if banned else 0, len(banned)
+        line[8:12] = np.array([given.seed, given.step], dtype=np.uint64).view(np.int32)
+        line[12 : 12 + len(banned)] = banned
+
+    def _apply(self, lines: torch.Tensor) -> None:
+        rows = lines[:, 0].long()
+        for i, name in enumerate(_FLOATS, start=1):
+            getattr(self, name).index_copy_(0, rows, lines[:, i].contiguous().view(torch.float32))
+        for i, name in enumerate(_INTEGERS, start=5):
+            getattr(self, name).index_copy_(0, rows, lines[:, i])
+        wide = lines[:, 8:12].contiguous().view(torch.int64)
+        self.seed.index_copy_(0, rows, wide[:, 0])
+        self.step.index_copy_(0, rows, wide[:, 1])
+        self.banned_ids.index_copy_(0, rows, lines[:, 12:])
+
+    def sample(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor, *, advance: bool) -> None:
+        """Samples the next token of each row, on the current stream; may be captured in a CUDA graph.
+
+        logits: [B, vocab_size], any float type, not changed; batch_rows: [B] int32; tokens: [B] int64, out, which goes
+        to `RowState.token` too; advance: the rows' lengths count up, but for the padding row's.
+        """
+        self._sample(logits, batch_rows, tokens, advance)
+
+    def gather(self, batch_rows: torch.Tensor) -> SamplingBatch:
+        """The rows of a batch, as the reference takes them. Reads the state, so it waits for the device."""
+        rows = batch_rows.long()
+        penalised = (self.repetition_penalty[rows] != 1).nonzero()[:, 0]
+        shifts = torch.arange(32, device=rows.device)
+        bits = (self.seen[rows[penalised]][:, :, None] >> shifts) & 1
+        seen = bits.flatten(1)[:, : self.vocab_size].nonzero()
+        step, until, count = self.step[rows], self.banned_until[rows].long(), self.num_banned[rows]
+        listed = torch.arange(MAX_BANNED, device=rows.device) < count[:, None]
+        banned = (listed & (step < until)[:, None]).nonzero()
+        temperature, top_k, top_p = self.temperature[rows], self.top_k[rows].long(), self.top_p[rows]
+        return SamplingBatch(
+            vocab_size=self.vocab_size,
+            temperature=temperature,
+            top_p=top_p,
+            min_p=self.min_p[rows],
+            repetition_penalty=self.repetition_penalty[rows],
+            top_k=top_k,
+            seed=self.seed[rows],
+            step=step,
+            penalty_rows=penalised[seen[:, 0]],
+            penalty_ids=seen[:, 1],
+            banned_rows=banned[:, 0],
+            banned_ids=self.banned_ids[rows].long()[banned[:, 0], banned[:, 1]],
+        )
+
+    def _reference(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor, advance: bool) -> None:
+        rows = batch_rows.long()
+        batch = self.gather(batch_rows)
+        tokens.copy_(sample(logits.float(), batch))
+        self._rows.token.index_copy_(0, rows, tokens)
+        self.step.index_copy_(0, rows, batch.step + 1)
+        if len(batch.penalty_rows):
+            for row in (batch.repetition_penalty != 1).nonzero()[:, 0].tolist():
+                token = int(tokens[row])
+                self.seen[rows[row], token // 32] |= _bit(token % 32)
+        if advance:
+            is_real = (rows != self._rows.padding_row).to(torch.int32)
+            self._rows.length.index_copy_(0, rows, self._rows.length[rows] + is_real)
+
+
+def _bit(place: int) -> int:
+    """1 << place as an int32."""
+    return 1 << place if place < 31 else -(2**31)

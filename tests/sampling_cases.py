@@ -1,0 +1,77 @@
+"""Rows of all kinds, and the kernels against the reference on them, for the interpreter and for a GPU."""
+
+import torch
+
+from nanoinfer.device_tables import RowState
+from nanoinfer.sampler import RowSampling, SamplingBatch, sample
+from nanoinfer.sampling_state import SamplingState
+from offload import SimulatedRuntime
+
+MIXED_ROWS = [
+    RowSampling(),
+    RowSampling(temperature=1.0, seed=1),
+    RowSampling(temperature=0.7, top_k=5, seed=2, step=9),
+    RowSampling(temperature=1.5, top_p=0.7, seed=3, step=1),
+    RowSampling(temperature=1.0, min_p=0.05, seed=4, step=2),
+    RowSampling(temperature=0.9, top_k=20, top_p=0.8, min_p=0.01, seed=2**64 - 5, step=100),
+    RowSampling(temperature=1.0, repetition_penalty=1.3, penalty_token_ids={1, 5, 7}, seed=6),
+    RowSampling(repetition_penalty=2.0, penalty_token_ids=range(0, 300, 2)),
+    RowSampling(temperature=2.0, banned_token_ids=(3, 4), min_tokens=4, step=3, seed=8),
+]
+
+SETTINGS = [
+    {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for temperature in (0.3, 2.0)
+    for top_k in (0, 1, 7, 60)
+    for top_p in (1e-9, 0.3, 0.95, 1.0)
+    for min_p in (0.0, 0.02)
+]
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def make_state(
+    settings: list[RowSampling], vocab_size: int, kernels=None, runtime=None
+) -> tuple[SamplingState, torch.Tensor]:
+    """A state in which row i is sampled as settings[i], and these rows as a batch."""
+    runtime = SimulatedRuntime() if runtime is None else runtime
+    rows = RowState(runtime, len(settings), 1)
+    state = SamplingState(runtime, rows, vocab_size, len(settings))
+    stream = runtime.stream("compute")
+    if settings:
+        state._upload(stream, list(enumerate(settings)))
+    runtime.synchronize()
+    if kernels is not None:
+        space = kernels.workspace(max(1, len(settings)), vocab_size, runtime.device)
+        state._sample = lambda logits, batch_rows, tokens, advance: kernels.sample_rows(
+            logits, batch_rows, state, space, tokens, rows.token, rows.length, advance=advance
+        )
+    return state, torch.arange(len(settings), dtype=torch.int32, device=runtime.device)
+
+
+def build(settings: list[RowSampling], vocab_size: int) -> SamplingBatch:
+    state, rows = make_state(settings, vocab_size)
+    return state.gather(rows)
+
+
+def check_rows(settings: list[RowSampling], logits: torch.Tensor, steps: int, runtime=None, wrong: int = 0) -> None:
+    """The kernels' tokens over a few steps, against the reference on the CPU; up to `wrong` rows may differ in a step."""
+    from nanoinfer.kernels import sample as kernels
+
+    vocab_size = logits.shape[1]
+    reference, rows = make_state(settings, vocab_size)
+    state, device_rows = make_state(settings, vocab_size, kernels, runtime)
+    want, got = torch.zeros(len(settings), dtype=torch.int64), torch.zeros_like(device_rows, dtype=torch.int64)
+    on_device = logits.to(device_rows.device)
+    for _ in range(steps):
+        batch = reference.gather(rows)
+        assert torch.equal(sample(logits.float(), batch), sample(logits.float(), batch))
+        reference.sample(logits, rows, want, advance=False)
+        state.sample(on_device, device_rows, got, advance=False)
+        assert (got.cpu() != want).sum() <= wrong, (got.cpu() != want).nonzero()
+        if wrong:  # go on from the same tokens
+            return
+        assert torch.equal(state.seen.cpu(), reference.seen) and torch.equal(state.step.cpu(), reference.step)
+        assert torch.equal(state._rows.token.cpu(), reference._rows.token)

@@ -1,0 +1,196 @@
+"""`nanoinfer bench latency` and `bench throughput`, on the CPU with the tiny shape."""
+
+import json
+import random
+
+import pytest
+import torch
+from tiny_models import make_checkpoint
+
+from nanoinfer import LLM, cli
+from nanoinfer.bench import latency
+from nanoinfer.bench.floors import Floors
+from nanoinfer.bench.measure import Row, random_prompts
+from nanoinfer.bench.shapes import write_shape
+from nanoinfer.bench.throughput import make_load, run_load
+from nanoinfer.loader import load_config
+from nanoinfer.models import resolve
+
+ENGINE = ["--shape", "tiny", "--device", "cpu", "--block-size", "32", "--no-progress"]
+LATENCY = ["bench", "latency", *ENGINE, "--input-len", "40", "--output-len", "8"]
+THROUGHPUT = ["bench", "throughput", *ENGINE, "--num-prompts", "6", "--input-len", "20-90", "--output-len", "4-9"]
+
+
+def spec_of(shape, directory):
+    config = load_config(write_shape(shape, directory))
+    return resolve(config).spec_from_config(config, config.dtype)
+
+
+def test_latency_times_every_iteration_and_step(tmp_path, capsys):
+    out = tmp_path / "latency.json"
+    arguments = ["--batch-size", "2", "--num-iters", "3", "--mode", "streamed", "--output-json", str(out)]
+    assert cli.main([*LATENCY, *arguments]) == 0
+    printed = capsys.readouterr().out
+    for name in ("time to first token", "time per output token", "floor per token", "total latency", "p99"):
+        assert name in printed
+    assert "tiny shape, random weights, offload mode: 2 x 40 tokens in, 8 out, 3 times" in printed
+    figures = json.loads(out.read_text())
+    assert figures["command"].startswith("nanoinfer bench latency --shape tiny ")
+    assert len(figures["latencies"]) == len(figures["times_to_first_token"]) == figures["num_iters"] == 3
+    assert figures["num_steps"] == 3 * 4, "7 decode steps, of which the first 3 warm up"
+    assert min(figures["latencies"]) <= figures["avg_latency"] <= max(figures["latencies"])
+    assert 0 < figures["seconds_per_token"] <= figures["seconds_per_token_p99"]
+    assert all(
+        first < total for first, total in zip(figures["times_to_first_token"], figures["latencies"], strict=True)
+    )
+    assert figures["streamed_bytes_per_step"] == 4 * 2 * 1 * (2 * 32 * 4 * 32 * 4), "layers, rows, full blocks, bytes"
+    assert figures["ratio_to_floor"] == pytest.approx(figures["seconds_per_token"] / figures["floor_seconds"])
+
+
+def test_latency_pools_the_steps_of_all_iterations(tmp_path):
+    rows = []
+    for number, steps in enumerate(([1.0, 1.0, 1.0], [3.0, 3.0, 100.0])):
+        row = Row("resident", 1, 64, time_to_first_token=0.5 + number, total_seconds=4.0 + number)
+        row.steps, row.streamed_bytes_per_step = steps, 0
+        rows.append(row)
+    spec = spec_of("tiny", tmp_path)
+    found = latency.summary(rows, spec, [64], 10, (Floors(1e9, 1e9), Floors(1e9, 2e9)))
+    assert found["seconds_per_token"] == 2 and found["num_steps"] == 6 and 90 < found["seconds_per_token_p99"] < 100
+    assert found["floor_seconds"] == found["read_bytes_per_step"] / 2e9, "the better of both bandwidths"
+    assert found["avg_latency"] == 4.5 and found["percentiles"]["50"] == 4.5 and found["time_to_first_token"] == 1.0
+
+
+def test_warm_up_iterations_do_not_count_and_prompts_differ(monkeypatch, capsys):
+    seeds, measure = [], latency.measure
+
+    def noting(llm, lengths, output_len, *, seed):
+        seeds.append(seed)
+        return measure(llm, lengths, output_len, seed=seed)
+
+    monkeypatch.setattr(latency, "measure", noting)
+    assert cli.main([*LATENCY, "--num-iters", "2", "--num-iters-warmup", "3", "--seed", "7"]) == 0
+    assert seeds == [7, 8, 9, 10, 11] and "2 times" in capsys.readouterr().out
+
+
+def test_throughput_counts_what_it_was_given(tmp_path, capsys):
+    out = tmp_path / "throughput.json"
+    assert cli.main([*THROUGHPUT, "--output-json", str(out), "--seed", "3"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("requests", "output tokens", "all tokens", "prefill", "decode", "one decode step"):
+        assert f"\n  {name} " in printed
+    figures, load = json.loads(out.read_text()), make_load(6, (20, 90), (4, 9), seed=3)
+    assert figures["num_requests"] == 6 and figures["num_preemptions"] == 0
+    assert figures["prompt_tokens"] == load.num_prompt_tokens and figures["output_tokens"] == load.num_output_tokens
+    seconds = figures["seconds"]
+    assert figures["requests_per_second"] * seconds == pytest.approx(6)
+    assert figures["output_tokens_per_second"] * seconds == pytest.approx(load.num_output_tokens)
+    total = load.num_output_tokens + load.num_prompt_tokens
+    assert figures["total_tokens_per_second"] * seconds == pytest.approx(total)
+    # A prompt's first token is no decode step's; a step that was launched before an end was read has one row too many.
+    decoded = figures["mean_batch"] * figures["num_decode_steps"]
+    assert load.num_output_tokens - 6 <= decoded <= load.num_output_tokens
+    assert 0 < figures["host_seconds_per_step"] <= figures["step_seconds"]
+    assert figures["prefill_seconds"] + figures["decode_seconds"] <= seconds
+    assert "floors" not in figures
+
+
+def test_the_default_load_is_that_of_the_gpu_record():
+    """Written out as the record's first version had it: another load would be another figure."""
+    generator = random.Random(0)
+    lengths = [generator.randint(100, 1024) for _ in range(256)]
+    outputs = [generator.randint(100, 1024) for _ in range(256)]
+    load = make_load()
+    assert load.prompts == random_prompts(2000, lengths, seed=0)
+    assert [param.max_tokens for param in load.params] == outputs
+    assert all(param.temperature == 0.6 and param.ignore_eos for param in load.params)
+    assert load.max_model_len == max(map(sum, zip(lengths, outputs, strict=True)))
+    assert make_load(seed=1).prompts[0] != load.prompts[0]
+
+
+def test_a_small_vocabulary_bounds_the_prompts():
+    assert max(map(max, make_load(20, vocab_size=50).prompts)) < 50
+
+
+def test_a_load_is_counted_without_what_ran_before(tmp_path):
+    arguments = dict(load_format="dummy", skip_tokenizer_init=True, device="cpu", progress_bar=False, block_size=32)
+    load = make_load(3, (30, 30), (5, 5))
+    with LLM(write_shape("tiny", tmp_path), max_model_len=64, max_num_seqs=4, **arguments) as llm:
+        first, second = run_load(llm, load), run_load(llm, load)
+    for name in ("num_prefill_steps", "num_decode_steps", "mean_batch"):
+        assert first[name] == second[name] > 0
+    assert second["prefill_seconds"] < second["seconds"]
+
+
+def test_a_checkpoint_is_given_as_in_vllm(tmp_path, capsys):
+    path = str(make_checkpoint("llama", tmp_path))
+    lengths = ["--input-len", "20", "--output-len", "4", "--device", "cpu", "--no-progress"]
+    assert cli.main(["bench", "latency", path, *lengths, "--num-iters", "1"]) == 0
+    assert cli.main(["bench", "throughput", "--model", path, *lengths, "--num-prompts", "2"]) == 0
+    assert cli.main(["bench", "offload", path, "--context", "20", "--output-len", "4", *lengths[4:]]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(f"{path}, resident mode") == 2 and "identical to streamed" in printed
+
+
+def test_without_a_word_it_is_the_offload_benchmark(capsys):
+    arguments = [*ENGINE, "--context", "64", "--output-len", "4", "--mode", "resident"]
+    for command in (["bench"], ["bench", "offload"]):
+        assert cli.main([*command, *arguments]) == 0
+        assert "x floor" in capsys.readouterr().out
+
+
+def test_help_names_all_benchmarks(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "--help"])
+    printed = capsys.readouterr().out
+    assert stop.value.code == 0 and all(f"\n    {name} " in printed for name in ("latency", "throughput", "offload"))
+
+
+def test_an_unknown_benchmark_is_refused_and_names_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "latencies"])
+    printed = capsys.readouterr().err
+    assert stop.value.code == 2 and "'latencies'" in printed and "throughput" in printed
+
+
+def test_a_full_gpu_is_one_line(monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmany lines")
+
+    monkeypatch.setattr(latency, "measure", fail)
+    assert cli.main(LATENCY) == 2
+    assert capsys.readouterr().err == (
+        "nanoinfer bench: CUDA out of memory. Lower --gpu-memory, or end what else runs on the GPU\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "command, arguments, message",
+    [
+        ("latency", ["--output-len", "1"], "--output-len 1 must be at least 2"),
+        ("latency", ["--batch-size", "0"], "--batch-size 0 must be at least 1"),
+        ("latency", ["--num-iters-warmup", "-1"], "--num-iters-warmup -1 must be at least 0"),
+        ("latency", ["--mode", "ofload"], "--mode 'ofload' is not known (did you mean 'offload'?)"),
+        ("latency", ["--mode", "hf"], "--mode 'hf' is not known"),
+        (
+            "latency",
+            ["--output-json", "/no/such/place/x.json"],
+            "the directory of '/no/such/place/x.json' does not exist",
+        ),
+        ("latency", ["--max-num-seqs", "0"], "max_num_seqs=0 must be a whole number of at least 1"),
+        ("latency", ["--max-num-seqs", "1", "--batch-size", "2", "--shape", "tiny"], "max_num_seqs is 1, raise it"),
+        ("throughput", ["--num-prompts", "0"], "--num-prompts 0 must be at least 1"),
+        ("throughput", ["--input-len", "9-3"], "--input-len '9-3' must be a number of at least 1 or a range"),
+        ("throughput", ["--input-len", "1-2-3"], "--input-len '1-2-3' must be a number of at least 1 or a range"),
+        ("throughput", ["--output-len", "0"], "--output-len '0' must be a number of at least 1 or a range"),
+        ("throughput", ["--output-len", "-3"], "--output-len '-3' must be a number of at least 1 or a range"),
+        ("throughput", ["--temperature", "-1"], "temperature"),
+        ("throughput", ["--shape", "tinny"], "shape 'tinny' is not known (did you mean 'tiny'?)"),
+        ("throughput", ["/no/such/model"], "model '/no/such/model' does not exist"),
+        ("throughput", ["--gpu-memory", "much"], "gpu_memory_limit='much' is no size"),
+        ("throughput", ["--device", "abacus"], "device='abacus' is no device"),
+    ],
+)
+def test_a_bad_option_is_one_line(command, arguments, message, capsys):
+    assert cli.main(["bench", command, "--no-progress", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and len(printed.err.strip().splitlines()) == 1 and not printed.out

@@ -1,0 +1,112 @@
+"""What the cases of `make gpu-bench` share: engines, floors around them, sizes and peaks."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+
+from nanoinfer import LLM
+from nanoinfer.bench.floors import kv_bytes, measure_floors
+from nanoinfer.bench.measure import Row, add_floor, free_memory, measure, release
+from nanoinfer.bench.shapes import write_shape
+from nanoinfer.build import spec_and_layout
+from nanoinfer.config import EngineConfig
+from nanoinfer.loader import load_config
+
+GIB = 2**30
+
+
+class Bench:
+    """What all cases share.
+
+    Args:
+        shape: for all cases, in place of their own.
+        scale: divides contexts, batches and sizes, to try the code without a GPU.
+    """
+
+    def __init__(self, shape: str | None, scale: int, device: torch.device) -> None:
+        self.device, self.scale = device, scale
+        self.is_cuda = device.type == "cuda"
+        self.large, self.small = shape or "qwen3-4b", shape or "qwen3-0.6b"
+        self._before = measure_floors(device)
+        self.shared: dict[str, dict] = {}  # what one case measured and another one shows, too
+        self._open: list[tuple[Row, list[int], int]] = []
+
+    def llm(self, shape: str, **arguments) -> LLM:
+        defaults = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=False)
+        with tempfile.TemporaryDirectory() as directory:
+            return LLM(write_shape(shape, directory), **(defaults | arguments))
+
+    def tokens(self, count: int) -> int:
+        return max(64, count // self.scale)
+
+    def limit(self, gib: float) -> int:
+        """A GPU memory limit in bytes. On the CPU always 1 GiB: the scaled cases need little, and pools are filled."""
+        return int(gib * GIB) if self.is_cuda else GIB
+
+    def host_bytes(self, shape: str, num_tokens: int) -> int:
+        """Host memory for that many tokens, some blocks more included."""
+        return int(1.02 * num_tokens * token_bytes(shape)) + 2**29
+
+    def measure(self, llm: LLM, lengths: list[int], output_len: int) -> None:
+        """One case, whose figures `release` gives: floors are measured while there is no engine."""
+        self._open.append((measure(llm, lengths, output_len), lengths, output_len))
+
+    def release(self, llm: LLM) -> list[dict]:
+        """Closes the engine and returns what it measured, beside the floors before it was made and now."""
+        spec, ring_bytes = llm.engine.runner.model.spec, llm.engine.runner.ring.num_bytes
+        release(llm)
+        before, self._before = self._before, measure_floors(self.device)
+        found = []
+        for row, lengths, output_len in self._open:
+            add_floor(row, spec, lengths, output_len, (before, self._before))
+            found.append(figures(row) | {"ring_bytes": ring_bytes})
+        self._open.clear()
+        return found
+
+    def outputs(self, llm: LLM, lengths: list[int]) -> list:
+        """Tokens and log-probabilities, for a comparison to the bit."""
+        return measure(llm, lengths, 8, with_logprobs=True).outputs
+
+
+def token_bytes(shape: str) -> int:
+    """KV bytes of one token over all layers."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = EngineConfig(model=str(write_shape(shape, directory)))
+        spec, _ = spec_and_layout(config, load_config(config.model))
+    return kv_bytes(spec, [1])
+
+
+def figures(row: Row) -> dict:
+    """The row without what did not apply."""
+    return {name: value for name, value in row.figures().items() if value is not None}
+
+
+def reset_peak(bench: Bench) -> None:
+    """Before an engine is made whose peak is wanted."""
+    free_memory()
+    if bench.is_cuda:
+        torch.cuda.reset_peak_memory_stats(bench.device)
+
+
+def peak(llm: LLM) -> dict:
+    """Peak of the engine so far beside its limit and its plan."""
+    plan = llm.engine.plan
+    found = {"limit_bytes": plan.budget_bytes, "planned_bytes": plan.total_bytes}
+    measured = llm.engine.runner.peak_bytes()
+    if measured is not None:
+        found |= {
+            "peak_bytes": measured,
+            "planned_to_peak": plan.total_bytes / measured,
+            "under_limit": measured <= plan.budget_bytes,
+        }
+    return found
+
+
+def timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

@@ -1,0 +1,88 @@
+#!/usr/bin/env python
+"""The process whose start-up is measured, and the checkpoint that it loads.
+
+python tools/gpu_startup.py MODEL DEVICE LIMIT SPAWNED
+
+LIMIT: gpu_memory_limit in bytes, 0 for none; SPAWNED: Unix time in seconds when the process was started.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+SHARD_BYTES = 4_500_000_000
+# Positions that Qwen3's own checkpoints allow: the shapes' longer limit would make other tables and graphs.
+MAX_POSITION = 40_960
+PROMPT_TOKENS = 128
+
+
+def write_checkpoint(directory: Path, shape: str, device: object) -> int:
+    """Writes a shape with random weights as a Hugging Face checkpoint in shards; returns the bytes of its weights.
+
+    Args:
+        device: where the weights are made, a torch device: the CPU would take minutes for billions of them.
+    """
+    from safetensors.torch import save_file
+
+    from nanoinfer.bench.measure import free_memory
+    from nanoinfer.bench.shapes import write_shape
+    from nanoinfer.loader import load_config, load_model
+
+    config_path = write_shape(shape, directory) / "config.json"
+    config = json.loads(config_path.read_text()) | {"max_position_embeddings": MAX_POSITION}
+    config_path.write_text(json.dumps(config))
+    model = load_model(directory, load_config(directory), "auto", device, load_format="dummy", max_position=16)
+    shards: list[list[str]] = [[]]
+    total = size = 0
+    views = model.checkpoint_views()
+    for name, view in views.items():
+        if size and size + view.nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += view.nbytes
+        total += view.nbytes
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({name: views[name].to("cpu", copy=True) for name in names}, directory / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    del model, views, view
+    free_memory()
+    return total
+
+
+def main(model: str, device: str, limit: int, spawned: float) -> None:
+    """Prints figures as one line of JSON: seconds and bytes."""
+    from nanoinfer import LLM, SamplingParams
+
+    imported = time.time()
+    begin = time.perf_counter()
+    arguments = dict(skip_tokenizer_init=True, device=device, gpu_memory_limit=limit or None, progress_bar=False)
+    with LLM(model, **arguments) as llm:
+        constructed = time.perf_counter()
+        for _ in llm.generate_stream([list(range(PROMPT_TOKENS))], SamplingParams(temperature=0, max_tokens=1)):
+            pass
+        now = time.time()
+        figures = {
+            "seconds_to_first_token": now - spawned,
+            "import_seconds": imported - spawned,
+            "constructor_seconds": constructed - begin,
+            "first_prompt_seconds": time.perf_counter() - constructed,
+            "graph_bytes": llm.stats()["graph_bytes"],
+            "graph_batch_sizes": llm.engine.runner.decode_program.batch_sizes,
+        }
+    print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
