@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from nanoinfer.models import ModelSpec, resolve
 from nanoinfer.runner import ModelRunner, reserved_bytes
 from offload import CudaRuntime, KVLayout, Runtime, SimulatedRuntime
 from offload.pinned import memory_available_bytes
+
+KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def build(
         max_position=plan.max_model_len,
         progress=config.progress_bar,
     )
+    model.spec = spec  # with the KV cache's dtype, which the checkpoint does not know
     end_ids = end_token_ids(model_dir, hf_config)
     runner = ModelRunner(config, plan, runtime, model, backend, layout, end_ids, memory_before)
     return BuiltEngine(plan, runner, tokenizer, end_ids)
@@ -78,12 +81,13 @@ def build(
 def spec_and_layout(config: EngineConfig, hf_config: PretrainedConfig) -> tuple[ModelSpec, KVLayout]:
     """The model's numbers and the shape of its KV blocks."""
     spec = resolve(hf_config).spec_from_config(hf_config, resolve_dtype(config.dtype, hf_config))
+    spec = replace(spec, kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype])
     layout = KVLayout(
         num_layers=spec.num_layers,
         block_size=config.block_size,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        dtype=spec.dtype,
+        dtype=spec.kv_dtype,
     )
     return spec, layout
 
@@ -123,6 +127,7 @@ def attention_spec(spec: ModelSpec, block_size: int) -> AttentionSpec:
         softcap=spec.softcap,
         windows=tuple(dict.fromkeys(spec.windows)),
         dtype=spec.dtype,
+        kv_cache_dtype=spec.kv_cache_dtype,
     )
 
 

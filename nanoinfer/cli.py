@@ -67,6 +67,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
     parser.add_argument("--device", default="auto")
 
 
@@ -80,6 +81,7 @@ def _generate(options: argparse.Namespace) -> None:
         host_memory_limit=options.host_memory,
         max_model_len=options.max_model_len,
         max_num_seqs=1,
+        kv_cache_dtype=options.kv_cache_dtype,
         device=options.device,
         progress_bar=sys.stderr.isatty(),
     ) as llm:

@@ -75,8 +75,18 @@ class KVSlots:
         kept = self.slots >= 0
         slots, block_size = self.slots[kept].long(), self.kv.shape[2]
         block, offset = slots // block_size, slots % block_size
-        self.kv[block, 0, offset] = k[kept].to(self.kv.dtype)
-        self.kv[block, 1, offset] = v[kept].to(self.kv.dtype)
+        # As bytes: torch stores no float8 by index on the CPU.
+        pool = self.kv.view(torch.uint8) if self.kv.dtype.itemsize == 1 else self.kv
+        for place, values in enumerate((k[kept], v[kept])):
+            pool[block, place, offset] = _stored(values, self.kv.dtype).view(pool.dtype)
+
+
+def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the KV cache holds them: float8 has no infinity, and larger values than its largest become NaN without this."""
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        values = values.clamp(-largest, largest)
+    return values.to(dtype)
 
 
 class Linear(nn.Module):

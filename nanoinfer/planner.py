@@ -413,6 +413,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offload", choices=("on", "auto", "off"), default="on")
     parser.add_argument("--resident-kv", help="bytes of KV that may stay on the GPU; 0 streams all")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--prefill-chunk", type=int, help="tokens of one prefill step")
     parser.add_argument("--num-ring-slots", type=int)
@@ -425,6 +426,7 @@ def run(options: argparse.Namespace) -> int:
     arguments = dict(
         enable_cpu_offload={"on": True, "auto": "auto", "off": False}[options.offload],
         dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
         resident_kv_limit=0 if options.resident_kv == "0" else options.resident_kv,
         max_num_batched_tokens=options.prefill_chunk,
         ring_slot_bytes=options.ring_slot_bytes,

@@ -375,7 +375,7 @@ class ModelRunner:
         with self.compute.current():
             # The matrix library takes the stream's workspace now, and not out of the segment of the activations, which
             # could then never be given back.
-            some = torch.ones(16, 16, dtype=self.layout.dtype, device=device)
+            some = torch.ones(16, 16, dtype=self.model.spec.dtype, device=device)
             torch.nn.functional.linear(some, some)
         held = reserved_bytes(device) - self._memory_before  # weights, ring and workspace
         self._reserve_activations()

@@ -41,6 +41,8 @@ class AttentionSpec:
     windows: tuple[int | None, ...]
     """The distinct sliding windows of the model's layers, in tokens; None in it stands for full attention."""
     dtype: torch.dtype
+    kv_cache_dtype: torch.dtype | None = None
+    """Type of the KV buffers, widened to `dtype` as they are read; None: `dtype`."""
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
@@ -62,6 +64,11 @@ class AttentionSpec:
         for window in self.windows:
             if window is not None and window < 1:
                 raise ValueError(f"sliding window is {window} tokens: give at least 1, or None for full attention")
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Type of the KV buffers."""
+        return self.kv_cache_dtype or self.dtype
 
     @property
     def group_size(self) -> int:

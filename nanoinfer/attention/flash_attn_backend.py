@@ -55,6 +55,8 @@ class FlashAttnBackend(AttentionBackend):
         problem = None
         if spec.dtype not in (torch.bfloat16, torch.float16):
             problem = f"dtype is {spec.dtype}, and it takes bfloat16 or float16"
+        elif spec.kv_dtype != spec.dtype:
+            problem = f"the KV cache is {spec.kv_dtype}, and it takes the model's own dtype"
         elif spec.block_size % 256:
             problem = f"block_size is {spec.block_size} tokens, and it takes multiples of 256"
         elif spec.head_dim % 8 or spec.head_dim > 256:

@@ -16,6 +16,7 @@ from nanoinfer.kernels.shape import KernelShape, can_use_tma, decode_programs, p
 INTERPRETER_PROGRAMS = 2
 INTERPRETER_SHARED_MEMORY_BYTES = 99 * 1024
 MAX_HEAD_DIM = 256
+FP8_CAPABILITY = (8, 9)
 
 
 class TritonBackend(AttentionBackend):
@@ -66,6 +67,13 @@ class TritonBackend(AttentionBackend):
                 f"head_dim is {spec.head_dim}, and attention backend 'triton' takes multiples of 16 up to "
                 f"{MAX_HEAD_DIM}: choose attention backend 'torch'"
             )
+        if spec.kv_dtype.itemsize == 1 and device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            if capability < FP8_CAPABILITY:
+                raise ValueError(
+                    f'kv_cache_dtype="fp8" needs compute capability 8.9 (Ada) or above, and {device} has '
+                    f'{capability[0]}.{capability[1]}: set kv_cache_dtype="auto"'
+                )
         if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"attention dtype is {spec.dtype}, and attention backend 'triton' takes float32, bfloat16 or float16: "
@@ -105,5 +113,6 @@ class TritonBackend(AttentionBackend):
         """The kernels derive all strides but the row's from the shape, and rely on aligned vector loads."""
         assert x.stride(2) == 1 and x.stride(1) == self.spec.head_dim, "heads of a row must be packed"
         assert x.stride(0) % 16 == 0 or x.shape[0] == 1, "rows must lie a multiple of 16 values apart"
-        assert x.dtype == kv.dtype == self.spec.dtype, f"dtypes {x.dtype}, {kv.dtype}: expected {self.spec.dtype}"
+        spec = self.spec
+        assert x.dtype == spec.dtype and kv.dtype == spec.kv_dtype, f"dtypes {x.dtype}, {kv.dtype}: expected {spec}"
         assert kv.is_contiguous() and kv.data_ptr() % 16 == 0, "kv must be contiguous and aligned to 16 bytes"

@@ -39,6 +39,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-chunk", type=int, help="tokens of one prefill step")
     parser.add_argument("--attention-backend", default=defaults["attention_backend"])
     parser.add_argument("--dtype", default=defaults["dtype"])
+    parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
     parser.add_argument("--device", default=defaults["device"])
     parser.add_argument("--seed", type=int, default=defaults["seed"])
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -61,6 +62,7 @@ def shared_engine_arguments(options: argparse.Namespace) -> dict:
         load_format="dummy" if is_dummy(options) else "auto",
         skip_tokenizer_init=True,
         dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
         device=options.device,
         seed=options.seed,
         enforce_eager=options.enforce_eager,

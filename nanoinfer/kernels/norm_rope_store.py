@@ -32,6 +32,7 @@ def norm_rope_store_kernel(
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -81,6 +82,9 @@ def norm_rope_store_kernel(
     place = (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + in_block) * NUM_KV_HEADS + kv_head
     kv_target = kv + place * (2 * HALF) + column
     is_kv = inside & (head >= NUM_Q_HEADS)
+    if FP8:  # has no infinity
+        result_first = tl.clamp(result_first, -448.0, 448.0)
+        result_second = tl.clamp(result_second, -448.0, 448.0)
     if slot >= 0:
         tl.store(kv_target, result_first.to(kv.dtype.element_ty), mask=is_kv)
         tl.store(kv_target + HALF, result_second.to(kv.dtype.element_ty), mask=is_kv)
@@ -118,5 +122,6 @@ def norm_rope_store(
         qkv, q_weight, k_weight, table, positions, slots, q, kv, qkv.stride(0), eps,
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=kv.shape[2], HALF=head_dim // 2,
         TILE=next_power_of_2(head_dim // 2), HEADS=HEADS_PER_PROGRAM, NORM=weights is not None, OFFSET=offset,
+        FP8=kv.dtype.itemsize == 1,
         num_warps=4, **launch_options(qkv, num_tokens),
     )  # fmt: skip

@@ -41,7 +41,7 @@ def attend_tiles(
         if TMA:
             k_row = block * (2 * BLOCK_SIZE) + start % BLOCK_SIZE
             k_t = kv_rows.load([k_row, head_column]).T
-            v = kv_rows.load([k_row + BLOCK_SIZE, head_column])
+            v = kv_rows.load([k_row + BLOCK_SIZE, head_column]).to(q_tile.dtype)
             if MASKED:
                 v = tl.where(exists[:, None], v, 0.0)
         elif MASKED:

@@ -53,6 +53,8 @@ class ModelSpec:
     """Per layer: a query at position i sees keys j with i - window < j <= i; None: all j <= i."""
     tied_embeddings: bool
     dtype: torch.dtype
+    kv_cache_dtype: torch.dtype | None = None
+    """Type in which keys and values are stored; None: `dtype`."""
     num_rope_tables: int = 1
     """Distinct position tables that the layers share."""
     num_parameters: int
@@ -69,6 +71,11 @@ class ModelSpec:
                 "the number of query heads must be a multiple of the number of KV heads"
             )
         assert len(self.windows) == self.num_layers, "one window (or None) per layer"
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Type in which keys and values are stored."""
+        return self.kv_cache_dtype or self.dtype
 
     @property
     def weight_bytes(self) -> int:

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of one prefill step")
     parser.add_argument("--block-size", type=int, default=defaults["block_size"], help="tokens per KV block")
     parser.add_argument("--dtype", default=defaults["dtype"])
+    parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
     parser.add_argument("--device", default=defaults["device"])
     parser.add_argument("--attention-backend", default=defaults["attention_backend"])
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -171,7 +172,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     same = (
-        "model max_model_len max_num_seqs max_num_batched_tokens block_size dtype device attention_backend enforce_eager "
+        "model max_model_len max_num_seqs max_num_batched_tokens block_size dtype kv_cache_dtype device attention_backend enforce_eager "
         "seed load_format tokenizer skip_tokenizer_init"
     )
     return {name: getattr(options, name) for name in same.split()} | {

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=4, help="requests of several lengths (default: %(default)s)")
     parser.add_argument("--output-len", type=int, default=32, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--dtype", default=defaults["dtype"])
+    parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
     parser.add_argument("--device", default=defaults["device"])
     parser.add_argument("--attention-backend", default=defaults["attention_backend"])
     parser.add_argument("--seed", type=int, default=defaults["seed"])
@@ -48,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
             gpu_memory_limit=options.gpu_memory,
             host_memory_limit=options.host_memory,
             dtype=options.dtype,
+            kv_cache_dtype=options.kv_cache_dtype,
             device=options.device,
             attention_backend=options.attention_backend,
             load_format="auto" if options.shape is None else "dummy",

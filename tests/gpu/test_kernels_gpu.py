@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -301,3 +302,25 @@ def test_captured_flash_attn_decode_follows_the_number_of_items():
         partials.out.fill_(POISON)
         graph.replay()
         assert relative_error(out, dense_decode(spec, q, paged, [n])) < 1e-2
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs compute capability 8.9"
+)
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_a_float8_cache_gives_the_bits_of_a_wide_one_with_the_same_values(head_dim):
+    """Decode and prefill widen what they read, so the type of the cache changes its bytes only."""
+    spec = bf16_spec(group=4, kv_heads=2, head_dim=head_dim)
+    narrow_spec = replace(spec, kv_cache_dtype=torch.float8_e4m3fn)
+    lens = [700, 256, 3]
+    paged, q = make_paged(spec, lens, DEVICE), make_q(spec, len(lens), DEVICE)
+    used = torch.isfinite(paged.kv)
+    narrow = torch.where(used, paged.kv, 0).to(torch.float8_e4m3fn)
+    wide = torch.where(used, narrow.to(spec.dtype), paged.kv)
+    want, _ = run_decode(TritonBackend(spec, DEVICE), q, wide, paged.tables, lens)
+    got, _ = run_decode(TritonBackend(narrow_spec, DEVICE), q, narrow, paged.tables, lens)
+    assert torch.equal(got, want)
+    many = make_q(spec, sum(lens), DEVICE)
+    begin = [0] * len(lens)
+    want = run_prefill(TritonBackend(spec, DEVICE), many, replace(paged, kv=wide), begin, lens)
+    assert torch.equal(run_prefill(TritonBackend(narrow_spec, DEVICE), many, replace(paged, kv=narrow), begin, lens), want)

@@ -1,0 +1,77 @@
+"""kv_cache_dtype="fp8": half the bytes, the same bits in every mode, and nothing but the store rounds."""
+
+import pytest
+import torch
+from engines import BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
+from tiny_models import make_checkpoint
+
+from nanoinfer import EngineConfig
+from nanoinfer.attention.base import AttentionSpec
+from nanoinfer.attention.flash_attn_backend import FlashAttnBackend
+from nanoinfer.attention.torch_backend import TorchBackend
+from nanoinfer.bench.floors import kv_bytes
+from nanoinfer.layers import KVSlots
+from nanoinfer.models.base import ModelSpec
+from offload import SimulatedRuntime
+
+PROMPTS, PARAMS = random_prompts(5, 1, 150), some_params(5)
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("fp8"), **SMALL)
+
+
+def make_fp8_engine(path, runtime=None, **arguments):
+    return make_engine(path, runtime, kv_cache_dtype="fp8", **arguments)
+
+
+def test_a_block_takes_a_byte_per_value(path):
+    engine, wide = make_fp8_engine(path), make_engine(path)
+    assert wide.runner.layout.block_bytes == BLOCK_BYTES
+    assert engine.runner.layout.block_bytes == BLOCK_BYTES // 4  # the model is float32
+    assert engine.runner.kv_cache.gpu_kv.dtype == FP8
+    spec: ModelSpec = engine.runner.model.spec
+    assert kv_bytes(spec, [100]) * 4 == kv_bytes(wide.runner.model.spec, [100])
+
+
+def test_every_mode_gives_the_same_bits(path):
+    wanted = run(make_fp8_engine(path), PROMPTS, PARAMS)
+    assert wanted != run(make_engine(path), PROMPTS, PARAMS), "the cache was not rounded"
+    offload = make_fp8_engine(path, enable_cpu_offload=True)
+    assert run(offload, PROMPTS, PARAMS) == wanted and offload.stats()["streamed_bytes"] > 0
+    assert_pools_as_before(offload)
+    assert run(make_fp8_engine(path, enforce_eager=True), PROMPTS, PARAMS) == wanted
+    assert run(make_fp8_engine(path), PROMPTS, PARAMS, switching({5: "offload", 12: "resident"})) == wanted
+    for seed in range(5):
+        shuffled = make_fp8_engine(path, SimulatedRuntime(seed), enable_cpu_offload=True)
+        assert run(shuffled, PROMPTS, PARAMS) == wanted
+
+
+def test_only_the_store_rounds(path, monkeypatch):
+    """A wide cache that is given rounded keys and values yields the same bits: nothing else is done in fewer."""
+    wanted = run(make_fp8_engine(path), PROMPTS, PARAMS)
+    store = KVSlots.store
+    monkeypatch.setattr(KVSlots, "store", lambda self, k, v: store(self, k.to(FP8).to(k.dtype), v.to(FP8).to(v.dtype)))
+    assert run(make_engine(path), PROMPTS, PARAMS) == wanted
+
+
+def test_values_beyond_the_range_are_stored_as_the_largest():
+    kv = torch.zeros(1, 2, 16, 1, 16, dtype=FP8)
+    k = torch.full((1, 1, 16), 1e6)
+    KVSlots(kv, torch.tensor([3])).store(k, -k)
+    assert (kv[0, 0, 3].float() == 448).all() and (kv[0, 1, 3].float() == -448).all()
+    assert not kv.float()[0, :, :3].any() and not kv.float()[0, :, 4:].any()
+
+
+def test_other_types_and_backends_are_refused():
+    with pytest.raises(ValueError, match="kv_cache_dtype='int4'.*auto, fp8"):
+        EngineConfig(model="m", kv_cache_dtype="int4")
+    spec = AttentionSpec(
+        num_q_heads=2, num_kv_heads=1, head_dim=16, scale=0.25, block_size=256, softcap=None, windows=(None,),
+        dtype=torch.bfloat16, kv_cache_dtype=FP8,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="KV cache is torch.float8_e4m3fn.*choose attention backend 'triton'"):
+        FlashAttnBackend.check_spec(spec, offload=False)
+    TorchBackend.check(spec, "cpu", offload=True)
