@@ -49,8 +49,8 @@ class EngineConfig:
         tokenizer: directory or hub id of the tokenizer; None takes the model's.
         skip_tokenizer_init: True works on token ids only.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
-        kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory and half the bytes on the link
-            per token, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
+        kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its bytes
+            on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
         device: "auto" (CUDA if there is one), "cuda", "cuda:1", "cpu".
         max_model_len: tokens of a prompt with its output. None: the model's own limit, cut to what the memory holds.
         max_num_seqs: sequences that run at once. None: 256, or 64 where the budget is below 32 GiB.
@@ -75,6 +75,11 @@ class EngineConfig:
         enforce_eager: no CUDA graphs.
         cuda_graph_batch_sizes: batch sizes to capture. None: powers of two up to `max_num_seqs`; "staged": powers of
             two to 16, multiples of 16 to 256, multiples of 256 beyond.
+        capture_num_tokens: token counts of prefill steps to capture, as vLLM's `cudagraph_capture_sizes`. A step of no
+            more tokens than the largest is padded to the next one, with graphs or without; larger ones run eagerly.
+            Each costs start-up time and a graph per layer. None: on CUDA those of 16, 32, 64, 128, 256 and 512 that are at
+            most `max_num_batched_tokens` (a quarter of it where that is None, too, and was cut to below 2048 for lack of
+            memory); none on the CPU, where padding would cost more than it saves. []: none.
         attention_backend: "auto", "triton", "torch" or "flash_attn".
         enable_prefix_caching: reuse KV blocks of equal prompt beginnings.
         seed: for requests without a seed of their own, and for dummy weights.
@@ -104,6 +109,7 @@ class EngineConfig:
     ring_slot_bytes: int | str | None = None
     enforce_eager: bool = False
     cuda_graph_batch_sizes: list[int] | str | None = None
+    capture_num_tokens: list[int] | None = None
     attention_backend: str = "auto"
     enable_prefix_caching: bool = True
     seed: int = 0
@@ -143,6 +149,7 @@ class EngineConfig:
         if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={utilization!r} must be above 0 and at most 1, such as 0.9")
         self._check_batch_sizes()
+        self._check_capture_num_tokens()
 
     @classmethod
     def from_arguments(cls, arguments: dict[str, Any]) -> EngineConfig:
@@ -172,6 +179,14 @@ class EngineConfig:
             sizes = [size for size in powers if size <= 256]
         return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs]
 
+    def graph_num_tokens(self, max_num_batched_tokens: int, is_cuda: bool) -> list[int]:
+        """Padded token counts of small prefill steps, ascending, none above `max_num_batched_tokens`."""
+        if self.capture_num_tokens is not None:
+            return sorted(set(self.capture_num_tokens))
+        # Steps that the engine itself made smaller than 2048 mean that memory is short: graphs take little of it then.
+        limit = max_num_batched_tokens if self.max_num_batched_tokens is not None else max_num_batched_tokens // 4
+        return [count for count in (16, 32, 64, 128, 256, 512) if is_cuda and count <= limit]
+
     def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if value not in allowed:
@@ -194,4 +209,19 @@ class EngineConfig:
         if not valid:
             raise ValueError(
                 f'cuda_graph_batch_sizes={sizes!r} must be None, "staged" or a list of whole numbers of at least 1'
+            )
+
+    def _check_capture_num_tokens(self) -> None:
+        counts, limit = self.capture_num_tokens, self.max_num_batched_tokens
+        if counts is None:
+            return
+        if not isinstance(counts, list) or not all(type(count) is int and count >= 1 for count in counts):
+            raise ValueError(
+                f"capture_num_tokens={counts!r} must be None, [] for none, or a list of whole numbers of at least 1, "
+                "such as [16, 64, 256]"
+            )
+        if limit is not None and max(counts, default=0) > limit:
+            raise ValueError(
+                f"capture_num_tokens={counts!r} holds {max(counts)}, and a prefill step has at most "
+                f"max_num_batched_tokens={limit} tokens: lower the one or raise the other"
             )

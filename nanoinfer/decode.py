@@ -20,7 +20,7 @@ from nanoinfer.layers import KVSlots
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.sampling_state import SamplingState
 from nanoinfer.sequence import Sequence
-from nanoinfer.work import SplitLists, slot_records, split_lists
+from nanoinfer.work import SplitLists, first_visible_block, slot_records, split_lists
 from offload import Chunk, Graph, Ring, Runtime, Stream, StreamPlan, pack
 from offload.layout import runs
 
@@ -89,6 +89,8 @@ class DecodeProgram:
         self._slot_records = torch.zeros(ring.num_ring_slots, record, dtype=torch.int32, device=device)
         self._pool_work = [_work(table.tensor) for table in self._items]
         self._slot_work = [_work(slot_record) for slot_record in self._slot_records]
+        self._no_stream = StreamPlan(((),) * len(self._kind))
+        self._last_splits: bytes | None = None  # of the lists in the tables, where they are those of resident mode
         self._step_graphs: dict[int, Graph] = {}
         self._piece_graphs: dict[int, list[Graph]] = {}
         self._slot_graphs: list[list[Graph]] = []  # [window][ring slot]
@@ -214,6 +216,7 @@ class DecodeProgram:
     def _reset_tables(self) -> None:
         """A batch of padding rows only, which is what the warm-up run before a capture computes."""
         count = len(self._q)
+        self._last_splits = None
         self._batch_rows.set(self._compute, np.full(count, self.rows.padding_row, dtype=np.int32))
         for ranges, items in zip(self._ranges, self._items, strict=True):
             ranges.set(self._compute, np.zeros(count + 1, dtype=np.int32))
@@ -226,13 +229,23 @@ class DecodeProgram:
         return next((size for size in self.batch_sizes if size >= count), count)
 
     def begin(self, sequences: list[Sequence], write_through: list[tuple[int, int]]) -> DecodeStep:
-        """Uploads what changed and plans the step."""
-        self.rows.update(self._compute, sequences, self._kv_cache)
+        """Uploads what changed and plans the step.
+
+        In resident mode the lists of splits change only when a row comes, goes or begins a block: until then a step costs
+        the host the same for any context.
+        """
+        rows_changed = self.rows.update(self._compute, sequences, self._kv_cache)
         size = self.padded_size(len(sequences))
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int32)
         lengths = np.array([sequence.num_tokens for sequence in sequences])
         padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
+        self.counters.padded_rows += len(padding)
+        self.counters.num_rows += len(rows)
+        resident = self._resident_splits(size, rows, lengths)
+        if resident is not None and resident == self._last_splits and not rows_changed:
+            return DecodeStep(self, size, self._no_stream, self._no_stream, write_through, {})
+        self._last_splits = resident
         lists = self._split_lists(rows, lengths)
         plan = self._stream_plan(lists)
         for index, found in enumerate(lists):
@@ -243,12 +256,18 @@ class DecodeProgram:
             self._items[index].set(self._compute, np.concatenate([head, found.on_gpu]))
             chunks = plan.chunks[self._kind.index(index)]
             self._records[index].set(self._compute, slot_records(found.on_host, chunks, self._ring.blocks_per_slot))
-        self.counters.padded_rows += len(padding)
-        self.counters.num_rows += len(rows)
         promoted = self._kv_cache.promote(rows.tolist())
         # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
         ahead = self._stream_plan(self._split_lists(rows, lengths)) if promoted else plan
         return DecodeStep(self, size, plan, ahead, write_through, promoted)
+
+    def _resident_splits(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> bytes | None:
+        """What the split lists of a batch that streams nothing depend on, beside the rows' blocks; None in offload mode."""
+        if self._kv_cache.offload is not None:
+            return None
+        block_size = self._kv_cache.block_size
+        first = [first_visible_block(lengths - 1, window, block_size) for window in self.windows]
+        return np.concatenate([[size], rows, -(-lengths // block_size), *first]).tobytes()
 
     def _split_lists(self, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
         """For each window, where the splits of the rows lie."""

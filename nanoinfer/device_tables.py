@@ -51,11 +51,11 @@ class RowState:
         self._updates = torch.zeros(max_num_seqs * self._width, dtype=torch.int32, device=device)
         self._staging = Staging(runtime, max_num_seqs * self._width, torch.int32)
 
-    def update(self, stream: Stream, sequences: list[Sequence], kv_cache: KVCache) -> None:
-        """Uploads the rows of `sequences` that changed since their last upload."""
+    def update(self, stream: Stream, sequences: list[Sequence], kv_cache: KVCache) -> bool:
+        """Uploads the rows of `sequences` that changed since their last upload; whether there were any."""
         changed = [sequence for sequence in sequences if sequence.row in kv_cache.changed_rows]
         if not changed:
-            return
+            return False
         count = len(changed)
         host = self._staging.acquire().numpy()[: count * self._width].reshape(count, self._width)
         for line, sequence in zip(host, changed, strict=True):
@@ -76,3 +76,4 @@ class RowState:
             self.block_table.index_copy_(0, rows, lines[:, 3:])
 
         stream.run(apply)
+        return True

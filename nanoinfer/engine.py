@@ -364,6 +364,9 @@ class LLMEngine:
         `link_gbps` is the bytes of all streaming decode steps over their whole time, compute included, in GB/s
         (10^9): what the link was used for, not what it could do.
 
+        `prefill_graph_steps` counts prefill steps whose layers ran from graphs, `prefill_graph_hit_rate` is their share of
+        all, and `prefill_padded_tokens` what was added to small steps.
+
         `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
         step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are
         estimates from a sample of the steps; in `host_seconds` of `decode_seconds` the host did not wait for the device.
@@ -371,7 +374,7 @@ class LLMEngine:
         effect.
         """
         runner, times, counters = self.runner, self.times, self.runner.decode_program.counters
-        decode = self.meter.times
+        decode, prefill = self.meter.times, self.runner.prefill_program.pieces.counters
         gpu_blocks, offload = runner.kv_cache.gpu_blocks, runner.offload
         if offload is not None:
             offload.reclaim()
@@ -390,6 +393,8 @@ class LLMEngine:
             "host_blocks_used": 0 if host_blocks is None else host_blocks.num_used,
             "host_blocks_free": 0 if host_blocks is None else host_blocks.num_free,
             "host_blocks_cached": 0 if host_blocks is None else host_blocks.num_cached,
+            "prefix_cache_queried_tokens": runner.kv_cache.prefixes.num_queried_tokens,
+            "prefix_cache_hit_tokens": runner.kv_cache.prefixes.num_hit_tokens,
             "kv_blocks_resident": runner.kv_cache.residency.num_resident,
             "kv_blocks_streamed": runner.kv_cache.residency.num_streamed,
             "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
@@ -400,6 +405,10 @@ class LLMEngine:
             "num_prefill_steps": times.num_prefill_steps,
             "num_prefill_tokens": times.num_prefill_tokens,
             "prefill_seconds": times.prefill,
+            "prefill_graph_steps": prefill.graph_steps,
+            "prefill_eager_steps": prefill.eager_steps,
+            "prefill_padded_tokens": prefill.padded_tokens,
+            "prefill_graph_hit_rate": prefill.graph_hit_rate,
             "num_decode_steps": decode.num_steps,
             "num_decode_tokens": times.num_decode_tokens,
             "decode_seconds": decode.seconds,

@@ -68,7 +68,7 @@ class KVCache:
         self.offload: OffloadEngine | None = None  # set while in offload mode
         self._runtime = runtime
         self._compute = compute
-        self._prefixes = PrefixCache(layout.block_size, enable_prefix_caching)
+        self.prefixes = PrefixCache(layout.block_size, enable_prefix_caching)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_reserved_host = 0
         self._num_reserved_splits = 0
@@ -102,7 +102,7 @@ class KVCache:
                 if sequence.row is not None:
                     self.release(sequence)  # `saved` is whole still
                 raise
-        hits = self._prefixes.find(sequence, self._home()[1])
+        hits = self.prefixes.find(sequence, self._home()[1])
         if self.offload is not None:
             admitted = self._admit_offload(sequence, hits)
         else:
@@ -110,6 +110,7 @@ class KVCache:
         if admitted:
             sequence.num_computed = sequence.num_cached = len(hits) * self.block_size
             sequence.num_published = len(hits)
+            self.prefixes.count(sequence, len(hits))
         return admitted
 
     def _admit_resident(self, sequence: Sequence, hits: list[int]) -> bool:
@@ -483,7 +484,7 @@ class KVCache:
     def publish(self, sequence: Sequence) -> None:
         """Offers the full blocks of an admitted sequence whose tokens are known to others with an equal beginning."""
         table, pool = self._home()
-        self._prefixes.publish(sequence, table[sequence.row], pool)
+        self.prefixes.publish(sequence, table[sequence.row], pool)
 
     def _home(self) -> tuple[np.ndarray, BlockPool]:
         """The table and pool in which full blocks lie, and are published, in this mode."""

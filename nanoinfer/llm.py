@@ -45,13 +45,6 @@ class LLM:
                 before, after = (num_bytes / 2**30 for num_bytes in self.engine.runner.graph_memory)
                 _report(f"GPU memory in use {before:.2f} GiB before graph capture, {after:.2f} GiB after")
 
-    @classmethod
-    def from_engine(cls, engine: LLMEngine) -> LLM:
-        """An LLM over an engine that exists already, such as one on a simulated runtime."""
-        llm = cls.__new__(cls)
-        llm._engine, llm._next_request = engine, 0
-        return llm
-
     @property
     def engine(self) -> LLMEngine:
         """The engine below, step by step."""

@@ -31,7 +31,7 @@ class MemoryPlan:
 
     Attributes:
         activation_bytes: transient memory of the largest prefill step, or of sampling if that takes more.
-        workspace_bytes: fixed decode buffers and tables, without the attention partials.
+        workspace_bytes: fixed buffers of decode and of small prefill steps, and tables, without the attention partials.
         library_bytes: workspaces of libraries, and rounding.
         graph_bytes: private memory of the captured graphs.
         split_bytes: attention partials of one split.
@@ -146,7 +146,14 @@ def make_plan(
 def _batched_tokens(config: EngineConfig, max_model_len: int, is_cuda: bool) -> list[int]:
     if config.max_num_batched_tokens is not None:
         return [config.max_num_batched_tokens]
-    return [size for size in (8192, 4096, 2048, 1024, 512, 256) if is_cuda or size <= 2048]
+    sizes = [size for size in (8192, 4096, 2048, 1024, 512, 256) if is_cuda or size <= 2048]
+    captured = max(config.capture_num_tokens or [], default=0)
+    if captured > sizes[0]:
+        raise ValueError(
+            f"capture_num_tokens={config.capture_num_tokens!r} holds {captured}, and a prefill step has at most {sizes[0]} "
+            "tokens here: lower capture_num_tokens or set max_num_batched_tokens"
+        )
+    return [size for size in sizes if size >= captured]
 
 
 def _spend(
@@ -167,13 +174,16 @@ def _spend(
     row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + SAMPLING_ROW_BYTES
     row += spec.vocab_size // 8  # the seen tokens' bits
     workspace = max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * sizes.max_num_batched_tokens
+    # Of small prefill steps: positions, hidden states, queries, attention outputs.
+    graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)
+    workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim))
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
         weight_bytes=spec.weight_bytes + spec.rope_bytes(sizes.max_model_len),
         activation_bytes=_activation_bytes(spec, sizes, max_batch, is_cuda),
         workspace_bytes=workspace,
         library_bytes=LIBRARY_BYTES if is_cuda else 0,
-        graph_bytes=0 if config.enforce_eager or not is_cuda else _decode_bytes(spec, max_batch),
+        graph_bytes=0 if config.enforce_eager or not is_cuda else _graph_bytes(spec, max_batch, graph_tokens),
         ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes,
         block_bytes=layout.block_bytes,
         split_bytes=split_bytes,
@@ -227,11 +237,12 @@ def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
     return tokens * max(attention, mlp)
 
 
-def _decode_bytes(spec: ModelSpec, rows: int) -> int:
-    """Transient memory of one decode step in a graph: the largest layer, and the logits."""
+def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
+    """Transient memory of what runs in graphs, which share one pool: the largest layer, and a decode step's logits."""
     size, heads = spec.dtype.itemsize, spec.num_q_heads * spec.head_dim
     layer = size * (4 * spec.hidden_size + 3 * heads + 3 * spec.intermediate_size)
-    return rows * max(layer, (4 + size) * spec.vocab_size + size * spec.hidden_size)
+    logits = (4 + size) * spec.vocab_size + size * spec.hidden_size
+    return max(max(rows, prefill_tokens) * layer, rows * logits)
 
 
 def _sampling_bytes(spec: ModelSpec, rows: int) -> int:

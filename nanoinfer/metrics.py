@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanoinfer.memory import GIB
 from offload import Runtime, Stream, Timeline
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 SAMPLE_EVERY = 16  # decode steps; a mark costs the host a few microseconds, and there are several per ring slot
 LINK_BOUND = 0.85  # share of the time in which the link is busy
 CPU_BOUND = 0.9  # share of the time in which the host does not wait for the device
-GIB = 2**30
 
 
 @dataclass

@@ -7,6 +7,7 @@ output. Where everything lies in the GPU pool there is one piece only. Both give
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,17 +16,19 @@ import torch
 from nanoinfer.attention.base import AttentionBackend, PrefillPiece, PrefillState
 from nanoinfer.device_tables import DeviceTable
 from nanoinfer.kv_cache import NO_BLOCK, KVCache
-from nanoinfer.layers import KVSlots
 from nanoinfer.models.base import DecoderModel
+from nanoinfer.packer import Packer
+from nanoinfer.prefill_pieces import PADDING, PrefillPieces, StepTensors
 from nanoinfer.scheduler import PrefillChunk
 from nanoinfer.work import first_visible_block
 from offload import Chunk, Ring, Runtime, Stream, StreamPlan, pack
 
 
 class PrefillProgram:
-    """Runs prefill steps eagerly.
+    """Runs prefill steps: the pieces of small ones from graphs, their attention and larger steps eagerly.
 
     Args:
+        capture_num_tokens: padded token counts with graphs, ascending; none above `max_tokens`.
         max_tokens: tokens of one step.
         max_seqs: sequences of one step.
         max_blocks_per_seq: logical blocks of one sequence.
@@ -43,8 +46,10 @@ class PrefillProgram:
         max_tokens: int,
         max_seqs: int,
         max_blocks_per_seq: int,
+        capture_num_tokens: list[int],
     ) -> None:
-        self.runtime, self.compute = runtime, compute
+        assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the tables"
+        self.compute = compute
         self.model, self.backend, self.kv_cache, self.ring = model, backend, kv_cache, ring
         windows = list(dict.fromkeys(model.spec.windows))
         self.windows = windows
@@ -58,13 +63,13 @@ class PrefillProgram:
         size += 3 * (9 + 2 * len(windows))  # each part begins at a multiple of 4
         size += 3 * len(windows) * blocks
         self._table = DeviceTable(runtime, size)
+        self.pieces = PrefillPieces(runtime, compute, model, kv_cache, self._table, capture_num_tokens)
         self._slot_places = torch.arange(ring.blocks_per_slot, dtype=torch.int32, device=runtime.device).view(1, -1)
 
     def begin(self, chunks: list[PrefillChunk], write_through: list[tuple[int, int]]) -> PrefillStep:
         """Uploads the step's tables and plans it."""
-        packer = _Packer()
-        token_ids, positions, slots = self._tokens(chunks)
-        tokens = [packer.add(values) for values in (token_ids, positions, slots)]
+        packer = Packer()
+        tokens = [packer.add(values) for values in self._tokens(chunks)]  # first: graphs read them there
         lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
         cu_seqlens = packer.add(np.concatenate([[0], np.cumsum(lengths)]))
         finished = [i for i, chunk in enumerate(chunks) if chunk.is_last]
@@ -82,8 +87,9 @@ class PrefillProgram:
             history = [self._history(i, chunk, f, window) for i, (chunk, f) in enumerate(zip(chunks, first_blocks))]
             load_state.append(packer.add([int(bool(pieces)) for pieces in history]))
             histories.append(_History([piece for pieces in history for piece in pieces], packer, self.kv_cache))
-        table = packer.upload(self._table, self.compute)
-        view = table.view
+        packer.upload(self._table, self.compute)
+        num_tokens = int(lengths.sum())
+        view = self._view
         gpu_pieces = [
             PrefillPiece(
                 cu_seqlens_q=view(cu_seqlens),
@@ -93,7 +99,7 @@ class PrefillProgram:
                 load_state=view(load_state[kind]),
                 block_table=view(block_table).view(len(chunks), width),
                 max_query_len=int(lengths.max()),
-                query_rows=(0, len(token_ids)),
+                query_rows=(0, num_tokens),
                 store_state=False,
             )
             for kind in range(len(self.windows))
@@ -103,15 +109,21 @@ class PrefillProgram:
             chunks=chunks,
             write_through=write_through,
             plan=StreamPlan(tuple(histories[kind].chunks for kind in self.kind)),
-            token_ids=view(tokens[0]),
-            positions=view(tokens[1]),
-            slots=view(tokens[2]),
+            num_tokens=num_tokens,
+            tensors=self.pieces.begin(num_tokens, tokens),
             last=view(last),
             last_rows=view(last_rows),
             gpu_pieces=gpu_pieces,
             slot_tables=[view(history.table).view(-1, 3) for history in histories],
             lengths=lengths,
         )
+
+    def capture(self, progress: Callable[[str], None]) -> None:
+        """Captures the pieces of small steps; see `PrefillPieces.capture`."""
+        self.pieces.capture(progress)
+
+    def _view(self, place: slice) -> torch.Tensor:
+        return self._table.tensor[place]
 
     def slot_piece(self, step: PrefillStep, kind: int, chunk: Chunk) -> PrefillPiece:
         """The keys of one sequence that lie in a ring slot."""
@@ -130,7 +142,7 @@ class PrefillProgram:
         )
 
     def _tokens(self, chunks: list[PrefillChunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids, positions and slots of all tokens of the step."""
+        """Token ids, positions and slots of all tokens of the step and its padding."""
         block_size = self.kv_cache.block_size
         positions = [np.arange(chunk.begin, chunk.end) for chunk in chunks]
         slots = [
@@ -138,7 +150,12 @@ class PrefillProgram:
             for chunk, at in zip(chunks, positions, strict=True)
         ]
         token_ids = [chunk.sequence.token_ids[chunk.begin : chunk.end] for chunk in chunks]
-        return np.concatenate(token_ids), np.concatenate(positions), np.concatenate(slots)
+        num_tokens = sum(map(len, positions))
+        num_padding = self.pieces.padded_count(num_tokens) - num_tokens
+        return tuple(
+            np.concatenate([*parts, np.full(num_padding, value)])
+            for parts, value in zip((token_ids, positions, slots), PADDING, strict=True)
+        )
 
     def _first_gpu_block(self, chunk: PrefillChunk) -> int:
         """The logical block from which on all blocks lie on the GPU; those before it lie on the host."""
@@ -173,7 +190,7 @@ class _HistoryPiece:
 class _History:
     """The ring chunks of one kind of layer, with a table of (first block, end of the keys, load state) for each."""
 
-    def __init__(self, pieces: list[_HistoryPiece], packer: _Packer, kv_cache: KVCache) -> None:
+    def __init__(self, pieces: list[_HistoryPiece], packer: Packer, kv_cache: KVCache) -> None:
         self.chunks = [Chunk(piece.blocks, 0, (piece.sequence, i)) for i, piece in enumerate(pieces)]
         ends = [(piece.first_block + len(piece.blocks)) * kv_cache.block_size for piece in pieces]
         rows = [(piece.first_block, end, int(piece.continues)) for piece, end in zip(pieces, ends, strict=True)]
@@ -185,6 +202,8 @@ class PrefillStep:
     """One prefill step as the offload engine runs it (see `offload.OffloadStep`).
 
     Attributes:
+        num_tokens: without padding.
+        tensors: what the pieces read and leave; dropped by the last piece.
         last: [number of chunks that end their prompt] index of each one's last token in the step.
         last_rows: the rows of these.
         last_normed: [number of chunks that end their prompt, hidden_size], what the head reads; filled by the last piece.
@@ -194,9 +213,8 @@ class PrefillStep:
     chunks: list[PrefillChunk]
     write_through: list[tuple[int, int]]
     plan: StreamPlan
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
+    num_tokens: int
+    tensors: StepTensors | None
     last: torch.Tensor
     last_rows: torch.Tensor
     gpu_pieces: list[PrefillPiece]
@@ -204,81 +222,38 @@ class PrefillStep:
     lengths: np.ndarray
     ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
     last_normed: torch.Tensor = field(init=False)
-    _x: torch.Tensor = field(init=False)
-    _q: torch.Tensor | None = None
-    _positions: torch.Tensor = field(init=False)
-    _out: torch.Tensor | None = None
     _state: PrefillState | None = None
 
     def compute_all(self) -> bool:
         return False
 
     def compute(self, layer: int) -> None:
-        self.program.compute.run(lambda: self._piece(layer))
+        program = self.program
+        if layer > 0:
+            program.compute.run(lambda: self._attend_gpu(layer - 1))
+        program.pieces.enqueue(layer, self.tensors)
+        if layer == len(program.kind):
+            program.compute.run(self._finish)
 
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         self.program.compute.run(lambda: self._attend_slot(layer, chunk, ring_slot))
 
-    def _piece(self, layer: int) -> None:
-        program, model = self.program, self.program.model
-        if layer == 0:
-            self._positions = self.positions.long()
-            hidden = model.embed(self.token_ids.long())
-        else:
-            attention = self._attend_gpu(layer - 1)
-            self._q = None  # makes room for the gated layer, the largest part of the step
-            hidden = model.after_attention(layer - 1, self._x, attention)
-        self._x = hidden.x
-        if layer == len(program.kind):
-            self.last_normed = hidden.normed.value.index_select(0, self.last)
-            self._state = self._out = None
-            del self._x
-            return
-        target = KVSlots(program.kv_cache.gpu_kv[layer], self.slots)
-        self._q = model.before_attention(layer, hidden, self._positions, target)
+    def _finish(self) -> None:
+        self.last_normed = self.tensors.x.index_select(0, self.last)
+        self.tensors = self._state = None
 
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         program, kind = self.program, self.program.kind[layer]
         if self._state is None:
-            self._state = program.backend.prefill_state(len(self._q))
+            self._state = program.backend.prefill_state(self.num_tokens)
         piece = program.slot_piece(self, kind, chunk)
-        self._run(layer, piece, program.ring.slots[ring_slot])
+        self._attend(layer, piece, program.ring.slots[ring_slot])
 
-    def _attend_gpu(self, layer: int) -> torch.Tensor:
+    def _attend_gpu(self, layer: int) -> None:
         kv = self.program.kv_cache.gpu_kv[layer]
-        return self._run(layer, self.gpu_pieces[self.program.kind[layer]], kv)
+        self._attend(layer, self.gpu_pieces[self.program.kind[layer]], kv)
 
-    def _run(self, layer: int, piece: PrefillPiece, kv: torch.Tensor) -> torch.Tensor:
-        if self._out is None:
-            self._out = torch.empty_like(self._q, memory_format=torch.contiguous_format)
+    def _attend(self, layer: int, piece: PrefillPiece, kv: torch.Tensor) -> None:
+        q, out = self.tensors.attention_rows(self.num_tokens)
         window = self.program.model.spec.windows[layer]
-        self.program.backend.prefill(self._q, kv, piece, self._state, self._out, window)
-        return self._out
-
-
-class _Packer:
-    """Collects int32 arrays for one upload and hands out where each lies. Each begins at a multiple of 4 elements."""
-
-    def __init__(self) -> None:
-        self._arrays: list[np.ndarray] = []
-        self._size = 0
-
-    def add(self, values: np.ndarray | list[int]) -> slice:
-        array = np.asarray(values, dtype=np.int32).reshape(-1)
-        place = slice(self._size, self._size + len(array))
-        padding = np.zeros(-len(array) % 4, dtype=np.int32)
-        self._arrays += [array, padding]
-        self._size += len(array) + len(padding)
-        return place
-
-    def upload(self, table: DeviceTable, stream: Stream) -> _Packed:
-        table.set(stream, np.concatenate(self._arrays))
-        return _Packed(table.tensor)
-
-
-class _Packed:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def view(self, place: slice) -> torch.Tensor:
-        return self._tensor[place]
+        self.program.backend.prefill(q, kv, piece, self._state, out, window)

@@ -16,11 +16,15 @@ class PrefixCache:
     Args:
         block_size: tokens of a block.
         is_enabled: where not, nothing is published, and so nothing found.
+
+    Attributes:
+        num_queried_tokens, num_hit_tokens: of the prompts admitted so far, and those of them that were found.
     """
 
     def __init__(self, block_size: int, is_enabled: bool) -> None:
         self._block_size = block_size
         self._is_enabled = is_enabled
+        self.num_queried_tokens = self.num_hit_tokens = 0
 
     def find(self, sequence: Sequence, pool: BlockPool) -> list[int]:
         """Takes up the published blocks of the longest known prefix; at least one token stays to be computed."""
@@ -33,6 +37,12 @@ class PrefixCache:
                 break
             hits.append(block)
         return hits
+
+    def count(self, sequence: Sequence, num_hits: int) -> None:
+        """Notes that a sequence was admitted with so many blocks found."""
+        if self._is_enabled:
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_hit_tokens += num_hits * self._block_size
 
     def publish(self, sequence: Sequence, table_row: np.ndarray, pool: BlockPool) -> None:
         """Offers the sequence's full blocks whose tokens are known to others with an equal beginning.

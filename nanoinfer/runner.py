@@ -27,7 +27,7 @@ from nanoinfer.scheduler import DecodeBatch, PrefillBatch
 from nanoinfer.sequence import Sequence, SequenceState
 from offload import Event, HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream, Timeline
 from offload.pinned import HostArena
-from offload.timeline import COMPUTE
+from offload.timeline import COMPUTE, NoTimeline
 
 SEGMENT_BYTES = GIB
 
@@ -136,6 +136,7 @@ class ModelRunner:
             max_tokens=plan.max_num_batched_tokens,
             max_seqs=plan.max_num_seqs,
             max_blocks_per_seq=max_blocks,
+            capture_num_tokens=config.graph_num_tokens(plan.max_num_batched_tokens, runtime.device.type == "cuda"),
         )
         self._offload: OffloadEngine | None = None  # kept between switches, since graphs hold the ring's addresses
         self._arena: HostArena | None = None
@@ -227,6 +228,7 @@ class ModelRunner:
     def _capture(self, is_cuda: bool) -> None:
         program, may_offload = self.decode_program, self.mode == "offload" or self.may_spill
         steps = len(program.batch_sizes) * (1 + may_offload) + may_offload
+        steps += len(self.prefill_program.pieces.capture_num_tokens)
         before = self._memory_in_use()
         bar = tqdm(total=steps, desc="capturing graphs", disable=not self.config.progress_bar or before == 0)
 
@@ -242,6 +244,7 @@ class ModelRunner:
         try:
             with bar, self.compute.current():
                 (program.capture_offload if may_offload else program.capture_resident)(progress)
+                self.prefill_program.capture(progress)
         finally:
             if was_enabled:
                 gc.enable()
@@ -298,11 +301,10 @@ class ModelRunner:
     @contextmanager
     def _timed(self, timeline: Timeline | None) -> Iterator[None]:
         """One span over all that is enqueued on the compute stream."""
-        if timeline is not None:
-            timeline.begin(self.compute, COMPUTE)
+        lanes = NoTimeline() if timeline is None else timeline
+        lanes.begin(self.compute, COMPUTE)
         yield
-        if timeline is not None:
-            timeline.lap(self.compute, COMPUTE, "whole step")
+        lanes.lap(self.compute, COMPUTE, "whole step")
 
     def decode(self, batch: DecodeBatch, timeline: Timeline | None = None) -> PendingTokens:
         """Launches a step that computes one token for each sequence and samples the next."""

@@ -111,7 +111,13 @@ class OffloadEngine:
         Args:
             timeline: gets what each stream does and when; None takes no times.
         """
-        self._timeline = timeline = NoTimeline() if timeline is None else timeline
+        self._timeline = NoTimeline() if timeline is None else timeline
+        try:
+            self._run(step, self._timeline)
+        finally:
+            self._timeline = NoTimeline()  # blocks may be written between steps, too
+
+    def _run(self, step: OffloadStep, timeline: NoTimeline) -> None:
         plan, ring = step.plan, self.ring
         # Write-through of the step before must have arrived before its blocks are read again. One wait serves the
         # whole step: blocks that become full in this step are not in its plan.

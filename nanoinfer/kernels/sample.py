@@ -158,11 +158,19 @@ def _cut_kernel(
         peaks = tile_max + index * num_tiles
         last_id = tl.full([], VOCAB_SIZE, tl.int32)
         if wants_k:
-            # The largest value that k scores or more reach. A tile that does not reach even what is known is skipped.
+            # The largest value that k scores or more reach. A tile that does not reach even what is known is skipped: the
+            # tiles' own largest scores bound it from the start.
+            tiles = tl.arange(0, TILES)
+            places = order(tl.load(peaks + tiles, mask=tiles < num_tiles, other=-float("inf")))
+            ordered = tl.sort(tl.where(tiles < num_tiles, places, -2147483648), descending=True)
+            bound = tl.max(tl.where(tiles == tl.minimum(k, TILES) - 1, ordered, -2147483648), 0)
+            bound = tl.where(k <= num_tiles, bound, -2147483648)
+            if floor > 0:  # min_p may drop a tile's largest score
+                bound = tl.full([], -2147483648, tl.int32)
             found = tl.full([], 0, tl.int64)
             for digit in range(11):
                 guess = guesses(found, 30 - 3 * digit)
-                reach = (found - 2147483648).to(tl.int32)
+                reach = tl.maximum((found - 2147483648).to(tl.int32), bound)
                 count = tl.zeros([8, TILE], tl.int32)
                 for tile in range(num_tiles):
                     if order(tl.load(peaks + tile)) >= reach:

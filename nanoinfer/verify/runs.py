@@ -171,7 +171,7 @@ def _add_requests(engine: LLMEngine, workload: Workload, requests: list[Request]
 
 
 class _Switches:
-    """Enters offload mode while a prompt is in prefill, leaves it at half of the tokens, enters it at three quarters."""
+    """Enters offload mode while a prompt is in prefill, leaves it at half of the tokens, enters it again at 3/4."""
 
     def __init__(self, engine: LLMEngine, num_tokens: int) -> None:
         self._engine = engine

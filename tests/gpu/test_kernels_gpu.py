@@ -173,8 +173,9 @@ def test_resident_and_offload_launch_the_same_binaries():
         return [len(cache) for cache in caches]
 
     paged, q = make_paged(spec, lens, DEVICE), make_q(spec, 3, DEVICE)
-    run_decode(backend, q, paged.kv, paged.tables, lens)
-    run_prefill(backend, q, paged, [0, 15, 512], [1, 1, 1])
+    for window in (None, 5):  # a windowed layer has a binary of its own
+        run_decode(backend, q, paged.kv, paged.tables, lens, window)
+        run_prefill(backend, q, paged, [0, 15, 512], [1, 1, 1], window)
     before = count_binaries()
     for window in (None, 1, 16, 100):
         run_decode(backend, q[1:], paged.kv, paged.tables[1:], lens[1:], window)

@@ -156,6 +156,24 @@ def test_eager_equals_graphs_bit_for_bit(model, expected, enable_cpu_offload):
         assert llm.stats()["graph_replays"] == 0 and llm.stats()["eager_steps"] > 0
 
 
+def test_short_prompts_give_the_same_bits_from_graphs_eagerly_and_in_offload_mode(model):
+    """Padded to captured counts, at their edges, in chunks with a history, and beyond the largest."""
+    arguments = COMMON | dict(enable_prefix_caching=False, max_num_batched_tokens=128, capture_num_tokens=[16, 40, 96])
+
+    def outcomes(llm: LLM) -> list:
+        alone = [run(llm, count=1, longest=length, seed=length, max_tokens=6) for length in (1, 15, 16, 40, 90, 200)]
+        return alone + [run(llm, count=8, longest=60, seed=seed, max_tokens=6) for seed in (7, 8)]
+
+    wanted, padded = None, None
+    for extra in ({}, dict(enforce_eager=True), dict(enable_cpu_offload=True)):
+        with LLM(model, **arguments, **extra) as llm:
+            found, stats = outcomes(llm), llm.stats()
+        wanted, padded = wanted or found, padded or stats["prefill_padded_tokens"]
+        assert found == wanted, f"{extra} changes bits"
+        assert stats["prefill_padded_tokens"] == padded > 0 and stats["prefill_eager_steps"] > 0
+        assert (0 < stats["prefill_graph_hit_rate"] < 1) == ("enforce_eager" not in extra)
+
+
 @pytest.mark.parametrize(
     "start, switches",
     [

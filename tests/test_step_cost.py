@@ -1,0 +1,78 @@
+"""What a decode step costs the host, counted in work and not in time."""
+
+import pytest
+from engines import SMALL, make_engine, random_prompts, run, some_params
+from tiny_models import make_checkpoint
+
+from nanoinfer import SamplingParams, decode
+from offload.staging import Staging
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("steps"), **SMALL)
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Elements uploaded and lists of splits built, since the test last cleared them."""
+    found = {"uploaded": 0, "lists": 0}
+    upload, split_lists = Staging.upload, decode.split_lists
+
+    def count_upload(self, stream, destination):
+        found["uploaded"] += destination.numel()
+        upload(self, stream, destination)
+
+    def count_lists(*arguments):
+        found["lists"] += 1
+        return split_lists(*arguments)
+
+    monkeypatch.setattr(Staging, "upload", count_upload)
+    monkeypatch.setattr(decode, "split_lists", count_lists)
+    return found
+
+
+def test_a_resident_step_uploads_and_plans_nothing_while_no_row_comes_goes_or_begins_a_block(path, work):
+    engine = make_engine(path, enable_prefix_caching=False)
+    costs = []
+
+    def at_step(engine, step):
+        lengths = [sequence.num_tokens for sequence in engine.scheduler.running]
+        costs.append((lengths, dict(work)))
+
+    # Blocks of 16: at 49 tokens each row begins a block, and from 51 to 64 nothing happens to either.
+    run(
+        engine,
+        [[5] * 48, [6] * 48],
+        [SamplingParams(temperature=t, max_tokens=16, ignore_eos=True) for t in (0, 1)],
+        at_step,
+    )
+    steady = [
+        {name: after[name] - before[name] for name in before}
+        for (lengths, before), (_, after) in zip(costs[:-1], costs[1:], strict=True)
+        if len(lengths) == 2 and 51 <= min(lengths) and max(lengths) < 64
+    ]
+    assert len(steady) >= 10 and all(step == {"uploaded": 0, "lists": 0} for step in steady), steady
+    assert costs[-1][1]["lists"] > 0 and costs[-1][1]["uploaded"] > 0
+
+
+def test_offload_mode_plans_every_step(path, work):
+    engine = make_engine(path, enable_cpu_offload=True)
+    run(engine, [[5] * 70], some_params(1, max_tokens=10))
+    assert work["lists"] >= 9
+
+
+def test_the_prefix_cache_counts_what_it_is_asked_for_and_what_it_has(path):
+    for enable_cpu_offload in (False, True):
+        engine = make_engine(path, enable_cpu_offload=enable_cpu_offload)
+        prompt = random_prompts(1, 70, 70)[0]
+        for number in range(3):
+            run(engine, [prompt], some_params(1, max_tokens=2))
+            stats = engine.stats()
+            assert stats["prefix_cache_queried_tokens"] == 70 * (number + 1)
+            assert stats["prefix_cache_hit_tokens"] == 64 * number
+        run(engine, [prompt[1:]], some_params(1, max_tokens=2))
+        assert engine.stats()["prefix_cache_hit_tokens"] == 128
+    engine = make_engine(path, enable_prefix_caching=False)
+    run(engine, [prompt, prompt], some_params(2, max_tokens=2))
+    assert engine.stats()["prefix_cache_queried_tokens"] == 0
