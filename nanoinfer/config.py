@@ -73,8 +73,9 @@ class EngineConfig:
         num_ring_slots: ring slots, at least 2.
         ring_slot_bytes: bytes of one ring slot, at least one layer of a block. None: 32 MiB.
         enforce_eager: no CUDA graphs.
-        cuda_graph_batch_sizes: batch sizes to capture. None: powers of two up to `max_num_seqs`; "staged": powers of
-            two to 16, multiples of 16 to 256, multiples of 256 beyond.
+        cuda_graph_batch_sizes: batch sizes to capture. None: powers of two to 32, then 48, 64, 96 and multiples of 32 to
+            256, as far as `max_num_seqs` reaches; "staged": powers of two to 16, multiples of 16 to 256, multiples of 256
+            beyond.
         capture_num_tokens: token counts of prefill steps to capture, as vLLM's `cudagraph_capture_sizes`. A step of no
             more tokens than the largest is padded to the next one, with graphs or without; larger ones run eagerly.
             Each costs start-up time and a graph per layer. None: on CUDA those of 16, 32, 64, 128, 256 and 512 that are at
@@ -175,8 +176,8 @@ class EngineConfig:
         if self.cuda_graph_batch_sizes == "staged":
             sizes = [size for size in powers if size < 16]
             sizes += [*range(16, 257, 16), *range(512, max_num_seqs + 256, 256)]
-        else:
-            sizes = [size for size in powers if size <= 256]
+        else:  # padding costs the most where there are many rows: head and sampling read every row's logits
+            sizes = [size for size in powers if size < 32] + [32, 48, 64, 96, 128, 160, 192, 224, 256]
         return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs]
 
     def graph_num_tokens(self, max_num_batched_tokens: int, is_cuda: bool) -> list[int]:

@@ -194,13 +194,7 @@ class LLMEngine:
                 engine can go on with the others.
         """
         begin = time.perf_counter()
-        try:
-            batch = self.scheduler.schedule()
-        except BaseException:
-            # No host memory to preempt into, or the like: without a victim the next step would fail as well.
-            if self.scheduler.running:
-                self.abort(self.scheduler.running[-1].request_id)
-            raise
+        batch = self.scheduler.schedule()
         self._trace_host("schedule", begin)
         before, self._in_flight = self._in_flight, None
         outputs, self._outputs = self._outputs, []

@@ -205,4 +205,4 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path):
         assert 0 < start[name]["import_seconds"] < start[name]["seconds_to_first_token"]
         total = sum(start[name][part] for part in ("import_seconds", "constructor_seconds", "first_prompt_seconds"))
         assert total == pytest.approx(start[name]["seconds_to_first_token"], abs=0.5)
-        assert start[name]["graph_batch_sizes"] == [1, 2, 4, 8, 16, 32, 64], "the default below 32 GiB"
+        assert start[name]["graph_batch_sizes"] == [1, 2, 4, 8, 16, 32, 48, 64], "the default below 32 GiB"

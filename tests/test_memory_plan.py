@@ -115,7 +115,7 @@ def test_graph_batch_sizes_follow_the_rules():
     config = EngineConfig(model="unused")
     assert config.graph_batch_sizes(1) == [1]
     assert config.graph_batch_sizes(5) == [1, 2, 4, 8]
-    assert config.graph_batch_sizes(600) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert config.graph_batch_sizes(600) == [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]
     staged = EngineConfig(model="unused", cuda_graph_batch_sizes="staged").graph_batch_sizes(600)
     assert staged == [1, 2, 4, 8, *range(16, 257, 16), 512, 768]
     assert EngineConfig(model="unused", cuda_graph_batch_sizes=[4, 2, 4]).graph_batch_sizes(9) == [2, 4]

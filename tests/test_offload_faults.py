@@ -27,6 +27,7 @@ from nanoinfer.decode import DecodeProgram
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.request import Request
 from nanoinfer.runner import ModelRunner, PendingTokens
+from nanoinfer.sampling_state import SamplingState
 from offload import OffloadEngine, SimulatedRuntime
 from offload.pinned import PAGE_BYTES, HostArena, PinError
 
@@ -128,13 +129,18 @@ PLACES = {
     "ring fill": (OffloadEngine, "_fill", (1, 2, 9)),
     "promotion copy": (DecodeProgram, "keep", (1, 2, 5)),
     "write-through": (OffloadEngine, "_write_through", (1, 2, 6, 12)),
-    "sampling": (nanoinfer.runner, "sample", (1, 2, 8)),
+    "sampling": (SamplingState, "sample", (1, 2, 8)),
     "read-back": (ModelRunner, "_read_back", (1, 11, 30)),
     "behind the read-back": (KVCache, "commit", (1, 12, 40)),
     "waiting for a step": (PendingTokens, "read", (1, 11, 30)),
     "taking a token": (Request, "take", (1, 24, 60)),
 }
-MODES = {"promotion copy": ["offload"], "ring fill": ["offload", "auto"], "write-through": ["offload"]}
+MODES = {
+    "taking promoted blocks": ["offload", "auto"],
+    "promotion copy": ["offload"],
+    "ring fill": ["offload", "auto"],
+    "write-through": ["offload"],
+}
 
 
 @pytest.mark.parametrize("place", PLACES)

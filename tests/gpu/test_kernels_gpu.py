@@ -324,4 +324,6 @@ def test_a_float8_cache_gives_the_bits_of_a_wide_one_with_the_same_values(head_d
     many = make_q(spec, sum(lens), DEVICE)
     begin = [0] * len(lens)
     want = run_prefill(TritonBackend(spec, DEVICE), many, replace(paged, kv=wide), begin, lens)
-    assert torch.equal(run_prefill(TritonBackend(narrow_spec, DEVICE), many, replace(paged, kv=narrow), begin, lens), want)
+    assert torch.equal(
+        run_prefill(TritonBackend(narrow_spec, DEVICE), many, replace(paged, kv=narrow), begin, lens), want
+    )

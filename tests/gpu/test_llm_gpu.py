@@ -161,8 +161,8 @@ def test_short_prompts_give_the_same_bits_from_graphs_eagerly_and_in_offload_mod
     arguments = COMMON | dict(enable_prefix_caching=False, max_num_batched_tokens=128, capture_num_tokens=[16, 40, 96])
 
     def outcomes(llm: LLM) -> list:
-        alone = [run(llm, count=1, longest=length, seed=length, max_tokens=6) for length in (1, 15, 16, 40, 90, 200)]
-        return alone + [run(llm, count=8, longest=60, seed=seed, max_tokens=6) for seed in (7, 8)]
+        alone = [run(llm, count=1, longest=length, seed=length, max_tokens=14) for length in (1, 15, 16, 40, 90, 200)]
+        return alone + [run(llm, count=8, longest=60, seed=seed, max_tokens=14) for seed in (7, 8)]
 
     wanted, padded = None, None
     for extra in ({}, dict(enforce_eager=True), dict(enable_cpu_offload=True)):
