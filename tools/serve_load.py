@@ -196,7 +196,8 @@ async def _follow(stream: asyncio.StreamReader, log: collections.deque) -> None:
 
 
 def server_environment(options: argparse.Namespace) -> dict[str, str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     if options.tiny:
         # The tiny model spends its time in Python; threads that wait for each other by spinning only slow it down.
         environment.setdefault("OMP_NUM_THREADS", "1")
