@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the measured tables of README.md and docs/*.md from docs/measurements/latest.json.
+"""Writes the measured tables of README.md and docs/*.md from docs/measurements/latest.json and serve.json.
 
 python tools/measured.py            (after make gpu-bench)
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
+SERVE = LATEST.with_name("serve.json")  # what tools/serve_load.py wrote, by machine
 GIB = 2**30
 
 
@@ -207,6 +208,28 @@ def other(record: dict) -> str:
     )
 
 
+def serve(record: dict) -> str:
+    """The server under load."""
+    loads = record.get("serve", {})
+    rows = [
+        [load["where"], f"{sum(load['outcomes'].values()):,}", f"{load['tokens_per_second']:,.0f}",
+         *(f"{load[name][part]:,.0f}" for name in ("time_to_first_token", "time_per_output_token")
+           for part in ("p50_ms", "p99_ms")),
+         str(load["wrong_answers"]), str(load["unexpected"]),
+         f"{load['server_rss_mib']['at_end'] - load['server_rss_mib']['at_10_percent']:+d}"]
+        for load in loads.values()
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    head = ["200 clients, 5 minutes", "requests", "tokens/s", "first token p50, ms", "p99", "per token p50, ms", "p99"]
+    return _table([*head, "wrong", "unexpected", "memory, MiB"], rows)
+
+
+def read_record() -> dict:
+    """The GPU record, with the server's figures as `serve`."""
+    return json.loads(LATEST.read_text()) | {"serve": json.loads(SERVE.read_text())}
+
+
 def _table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -214,7 +237,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 PARTS: dict[str, Callable[[dict], str]] = {
     part.__name__: part
-    for part in (where, offload_steps, prefill, prefill_32k, planner, resident, latency, kernels, auto, other)
+    for part in (where, offload_steps, prefill, prefill_32k, planner, resident, latency, kernels, auto, other, serve)
 }
 
 
@@ -234,7 +257,7 @@ def fill_in(text: str, record: dict) -> str:
 
 
 def main() -> None:
-    record = json.loads(LATEST.read_text())
+    record = read_record()
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text()
         if (filled := fill_in(text, record)) != text:
