@@ -245,7 +245,7 @@ class DecodeProgram:
         resident = self._resident_splits(size, rows, lengths)
         if resident is not None and resident == self._last_splits and not rows_changed:
             return DecodeStep(self, size, self._no_stream, self._no_stream, write_through, {})
-        self._last_splits = resident
+        self._last_splits = None
         lists = self._split_lists(rows, lengths)
         plan = self._stream_plan(lists)
         for index, found in enumerate(lists):
@@ -256,6 +256,7 @@ class DecodeProgram:
             self._items[index].set(self._compute, np.concatenate([head, found.on_gpu]))
             chunks = plan.chunks[self._kind.index(index)]
             self._records[index].set(self._compute, slot_records(found.on_host, chunks, self._ring.blocks_per_slot))
+        self._last_splits = resident
         promoted = self._kv_cache.promote(rows.tolist())
         # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
         ahead = self._stream_plan(self._split_lists(rows, lengths)) if promoted else plan

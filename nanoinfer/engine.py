@@ -73,7 +73,7 @@ class LLMEngine:
         self.meter = StepMeter(built.runner.runtime)
         self._offload_error: Exception | None = None  # why "auto" could not enter offload mode
         self._in_flight: _InFlight | None = None
-        self._outputs: list[StreamOutput] = []  # read when a launch failed, for the next call of step
+        self._outputs: list[StreamOutput] = []  # read and not returned yet
         try:
             if config.enable_cpu_offload is True:
                 self.runner.switch_mode("offload", [])
@@ -144,7 +144,8 @@ class LLMEngine:
                 f"the prompt has {len(token_ids)} tokens and may grow by {max_tokens}, the {' or '.join(modes)} mode's pool "
                 f"holds {capacity}: lower max_tokens, shorten the prompt or switch the mode"
             )
-        num_banned = len(self._end_token_ids.union(params.stop_token_ids or ())) if params.min_tokens else 0
+        banned = self._end_token_ids.union(params.stop_token_ids or ()) if params.min_tokens else ()
+        num_banned = sum(token_id < self.vocab_size for token_id in banned)
         if num_banned > MAX_BANNED:
             raise ValueError(
                 f"min_tokens={params.min_tokens} bans {num_banned} end and stop tokens, {MAX_BANNED} are possible: give "
@@ -197,26 +198,31 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         self._trace_host("schedule", begin)
         before, self._in_flight = self._in_flight, None
-        outputs, self._outputs = self._outputs, []
+        # What was read is kept in `_outputs` until it is returned: if something fails, the next call returns it.
         if batch is None:
             if before is not None:
-                outputs += self._take(before)
+                self._outputs += self._take(before)
             elif self.scheduler.has_work:
                 self._refuse_first_waiting()
-            return outputs
+            return self._read_outputs()
         try:
             launched = self._launch(batch)
         except BaseException:
             self._abandon(batch)
             if before is not None:  # unharmed
-                self._outputs = outputs + self._take(before)
+                self._outputs += self._take(before)
             raise
         if before is not None:
-            outputs += self._take(before, launched)
+            self._outputs += self._take(before, launched)
         if any(sequence.params.logprobs is not None for sequence in launched.tokens.sequences):
-            return outputs + self._take(launched)  # log-probabilities are too large to keep a step's worth of them
-        if any(not sequence.is_finished for sequence in _sequences(batch)):
+            # log-probabilities are too large to keep a step's worth of them
+            self._outputs += self._take(launched)
+        elif any(not sequence.is_finished for sequence in _sequences(batch)):
             self._in_flight = launched
+        return self._read_outputs()
+
+    def _read_outputs(self) -> list[StreamOutput]:
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def _refuse_first_waiting(self) -> None:

@@ -112,6 +112,7 @@ class Linear(nn.Module):
         """The projection of a norm."""
         if self.has_kernel(normed.value):
             return _kernels().rows_linear(normed.value, self.weight, self.bias, squares=normed.squares, eps=normed.eps)
+        assert normed.squares is None, "the library does not divide"
         return self(normed.value)
 
     def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm, *, last: bool = False) -> tuple[Tensor, Normed]:
@@ -124,7 +125,9 @@ class Linear(nn.Module):
             parts = kernels.rows_linear(y, self.weight, num_splits=kernels.column_splits(y.shape[1], len(y)))
             total, value = norm.after_sum(x, parts)
             return total, Normed(value)
-        if last:
+        # What follows must be able to divide; and float16 may not hold weight * x before it is divided.
+        divides = not last and y.dtype != torch.float16 and len(self.weight) % kernels.SIZE_STEP == 0
+        if not divides:
             total, _, _ = kernels.vector_linear(y, self.weight, x)
             return total, Normed(norm(total))
         total, value, squares = kernels.vector_linear(y, self.weight, x, (norm.weight, norm.offset))
@@ -223,6 +226,7 @@ class GatedMLP(nn.Module):
                     normed.value, projection.weight, projection.bias,
                     squares=normed.squares, eps=normed.eps, activation=self.activation_name,
                 )  # fmt: skip
+            assert normed.squares is None, "the library does not divide"
             return _kernels().act_and_mul(projection(normed.value), self.activation_name)
         gate, up = projection.of(normed).chunk(2, dim=-1)
         return self._activation(gate) * up

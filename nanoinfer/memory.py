@@ -17,8 +17,8 @@ GIB = 2**30
 # Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
 # to segments of 2 or 20 MiB: 94 to 135 MiB were measured over seven engines of two shapes.
 LIBRARY_BYTES = 152 * 2**20
-# Settings and tile results of one row in the sampler, at a vocabulary of 150,000, and the row in the step's tables.
-SAMPLING_ROW_BYTES = 2048
+# Sampling settings of one row and their upload, and the row in the step's tables.
+SAMPLING_ROW_BYTES = 1024
 # Activations come from one segment (`ModelRunner`), so that they cannot take more by being scattered over many. The
 # allocator's best fit leaves holes in it: 7 % for Qwen3-4B, worked out tensor by tensor.
 ACTIVATION_SLACK = 1.10
@@ -172,7 +172,8 @@ def _spend(
     # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
     max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
     row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + SAMPLING_ROW_BYTES
-    row += spec.vocab_size // 8  # the seen tokens' bits
+    # In the sampler: the seen tokens' bits and their upload, and the results of each tile of 2,048 tokens.
+    row += spec.vocab_size // 4 + spec.vocab_size // 128
     workspace = max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * sizes.max_num_batched_tokens
     # Of small prefill steps: positions, hidden states, queries, attention outputs.
     graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)

@@ -288,8 +288,8 @@ class ModelRunner:
         logits: list[torch.Tensor] = []
 
         def choose() -> None:
-            # One row alone would take the decode kernel, which adds up in another order than the library: a prompt's
-            # first token would depend on whether another prompt ends in the same step.
+            # The library may add up in another order for one row alone: a prompt's first token would depend on whether
+            # another prompt ends in the same step.
             normed = step.last_normed.expand(max(2, len(finished)), -1)
             logits.append(self.model.logits(normed)[: len(finished)])
             tokens = self._prefill_tokens[: len(finished)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import torch
@@ -60,7 +60,8 @@ class SamplingState:
         self._width = 1 + len(_FLOATS) + len(_INTEGERS) + 4 + MAX_BANNED
         self._updates = torch.zeros(num_rows * self._width, dtype=torch.int32, device=device)
         self._staging = Staging(runtime, num_rows * self._width, torch.int32)
-        self._seen_staging = Staging(runtime, self.seen.shape[1], torch.int32)
+        self._seen_updates = torch.zeros_like(self.seen)
+        self._seen_staging = Staging(runtime, self.seen.numel(), torch.int32)
         self._sample = self._reference
         if device.type == "cuda":
             from nanoinfer.kernels import sample as kernels  # triton comes with CUDA builds of torch only
@@ -97,13 +98,20 @@ class SamplingState:
         uploaded = self._updates[: lines.size]
         self._staging.upload(stream, uploaded)
         stream.run(lambda: self._apply(uploaded.view(-1, self._width)))
-        for row, given in settings:
-            if given.repetition_penalty != 1:
-                bits = np.zeros(self.seen.shape[1] * 32, dtype=np.uint8)
-                bits[list(given.penalty_token_ids)] = 1
-                words = np.packbits(bits, bitorder="little").view(np.int32)
-                self._seen_staging.acquire().numpy()[:] = words
-                self._seen_staging.upload(stream, self.seen[row])
+        penalised = [(row, given.penalty_token_ids) for row, given in settings if given.repetition_penalty != 1]
+        if penalised:
+            self._upload_seen(stream, penalised)
+
+    def _upload_seen(self, stream: Stream, seen: list[tuple[int, Collection[int]]]) -> None:
+        bits = np.zeros((len(seen), self.seen.shape[1] * 32), dtype=np.uint8)
+        for line, (_, token_ids) in zip(bits, seen, strict=True):
+            line[list(token_ids)] = 1
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        self._seen_staging.acquire().numpy()[: words.size] = words.reshape(-1)
+        uploaded = self._seen_updates[: len(seen)]
+        self._seen_staging.upload(stream, uploaded.view(-1))
+        rows = [row for row, _ in seen]  # a row each: few, and seldom
+        stream.run(lambda: [self.seen[row].copy_(line) for row, line in zip(rows, uploaded, strict=True)])
 
     def _write_line(self, line: np.ndarray, row: int, given: RowSampling) -> None:
         # A stop token id beyond the vocabulary can never come, so there is nothing to ban.
@@ -116,7 +124,7 @@ class SamplingState:
         )
         line[0] = row
         line[1:5] = np.array(floats, dtype=np.float32).view(np.int32)
-        line[5:8] = min(given.top_k, self.vocab_size), given.min_tokens if banned else 0, len(banned)
+        line[5:8] = min(given.top_k, self.vocab_size), min(given.min_tokens, 2**31 - 1) if banned else 0, len(banned)
         line[8:12] = np.array([given.seed, given.step], dtype=np.uint64).view(np.int32)
         line[12 : 12 + len(banned)] = banned
 

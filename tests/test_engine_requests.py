@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.runner import PendingTokens
 from nanoinfer.sequence import SequenceState
 
 BOTH_MODES = pytest.mark.parametrize("enable_cpu_offload", [False, True], ids=["resident", "offload"])
@@ -324,3 +325,40 @@ def test_two_engines_in_one_process_do_not_disturb_each_other(path):
         other.step()
     assert [outcome(request) for request in first] == wanted
     assert [outcome(request) for request in second] == wanted
+
+
+def test_what_was_read_before_a_failure_is_returned_by_the_next_step(path, monkeypatch):
+    """The last token of one request is read in the step in which the read of another's fails."""
+    engine = make_engine(path)
+    engine.add_request("done", [5] * 9, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    engine.step()
+    engine.step()
+    engine.add_request("fails", [6] * 9, SamplingParams(temperature=0, max_tokens=5, logprobs=1))
+    read = PendingTokens.read
+
+    def failing(self):
+        if any(sequence.request_id == "fails" for sequence in self.sequences):
+            raise RuntimeError("out of luck")
+        return read(self)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
+        patch.setattr(PendingTokens, "read", failing)
+        engine.step()
+    assert engine.has_work
+    (output,) = engine.step()
+    assert (output.request_id, output.finished, output.finish_reason) == ("done", True, "length")
+    assert not engine.has_work
+    assert_pools_as_before(engine)
+
+
+def test_min_tokens_beyond_32_bits_harms_nobody(path):
+    engine = make_engine(path)
+    params = [
+        SamplingParams(temperature=0, max_tokens=2**40, min_tokens=2**40, stop_token_ids=[3]),
+        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+    ]
+    requests = [engine.add_request(str(i), [7, 8, 9], param) for i, param in enumerate(params)]
+    while engine.has_work:
+        engine.step()
+    assert [request.output().outputs[0].finish_reason for request in requests] == ["length", "length"]
+    assert 3 not in requests[0].output().outputs[0].token_ids

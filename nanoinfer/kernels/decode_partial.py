@@ -96,7 +96,7 @@ def decode_partial_kernel(
 
         # Offsets in the block of the keys that the query at seq_len - 1 sees: [begin, end)
         begin = tl.maximum(seq_len - window - split * BLOCK_SIZE, 0)
-        end = tl.minimum(seq_len - split * BLOCK_SIZE, BLOCK_SIZE)
+        end = tl.maximum(tl.minimum(seq_len - split * BLOCK_SIZE, BLOCK_SIZE), 0)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)

@@ -61,3 +61,26 @@ def test_one_row_added_to_the_sum(size, num_rows, offset, dtype):
     from layer_kernel_cases import check_vector_linear
 
     check_vector_linear(size, num_rows, offset, dtype, "cuda")
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("scale", [1.0, 4000.0])
+@pytest.mark.parametrize("hidden_size", [480, 2560])
+@pytest.mark.parametrize("num_rows", [1, 2, 40])
+def test_a_norm_between_two_projections_is_whole(num_rows, hidden_size, scale, dtype):
+    """Whoever leaves the division by rms(x) to the next projection must know that it divides, and that x fits the type."""
+    from nanoinfer.layers import Linear, RMSNorm
+
+    options = dict(dtype=dtype, device="cuda")
+    first, second = Linear(1024, hidden_size, bias=False, **options), Linear(hidden_size, 192, bias=False, **options)
+    norm = RMSNorm(hidden_size, 1e-6, **options)
+    for weight in (first.weight, second.weight):
+        weight.data = torch.randn_like(weight) * weight.shape[1] ** -0.5
+    norm.weight.data = torch.full_like(norm.weight, 20.0)
+    x, y = torch.randn(num_rows, hidden_size, **options) * scale, torch.randn(num_rows, 1024, **options)
+    total, normed = first.added_to(x, y, norm)
+    got = second.of(normed)
+    plain = x + y @ first.weight.T
+    want = RMSNorm.norm(plain.float(), norm.weight.float(), 1e-6) @ second.weight.float().T
+    assert torch.allclose(total.float(), plain.float(), rtol=2e-2, atol=2e-2 * scale)
+    assert torch.allclose(got.float(), want, rtol=5e-2, atol=1.0), (got.float() - want).abs().max()
