@@ -107,39 +107,39 @@ class DecodeProgram:
         What one piece leaves for the next lies at fixed addresses, since each may be a graph of its own.
         """
         x = self._layer(index, size, self._x[:size])
-        if x is not None:
+        if index == 0:
             self._x[:size].copy_(x)
 
     def _whole_step(self, size: int, whole_rows: bool) -> None:
-        x: torch.Tensor | None = None
+        x = self._x[:size]
         for index in range(self.num_pieces):
             x = self._layer(index, size, x, whole_rows)
 
-    def _layer(self, index: int, size: int, x: torch.Tensor | None, whole_rows: bool = False) -> torch.Tensor | None:
-        """Piece `index` on x: [size, hidden_size], which it returns for the next piece; nothing after the last one.
+    def _layer(self, index: int, size: int, x: torch.Tensor, whole_rows: bool = False) -> torch.Tensor:
+        """Piece `index`, which adds to x: [size, hidden_size] and returns it; the first one returns another.
 
         `whole_rows` lets a backend without fixed splits attend to whole rows, which only resident mode can.
         """
         model, backend, attention = self._model, self._backend, self._attention[:size]
         if index == 0:
             self._prepare(size, whole_rows)
-            hidden = model.embed(self._next[:size])
+            x, normed = model.embed(self._next[:size])
         else:
             if not whole_rows:
                 backend.merge(self._partials, self._ranges[self._kind[index - 1]].tensor[: size + 1], attention)
-            hidden = model.after_attention(index - 1, x, attention)
+            normed = model.after_attention(index - 1, x, attention)
         if index == len(self._kind):
-            self._finish(size, hidden.normed.value)
-            return None
+            self._finish(size, normed.value)
+            return x
         kv, window, lengths = self._kv_cache.gpu_kv[index], model.spec.windows[index], self._lengths[:size]
         target = KVSlots(kv, self._slots[:size], self._q[:size])
-        q = model.before_attention(index, hidden, self._positions[:size], target)
+        q = model.before_attention(index, normed, self._positions[:size], target)
         if whole_rows:
             backend.decode_rows(q, kv, self._block_table[:size], lengths, attention, window)
         else:
             work = self._pool_work[self._kind[index]]
             backend.decode_partial(q, kv, work, lengths, self._partials, window)
-        return hidden.x
+        return x
 
     def attend_slot(self, window_index: int, ring_slot: int) -> None:
         """Attends to whatever the ring slot holds. Knows no layer: everything that varies lies in device tables."""

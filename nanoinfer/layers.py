@@ -115,23 +115,21 @@ class Linear(nn.Module):
         assert normed.squares is None, "the library does not divide"
         return self(normed.value)
 
-    def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm, *, last: bool = False) -> tuple[Tensor, Normed]:
-        """(x + the projection of y, its norm); last: what follows is not a projection of ours."""
+    def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm, *, last: bool = False) -> Normed:
+        """The norm of x, to which the projection of y was added, in place; last: no projection of ours follows."""
         if self.bias is not None or not self.has_kernel(y):
-            total, value = norm.after_sum(x, self(y))
-            return total, Normed(value)
+            return Normed(norm.after_sum(x, self(y)))
         kernels = _kernels()
         if len(y) > 1:
             parts = kernels.rows_linear(y, self.weight, num_splits=kernels.column_splits(y.shape[1], len(y)))
-            total, value = norm.after_sum(x, parts)
-            return total, Normed(value)
+            return Normed(norm.after_sum(x, parts))
         # What follows must be able to divide; and float16 may not hold weight * x before it is divided.
         divides = not last and y.dtype != torch.float16 and len(self.weight) % kernels.SIZE_STEP == 0
         if not divides:
-            total, _, _ = kernels.vector_linear(y, self.weight, x)
-            return total, Normed(norm(total))
-        total, value, squares = kernels.vector_linear(y, self.weight, x, (norm.weight, norm.offset))
-        return total, Normed(value, squares, norm.eps)
+            kernels.vector_linear(y, self.weight, x)
+            return Normed(norm(x))
+        value, squares = kernels.vector_linear(y, self.weight, x, (norm.weight, norm.offset))
+        return Normed(value, squares, norm.eps)
 
     def has_kernel(self, x: Tensor) -> bool:
         """Whether the kernels for few rows take x: [N, in_features]."""
@@ -170,15 +168,18 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
-            return _kernels().rms_norm(x, self.weight, self.eps, offset=self.offset)[1]
+            return _kernels().rms_norm(x, self.weight, self.eps, offset=self.offset)
         return self.norm(x, self.weight, self.eps)
 
-    def after_sum(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + other, its norm). On CUDA `other` may be the parts of a sum, [parts, N, size] float32."""
+    def after_sum(self, x: Tensor, other: Tensor) -> Tensor:
+        """The norm of x, to which `other` was added, in place.
+
+        On CUDA `other` may be the parts of a sum, [parts, N, size] float32.
+        """
         if x.is_cuda:
             return _kernels().rms_norm(x, self.weight, self.eps, offset=self.offset, other=other)
-        x = x + other
-        return x, self.norm(x, self.weight, self.eps)
+        x += other
+        return self.norm(x, self.weight, self.eps)
 
     @staticmethod
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -20,7 +20,7 @@ LIBRARY_BYTES = 152 * 2**20
 # Sampling settings of one row and their upload, and the row in the step's tables.
 SAMPLING_ROW_BYTES = 1024
 # Activations come from one segment (`ModelRunner`), so that they cannot take more by being scattered over many. The
-# allocator's best fit leaves holes in it: 7 % for Qwen3-4B, worked out tensor by tensor.
+# allocator's best fit leaves holes in it: 8 % at most, worked out tensor by tensor for eleven shapes of 0.6B to 70B.
 ACTIVATION_SLACK = 1.10
 ACTIVATION_MARGIN_BYTES = 16 * 2**20
 
@@ -231,11 +231,13 @@ def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
     kv = spec.num_kv_heads * spec.head_dim
     state = 4 * spec.num_q_heads * (spec.head_dim + 2)  # the running softmax, float32
     always = state + size * (hidden + heads)  # state, residual stream, attention output
-    # Projections: their output, queries and keys after the rotation, and the normalised input or the next hidden states
-    attention = always + size * (heads + 2 * kv + heads + kv + hidden)
-    # The gated layer: residual, normalised residual, a norm's output where there is one more, gate and up, their product
-    mlp = always + size * (3 * hidden + 3 * spec.intermediate_size)
-    return tokens * max(attention, mlp)
+    # Projections: their output, queries after the rotation, and the normalised input.
+    attention = always + size * (2 * heads + 2 * kv + hidden)
+    # The gated layer: the normalised residual, gate and up, their product.
+    mlp = always + size * (hidden + 3 * spec.intermediate_size)
+    # Behind it: the normalised residual, the product, what is added to the residual, and its norm.
+    behind = always + size * (3 * hidden + spec.intermediate_size)
+    return tokens * max(attention, mlp, behind)
 
 
 def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:

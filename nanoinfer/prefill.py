@@ -229,8 +229,7 @@ class PrefillStep:
 
     def compute(self, layer: int) -> None:
         program = self.program
-        if layer > 0:
-            program.compute.run(lambda: self._attend_gpu(layer - 1))
+        program.compute.run(self._reserve if layer == 0 else lambda: self._attend_gpu(layer - 1))
         program.pieces.enqueue(layer, self.tensors)
         if layer == len(program.kind):
             program.compute.run(self._finish)
@@ -238,14 +237,17 @@ class PrefillStep:
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         self.program.compute.run(lambda: self._attend_slot(layer, chunk, ring_slot))
 
+    def _reserve(self) -> None:
+        if any(self.plan.chunks):
+            self._state = self.program.backend.prefill_state(self.num_tokens)
+        self.tensors.reserve(self.program.model.spec)
+
     def _finish(self) -> None:
         self.last_normed = self.tensors.x.index_select(0, self.last)
         self.tensors = self._state = None
 
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         program, kind = self.program, self.program.kind[layer]
-        if self._state is None:
-            self._state = program.backend.prefill_state(self.num_tokens)
         piece = program.slot_piece(self, kind, chunk)
         self._attend(layer, piece, program.ring.slots[ring_slot])
 

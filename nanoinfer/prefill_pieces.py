@@ -81,10 +81,13 @@ class StepTensors:
         """Makes room for the gated layer, the largest part of a step."""
         self.q = None
 
+    def reserve(self, spec: ModelSpec) -> None:
+        """Allocates what the whole step needs, before anything that comes and goes: it would lie in the middle of that."""
+        heads = (len(self), spec.num_q_heads, spec.head_dim)
+        self.attention = torch.empty(heads, dtype=spec.dtype, device=self.token_ids.device)
+
     def attention_rows(self, count: int) -> tuple[Tensor, Tensor]:
         """Queries and attention output of the first `count` rows."""
-        if self.attention is None:
-            self.attention = torch.empty_like(self.q, memory_format=torch.contiguous_format)
         return self.q[:count], self.attention[:count]
 
 
@@ -96,6 +99,9 @@ class FixedTensors(StepTensors):
         count = len(self)
         self.positions, self.x = buffers.positions[:count], buffers.x[:count]
         self.q, self.attention = buffers.q[:count], buffers.attention[:count]
+
+    def reserve(self, spec: ModelSpec) -> None:
+        pass
 
     def widen_positions(self) -> None:
         self.positions.copy_(self.uploaded_positions)
@@ -192,16 +198,16 @@ class PrefillPieces:
         model = self._model
         if index == 0:
             tensors.widen_positions()
-            hidden = model.embed(tensors.token_ids.long())
+            x, normed = model.embed(tensors.token_ids.long())
+            tensors.keep(x)
         else:
             tensors.drop_q()
-            hidden = model.after_attention(index - 1, tensors.x, tensors.attention)
+            normed = model.after_attention(index - 1, tensors.x, tensors.attention)
         if index == model.spec.num_layers:
-            tensors.keep(hidden.normed.value)
+            tensors.keep(normed.value)
             return
-        tensors.keep(hidden.x)
         target = KVSlots(self._kv_cache.gpu_kv[index], tensors.slots, tensors.q)
-        tensors.q = model.before_attention(index, hidden, tensors.positions, target)
+        tensors.q = model.before_attention(index, normed, tensors.positions, target)
 
     @staticmethod
     def _pack_padding(count: int) -> tuple[Packer, list[slice]]:

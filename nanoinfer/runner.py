@@ -427,20 +427,21 @@ class ModelRunner:
             query_rows=(0, tokens),
             store_state=False,
         )
-        hidden = self.model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
+        spec = self.model.spec
+        state = self.backend.prefill_state(tokens)
+        out = torch.empty(tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
+        x, normed = self.model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
         positions = torch.arange(tokens, device=device) % self.plan.max_model_len
         target = KVSlots(kv, positions % self.layout.block_size)
-        state, out = self.backend.prefill_state(tokens), None
         for _ in range(2):
-            q, x = self.model.before_attention(0, hidden, positions, target), hidden.x
-            del hidden
-            out = torch.empty_like(q) if out is None else out
-            self.backend.prefill(q, kv, piece, state, out, self.model.spec.windows[0])
+            q = self.model.before_attention(0, normed, positions, target)
+            del normed
+            self.backend.prefill(q, kv, piece, state, out, spec.windows[0])
             del q
-            hidden = self.model.after_attention(0, x, out)
+            normed = self.model.after_attention(0, x, out)
         del state, out
         rows = min(self.plan.max_num_seqs, tokens)
-        self.model.logits(hidden.normed.value[:rows]).argmax(dim=-1)
+        self.model.logits(normed.value[:rows]).argmax(dim=-1)
 
 
 def reserved_bytes(device: torch.device) -> int:

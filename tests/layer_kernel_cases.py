@@ -25,16 +25,16 @@ def check_rms_norm(size: int, offset: bool, dtype: torch.dtype, device: str) -> 
     wide = torch.randn(5, size + 16).to(device, dtype)
     x, other = wide[:, :size], torch.randn(5, size).to(device, dtype)
     norm = make_norm(size, offset, dtype, device)
-    unchanged, normed = rms_norm(x, norm.weight, EPS, offset=offset)
-    assert unchanged is x and is_close(normed, norm.norm(x, norm.weight, EPS))
-    total, normed = rms_norm(x, norm.weight, EPS, offset=offset, other=other)
-    assert torch.equal(total, x + other) and is_close(normed, norm.norm(x + other, norm.weight, EPS))
-    parts = torch.randn(3, 5, size).to(device)
-    whole = x + parts.sum(0).to(dtype)
-    total, normed = rms_norm(x, norm.weight, EPS, offset=offset, other=parts)
-    assert is_close(total, whole) and is_close(normed, norm.norm(total, norm.weight, EPS))
-    alone = rms_norm(x[3:4], norm.weight, EPS, offset=offset)[1]
-    assert torch.equal(alone, rms_norm(x, norm.weight, EPS, offset=offset)[1][3:4]), "a row depends on its neighbours"
+    before = x.clone()
+    assert is_close(rms_norm(x, norm.weight, EPS, offset=offset), norm.norm(x, norm.weight, EPS))
+    assert torch.equal(x, before)
+    alone = rms_norm(x[3:4], norm.weight, EPS, offset=offset)
+    assert torch.equal(alone, rms_norm(x, norm.weight, EPS, offset=offset)[3:4]), "a row depends on its neighbours"
+    normed = rms_norm(x, norm.weight, EPS, offset=offset, other=other)
+    assert torch.equal(x, before + other) and is_close(normed, norm.norm(before + other, norm.weight, EPS))
+    parts, before = torch.randn(3, 5, size).to(device), x.clone()
+    normed = rms_norm(x, norm.weight, EPS, offset=offset, other=parts)
+    assert is_close(x, before + parts.sum(0).to(dtype)) and is_close(normed, norm.norm(x, norm.weight, EPS))
 
 
 def check_norm_rope_store(
@@ -101,10 +101,10 @@ def check_vector_linear(size: int, num_rows: int, offset: bool, dtype: torch.dty
     x, other = torch.randn(1, size).to(device, dtype), torch.randn(1, num_rows).to(device, dtype)
     weight = (torch.randn(num_rows, size) * size**-0.5).to(device, dtype)
     norm = make_norm(num_rows, offset, dtype, device)
-    want = other + (x.float() @ weight.float().T).to(dtype)
-    total, scaled, squares = vector_linear(x, weight, other)
-    assert scaled is None and squares is None and _almost(total, want)
-    total, scaled, squares = vector_linear(x, weight, other, (norm.weight, offset))
+    want, total = other + (x.float() @ weight.float().T).to(dtype), other.clone()
+    assert vector_linear(x, weight, total) is None and _almost(total, want)
+    total = other.clone()
+    scaled, squares = vector_linear(x, weight, total, (norm.weight, offset))
     assert _almost(total, want)
     rms = (squares.sum() / num_rows + EPS).sqrt()
     assert _almost((scaled.float() / rms).to(dtype), norm.norm(total, norm.weight, EPS))

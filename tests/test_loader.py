@@ -65,7 +65,7 @@ def test_shards_hold_the_same_model_as_one_file(tmp_path):
 @torch.inference_mode()
 def test_a_model_may_be_loaded_in_inference_mode(tmp_path):
     model = load(make_checkpoint("llama", tmp_path))
-    x = model.embed(torch.tensor([3, 4])).x
+    x, _ = model.embed(torch.tensor([3, 4]))
     assert x.is_inference() and torch.equal(x, model.checkpoint_views()["model.embed_tokens.weight"][3:5])
 
 
@@ -199,12 +199,12 @@ def test_older_config_files_give_the_same_model(tmp_path):
     new_model, old_model = load(new), load(old)
     assert old_model.spec == new_model.spec
     positions = torch.tensor([0, 1, 50, 4000])
-    hidden = new_model.embed(torch.tensor([3, 1, 4, 1]))
+    _, normed = new_model.embed(torch.tensor([3, 1, 4, 1]))
     for layer in range(new_model.spec.num_layers):
         outputs = []
         for model in (new_model, old_model):
             kv = torch.zeros(1, 2, 4, model.spec.num_kv_heads, model.spec.head_dim)
-            outputs.append((model.before_attention(layer, hidden, positions, KVSlots(kv, torch.arange(4))), kv))
+            outputs.append((model.before_attention(layer, normed, positions, KVSlots(kv, torch.arange(4))), kv))
         assert all(torch.equal(new, old) for new, old in zip(*outputs, strict=True))
 
 

@@ -49,14 +49,14 @@ def empty_slots(spec, num_tokens: int) -> KVSlots:
 def dense_logits(model: DecoderModel, token_ids: list[int], first_position: int = 0) -> torch.Tensor:
     spec = model.spec
     positions = torch.arange(first_position, first_position + len(token_ids))
-    hidden = model.embed(torch.tensor(token_ids))
+    x, normed = model.embed(torch.tensor(token_ids))
     for layer in range(spec.num_layers):
         target = empty_slots(spec, len(token_ids))
-        q = model.before_attention(layer, hidden, positions, target)
+        q = model.before_attention(layer, normed, positions, target)
         k, v = target.kv[0]
         attn = dense_attention(q, k, v, spec.attention_scale, spec.softcap, spec.windows[layer])
-        hidden = model.after_attention(layer, hidden.x, attn)
-    return model.logits(hidden.normed.value)
+        normed = model.after_attention(layer, x, attn)
+    return model.logits(normed.value)
 
 
 def assert_same_logits(directory, num_tokens=40, first_position=0):
@@ -162,17 +162,20 @@ def test_number_of_parameters_is_exact(family, tied, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_queries_are_packed_and_inputs_stay_as_they_were(family, tmp_path):
+def test_queries_are_packed_and_only_the_sum_changes(family, tmp_path):
     model = load(make_checkpoint(family, tmp_path))
-    hidden = model.embed(torch.tensor(random_tokens(5)))
-    before, target = hidden.x.clone(), empty_slots(model.spec, 5)
-    q = model.before_attention(0, hidden, torch.arange(5), target)
+    x, normed = model.embed(torch.tensor(random_tokens(5)))
+    before, target = (x.clone(), normed.value.clone()), empty_slots(model.spec, 5)
+    q = model.before_attention(0, normed, torch.arange(5), target)
     assert q.shape == (5, 4, 16) and q.is_contiguous() and target.kv[0, :, :5].any()
     given = torch.zeros_like(q)
-    again = model.before_attention(0, hidden, torch.arange(5), replace(target, q=given))
+    again = model.before_attention(0, normed, torch.arange(5), replace(target, q=given))
     assert again is given and torch.equal(given, q)
-    after = model.after_attention(0, hidden.x, q)
-    assert torch.equal(hidden.x, before) and after.x.data_ptr() != hidden.x.data_ptr()
+    attn, weights = q.clone(), [weight.clone() for weight in model.parameters()]
+    assert torch.equal(x, before[0]) and torch.equal(normed.value, before[1])
+    model.after_attention(0, x, attn)
+    assert not torch.equal(x, before[0]), "the sum is kept in place"
+    assert torch.equal(attn, q) and all(map(torch.equal, model.parameters(), weights))
 
 
 def test_no_weight_takes_a_gradient(tmp_path):

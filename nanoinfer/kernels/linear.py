@@ -156,9 +156,8 @@ def column_splits(size: int, num_tokens: int) -> int:
 def vector_linear_kernel(
     x,  # [SIZE]
     weight,  # [num_rows, SIZE]
-    other,  # [num_rows]
+    total,  # [num_rows], added to
     norm_weight,  # [num_rows], read with SCALED
-    total,  # [num_rows]
     scaled,  # [num_rows], written with SCALED
     squares,  # [programs] float32, written with SCALED
     num_rows,
@@ -173,7 +172,7 @@ def vector_linear_kernel(
     inside = row < num_rows
     column = tl.arange(0, BLOCK_K)
     # What the end needs is loaded first: behind the loop it would be waited for.
-    added = tl.load(other + row, mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(total + row, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
         factor = tl.load(norm_weight + row, mask=inside, other=0.0).to(tl.float32)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -183,7 +182,7 @@ def vector_linear_kernel(
         value = tl.load(x + start + column, mask=in_size, other=0.0).to(tl.float32)
         tile = tl.load(first + start, mask=inside[:, None] & in_size[None, :], other=0.0)
         acc += tile.to(tl.float32) * value[None, :]
-    result = rounded(rounded(tl.sum(acc, 1), total) + added, total)
+    result = rounded(rounded(tl.sum(acc, 1), total) + before, total)
     tl.store(total + row, result.to(total.dtype.element_ty), mask=inside)
     if SCALED:
         tl.store(squares + tl.program_id(0), tl.sum(result * result))
@@ -193,28 +192,28 @@ def vector_linear_kernel(
 
 
 def vector_linear(
-    x: Tensor, weight: Tensor, other: Tensor, norm: tuple[Tensor, bool] | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """total = other + weight @ x for one row, and two thirds of its norm.
+    x: Tensor, weight: Tensor, total: Tensor, norm: tuple[Tensor, bool] | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Adds weight @ x to total, in place, for one row; and gives two thirds of its norm.
 
-    x: [1, size]; weight: [num_rows, size]; other: [1, num_rows]; norm: weight [num_rows], and whether it counts from 1.
-    Returns total [1, num_rows]; with a norm also total times the norm's weight [1, num_rows], and squares [n] float32,
-    which add up to the sum of total^2.
+    x: [1, size]; weight: [num_rows, size]; total: [1, num_rows]; norm: weight [num_rows], and whether it counts from 1.
+    Returns, with a norm, total times the norm's weight [1, num_rows], and squares [n] float32, which add up to the sum of
+    total^2.
     """
     num_rows, size = weight.shape
-    assert x.shape == (1, size) and other.shape == (1, num_rows), "one row"
-    assert x.is_contiguous() and other.stride(1) == 1 and weight.is_contiguous(), "rows must be packed"
+    assert x.shape == (1, size) and total.shape == (1, num_rows), "one row"
+    assert x.is_contiguous() and total.stride(1) == 1 and weight.is_contiguous(), "rows must be packed"
     assert x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0, "tensors must be aligned"
     block_n, num_warps = (8, 4) if num_rows >= 2048 else (4, 2)  # few rows: smaller programs, a share for every core
     programs = triton.cdiv(num_rows, block_n)
-    total = torch.empty(1, num_rows, dtype=x.dtype, device=x.device)
     scaled = squares = None
     if norm is not None:
-        scaled, squares = torch.empty_like(total), torch.empty(programs, dtype=torch.float32, device=x.device)
+        scaled = torch.empty(1, num_rows, dtype=x.dtype, device=x.device)
+        squares = torch.empty(programs, dtype=torch.float32, device=x.device)
     vector_linear_kernel[(programs,)](
-        x, weight, other, x if norm is None else norm[0], total, total if scaled is None else scaled,
+        x, weight, total, x if norm is None else norm[0], total if scaled is None else scaled,
         total if squares is None else squares, num_rows,
         SIZE=size, SCALED=norm is not None, OFFSET=norm is not None and norm[1],
         BLOCK_N=block_n, BLOCK_K=VECTOR_BLOCK_K, STAGES=max(2, 8 // x.element_size()), num_warps=num_warps,
     )  # fmt: skip
-    return total, scaled, squares
+    return None if norm is None else (scaled, squares)

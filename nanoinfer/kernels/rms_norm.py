@@ -19,10 +19,9 @@ def rounded(x, like):
 
 @triton.jit
 def rms_norm_kernel(
-    x,  # [N, SIZE], rows x_stride apart
+    x,  # [N, SIZE], rows x_stride apart; becomes x + other
     other,  # [N, SIZE], rows other_stride apart; read with ADD; or [NUM_SPLITS, N, SIZE] float32, whose sum is added
     weight,  # [SIZE]
-    total,  # [N, SIZE], written with ADD: x + other
     out,  # [N, SIZE]
     x_stride,
     other_stride,
@@ -38,16 +37,17 @@ def rms_norm_kernel(
     inside = columns < SIZE
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if NUM_SPLITS > 0:
-        added = tl.zeros([TILE], tl.float32)
-        for split in tl.static_range(NUM_SPLITS):
-            part = other + (split * tl.num_programs(0) + row) * SIZE + columns
-            added += tl.load(part, mask=inside, other=0.0)
-        value = rounded(value + rounded(added, x), x)
-        tl.store(total + row * SIZE + columns, value.to(total.dtype.element_ty), mask=inside)
-    elif ADD:
-        value = rounded(value + tl.load(other + row * other_stride + columns, mask=inside, other=0.0).to(tl.float32), x)
-        tl.store(total + row * SIZE + columns, value.to(total.dtype.element_ty), mask=inside)
+    if ADD:
+        if NUM_SPLITS > 0:
+            added = tl.zeros([TILE], tl.float32)
+            for split in tl.static_range(NUM_SPLITS):
+                part = other + (split * tl.num_programs(0) + row) * SIZE + columns
+                added += tl.load(part, mask=inside, other=0.0)
+            added = rounded(added, x)
+        else:
+            added = tl.load(other + row * other_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        value = rounded(value + added, x)
+        tl.store(x + row * x_stride + columns, value.to(x.dtype.element_ty), mask=inside)
     value *= tl.rsqrt(tl.sum(value * value) / SIZE + eps)
     if OFFSET:
         value *= 1.0 + scale
@@ -56,13 +56,11 @@ def rms_norm_kernel(
     tl.store(out + row * SIZE + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """x: [N, size], rows at any stride; weight: [size]; other: [N, size] likewise, all of one dtype, or the parts of it
-    as [splits, N, size] float32, packed.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None) -> Tensor:
+    """The norm of x, [N, size]; with `other` x becomes x + other first, in place.
 
-    Returns (x + other, its norm), or (x, its norm) without `other`: [N, size].
+    x: [N, size], rows at any stride; weight: [size]; other: [N, size] likewise, all of one dtype, or the parts of it as
+    [splits, N, size] float32, packed.
     """
     num_rows, size = x.shape
     assert x.stride(1) == 1 and (other is None or other.stride(-1) == 1), "values of a row must be packed"
@@ -71,13 +69,11 @@ def rms_norm(
     num_splits = other.shape[0] if other is not None and other.dim() == 3 else 0
     assert not num_splits or other.is_contiguous() and other.dtype == torch.float32, "parts are packed float32"
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    total = x if other is None else torch.empty_like(out)
     if num_rows:
         tile = next_power_of_2(size)
         rms_norm_kernel[(num_rows,)](
-            x, x if other is None else other, weight, out if other is None else total, out,
-            x.stride(0), 0 if other is None else other.stride(0), eps,
+            x, x if other is None else other, weight, out, x.stride(0), 0 if other is None else other.stride(-2), eps,
             SIZE=size, TILE=tile, OFFSET=offset, ADD=other is not None, NUM_SPLITS=num_splits,
             num_warps=min(16, max(1, tile // 512)),
         )  # fmt: skip
-    return total, out
+    return out

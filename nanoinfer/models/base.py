@@ -2,12 +2,12 @@
 
 A layer is cut at its attention. The engine runs
 
-    hidden = model.embed(token_ids)
+    x, normed = model.embed(token_ids)
     for layer in range(spec.num_layers):
-        q = model.before_attention(layer, hidden, positions, target)   # keys and values go to `target`
+        q = model.before_attention(layer, normed, positions, target)   # keys and values go to `target`
         attn = ...                                                      # the attention backend, over the KV cache
-        hidden = model.after_attention(layer, hidden.x, attn)
-    logits = model.logits(hidden.normed.value)
+        normed = model.after_attention(layer, x, attn)                  # adds to x
+    logits = model.logits(normed.value)
 
 so model files hold no branch on the mode. Every call treats each row (token) on its own: a batch may be cut into
 chunks of rows anywhere, and rows of several sequences may lie in one batch.
@@ -87,17 +87,6 @@ class ModelSpec:
         return self.num_rope_tables * max_position * self.head_dim * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Hidden:
-    """What one layer hands to the next.
-
-    x: [N, hidden_size], the sum of all parts so far; normed: what the next part reads, complete after the last layer.
-    """
-
-    x: Tensor
-    normed: Normed
-
-
 class DecoderModel(nn.Module, ABC):
     """A decoder-only transformer, cut at its attention.
 
@@ -127,11 +116,11 @@ class DecoderModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def embed(self, token_ids: Tensor) -> Hidden:
-        """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype, and the first layer's norm of it."""
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Normed]:
+        """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype, a new tensor, and the first layer's norm of it."""
 
     @abstractmethod
-    def before_attention(self, layer: int, hidden: Hidden, positions: Tensor, target: KVSlots) -> Tensor:
+    def before_attention(self, layer: int, normed: Normed, positions: Tensor, target: KVSlots) -> Tensor:
         """Projections and positions: stores keys and values, and returns what a layer's attention needs beside them.
 
         positions: [N] int64, absolute, below max_position. Returns q [N, num_q_heads, head_dim], packed: `target.q`
@@ -139,16 +128,15 @@ class DecoderModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Hidden:
-        """Output projection, residuals, norms and MLP.
+    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Normed:
+        """Output projection and MLP, each added to x in place; returns x as what follows reads it.
 
-        x: [N, hidden_size] of the `Hidden` given to `before_attention`, left as it was; attn: [N, num_q_heads,
-        head_dim], contiguous.
+        x: [N, hidden_size], the sum of all parts so far; attn: [N, num_q_heads, head_dim], contiguous.
         """
 
     @abstractmethod
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
-        """Head and cap: the last layer's `normed.value` [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if
+        """Head and cap: what the last layer returned, `normed.value` [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if
         that is given.
         """
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoinfer.layers import Embedding, GatedMLP, KVSlots, Linear, Normed, RMSNorm, norm_rotate_store
-from nanoinfer.models.base import DecoderModel, Hidden, ModelSpec
+from nanoinfer.models.base import DecoderModel, ModelSpec
 from nanoinfer.rope import rope_table
 
 
@@ -73,12 +73,12 @@ class DecoderLayer(nn.Module):
             spec.hidden_size, spec.intermediate_size, traits.activation, bias=traits.mlp_bias, **options
         )
 
-    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm, last: bool) -> tuple[Tensor, Normed]:
+    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm, last: bool) -> Normed:
         """x, attn: [N, hidden_size], [N, num_q_heads * head_dim]; norm: what follows, `last` if that is the head.
 
-        Returns the new x and its norm.
+        Adds both parts to x, in place, and returns its norm.
         """
-        x, normed = self.self_attn.o_proj.added_to(x, attn, self.post_attention_layernorm)
+        normed = self.self_attn.o_proj.added_to(x, attn, self.post_attention_layernorm)
         return self.mlp.down_proj.added_to(x, self.mlp.hidden(normed), norm, last=last)
 
 
@@ -164,18 +164,18 @@ class Decoder(DecoderModel):
 
     # The calls
 
-    def embed(self, token_ids: Tensor) -> Hidden:
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Normed]:
         x = self.embed_tokens(token_ids)
         x = x if self._embedding_scale is None else x * self._embedding_scale
-        return Hidden(x, Normed(self._norm_before(0)(x)))
+        return x, Normed(self._norm_before(0)(x))
 
-    def before_attention(self, layer: int, hidden: Hidden, positions: Tensor, target: KVSlots) -> Tensor:
+    def before_attention(self, layer: int, normed: Normed, positions: Tensor, target: KVSlots) -> Tensor:
         rope = self._rope_tables[self._rope_of_layer[layer]]
-        return self.layers[layer].self_attn.project(hidden.normed, rope, positions, target)
+        return self.layers[layer].self_attn.project(normed, rope, positions, target)
 
-    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Hidden:
+    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Normed:
         norm, last = self._norm_before(layer + 1), layer + 1 == len(self.layers)
-        return Hidden(*self.layers[layer].after_attention(x, attn.flatten(1), norm, last))
+        return self.layers[layer].after_attention(x, attn.flatten(1), norm, last)
 
     def _norm_before(self, layer: int) -> RMSNorm:
         return self.norm if layer == len(self.layers) else self.layers[layer].input_layernorm

@@ -21,11 +21,10 @@ class Gemma3Layer(DecoderLayer):
         self.pre_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
         self.post_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
 
-    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm, last: bool) -> tuple[Tensor, Normed]:
+    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm, last: bool) -> Normed:
         attended = self.post_attention_layernorm(self.self_attn.o_proj(attn))
-        x, normed = self.pre_feedforward_layernorm.after_sum(x, attended)
-        x, normed = norm.after_sum(x, self.post_feedforward_layernorm(self.mlp(normed)))
-        return x, Normed(normed)
+        normed = self.pre_feedforward_layernorm.after_sum(x, attended)
+        return Normed(norm.after_sum(x, self.post_feedforward_layernorm(self.mlp(normed))))
 
 
 @register("Gemma3ForCausalLM")
