@@ -1,13 +1,14 @@
 """What belongs to the Triton kernels alone, in Triton's interpreter."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
-from test_attention_cases import int32, make_paged, make_q, make_spec, run_decode
+from test_attention_cases import int32, make_paged, make_q, make_spec, make_work, run_decode, run_prefill
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -33,6 +34,36 @@ def test_decode_bits_do_not_depend_on_the_number_of_programs():
     outs = [run_decode(TritonBackend(spec, "cpu", n), q, paged.kv, paged.tables, lens)[0] for n in (1, 3, 16)]
     assert outs[0].isfinite().all()
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_the_copy_unit_gives_the_bits_of_plain_loads(dtype, window):
+    """Tiles that it brings are whole; the cut ones at both ends are masked, over poisoned memory."""
+    spec, lens, q_lens = make_spec(8, 2, 64, 128, dtype), [300, 128, 5, 1], [40, 3, 5, 1]
+    paged, q = make_paged(spec, lens), make_q(spec, sum(q_lens))
+    plain, copying = TritonBackend(spec, "cpu"), TritonBackend(spec, "cpu")
+    copying.shape = replace(copying.shape, tma=True)
+    assert decode_tiles(copying.shape).block_n == decode_tiles(plain.shape).block_n
+    decoded = [run_decode(b, q[:4], paged.kv, paged.tables, lens, window)[0] for b in (plain, copying)]
+    assert decoded[0].isfinite().all() and torch.equal(*decoded)
+    begin = [length - count for length, count in zip(lens, q_lens, strict=True)]
+    prefilled = [run_prefill(b, q, paged, begin, q_lens, window) for b in (plain, copying)]
+    assert prefilled[0].isfinite().all() and torch.equal(*prefilled)
+
+
+def test_a_split_beyond_the_sequence_counts_for_nothing():
+    spec = make_spec(8, 2, 64, 128, torch.float16)
+    paged, q = make_paged(spec, [300]), make_q(spec, 1)
+    for tma in (False, True):
+        backend = TritonBackend(spec, "cpu")
+        backend.shape = replace(backend.shape, tma=tma)
+        partials = backend.partials(2)
+        partials.out.fill_(7), partials.lse.fill_(7)
+        work = make_work([(0, 0, paged.tables[0][0], 0), (0, 2, paged.tables[0][1], 1)], 2)
+        backend.decode_partial(q, paged.kv, work, int32([100]), partials, None)
+        assert not partials.out[1].any() and (partials.lse[1] == float("-inf")).all()
+        assert partials.lse[0].isfinite().all()
 
 
 def test_store_partials_drops_stale_rows_and_marks_empty_splits():

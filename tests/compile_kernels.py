@@ -1,0 +1,125 @@
+"""Compiles every Triton kernel for a GPU that need not be there: `python compile_kernels.py 90` for compute capability 9.0.
+
+The interpreter accepts what the compiler refuses, such as a variable that changes its shape in a loop. Prints the names
+of the kernels that were compiled, one per line.
+"""
+
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+ARCHITECTURE = int(sys.argv[1])
+IS_HOPPER = ARCHITECTURE >= 90
+SHARED_MEMORY = (227 if IS_HOPPER else 99) * 1024
+
+
+class NoGpu:
+    """As much of a driver as the compiler asks for."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", ARCHITECTURE, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def compile_only(kernel, grid):
+    """What `kernel[grid]` gives here: compiles for the arguments and launches nothing."""
+
+    def launch(*args, **kwargs):
+        compiled.add(kernel.__name__)
+        return kernel.warmup(*args, grid=grid, **kwargs)
+
+    return launch
+
+
+compiled: set[str] = set()
+driver.set_active(NoGpu())
+jit.JITFunction.__getitem__ = compile_only
+
+from sampling_cases import make_state
+
+from nanoinfer.kernels import decode_partial, layers, merge, pdl, prefill, sample, step_inputs, store_partials
+from nanoinfer.kernels.shape import KernelShape, prefill_tiles
+from nanoinfer.sampler import RowSampling
+
+for module in (decode_partial, merge, layers.norm_rope_store.__globals__):
+    (module if isinstance(module, dict) else vars(module))["launch_options"] = lambda x, num_rows=1: {
+        "PDL": IS_HOPPER and num_rows <= pdl.MAX_ROWS,
+        "launch_pdl": IS_HOPPER and num_rows <= pdl.MAX_ROWS,
+    }
+
+
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ints(*shape):
+    return zeros(*shape, dtype=torch.int32)
+
+
+def floats(*shape):
+    return zeros(*shape, dtype=torch.float32)
+
+
+def compile_layers() -> None:
+    one, eight, weight = zeros(1, 2560), zeros(8, 2560), zeros(2560)
+    for other in (None, zeros(8, 2560), floats(4, 8, 2560)):
+        layers.rms_norm(eight, weight, 1e-6, offset=other is None, other=other)
+    for norm in (None, (weight, True)):
+        layers.vector_linear(one, zeros(2560, 2560), one.clone(), norm)
+    wide = zeros(6144, 2560)
+    layers.rows_linear(one, wide, squares=floats(320), eps=1e-6)
+    layers.rows_linear(eight, wide, zeros(6144))
+    layers.rows_linear(eight, wide, activation="silu")
+    layers.rows_linear(zeros(32, 2560), zeros(100, 2560), activation=None, num_splits=8)
+    layers.act_and_mul(zeros(8, 512), "gelu_pytorch_tanh")
+
+
+def compile_attention(head_dim: int, kv_dtype: torch.dtype) -> None:
+    q, kv = zeros(8, 32, head_dim), zeros(4, 2, 256, 8, head_dim, dtype=kv_dtype)
+    shape = KernelShape(
+        num_q_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=256, scale=0.1, softcap=None,
+        dtype=torch.bfloat16, tma=IS_HOPPER and head_dim == 128, interpreted=False,
+    )  # fmt: skip
+    qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)
+    weights = zeros(head_dim), zeros(head_dim)
+    layers.norm_rope_store(qkv, 32, 8, weights, 1e-6, False, table, slots, kv, slots, q)
+    out, lse, state = floats(8, 32, head_dim), floats(8, 32), (floats(8, 32, head_dim), floats(8, 32), floats(8, 32))
+    tables = (ints(2), ints(1), ints(1), ints(1), ints(1))
+    tiles = prefill_tiles(shape, SHARED_MEMORY)
+    for window in (None, 100):
+        decode_partial.decode_partial(
+            q, kv, ints(8, 4), ints(1), ints(8), out, lse, window=window, shape=shape, num_programs=33
+        )
+        prefill.prefill(
+            q, kv, q.clone(), state, tables, ints(1, 4),
+            max_query_len=8, store_state=False, window=window, shape=shape, tiles=tiles,
+        )  # fmt: skip
+    for batch_size in (8, 64):
+        merge.merge(out, lse, ints(batch_size + 1), zeros(batch_size, 32, head_dim))
+
+
+def compile_step() -> None:
+    wide = torch.zeros(4, dtype=torch.int64)
+    step_inputs.step_inputs(ints(4), wide, ints(4), ints(4, 9), wide, ints(4), wide, wide, 256)
+    store_partials.store_partials(
+        zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32)
+    )
+    vocab_size = 151_936
+    state, rows = make_state([RowSampling(temperature=1.0)] * 2, vocab_size, sample)
+    state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64), advance=True)
+
+
+compile_layers()
+compile_attention(128, torch.bfloat16)
+compile_attention(80, torch.bfloat16)
+if ARCHITECTURE >= 89:
+    compile_attention(128, torch.float8_e4m3fn)
+compile_step()
+print("\n".join(sorted(compiled)))
