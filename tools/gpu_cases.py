@@ -11,6 +11,7 @@ from collections.abc import Callable
 import psutil
 import torch
 from gpu_common import GIB, Bench, figures, peak, reset_peak, timed, token_bytes
+from gpu_prefill import prefill_attention
 from gpu_resident import batch_throughput, kernels, resident, start_up
 
 import nanoinfer
@@ -331,6 +332,7 @@ CASES: dict[str, Callable[[Bench], dict]] = {
         resident,
         batch_throughput,
         kernels,
+        prefill_attention,
         start_up,
         hf_offloaded,
         planner,

@@ -160,6 +160,20 @@ def kernels(record: dict) -> str:
     return _table(["decode", "kernel", "calls", "µs per call", "floor, µs", "ratio", "of the step"], rows)
 
 
+def prefill_attention(record: dict) -> str:
+    """Attention of one chunk of a long prompt, ours beside the libraries'."""
+    case = record["cases"].get("prefill_attention", {})
+    rows = [
+        [name, f"{found['seconds'] * 1e3:.2f}", f"{found['operations_per_second'] / 1e12:,.0f}",
+         f"{found['ratio_to_floor']:.2f}"]
+        for name, found in case.items() if isinstance(found, dict) and "seconds" in found
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    head = f"attention of {case['chunk']:,} queries to {case['context']:,} keys"
+    return _table([head, "ms", "TFLOP/s", f"of the time at {case['matrix_rate'] / 1e12:,.0f} TFLOP/s"], rows)
+
+
 def _short(name: str) -> str:
     """A kernel's name without return type, arguments and templates, as a table can hold it."""
     name = name.removeprefix("void ").split("(")[0].split("<")[0].replace("|", "/")
@@ -237,7 +251,20 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 PARTS: dict[str, Callable[[dict], str]] = {
     part.__name__: part
-    for part in (where, offload_steps, prefill, prefill_32k, planner, resident, latency, kernels, auto, other, serve)
+    for part in (
+        where,
+        offload_steps,
+        prefill,
+        prefill_32k,
+        planner,
+        resident,
+        latency,
+        kernels,
+        prefill_attention,
+        auto,
+        other,
+        serve,
+    )
 }
 
 

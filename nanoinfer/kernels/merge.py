@@ -10,15 +10,16 @@ from nanoinfer.kernels.shape import next_power_of_2
 LSE_TILE = 128
 MANY_PROGRAMS = 512
 HEADS_OF_MANY = 4
+COLUMNS_OF_FEW = 32
 STAGES = 4
 
 
 def merge_tiles(num_row_heads: int, num_q_heads: int) -> tuple[int, int]:
     """(heads of a program, splits that it adds at a time).
 
-    Few programs wait for memory: 128 splits at a time make 4 dependent steps of 512 splits (128k tokens). Many programs
-    keep the cores busy, and mostly have few splits each: they take one after the other, a few loads ahead. The choice
-    depends on the padded batch alone, and so do the bits.
+    Few programs wait for memory: they share the columns of a head, and 128 splits at a time make 4 dependent steps of 512
+    splits (128k tokens). Many programs keep the cores busy, and mostly have few splits each: they take one after the
+    other, a few loads ahead. The choice depends on the padded batch alone, and so do the bits.
     """
     if num_row_heads <= MANY_PROGRAMS:
         return 1, LSE_TILE
@@ -36,8 +37,8 @@ def merge_kernel(
     out,  # [B, NUM_Q_HEADS, HEAD_DIM]
     NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr,  # of one program
+    COLUMNS: tl.constexpr,  # of one program
     SPLIT_TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -50,9 +51,9 @@ def merge_kernel(
     wait_for_inputs(PDL)
     out_row = partial_out + first.to(tl.int64) * (NUM_Q_HEADS * HEAD_DIM)
 
-    columns = tl.arange(0, BLOCK_D)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     in_head = columns < HEAD_DIM
-    acc = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    acc = tl.zeros([HEADS, COLUMNS], tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     if SPLIT_TILE == 1:
         peak = tl.full([HEADS], float("-inf"), tl.float32)
@@ -103,8 +104,10 @@ def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, out: Tensor)
     if batch_size == 0:
         return
     heads, split_tile = merge_tiles(batch_size * num_q_heads, num_q_heads)
-    merge_kernel[(batch_size, num_q_heads // heads)](
+    block_d = next_power_of_2(head_dim)
+    columns = block_d if split_tile == 1 else min(block_d, COLUMNS_OF_FEW)
+    merge_kernel[(batch_size, num_q_heads // heads, block_d // columns)](
         partial_out, partial_lse, ranges, out, NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim,
-        BLOCK_D=next_power_of_2(head_dim), HEADS=heads, SPLIT_TILE=split_tile, STAGES=STAGES, num_warps=4,
+        HEADS=heads, COLUMNS=columns, SPLIT_TILE=split_tile, STAGES=STAGES, num_warps=4,
         **launch_options(out, batch_size),
     )  # fmt: skip

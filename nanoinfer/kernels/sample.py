@@ -131,6 +131,7 @@ def _cut_kernel(
     repetition_penalty, seen, step, banned_until, banned_ids, num_banned,
     temperature, top_k, top_p, min_p,  # by row
     tile_max,
+    peak,  # [B] float32, out: the row's largest score, as `row_peak` has it
     cut,  # [B] int32, out: order of the last score that is kept
     cut_id,  # [B] int32, out: last token id that is kept among those with that score; -1: no cut
     num_tiles,
@@ -142,11 +143,12 @@ def _cut_kernel(
     heat = tl.load(temperature + row)
     k = tl.load(top_k + row)
     p = tl.load(top_p + row)
+    high = row_peak(tile_max, index, num_tiles, TILES)
+    tl.store(peak + index, high)
     last = tl.full([], -2147483648, tl.int32)
     last_id = tl.full([], -1, tl.int32)
     wants_k = (k > 0) & (k < VOCAB_SIZE)
     if (heat >= GREEDY) & (wants_k | (p < 1.0)):
-        high = row_peak(tile_max, index, num_tiles, TILES)
         floor = tl.load(min_p + row)
         source = logits + index * VOCAB_SIZE
         penalty = tl.load(repetition_penalty + row)
@@ -261,12 +263,12 @@ def _draw_kernel(
     logits, rows,
     repetition_penalty, seen, step, banned_until, banned_ids, num_banned,
     temperature, min_p, seed,
-    tile_max, cut, cut_id,
+    peak, cut, cut_id,
     best_score,  # [B, num_tiles] float32, out
     best_id,  # [B, num_tiles] int32, out
     num_tiles,
-    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILES: tl.constexpr,
-    TILE: tl.constexpr, GREEDY: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
+    GREEDY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -279,7 +281,7 @@ def _draw_kernel(
             logits + index * VOCAB_SIZE, ids, row, tl.load(repetition_penalty + row), seen, now,
             tl.load(banned_until + row), banned_ids, tl.load(num_banned + row), VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
         )  # fmt: skip
-        scaled = scaled_by(score, row_peak(tile_max, index, num_tiles, TILES), heat)
+        scaled = scaled_by(score, tl.load(peak + index), heat)
         floor = tl.load(min_p + row)
         if floor > 0:
             scaled = tl.where(tl.exp(scaled) >= floor, scaled, -float("inf"))
@@ -343,6 +345,7 @@ def workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str
         "tile_id": empty(max_batch, num_tiles, dtype=torch.int32),
         "best_score": empty(max_batch, num_tiles, dtype=torch.float32),
         "best_id": empty(max_batch, num_tiles, dtype=torch.int32),
+        "peak": empty(max_batch, dtype=torch.float32),
         "cut": empty(max_batch, dtype=torch.int32),
         "cut_id": empty(max_batch, dtype=torch.int32),
     }
@@ -382,13 +385,13 @@ def sample_rows(
     )  # fmt: skip
     _cut_kernel[(num_rows,)](
         logits, rows, *scores, state.temperature, state.top_k, state.top_p, state.min_p,
-        space["tile_max"], space["cut"], space["cut_id"], num_tiles,
+        space["tile_max"], space["peak"], space["cut"], space["cut_id"], num_tiles,
         **sizes, **banned, **tiles, **greedy, TILE=TILE_TOKENS, num_warps=16,
     )  # fmt: skip
     _draw_kernel[(num_rows, num_tiles)](
         logits, rows, *scores, state.temperature, state.min_p, state.seed,
-        space["tile_max"], space["cut"], space["cut_id"], space["best_score"], space["best_id"], num_tiles,
-        **sizes, **banned, **tiles, **greedy, TILE=TILE_TOKENS,
+        space["peak"], space["cut"], space["cut_id"], space["best_score"], space["best_id"], num_tiles,
+        **sizes, **banned, **greedy, TILE=TILE_TOKENS,
     )  # fmt: skip
     _choose_kernel[(num_rows,)](
         rows, state.temperature, state.repetition_penalty, state.seen, state.step,
