@@ -93,6 +93,23 @@ def scaled_by(score, high, temperature):
 
 
 @triton.jit
+def weigh(
+    logits, ids, row, penalty, seen, step, banned_until, banned_ids, num_banned, peak, temperature, min_p, least,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr,
+):  # fmt: skip
+    """(order, weight) of token ids: weights are probabilities relative to the peak's in units of 2^-40, int64, and 0
+    where min_p drops a token or its order is below `least`."""
+    score = load_scores(
+        logits, ids, row, penalty, seen, step, banned_until, banned_ids, num_banned,
+        VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+    )  # fmt: skip
+    relative = tl.exp(scaled_by(score, peak, temperature))
+    place = order(score)
+    counts = (relative >= min_p) & (place >= least)
+    return place, tl.where(counts, (relative * 1099511627776.0).to(tl.int64), 0)
+
+
+@triton.jit
 def row_peak(tile_max, index, num_tiles, TILES: tl.constexpr):
     """The row's largest score; 0 for a row of -inf only."""
     tiles = tl.arange(0, TILES)
@@ -193,13 +210,11 @@ def _cut_kernel(
             total = tl.zeros([TILE], tl.int64)
             for tile in range(num_tiles):
                 if order(tl.load(peaks + tile)) >= last_of_k:
-                    score = load_scores(
-                        source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans,
-                        VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                    _, weight = weigh(
+                        source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans, high, heat, floor,
+                        last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                     )  # fmt: skip
-                    relative = tl.exp(scaled_by(score, high, heat))
-                    counts = (relative >= floor) & (order(score) >= last_of_k)
-                    total += tl.where(counts, (relative * 1099511627776.0).to(tl.int64), 0)
+                    total += weight
             limit = tl.ceil(p.to(tl.float64) * tl.sum(total, 0).to(tl.float64)).to(tl.int64)
             limit = tl.maximum(limit, 1)
             # The largest value down to which the weights reach the limit.
@@ -210,14 +225,10 @@ def _cut_kernel(
                 weights = tl.zeros([8, TILE], tl.int64)
                 for tile in range(num_tiles):
                     if order(tl.load(peaks + tile)) >= reach:
-                        score = load_scores(
-                            source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans,
-                            VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                        place, weight = weigh(
+                            source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans, high, heat, floor,
+                            last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                         )  # fmt: skip
-                        relative = tl.exp(scaled_by(score, high, heat))
-                        place = order(score)
-                        counts = (relative >= floor) & (place >= last_of_k)
-                        weight = tl.where(counts, (relative * 1099511627776.0).to(tl.int64), 0)
                         weights += tl.where(place[None, :] >= guess[:, None], weight[None, :], 0)
                 best = tl.max(tl.where(tl.sum(weights, 1) >= limit, eight, 0), 0)
                 found = found | (best.to(tl.int64) << (30 - 3 * digit))
@@ -227,14 +238,10 @@ def _cut_kernel(
             each = tl.zeros([TILE], tl.int64)
             for tile in range(num_tiles):
                 if order(tl.load(peaks + tile)) >= last:
-                    score = load_scores(
-                        source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans,
-                        VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                    place, weight = weigh(
+                        source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans, high, heat, floor,
+                        last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                     )  # fmt: skip
-                    relative = tl.exp(scaled_by(score, high, heat))
-                    place = order(score)
-                    counts = (relative >= floor) & (place >= last_of_k)
-                    weight = tl.where(counts, (relative * 1099511627776.0).to(tl.int64), 0)
                     above += tl.where(place > last, weight, 0)
                     each = tl.maximum(each, tl.where(place == last, weight, 0))
             one = tl.maximum(tl.max(each, 0), 1)
