@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanoinfer.attention.base import AttentionBackend, DecodeWork, Partials
+from nanoinfer.attention.base import MAX_SPLITS_OF_FEW, MAX_SPLITS_PER_BLOCK, AttentionBackend, DecodeWork, Partials
 from nanoinfer.device_tables import DeviceTable, RowState
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.layers import KVSlots
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.sampling_state import SamplingState
 from nanoinfer.sequence import Sequence
-from nanoinfer.work import SplitLists, first_visible_block, slot_records, split_lists
+from nanoinfer.work import SplitLists, slot_records, split_lists, visible_blocks, work_table
 from offload import Chunk, Graph, Ring, Runtime, Stream, StreamPlan, pack
 from offload.layout import runs
 
@@ -41,7 +41,7 @@ class DecodeProgram:
     Args:
         max_batch: largest padded batch.
         batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
-        max_splits: capacity of the partials workspace, in splits over all rows.
+        max_blocks: blocks that all rows together may attend to; rows that share blocks count each for itself.
     """
 
     def __init__(
@@ -57,13 +57,14 @@ class DecodeProgram:
         *,
         max_batch: int,
         batch_sizes: list[int],
-        max_splits: int,
+        max_blocks: int,
     ) -> None:
         spec, device = model.spec, runtime.device
         self.batch_sizes = batch_sizes
         self.windows = list(dict.fromkeys(spec.windows))
         self.counters = DecodeCounters()
-        self.max_splits = max_splits
+        # Rows whose blocks are cut have no more splits than that beside the others' blocks.
+        self.max_splits = max_splits = max_blocks + MAX_SPLITS_OF_FEW
         self.rows = rows
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -81,14 +82,15 @@ class DecodeProgram:
         self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
         self._partials: Partials = backend.partials(max_splits)
         # The host's tables, one set per window.
-        record = 4 + 4 * ring.blocks_per_slot
+        record = 4 + 4 * ring.blocks_per_slot * MAX_SPLITS_PER_BLOCK
         self._batch_rows = DeviceTable(runtime, max_batch)
         self._ranges = [DeviceTable(runtime, max_batch + 1) for _ in self.windows]
         self._items = [DeviceTable(runtime, 4 + 4 * max_splits) for _ in self.windows]
+        self._splits_per_block = [DeviceTable(runtime, max_batch) for _ in self.windows]
+        for table in self._splits_per_block:
+            table.tensor.fill_(1)
         self._records = [DeviceTable(runtime, -(-max_splits // ring.blocks_per_slot) * record) for _ in self.windows]
         self._slot_records = torch.zeros(ring.num_ring_slots, record, dtype=torch.int32, device=device)
-        self._pool_work = [_work(table.tensor) for table in self._items]
-        self._slot_work = [_work(slot_record) for slot_record in self._slot_records]
         self._no_stream = StreamPlan(((),) * len(self._kind))
         self._last_splits: bytes | None = None  # of the lists in the tables, where they are those of resident mode
         self._step_graphs: dict[int, Graph] = {}
@@ -137,7 +139,7 @@ class DecodeProgram:
         if whole_rows:
             backend.decode_rows(q, kv, self._block_table[:size], lengths, attention, window)
         else:
-            work = self._pool_work[self._kind[index]]
+            work = self._work(self._items[self._kind[index]].tensor, self._kind[index])
             backend.decode_partial(q, kv, work, lengths, self._partials, window)
         return x
 
@@ -146,11 +148,16 @@ class DecodeProgram:
         self._backend.decode_partial(
             self._q,
             self._ring.slots[ring_slot],
-            self._slot_work[ring_slot],
+            self._work(self._slot_records[ring_slot], window_index),
             self._lengths,
             self._partials,
             self.windows[window_index],
         )
+
+    def _work(self, table: torch.Tensor, window_index: int) -> DecodeWork:
+        """Reads a flat `work_table`."""
+        splits_per_block = self._splits_per_block[window_index].tensor
+        return DecodeWork(items=table[4:].view(-1, 4), num_items=table[:1], splits_per_block=splits_per_block)
 
     def _prepare(self, size: int, whole_rows: bool) -> None:
         """Tokens, lengths, positions and slots of the batch."""
@@ -246,36 +253,45 @@ class DecodeProgram:
         if resident is not None and resident == self._last_splits and not rows_changed:
             return DecodeStep(self, size, self._no_stream, self._no_stream, write_through, {})
         self._last_splits = None
-        lists = self._split_lists(rows, lengths)
+        lists = self._split_lists(size, rows, lengths)
         plan = self._stream_plan(lists)
         for index, found in enumerate(lists):
             ranges = np.concatenate([found.ranges, np.full(len(padding), found.ranges[-1], dtype=np.int32)])
             assert ranges[-1] <= self.max_splits, f"{ranges[-1]} splits in a workspace of {self.max_splits}"
             self._ranges[index].set(self._compute, ranges)
-            head = np.array([[len(found.on_gpu), 0, 0, 0]], dtype=np.int32)
-            self._items[index].set(self._compute, np.concatenate([head, found.on_gpu]))
+            self._splits_per_block[index].set(self._compute, found.splits_per_block)
+            self._items[index].set(self._compute, work_table(found.on_gpu))
             chunks = plan.chunks[self._kind.index(index)]
             self._records[index].set(self._compute, slot_records(found.on_host, chunks, self._ring.blocks_per_slot))
         self._last_splits = resident
         promoted = self._kv_cache.promote(rows.tolist())
         # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
-        ahead = self._stream_plan(self._split_lists(rows, lengths)) if promoted else plan
+        ahead = self._stream_plan(self._split_lists(size, rows, lengths)) if promoted else plan
         return DecodeStep(self, size, plan, ahead, write_through, promoted)
 
     def _resident_splits(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> bytes | None:
         """What the split lists of a batch that streams nothing depend on, beside the rows' blocks; None in offload mode."""
         if self._kv_cache.offload is not None:
             return None
-        block_size = self._kv_cache.block_size
-        first = [first_visible_block(lengths - 1, window, block_size) for window in self.windows]
-        return np.concatenate([[size], rows, -(-lengths // block_size), *first]).tobytes()
+        block_size, found = self._kv_cache.block_size, [[size], rows]
+        for window in self.windows:
+            first, counts = visible_blocks(lengths, window, block_size)
+            span = block_size // self._backend.splits_per_block(counts * size)
+            found += [first, span, -(-lengths // span)]
+        return np.concatenate(found).tobytes()
 
-    def _split_lists(self, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
+    def _split_lists(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
         """For each window, where the splits of the rows lie."""
         block_size = self._kv_cache.block_size
         width = -(-int(lengths.max()) // block_size)
         gpu_rows, host_rows = self._kv_cache.gpu_table[rows, :width], self._kv_cache.host_table[rows, :width]
-        return [split_lists(gpu_rows, host_rows, lengths, window, block_size) for window in self.windows]
+
+        def splits_per_block(counts: np.ndarray) -> np.ndarray:
+            return self._backend.splits_per_block(counts * size)
+
+        return [
+            split_lists(gpu_rows, host_rows, lengths, window, block_size, splits_per_block) for window in self.windows
+        ]
 
     def _stream_plan(self, lists: list[SplitLists]) -> StreamPlan:
         chunks = [pack(found.on_host[:, 2], self._ring.blocks_per_slot) for found in lists]
@@ -344,8 +360,3 @@ class DecodeStep:
         self.program.enqueue_attend(layer, chunk, ring_slot)
         if self.promoted:
             self.program.keep(layer, chunk, ring_slot, self.promoted)
-
-
-def _work(table: torch.Tensor) -> DecodeWork:
-    """Reads a flat table of (number of items, 0, 0, 0), items..."""
-    return DecodeWork(items=table[4:].view(-1, 4), num_items=table[:1])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
+from nanoinfer.attention.base import MAX_SPLITS_OF_FEW
 from nanoinfer.config import EngineConfig, format_gib, is_share, parse_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.sampler import workspace_bytes as sampling_workspace_bytes
@@ -31,13 +32,14 @@ class MemoryPlan:
 
     Attributes:
         activation_bytes: transient memory of the largest prefill step, or of sampling if that takes more.
-        workspace_bytes: fixed buffers of decode and of small prefill steps, and tables, without the attention partials.
+        workspace_bytes: fixed buffers of decode and of small prefill steps, and tables, without the attention partials
+            of whole blocks.
         library_bytes: workspaces of libraries, and rounding.
         graph_bytes: private memory of the captured graphs.
-        split_bytes: attention partials of one split.
+        split_bytes: attention partials of one split, and its entries in tables.
         num_gpu_blocks: KV blocks of the GPU pool, the scratch block included.
         max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
-        max_splits: splits that one decode step may attend to.
+        max_splits: splits of whole blocks that one decode step may attend to.
     """
 
     budget_bytes: int
@@ -167,7 +169,8 @@ def _spend(
 ) -> MemoryPlan:
     max_blocks = -(-sizes.max_model_len // layout.block_size)
     blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * sizes.max_num_seqs)
-    split_bytes = spec.num_q_heads * (spec.head_dim + 1) * 4
+    # Attention partials, float32; the tables of items and ring chunks take 96 bytes per split and window.
+    split_bytes = spec.num_q_heads * (spec.head_dim + 1) * 4 + 96 * len(set(spec.windows))
     size = spec.dtype.itemsize
     # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
     max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
@@ -177,6 +180,7 @@ def _spend(
     workspace = max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * sizes.max_num_batched_tokens
     # Of small prefill steps: positions, hidden states, queries, attention outputs.
     graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)
+    workspace += MAX_SPLITS_OF_FEW * split_bytes  # of blocks that are cut
     workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim))
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
@@ -197,10 +201,7 @@ def _spend(
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
     )
-    # Each block of the pool brings room for two splits, because rows may share blocks. The tables of items and ring
-    # chunks take 32 bytes per split and window.
-    split_bytes += 64 * len(set(spec.windows))
-    plan = replace(plan, split_bytes=split_bytes)
+    # Each block of the pool brings room for two splits, because rows may share blocks.
     rows = sizes.max_num_seqs * split_bytes
     num_blocks = max(0, budget_bytes - plan.fixed_bytes - rows) // (layout.block_bytes + 2 * split_bytes)
     if not is_cuda or config.enable_cpu_offload is True:

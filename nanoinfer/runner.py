@@ -124,7 +124,7 @@ class ModelRunner:
             self.sampling,
             max_batch=max_batch,
             batch_sizes=sizes,
-            max_splits=plan.max_splits,
+            max_blocks=plan.max_splits,
         )
         self.prefill_program = PrefillProgram(
             runtime,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from nanoinfer.attention.base import MAX_SPLITS_PER_BLOCK
 from nanoinfer.kv_cache import NO_BLOCK
 from offload import Chunk
 
@@ -15,15 +17,18 @@ class SplitLists:
     """The splits that one decode step attends to, for layers of one window.
 
     Attributes:
-        on_gpu: [n, 4] int32, (batch row, split, GPU block, partial index).
-        on_host: [m, 4] int32, (batch row, split, host block, partial index), in the order in which they stream: that of
-            the host pool, where neighbours pass in one copy, whoever they belong to.
+        on_gpu: [n, 4] int32, items: (batch row, split, GPU block, partial index).
+        on_host: [m, 5] int32, (batch row, first split, host block, first partial index, number of splits) for each block,
+            in the order in which they stream: that of the host pool, where neighbours pass in one copy, whoever they
+            belong to.
         ranges: [batch + 1] int32: row b's partials are ranges[b] to ranges[b + 1] - 1, in ascending order of split.
+        splits_per_block: [batch], how many splits a whole block of the row is cut into.
     """
 
     on_gpu: np.ndarray
     on_host: np.ndarray
     ranges: np.ndarray
+    splits_per_block: np.ndarray
 
 
 def first_visible_block(query_position: int | np.ndarray, window: int | None, block_size: int) -> int | np.ndarray:
@@ -33,8 +38,19 @@ def first_visible_block(query_position: int | np.ndarray, window: int | None, bl
     return np.maximum(query_position - window + 1, 0) // block_size
 
 
+def visible_blocks(lengths: np.ndarray, window: int | None, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first block with a key that each row's last query sees, and how many there are from it on. lengths: [batch]."""
+    first = first_visible_block(lengths - 1, window, block_size)
+    return first, -(-lengths // block_size) - first
+
+
 def split_lists(
-    gpu_rows: np.ndarray, host_rows: np.ndarray, lengths: np.ndarray, window: int | None, block_size: int
+    gpu_rows: np.ndarray,
+    host_rows: np.ndarray,
+    lengths: np.ndarray,
+    window: int | None,
+    block_size: int,
+    splits_per_block: Callable[[np.ndarray], np.ndarray],
 ) -> SplitLists:
     """Lists the splits of a decode batch.
 
@@ -42,34 +58,56 @@ def split_lists(
         gpu_rows, host_rows: [batch, max_blocks] int32, the rows' block tables; -1 where there is no block.
         lengths: [batch] tokens of each row, the current one included.
         window: the layers' sliding window in tokens, None for full attention.
+        splits_per_block: gives the splits of each row's blocks for the number of blocks that it reads, both [batch].
     """
-    first = first_visible_block(lengths - 1, window, block_size)
-    counts = -(-lengths // block_size) - first
-    ranges = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    partial = np.arange(ranges[-1])
+    first, counts = visible_blocks(lengths, window, block_size)
+    block_ranges = np.concatenate([[0], np.cumsum(counts)])
     row = np.repeat(np.arange(len(lengths)), counts)
-    split = partial - np.repeat(ranges[:-1], counts) + np.repeat(first, counts)
-    gpu_block, host_block = gpu_rows[row, split], host_rows[row, split]
+    index = np.arange(block_ranges[-1]) - np.repeat(block_ranges[:-1] - first, counts)
+    row_splits = splits_per_block(counts)
+    per_block = row_splits[row]
+    # A sequence's last block has splits only as far as it has tokens.
+    splits = np.minimum(-(-(lengths[row] - index * block_size) // (block_size // per_block)), per_block)
+    split_ends = np.concatenate([[0], np.cumsum(splits)])
+    gpu_block, host_block = gpu_rows[row, index], host_rows[row, index]
     is_on_gpu = gpu_block != NO_BLOCK
-    assert np.all(is_on_gpu | (host_block != NO_BLOCK)), "a split lies neither on the GPU nor on the host"
-    on_gpu = np.stack([row, split, gpu_block, partial], axis=1)[is_on_gpu]
-    on_host = np.stack([row, split, host_block, partial], axis=1)[~is_on_gpu]
+    assert np.all(is_on_gpu | (host_block != NO_BLOCK)), "a block lies neither on the GPU nor on the host"
+    blocks = np.stack([row, index * per_block, gpu_block, split_ends[:-1], splits], axis=1).astype(np.int32)
+    on_gpu, on_host = blocks[is_on_gpu], blocks[~is_on_gpu]
+    on_host[:, 2] = host_block[~is_on_gpu]
     on_host = on_host[np.argsort(on_host[:, 2], kind="stable")]
-    return SplitLists(on_gpu.astype(np.int32), on_host.astype(np.int32), ranges)
+    return SplitLists(_items(on_gpu), on_host, split_ends[block_ranges].astype(np.int32), row_splits)
+
+
+def _items(blocks: np.ndarray) -> np.ndarray:
+    """[n, 4] int32, an item for each split of the blocks: [m, 5] as in `SplitLists.on_host`."""
+    items, splits = blocks[:, :4], blocks[:, 4]
+    if np.all(splits == 1):
+        return items
+    items = np.repeat(items, splits, axis=0)
+    number = np.arange(len(items), dtype=np.int32) - np.repeat(np.cumsum(splits) - splits, splits)
+    items[:, 1] += number
+    items[:, 3] += number
+    return items
+
+
+def work_table(items: np.ndarray) -> np.ndarray:
+    """[1 + n, 4] int32: (number of items, 0, 0, 0), then the items."""
+    head = np.array([[len(items), 0, 0, 0]], dtype=np.int32)
+    return np.concatenate([head, items])
 
 
 def slot_records(on_host: np.ndarray, chunks: list[Chunk], blocks_per_slot: int) -> np.ndarray:
     """What attention must know of each chunk once it lies in a ring slot.
 
     Returns:
-        [len(chunks), 4 + 4 * blocks_per_slot] int32: (number of items, 0, 0, 0), then the items with the host block
-        replaced by the place in the ring slot.
+        [len(chunks), 1 + blocks_per_slot * MAX_SPLITS_PER_BLOCK, 4] int32: each a `work_table` with the place in the ring
+        slot for the block, and zeros behind it.
     """
-    records = np.zeros((len(chunks), 4 + 4 * blocks_per_slot), dtype=np.int32)
+    records = np.zeros((len(chunks), 1 + blocks_per_slot * MAX_SPLITS_PER_BLOCK, 4), dtype=np.int32)
     for record, chunk in zip(records, chunks, strict=True):
-        count = len(chunk.blocks)
-        items = on_host[chunk.begin : chunk.begin + count].copy()
-        items[:, 2] = np.arange(count)
-        record[0] = count
-        record[4 : 4 + 4 * count] = items.reshape(-1)
+        blocks = on_host[chunk.begin : chunk.begin + len(chunk.blocks)].copy()
+        blocks[:, 2] = np.arange(len(blocks))
+        table = work_table(_items(blocks))
+        record[: len(table)] = table
     return records

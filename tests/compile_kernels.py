@@ -48,7 +48,7 @@ from nanoinfer.kernels import decode_partial, layers, merge, pdl, prefill, sampl
 from nanoinfer.kernels.shape import KernelShape, prefill_tiles
 from nanoinfer.sampler import RowSampling
 
-for module in (decode_partial, merge, layers.norm_rope_store.__globals__):
+for module in (decode_partial, merge, layers.norm_rope_store.__globals__, layers.rows_linear.__globals__):
     (module if isinstance(module, dict) else vars(module))["launch_options"] = lambda x, num_rows=1: {
         "PDL": IS_HOPPER and num_rows <= pdl.MAX_ROWS,
         "launch_pdl": IS_HOPPER and num_rows <= pdl.MAX_ROWS,
@@ -95,7 +95,7 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype) -> None:
     tiles = prefill_tiles(shape, SHARED_MEMORY)
     for window in (None, 100):
         decode_partial.decode_partial(
-            q, kv, ints(8, 4), ints(1), ints(8), out, lse, window=window, shape=shape, num_programs=33
+            q, kv, ints(8, 4), ints(1), ints(8), ints(8), out, lse, window=window, shape=shape, num_programs=33
         )
         prefill.prefill(
             q, kv, q.clone(), state, tables, ints(1, 4),

@@ -74,25 +74,38 @@ def test_decode_equals_dense_attention_at_window_edges(name, window):
 
 
 @backends
+@pytest.mark.parametrize("splits_per_block", [2, 4])
+@pytest.mark.parametrize("window", [None, 1, 37, 64])
+def test_decode_of_blocks_that_are_cut_equals_dense_attention(name, window, splits_per_block):
+    spec, lens = make_spec(block_size=64, windows=(window,)), [1, 15, 16, 17, 64, 100, 130]
+    paged, q = make_paged(spec, lens), make_q(spec, len(lens))
+    out, _ = run_decode(build(name, spec), q, paged.kv, paged.tables, lens, window, splits_per_block)
+    assert relative_error(out, dense_decode(spec, q, paged, lens, window)) < 2e-6
+
+
+@backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 20])
-def test_decode_bits_do_not_depend_on_where_blocks_lie(name, dtype, window):
-    spec, lens = make_spec(head_dim=32, dtype=dtype), [40, 5, 64]
+@pytest.mark.parametrize("splits_per_block", [1, 2])
+def test_decode_bits_do_not_depend_on_where_blocks_lie(name, dtype, window, splits_per_block):
+    spec, lens = make_spec(head_dim=32, block_size=16 * splits_per_block, dtype=dtype), [40, 5, 64]
     backend, paged, q = build(name, spec), make_paged(spec, lens), make_q(spec, 3)
-    want, want_partials = run_decode(backend, q, paged.kv, paged.tables, lens, window)
+    want, want_partials = run_decode(backend, q, paged.kv, paged.tables, lens, window, splits_per_block)
 
-    items, ranges = list_items(spec, paged.tables, lens, window)
-    in_ring = items[1::2][::-1]
-    ring_slot = torch.full((len(in_ring) + 1, *paged.kv.shape[1:]), POISON, dtype=dtype)
-    moved = []
-    for index, (row, split, block, p) in enumerate(in_ring, start=1):
+    items, ranges = list_items(spec, paged.tables, lens, window, splits_per_block)
+    moved_blocks = sorted({block for _, _, block, _ in items})[1::2][::-1]
+    ring_slot = torch.full((len(moved_blocks) + 1, *paged.kv.shape[1:]), POISON, dtype=dtype)
+    for index, block in enumerate(moved_blocks, start=1):
         ring_slot[index] = paged.kv[block]
-        moved.append((row, split, index, p))
         paged.kv[block] = POISON
+    moved = [(row, s, moved_blocks.index(b) + 1, p) for row, s, b, p in items if b in moved_blocks]
+    kept = [item for item in items if item[2] not in moved_blocks]
+    assert moved and kept
     partials = backend.partials(len(items))
-    backend.decode_partial(q, ring_slot, make_work(moved, stale=5), int32(lens), partials, window)
-    for part in (items[0:4:2], items[4::2]):
-        backend.decode_partial(q, paged.kv, make_work(part, stale=1), int32(lens), partials, window)
+    work = dict(splits_per_block=splits_per_block)
+    backend.decode_partial(q, ring_slot, make_work(moved, stale=5, **work), int32(lens), partials, window)
+    for part in (kept[:2], kept[2:]):
+        backend.decode_partial(q, paged.kv, make_work(part, stale=1, **work), int32(lens), partials, window)
     out = torch.empty_like(want)
     backend.merge(partials, int32(ranges), out)
     assert torch.equal(partials.out, want_partials.out[: len(items)])

@@ -1,10 +1,12 @@
 """The same bits in every mode: resident, offload, switched half-way, any ring, graphs or eager."""
 
+import numpy as np
 import pytest
 from engines import COMMON, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
+from nanoinfer.attention.torch_backend import TorchBackend
 
 MODELS = {
     "qwen3": dict(family="qwen3"),
@@ -90,6 +92,36 @@ def test_shared_prefixes_give_the_same_bits_in_both_modes(paths, name):
         assert requests < sum(map(len, prompts)), "the common prefix was computed again"
         assert_pools_as_before(engine)
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(paths, expected, name, monkeypatch):
+    """As the Triton backend cuts the blocks of a step that reads few: whole blocks follow as the sequences grow."""
+    used = set()
+
+    def splits_per_block(self, num_blocks):
+        splits = np.where(num_blocks <= 6, 4, np.where(num_blocks <= 12, 2, 1))
+        used.update(splits.tolist())
+        return splits
+
+    prompts = [PROMPTS[0][:60], PROMPTS[1][:20]]
+    params = [SamplingParams(max_tokens=90, ignore_eos=True, logprobs=1)] * 2
+    whole = run(make_engine(paths[name]), prompts, params)
+    monkeypatch.setattr(TorchBackend, "splits_per_block", splits_per_block)
+    want = run(make_engine(paths[name]), prompts, params)
+    assert used >= {2, 4} and [[c[0] for c in o] for o in want] == [[c[0] for c in o] for o in whole]
+    assert want != whole, "the blocks were not cut"
+    for arguments in (
+        dict(enforce_eager=True),
+        dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=LAYER_BLOCK_BYTES),
+        dict(enable_cpu_offload=True, ring_slot_bytes=7 * LAYER_BLOCK_BYTES),
+        dict(enable_cpu_offload=True, resident_kv_limit=8 * LAYER_BLOCK_BYTES * 3),
+    ):
+        engine = make_engine(paths[name], **arguments)
+        assert run(engine, prompts, params) == want, arguments
+        assert_pools_as_before(engine)
+    engine = make_engine(paths[name])
+    assert run(engine, prompts, params, switching({10: "offload", 40: "resident", 60: "offload"})) == want
 
 
 def test_triton_backend_in_the_interpreter_gives_equal_bits_in_both_modes(paths):

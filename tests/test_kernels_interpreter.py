@@ -6,6 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import numpy as np
 import pytest
 import torch
 from test_attention_cases import int32, make_paged, make_q, make_spec, make_work, run_decode, run_prefill
@@ -14,7 +15,8 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
-from nanoinfer.attention.triton_backend import TritonBackend
+from nanoinfer.attention.base import MAX_SPLITS_OF_FEW, MAX_SPLITS_PER_BLOCK
+from nanoinfer.attention.triton_backend import PROGRAMS_OF_FEW, TritonBackend
 from nanoinfer.kernels.shape import KernelShape, decode_programs, decode_tiles, largest_tile, prefill_tiles
 from nanoinfer.kernels.store_partials import store_partials
 
@@ -103,3 +105,30 @@ def test_a_tile_of_keys_never_crosses_a_block():
 @pytest.mark.parametrize(("num_q_heads", "rows"), [(8, 16), (56, 16), (136, 32)])
 def test_query_group_is_padded_to_the_matrix_unit(num_q_heads, rows):
     assert decode_tiles(kernel_shape(64, torch.bfloat16, num_q_heads=num_q_heads)).block_m == rows
+
+
+@pytest.mark.parametrize("window", [None, 40, 70])
+def test_cut_blocks_through_the_copy_unit_have_the_bits_of_plain_loads(window):
+    spec, lens = make_spec(8, 2, 64, 256, torch.float16), [300, 256, 65, 64, 1]
+    paged, q = make_paged(spec, lens), make_q(spec, len(lens))
+    plain, copying = TritonBackend(spec, "cpu"), TritonBackend(spec, "cpu")
+    copying.shape = replace(copying.shape, tma=True)
+    for splits in (2, 4):
+        decoded = [run_decode(b, q, paged.kv, paged.tables, lens, window, splits)[0] for b in (plain, copying)]
+        assert decoded[0].isfinite().all() and torch.equal(*decoded)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4, 8, 32])
+@pytest.mark.parametrize("block_size", [16, 128, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_few_blocks_are_cut_into_whole_tiles_and_no_more_splits_than_have_room(num_kv_heads, block_size, dtype):
+    backend = TritonBackend(make_spec(32, num_kv_heads, 128, block_size, dtype), "cpu")
+    block_n, num_blocks = decode_tiles(backend.shape).block_n, np.arange(1, 100)
+    splits = backend.splits_per_block(num_blocks)
+    assert np.all(np.diff(splits) <= 0) and splits[-1] == 1 and splits[0] <= MAX_SPLITS_PER_BLOCK
+    assert np.all(block_size // splits % block_n == 0) and np.all(block_size % splits == 0)
+    alone = [backend.splits_per_block(num_blocks[i : i + 1])[0] for i in range(len(num_blocks))]
+    assert splits.tolist() == alone, "a row's splits depend on its neighbours"
+    most = min(MAX_SPLITS_OF_FEW, PROGRAMS_OF_FEW // num_kv_heads)
+    assert np.all((splits == 1) | (num_blocks * splits <= most))
+    assert splits[0] > 1 or block_size // block_n == 1

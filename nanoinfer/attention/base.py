@@ -1,12 +1,14 @@
 """The attention interface: what a layer asks for, in terms that do not say where KV blocks lie.
 
 A KV buffer of one layer is ``kv: [num_blocks, 2, block_size, num_kv_heads, head_dim]``, contiguous; index 0 of dim 1
-is K and 1 is V. It may be a layer's part of the GPU pool or a ring slot. A *split* is one block: split ``s`` of a
-sequence covers its tokens ``[s * block_size, (s + 1) * block_size)``.
+is K and 1 is V. It may be a layer's part of the GPU pool or a ring slot. A *split* is one block, or an equal part of one where so few
+blocks are read that they would leave most of a GPU idle: with ``span = block_size / splits_per_block``, split ``s`` of a
+sequence covers its tokens ``[s * span, (s + 1) * span)``.
 
 Decode attends to each split on its own (``decode_partial``) and combines the splits in ascending order (``merge``),
 as in Flash-Decoding (Dao et al., 2023) with splits at fixed absolute positions. So the bits of a split depend on its
-bytes and its query alone, and the result does not depend on which buffer a block lies in.
+bytes and its query alone, and the result does not depend on which buffer a block lies in. How a row's
+blocks are cut depends on their number and the padded batch size alone, not on its neighbours.
 
 Prefill walks the keys in ascending order with the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1) and can
 put its running state down between two buffers and take it up again.
@@ -18,8 +20,13 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+MAX_SPLITS_PER_BLOCK = 4
+MAX_SPLITS_OF_FEW = 64
+"""Blocks are cut only while a row's splits times the padded batch size are at most this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +91,8 @@ class DecodeWork:
     """[capacity, 4] int32, device, contiguous: (batch row b, split s, block index in the buffer, partial index p)."""
     num_items: Tensor
     """[1] int32, device. Rows of ``items`` from here on are stale and never reach a result."""
+    splits_per_block: Tensor
+    """[B] int32, device: of each batch row, one of the numbers that the backend's ``splits_per_block`` gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +166,14 @@ class AttentionBackend(ABC):
     @abstractmethod
     def check(cls, spec: AttentionSpec, device: torch.device | str, offload: bool) -> None:
         """Raise ValueError, naming a backend that can, where this one cannot run the model in this mode."""
+
+    def splits_per_block(self, num_blocks: np.ndarray) -> np.ndarray:
+        """How many splits a decode step makes of each block of its rows: [B], for num_blocks [B].
+
+        num_blocks: blocks that the row reads, wherever they lie, times the padded batch size. A result is at most
+        `MAX_SPLITS_PER_BLOCK`, and where it is above 1, its product with num_blocks at most `MAX_SPLITS_OF_FEW`.
+        """
+        return np.ones_like(num_blocks)
 
     def partials(self, capacity: int, device: torch.device | str | None = None) -> Partials:
         """An uninitialised workspace for ``capacity`` partials."""

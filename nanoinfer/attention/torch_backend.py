@@ -30,15 +30,18 @@ class TorchBackend(AttentionBackend):
         self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
     ) -> None:
         lens = seq_lens.tolist()
+        spans = (self.spec.block_size // work.splits_per_block).tolist()
         for row, split, block, p in work.items[: int(work.num_items)].tolist():
-            first = split * self.spec.block_size
+            span = spans[row]
+            first = split * span
             begin = 0 if window is None else max(0, lens[row] - window - first)
-            end = min(self.spec.block_size, lens[row] - first)
+            end = min(span, lens[row] - first)
             if begin >= end:
                 partials.out[p].zero_()
                 partials.lse[p].fill_(NEG_INF)
                 continue
-            k, v = self._heads_first(kv, block, begin, end)
+            offset = first % self.spec.block_size
+            k, v = self._heads_first(kv, block, offset + begin, offset + end)
             logits = self._logits(self._grouped(q[row : row + 1])[:, :, 0], k)  # [Hkv, G, T]
             lse = torch.logsumexp(logits, dim=-1)
             partials.out[p] = ((logits - lse[..., None]).exp() @ v).flatten(0, 1)

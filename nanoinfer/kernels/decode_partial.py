@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.online_softmax import softmax_step, tile_logits
-from nanoinfer.kernels.pdl import launch_options, wait_for_inputs
+from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.shape import NO_WINDOW, KernelShape, decode_tiles, kv_descriptor
 
 
@@ -33,10 +33,21 @@ def attend_masked(
     return softmax_step(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
 
 
+@triton.jit
+def read_item(item, seq_lens, splits_per_block, listed):
+    """(batch row, split, block in kv, partial index), and the row's length and splits of a block."""
+    row = tl.load(item, mask=listed, other=0)
+    split = tl.load(item + 1, mask=listed, other=0)
+    block = tl.load(item + 2, mask=listed, other=0)
+    partial = tl.load(item + 3, mask=listed, other=0)
+    seq_len = tl.load(seq_lens + row, mask=listed, other=0)
+    return row, split, block, partial, seq_len, tl.load(splits_per_block + row, mask=listed, other=1)
+
+
 @triton.jit(
     do_not_specialize=["q_stride", "window"],
     # A work list may be any slice of a larger one: its alignment must not pick another binary.
-    do_not_specialize_on_alignment=["items", "num_items", "seq_lens", "lse"],
+    do_not_specialize_on_alignment=["items", "num_items", "splits_per_block", "seq_lens", "lse"],
 )
 def decode_partial_kernel(
     q,  # [B, num_q_heads, HEAD_DIM], rows q_stride apart
@@ -44,6 +55,7 @@ def decode_partial_kernel(
     kv_rows,  # the same as a descriptor of [num_blocks * 2 * BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM], with TMA
     items,  # [capacity, 4] int32: batch row, split, block in kv, partial index
     num_items,  # [1] int32
+    splits_per_block,  # [B] int32
     seq_lens,  # [B] int32
     out,  # [capacity, num_q_heads, HEAD_DIM] float32
     lse,  # [capacity, num_q_heads] float32
@@ -74,29 +86,41 @@ def decode_partial_kernel(
     in_q = (rows < GROUP_SIZE)[:, None] & (columns < HEAD_DIM)[None, :]
     q_heads = head * GROUP_SIZE + rows
 
-    wait_for_inputs(PDL)
     # The items of each round are dealt out one program further on: they come in the rows' order, and the same programs
     # must not get every row's short last split.
     programs = tl.num_programs(0)
     rounds = count // programs
     rounds += ((tl.program_id(0) + rounds) % programs < count - rounds * programs).to(tl.int32)
+    # Each item is read while the one before it is computed, the first while the kernel in front still runs.
+    item = items + tl.program_id(0) * 4
+    next_row, next_split, next_block, next_partial, next_len, next_splits = read_item(
+        item, seq_lens, splits_per_block, rounds > 0
+    )
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
     for number in range(0, rounds):
-        item = number * programs + (tl.program_id(0) + number) % programs
-        row = tl.load(items + item * 4).to(tl.int64)
-        split = tl.load(items + item * 4 + 1)
-        block = tl.load(items + item * 4 + 2)
-        partial = tl.load(items + item * 4 + 3).to(tl.int64)
-        seq_len = tl.load(seq_lens + row)
+        row = next_row.to(tl.int64)
+        split = next_split
+        block = next_block
+        partial = next_partial.to(tl.int64)
+        seq_len = next_len
+        span = BLOCK_SIZE // next_splits
+        item = items + ((number + 1) * programs + (tl.program_id(0) + number + 1) % programs) * 4
+        next_row, next_split, next_block, next_partial, next_len, next_splits = read_item(
+            item, seq_lens, splits_per_block, number + 1 < rounds
+        )
 
         q_row = q + row * tl.multiple_of(q_stride, 16)
         q_tile = tl.load(q_row + q_heads[:, None] * HEAD_DIM + columns[None, :], mask=in_q, other=0.0)
         # int64: a pool holds more than 2^31 values
-        k_head = kv + block.to(tl.int64) * (2 * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM) + head * HEAD_DIM
+        first = split * span  # key of the sequence, and where it lies in the block
+        k_row = block * (2 * BLOCK_SIZE) + first % BLOCK_SIZE
+        k_head = kv + k_row.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM) + head * HEAD_DIM
         v_head = k_head + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
 
-        # Offsets in the block of the keys that the query at seq_len - 1 sees: [begin, end)
-        begin = tl.maximum(seq_len - window - split * BLOCK_SIZE, 0)
-        end = tl.maximum(tl.minimum(seq_len - split * BLOCK_SIZE, BLOCK_SIZE), 0)
+        # Offsets in the split of the keys that the query at seq_len - 1 sees: [begin, end)
+        begin = tl.maximum(seq_len - window - first, 0)
+        end = tl.maximum(tl.minimum(seq_len - first, span), 0)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
@@ -111,7 +135,6 @@ def decode_partial_kernel(
                         acc, m, l, q_tile, k_head, v_head, begin // BLOCK_N * BLOCK_N, begin, end,
                         NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
                     )  # fmt: skip
-            k_row = block * (2 * BLOCK_SIZE)
             for start in tl.range(full, full_end, BLOCK_N, num_stages=STAGES):
                 k = kv_rows.load([k_row + start, head * HEAD_DIM]).to(q_tile.dtype)
                 v = kv_rows.load([k_row + BLOCK_SIZE + start, head * HEAD_DIM]).to(q_tile.dtype)
@@ -141,6 +164,7 @@ def decode_partial(
     kv: Tensor,
     items: Tensor,
     num_items: Tensor,
+    splits_per_block: Tensor,
     seq_lens: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -152,11 +176,11 @@ def decode_partial(
     """Attend to the listed splits; out and lse (natural log, float32) are written at each item's partial index.
 
     q: [B, num_q_heads, head_dim]; kv: one layer's pool or one ring slot; items: [capacity, 4] int32; num_items: [1]
-    int32. num_programs changes which program computes a split, never its bits.
+    int32; splits_per_block: [B] int32, parts of a block of whole tiles of keys. num_programs changes which program computes a split, never its bits.
     """
     tiles = decode_tiles(shape)
     decode_partial_kernel[(num_programs, shape.num_kv_heads)](
-        q, kv, kv_descriptor(kv, tiles.block_n, shape), items, num_items, seq_lens, out, lse,
+        q, kv, kv_descriptor(kv, tiles.block_n, shape), items, num_items, splits_per_block, seq_lens, out, lse,
         q.stride(0), NO_WINDOW if window is None else window,
         **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch_options(q),

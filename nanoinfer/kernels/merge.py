@@ -4,10 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.pdl import launch_options, wait_for_inputs
+from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.shape import next_power_of_2
 
 LSE_TILE = 128
+FEW_SPLITS = 32
 MANY_PROGRAMS = 512
 HEADS_OF_MANY = 4
 COLUMNS_OF_FEW = 32
@@ -29,6 +30,28 @@ def merge_tiles(num_row_heads: int, num_q_heads: int) -> tuple[int, int]:
     return heads, 1
 
 
+@triton.jit
+def finite(peak):
+    """The peak, or 0 where no key was seen: its weights become 0 and not NaN."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def read_splits(
+    lse_row, out_row, splits, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """lse [SPLITS, HEADS] and partials [SPLITS, HEADS, COLUMNS]: -inf and 0 from `count` on."""
+    at = splits[:, None] * NUM_Q_HEADS + heads[None, :]
+    listed = (splits < count)[:, None]
+    lse = tl.load(lse_row + at, mask=listed, other=float("-inf"))
+    parts = tl.load(
+        out_row + at[:, :, None] * HEAD_DIM + columns[None, None, :],
+        mask=listed[:, :, None] & (columns < HEAD_DIM)[None, None, :],
+        other=0.0,
+    )
+    return lse, parts
+
+
 @triton.jit(do_not_specialize_on_alignment=["partial_lse", "ranges"])
 def merge_kernel(
     partial_out,  # [capacity, NUM_Q_HEADS, HEAD_DIM] float32
@@ -40,6 +63,7 @@ def merge_kernel(
     HEADS: tl.constexpr,  # of one program
     COLUMNS: tl.constexpr,  # of one program
     SPLIT_TILE: tl.constexpr,
+    FEW_SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -49,6 +73,7 @@ def merge_kernel(
     count = tl.load(ranges + row + 1) - first
     lse_row = partial_lse + first.to(tl.int64) * NUM_Q_HEADS
     wait_for_inputs(PDL)
+    let_next_in(PDL)
     out_row = partial_out + first.to(tl.int64) * (NUM_Q_HEADS * HEAD_DIM)
 
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -62,31 +87,30 @@ def merge_kernel(
             lse = tl.load(lse_row + at)
             part = tl.load(out_row + at[:, None] * HEAD_DIM + columns[None, :], mask=in_head[None, :], other=0.0)
             new_peak = tl.maximum(peak, lse)
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no key seen yet: weights of 0, not NaN
+            base = finite(new_peak)
             old = tl.exp2((peak - base) * 1.4426950408889634)
             weight = tl.exp2((lse - base) * 1.4426950408889634)
             acc = acc * old[:, None] + part * weight[:, None]
             total = total * old + weight
             peak = new_peak
+    elif count <= FEW_SPLITS:
+        # One read of all, for loads that wait for nothing but each other.
+        lse, parts = read_splits(
+            lse_row, out_row, tl.arange(0, FEW_SPLITS), count, heads, columns, NUM_Q_HEADS, HEAD_DIM
+        )
+        weights = tl.exp2((lse - finite(tl.max(lse, 0))[None, :]) * 1.4426950408889634)
+        acc = tl.sum(weights[:, :, None] * parts, 0)
+        total = tl.sum(weights, 0)
     else:
         lanes = tl.arange(0, SPLIT_TILE)
         peaks = tl.full([SPLIT_TILE, HEADS], float("-inf"), tl.float32)
         for start in range(0, count, SPLIT_TILE):
             at = (start + lanes)[:, None] * NUM_Q_HEADS + heads[None, :]
-            listed = (start + lanes < count)[:, None]
-            peaks = tl.maximum(peaks, tl.load(lse_row + at, mask=listed, other=float("-inf")))
-        peak = tl.max(peaks, 0)
-        peak = tl.where(peak == float("-inf"), 0.0, peak)
+            peaks = tl.maximum(peaks, tl.load(lse_row + at, mask=(start + lanes < count)[:, None], other=float("-inf")))
+        peak = finite(tl.max(peaks, 0))
         for start in range(0, count, SPLIT_TILE):
-            at = (start + lanes)[:, None] * NUM_Q_HEADS + heads[None, :]
-            listed = (start + lanes < count)[:, None]
-            lse = tl.load(lse_row + at, mask=listed, other=float("-inf"))
+            lse, parts = read_splits(lse_row, out_row, start + lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
             weights = tl.exp2((lse - peak[None, :]) * 1.4426950408889634)
-            parts = tl.load(
-                out_row + at[:, :, None] * HEAD_DIM + columns[None, None, :],
-                mask=listed[:, :, None] & in_head[None, None, :],
-                other=0.0,
-            )
             acc += tl.sum(weights[:, :, None] * parts, 0)
             total += tl.sum(weights, 0)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -108,6 +132,6 @@ def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, out: Tensor)
     columns = block_d if split_tile == 1 else min(block_d, COLUMNS_OF_FEW)
     merge_kernel[(batch_size, num_q_heads // heads, block_d // columns)](
         partial_out, partial_lse, ranges, out, NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim,
-        HEADS=heads, COLUMNS=columns, SPLIT_TILE=split_tile, STAGES=STAGES, num_warps=4,
+        HEADS=heads, COLUMNS=columns, SPLIT_TILE=split_tile, FEW_SPLITS=FEW_SPLITS, STAGES=STAGES, num_warps=4,
         **launch_options(out, batch_size),
     )  # fmt: skip

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.pdl import launch_options, wait_for_inputs
+from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.rms_norm import rounded
 from nanoinfer.kernels.shape import next_power_of_2
 
@@ -54,6 +54,7 @@ def norm_rope_store_kernel(
         first_weight = tl.where(is_q, first_q, first_k).to(tl.float32)
         second_weight = tl.where(is_q, second_q, second_k).to(tl.float32)
     wait_for_inputs(PDL)
+    let_next_in(PDL)
     # heads of a token are whole multiples of 16 values apart
     source = qkv + token * tl.multiple_of(qkv_stride, 16) + head * (2 * HALF) + column
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)

@@ -111,23 +111,25 @@ def test_merge_of_512_splits_equals_dense_attention():
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("window", [None, 300])
-def test_decode_bits_do_not_depend_on_where_blocks_lie(head_dim, window):
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_decode_bits_do_not_depend_on_where_blocks_lie(head_dim, window, splits):
     spec, lens = bf16_spec(head_dim=head_dim), [1025, 7, 256, 600]
     backend, paged, q = TritonBackend(spec, DEVICE), make_paged(spec, lens, DEVICE), make_q(spec, 4, DEVICE)
-    want, _ = run_decode(backend, q, paged.kv, paged.tables, lens, window)
-    items, ranges = list_items(spec, paged.tables, lens, window)
-    in_ring = items[1::2][::-1]
-    ring_slot = torch.full((len(in_ring) + 1, *paged.kv.shape[1:]), POISON, dtype=spec.dtype, device=DEVICE)
-    moved = []
-    for index, (row, split, block, p) in enumerate(in_ring, start=1):
+    want, _ = run_decode(backend, q, paged.kv, paged.tables, lens, window, splits)
+    assert relative_error(want, dense_decode(spec, q, paged, lens, window)) < 1e-2
+    items, ranges = list_items(spec, paged.tables, lens, window, splits)
+    moved_blocks = sorted({block for _, _, block, _ in items})[1::2][::-1]
+    ring_slot = torch.full((len(moved_blocks) + 1, *paged.kv.shape[1:]), POISON, dtype=spec.dtype, device=DEVICE)
+    for index, block in enumerate(moved_blocks, start=1):
         ring_slot[index] = paged.kv[block]
-        moved.append((row, split, index, p))
         paged.kv[block] = POISON
+    moved = [(row, s, moved_blocks.index(block) + 1, p) for row, s, block, p in items if block in moved_blocks]
+    kept = [item for item in items if item[2] not in moved_blocks]
     seq_lens = int32([0, *lens], DEVICE)[1:]  # an address that is not a multiple of 16 bytes
     partials = backend.partials(len(items))
     other = TritonBackend(spec, DEVICE, num_programs=3)
-    other.decode_partial(q, ring_slot, make_work(moved, 5, DEVICE), seq_lens, partials, window)
-    backend.decode_partial(q, paged.kv, make_work(items[::2], 1, DEVICE), seq_lens, partials, window)
+    other.decode_partial(q, ring_slot, make_work(moved, 5, DEVICE, splits), seq_lens, partials, window)
+    backend.decode_partial(q, paged.kv, make_work(kept, 1, DEVICE, splits), seq_lens, partials, window)
     out = torch.empty_like(want)
     backend.merge(partials, int32(ranges, DEVICE), out)
     assert torch.equal(out, want)

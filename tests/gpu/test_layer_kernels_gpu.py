@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,3 +84,86 @@ def test_a_norm_between_two_projections_is_whole(num_rows, hidden_size, scale, d
     want = RMSNorm.norm(plain.float(), norm.weight.float(), 1e-6) @ second.weight.float().T
     assert torch.allclose(total.float(), plain.float(), rtol=2e-2, atol=2e-2 * scale)
     assert torch.allclose(got.float(), want, rtol=5e-2, atol=1.0), (got.float() - want).abs().max()
+
+
+class LayerSteps:
+    """A decode step of a few layers, through every kernel that may start before the one in front has ended."""
+
+    def __init__(self, num_rows: int, seq_len: int, num_layers: int = 6) -> None:
+        from nanoinfer.attention import AttentionSpec
+        from nanoinfer.attention.base import DecodeWork
+        from nanoinfer.attention.triton_backend import TritonBackend
+
+        def randn(*size, scale=1.0, mean=0.0):
+            return (torch.randn(size, device="cuda") * scale + mean).bfloat16()
+
+        torch.manual_seed(0)
+        spec = AttentionSpec(
+            num_q_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5, block_size=256, softcap=None, windows=(None,),
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        self.backend, self.num_rows, num_blocks = TritonBackend(spec, "cuda"), num_rows, -(-seq_len // 256)
+        splits = int(self.backend.splits_per_block(np.array([num_blocks * num_rows]))[0])
+        count = -(-seq_len * splits // 256)
+        items = [
+            (row, s, row * num_blocks + s // splits, row * count + s) for row in range(num_rows) for s in range(count)
+        ]
+        table = torch.tensor([(len(items), 0, 0, 0), *items], dtype=torch.int32, device="cuda")
+        cuts = torch.full((num_rows,), splits, dtype=torch.int32, device="cuda")
+        self.work = DecodeWork(items=table[1:], num_items=table[0, :1], splits_per_block=cuts)
+        self.ranges = torch.arange(num_rows + 1, dtype=torch.int32, device="cuda") * count
+        self.lengths = torch.full((num_rows,), seq_len, dtype=torch.int32, device="cuda")
+        self.positions = self.lengths.long() - 1
+        self.slots = torch.arange(num_rows, device="cuda") * num_blocks * 256 + seq_len - 1
+        self.partials, self.rope = self.backend.partials(len(items)), randn(seq_len, 128)
+        self.q, self.attn, self.first = randn(num_rows, 32, 128), randn(num_rows, 32, 128), randn(num_rows, 2560)
+        self.norm, self.head_norm = randn(2560, scale=0.02, mean=1.0), randn(128, scale=0.02, mean=1.0)
+        sizes = dict(qkv=(6144, 2560), o=(2560, 4096), gate_up=(2 * 9728, 2560), down=(2560, 9728))
+        self.layers = [{name: randn(*size, scale=0.02) for name, size in sizes.items()} for _ in range(num_layers)]
+        self.pools = [randn(num_rows * num_blocks, 2, 256, 8, 128) for _ in range(num_layers)]
+
+    def run(self) -> torch.Tensor:
+        from nanoinfer.kernels import layers as kernels
+
+        x = self.first.clone()
+        normed, squares = kernels.rms_norm(x, self.norm, 1e-6, offset=False), None
+        for layer, kv in zip(self.layers, self.pools, strict=True):
+            qkv = kernels.rows_linear(normed, layer["qkv"], squares=squares, eps=1e-6).unflatten(-1, (48, 128))
+            heads = (self.head_norm, self.head_norm)
+            kernels.norm_rope_store(qkv, 32, 8, heads, 1e-6, False, self.rope, self.positions, kv, self.slots, self.q)
+            self.backend.decode_partial(self.q, kv, self.work, self.lengths, self.partials, None)
+            self.backend.merge(self.partials, self.ranges, self.attn)
+            normed, squares = self.add(x, self.attn.flatten(1), layer["o"])
+            hidden = kernels.rows_linear(normed, layer["gate_up"], squares=squares, eps=1e-6, activation="silu")
+            normed, squares = self.add(x, hidden, layer["down"])
+        return x
+
+    def add(self, x, y, weight):
+        from nanoinfer.kernels import layers as kernels
+
+        if self.num_rows == 1:
+            return kernels.vector_linear(y, weight, x, (self.norm, False))
+        parts = kernels.rows_linear(y, weight, num_splits=4)
+        return kernels.rms_norm(x, self.norm, 1e-6, offset=False, other=parts), None
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0"
+)
+@pytest.mark.parametrize("num_rows, seq_len", [(1, 300), (1, 1100), (1, 20_000), (8, 700)])
+def test_kernels_that_start_early_give_the_bits_of_kernels_that_wait_their_turn(num_rows, seq_len, monkeypatch):
+    from nanoinfer.kernels import pdl
+
+    steps = LayerSteps(num_rows, seq_len)
+    monkeypatch.setattr(pdl, "_has_pdl", lambda device: False)
+    want = steps.run()
+    assert want.isfinite().all() and not torch.equal(want, steps.first)
+    monkeypatch.setattr(pdl, "_has_pdl", lambda device: True)
+    steps.run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = steps.run()
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(got, want)

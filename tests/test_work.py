@@ -1,0 +1,60 @@
+"""The lists of splits of a decode step."""
+
+import numpy as np
+import pytest
+
+from nanoinfer.attention.base import MAX_SPLITS_PER_BLOCK
+from nanoinfer.work import slot_records, split_lists
+from offload import Chunk
+
+BLOCK_SIZE = 16
+
+
+def make_lists(lengths, window, splits, seed):
+    generator = np.random.default_rng(seed)
+    width = -(-max(lengths) // BLOCK_SIZE)
+    gpu = generator.permutation(1000)[: len(lengths) * width].reshape(len(lengths), width).astype(np.int32)
+    host = generator.permutation(1000)[: len(lengths) * width].reshape(len(lengths), width).astype(np.int32)
+    on_host = generator.random(gpu.shape) < 0.5
+    gpu[on_host], host[~on_host] = -1, -1
+    asked = []
+
+    def splits_per_block(num_blocks):
+        asked.append(num_blocks.tolist())
+        return splits
+
+    return gpu, host, split_lists(gpu, host, np.array(lengths), window, BLOCK_SIZE, splits_per_block), asked
+
+
+@pytest.mark.parametrize("splits", [[1] * 7, [4] * 7, [4, 1, 2, 4, 1, 2, 1]], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 20])
+def test_each_visible_key_is_in_one_split_and_the_partials_of_a_row_ascend(window, splits):
+    lengths, splits = [1, 4, 5, 16, 17, 40, 64], np.array(splits)
+    for seed in range(20):
+        gpu, host, lists, asked = make_lists(lengths, window, splits, seed)
+        assert np.array_equal(lists.splits_per_block, splits)
+        chunks = [
+            Chunk(begin=i, blocks=tuple(lists.on_host[i : i + 3, 2].tolist())) for i in range(0, len(lists.on_host), 3)
+        ]
+        records = slot_records(lists.on_host, chunks, 3)
+        assert records.shape == (len(chunks), 1 + 3 * MAX_SPLITS_PER_BLOCK, 4)
+        found = [(row, split, ("gpu", block), partial) for row, split, block, partial in lists.on_gpu.tolist()]
+        for record, chunk in zip(records, chunks, strict=True):
+            count = record[0, 0]
+            assert not record[0, 1:].any() and not record[1 + count :].any()
+            found += [(row, s, ("host", chunk.blocks[at]), p) for row, s, at, p in record[1 : 1 + count].tolist()]
+        assert sorted(p for *_, p in found) == list(range(lists.ranges[-1]))
+        seen = {row: [] for row in range(len(lengths))}
+        blocks = set()
+        for row, split, place, partial in sorted(found, key=lambda item: item[3]):
+            assert lists.ranges[row] <= partial < lists.ranges[row + 1]
+            index, span = split // splits[row], BLOCK_SIZE // splits[row]
+            blocks.add((row, index))
+            assert place == (("host", host[row, index]) if gpu[row, index] == -1 else ("gpu", gpu[row, index]))
+            seen[row] += range(split * span, min((split + 1) * span, lengths[row]))
+        for row, length in enumerate(lengths):
+            first = 0 if window is None else max(0, length - window)
+            assert seen[row] == sorted(set(seen[row])), "partials do not ascend, or a key is seen twice"
+            assert seen[row][-1] == length - 1 and seen[row][0] <= first
+            assert all(key < length for key in seen[row]) and lists.ranges[row + 1] > lists.ranges[row]
+        assert asked == [[sum(row == r for r, _ in blocks) for row in range(len(lengths))]]
