@@ -9,6 +9,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+cuda = pytest.importorskip("triton.language.extra.cuda")
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -167,3 +171,62 @@ def test_kernels_that_start_early_give_the_bits_of_kernels_that_wait_their_turn(
     for _ in range(20):
         graph.replay()
         assert torch.equal(got, want)
+
+
+@triton.jit
+def late_kernel(source, target, SIZE: tl.constexpr):
+    cuda.gdc_launch_dependents()
+    start = cuda.globaltimer()
+    now = start
+    while now - start < 5_000_000:
+        now = cuda.globaltimer()
+    columns = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    tl.store(target + columns, tl.load(source + columns, mask=columns < SIZE), mask=columns < SIZE)
+
+
+def late(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is written 5 milliseconds after the next kernel was let in."""
+    target = torch.zeros_like(tensor)
+    torch.cuda.synchronize()
+    late_kernel[(triton.cdiv(tensor.numel(), 1024),)](tensor, target, SIZE=tensor.numel())
+    return target
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0"
+)
+@pytest.mark.parametrize(
+    "kernel", ["norm_rope_store", "decode_partial", "merge", "vector_linear", "rows_linear", "rows_linear of 8"]
+)
+def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
+    from nanoinfer.kernels import layers as kernels
+
+    num_rows = 8 if kernel == "rows_linear of 8" else 1
+    step = LayerSteps(num_rows, 600, num_layers=1)
+    step.run()  # compiles, and fills the partials
+    kv, layer = step.pools[0], step.layers[0]
+    qkv, x = torch.randn(1, 48, 128, device="cuda").bfloat16(), torch.randn(num_rows, 2560, device="cuda").bfloat16()
+
+    def call(delayed):
+        if kernel == "norm_rope_store":
+            q, heads = torch.zeros_like(step.q), (step.head_norm, step.head_norm)
+            source = delayed(qkv)
+            kernels.norm_rope_store(source, 32, 8, heads, 1e-6, False, step.rope, step.positions, kv, step.slots, q)
+            return q
+        if kernel == "decode_partial":
+            partials = step.backend.partials(len(step.work.items))
+            step.backend.decode_partial(delayed(step.q), kv, step.work, step.lengths, partials, None)
+            return partials.out
+        if kernel == "merge":
+            out = torch.zeros_like(step.attn)
+            partials = type(step.partials)(out=delayed(step.partials.out), lse=step.partials.lse)
+            step.backend.merge(partials, step.ranges, out)
+            return out
+        if kernel == "vector_linear":
+            total = x.clone()
+            return kernels.vector_linear(delayed(step.attn).flatten(1), layer["o"], total, (step.norm, False))[0]
+        return kernels.rows_linear(delayed(x), layer["qkv"])
+
+    want = call(torch.clone)
+    assert want.any()
+    assert torch.equal(call(late), want)
