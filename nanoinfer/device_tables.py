@@ -66,14 +66,16 @@ class RowState:
             kv_cache.changed_rows.discard(sequence.row)
         updates = self._updates[: count * self._width]
         self._staging.upload(stream, updates)
-
-        def apply() -> None:
-            lines = updates.view(count, self._width)
-            rows = lines[:, 0].long()
-            tokens = lines[:, 1].long()
-            self.token.index_copy_(0, rows, torch.where(tokens == ON_DEVICE, self.token[rows], tokens))
-            self.length.index_copy_(0, rows, lines[:, 2])
-            self.block_table.index_copy_(0, rows, lines[:, 3:])
-
-        stream.run(apply)
+        stream.run(lambda: self._apply(updates.view(count, self._width)))
         return True
+
+    def _apply(self, lines: torch.Tensor) -> None:
+        if lines.is_cuda:
+            from nanoinfer.kernels.update_rows import update_rows  # triton comes with CUDA builds of torch only
+
+            update_rows(lines, self.token, self.length, self.block_table, ON_DEVICE)
+            return
+        rows, tokens = lines[:, 0].long(), lines[:, 1].long()
+        self.token.index_copy_(0, rows, torch.where(tokens == ON_DEVICE, self.token[rows], tokens))
+        self.length.index_copy_(0, rows, lines[:, 2])
+        self.block_table.index_copy_(0, rows, lines[:, 3:])

@@ -5,8 +5,9 @@ neighbours or the batch's size. So sums over a row use integers, whose order doe
 of (seed, step, token id) instead of a generator's next numbers.
 
 Order, as in vLLM: repetition penalty and bans; greedy rows take the argmax; the others are divided by the
-temperature, cut by min_p, top_k and top_p (each on what the one before left), and drawn with the Gumbel-max trick:
-argmax(logit + g) with standard Gumbel noise g is a sample of softmax(logits) (Gumbel, 1954; Maddison et al., 2014).
+temperature, cut by min_p, top_k and top_p (each on what the one before left), and drawn by an exponential race: argmin(e /
+p) with standard exponential noise e is a sample of p. It is the Gumbel-max trick (Gumbel, 1954; Maddison et al., 2014:
+argmax(log p - log e)) with one logarithm less.
 """
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from nanoinfer.sampling_batch import RowSampling, SamplingBatch
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
-__all__ = ["RowSampling", "SamplingBatch", "gumbel_noise", "logprobs_of", "sample", "workspace_bytes"]
+__all__ = ["RowSampling", "SamplingBatch", "exponential_noise", "logprobs_of", "sample", "workspace_bytes"]
 
 # Rows are filtered so many elements at a time: 13 rows of a vocabulary of 150,000.
 CHUNK_ELEMENTS = 2**21
@@ -74,18 +75,17 @@ def workspace_bytes(num_rows: int, vocab_size: int) -> int:
     return copy + _SORT_BYTES_PER_ELEMENT * chunk
 
 
-def gumbel_noise(seed: torch.Tensor, step: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard Gumbel noise, a pure function of (seed, step, token id); the reference of the Triton kernel.
+def exponential_noise(seed: torch.Tensor, step: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard exponential noise, a pure function of (seed, step, token id); the reference of the Triton kernel.
 
     seed, step: [B] int64. Returns: [B, vocab_size] float32.
     """
     bits = _noise_bits(seed, step, vocab_size)
-    # u in (0, 1). -log(-log(1 - u)): the largest noise, which decides the draw, comes from small u, where floats are
-    # dense; near 1 they would have steps of 6e-8, and large vocabularies would draw ties.
+    # u in (0, 1). -log(1 - u): the smallest noise, which decides the draw, comes from small u, where floats are dense; near
+    # 1 they would have steps of 6e-8, and large vocabularies would draw ties.
     u = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4))))  # of -log(1 - u); its error at 2^-6 is below 2e-8
-    exponential = torch.where(u < 2.0**-6, series, -torch.log(1 - u))
-    return -torch.log(exponential)
+    return torch.where(u < 2.0**-6, series, -torch.log(1 - u))
 
 
 def _chunk_rows(vocab_size: int) -> int:
@@ -133,7 +133,7 @@ def _scaled(scores: torch.Tensor, row_max: torch.Tensor, temperature: torch.Tens
     """
     row_max = torch.where(row_max == -torch.inf, 0, row_max)  # a row of -inf only stays one
     temperature = torch.where(temperature < GREEDY_TEMPERATURE, 1, temperature)  # greedy rows: the result is unused
-    return torch.where(scores == row_max, 0, (scores - row_max) / temperature[:, None])
+    return torch.where(scores == row_max, 0, (scores - row_max) * (1 / temperature)[:, None])
 
 
 def _cut_min_p(scores: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -170,15 +170,15 @@ def _cut_top_k_top_p(
 
 
 def _draw(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """argmax(score / temperature + Gumbel noise) of each row: [B] int64."""
+    """The winner of each row's exponential race: [B] int64."""
     row_max = scores.amax(dim=-1)
     drawn = []
     num_chunk_rows = _chunk_rows(batch.vocab_size)
     for start in range(0, batch.num_rows, num_chunk_rows):
         rows = slice(start, start + num_chunk_rows)
         scaled = _scaled(scores[rows], row_max[rows, None], batch.temperature[rows])
-        noise = gumbel_noise(batch.seed[rows], batch.step[rows], batch.vocab_size)
-        drawn.append((scaled + noise).argmax(dim=-1))
+        noise = exponential_noise(batch.seed[rows], batch.step[rows], batch.vocab_size)
+        drawn.append((noise * torch.exp(-scaled)).argmin(dim=-1))
     return torch.cat(drawn)
 
 

@@ -44,14 +44,14 @@ jit.JITFunction.__getitem__ = compile_only
 
 from sampling_cases import make_state
 
-from nanoinfer.kernels import decode_partial, layers, merge, pdl, prefill, sample, step_inputs, store_partials
+from nanoinfer.kernels import decode_partial, layers, merge, prefill, sample, step_inputs, store_partials, update_rows
 from nanoinfer.kernels.shape import KernelShape, prefill_tiles
 from nanoinfer.sampler import RowSampling
 
 for module in (decode_partial, merge, layers.norm_rope_store.__globals__, layers.rows_linear.__globals__):
-    (module if isinstance(module, dict) else vars(module))["launch_options"] = lambda x, num_rows=1: {
-        "PDL": IS_HOPPER and num_rows <= pdl.MAX_ROWS,
-        "launch_pdl": IS_HOPPER and num_rows <= pdl.MAX_ROWS,
+    (module if isinstance(module, dict) else vars(module))["launch_options"] = lambda x: {
+        "PDL": IS_HOPPER,
+        "launch_pdl": IS_HOPPER,
     }
 
 
@@ -107,6 +107,7 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype) -> None:
 
 def compile_step() -> None:
     wide = torch.zeros(4, dtype=torch.int64)
+    update_rows.update_rows(ints(2, 12), wide, ints(4), ints(4, 9), -1)
     step_inputs.step_inputs(ints(4), wide, ints(4), ints(4, 9), wide, ints(4), wide, wide, 256)
     store_partials.store_partials(
         zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32)

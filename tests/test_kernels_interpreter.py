@@ -19,6 +19,7 @@ from nanoinfer.attention.base import MAX_SPLITS_OF_FEW, MAX_SPLITS_PER_BLOCK
 from nanoinfer.attention.triton_backend import PROGRAMS_OF_FEW, TritonBackend
 from nanoinfer.kernels.shape import KernelShape, decode_programs, decode_tiles, largest_tile, prefill_tiles
 from nanoinfer.kernels.store_partials import store_partials
+from nanoinfer.kernels.update_rows import update_rows
 
 KIB = 1024
 
@@ -132,3 +133,24 @@ def test_few_blocks_are_cut_into_whole_tiles_and_no_more_splits_than_have_room(n
     most = min(MAX_SPLITS_OF_FEW, PROGRAMS_OF_FEW // num_kv_heads)
     assert np.all((splits == 1) | (num_blocks * splits <= most))
     assert splits[0] > 1 or block_size // block_n == 1
+
+
+def test_update_rows_writes_what_the_torch_code_writes():
+    generator = torch.Generator().manual_seed(0)
+    num_rows, width, kept = 9, 2100, -1
+    lines = torch.randint(0, 1000, (4, 3 + width), dtype=torch.int32, generator=generator)
+    lines[:, 0] = torch.tensor([7, 0, 3, 8])
+    lines[1, 1] = kept
+    before = [
+        torch.arange(num_rows) + 5,
+        torch.arange(num_rows, dtype=torch.int32) + 50,
+        torch.full((num_rows, width), 4, dtype=torch.int32),
+    ]
+    want, got = [tensor.clone() for tensor in before], [tensor.clone() for tensor in before]
+    for line in lines.tolist():
+        if line[1] != kept:
+            want[0][line[0]] = line[1]
+        want[1][line[0]], want[2][line[0]] = line[2], torch.tensor(line[3:])
+    update_rows(lines, *got, kept)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    assert got[0][0] == before[0][0] and got[0][7] == lines[0, 1]

@@ -140,7 +140,7 @@ def rows_linear(
         GELU=activation not in (None, "silu"), EVEN=num_rows % block_n == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=num_warps,
-        **launch_options(x, num_tokens),
+        **launch_options(x),
     )  # fmt: skip
     return out
 

@@ -133,5 +133,5 @@ def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, out: Tensor)
     merge_kernel[(batch_size, num_q_heads // heads, block_d // columns)](
         partial_out, partial_lse, ranges, out, NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim,
         HEADS=heads, COLUMNS=columns, SPLIT_TILE=split_tile, FEW_SPLITS=FEW_SPLITS, STAGES=STAGES, num_warps=4,
-        **launch_options(out, batch_size),
+        **launch_options(out),
     )  # fmt: skip

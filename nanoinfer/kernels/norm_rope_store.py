@@ -124,5 +124,5 @@ def norm_rope_store(
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=kv.shape[2], HALF=head_dim // 2,
         TILE=next_power_of_2(head_dim // 2), HEADS=HEADS_PER_PROGRAM, NORM=weights is not None, OFFSET=offset,
         FP8=kv.dtype.itemsize == 1,
-        num_warps=4, **launch_options(qkv, num_tokens),
+        num_warps=4, **launch_options(qkv),
     )  # fmt: skip

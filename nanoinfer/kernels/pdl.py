@@ -7,7 +7,7 @@ program has called `let_next_in`, which none does before its own wait, so two ke
 
 The short kernels around decode attention let the next one in as soon as they have waited. Kernels that stream weights
 do so behind their loops: let in earlier, the next kernel's programs took the places of their last ones, and an H200 lost
-0.3 ms of a 2.7 ms step. With many rows there is no gap worth closing.
+0.3 ms of a 2.7 ms step.
 """
 
 from functools import cache
@@ -19,7 +19,6 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 MIN_CAPABILITY = (9, 0)
-MAX_ROWS = 16
 
 
 @triton.jit
@@ -36,9 +35,9 @@ def let_next_in(PDL: tl.constexpr):
         cuda.gdc_launch_dependents()
 
 
-def launch_options(x: Tensor, num_rows: int = 1) -> dict[str, bool]:
+def launch_options(x: Tensor) -> dict[str, bool]:
     """The launch's arguments: PDL tells the kernel, launch_pdl the driver. x: any tensor of the launch."""
-    enabled = x.is_cuda and num_rows <= MAX_ROWS and _has_pdl(x.device)
+    enabled = x.is_cuda and _has_pdl(x.device)
     return {"PDL": enabled, "launch_pdl": enabled}
 
 

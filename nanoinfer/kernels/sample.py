@@ -2,11 +2,11 @@
 
 `nanoinfer.sampler` is the reference and says what the settings mean. Nothing is sorted: the last token that top_k or
 top_p keeps is found by its score, three bits at a time from the highest, each time with one pass over those tiles of
-the row that reach that far. Rows without top_k and top_p leave that launch at once, greedy rows the one that draws.
+the row that reach that far. Rows that keep every token need neither that launch nor the one behind it.
 
-    1. largest score of each tile, after penalty and bans
+    1. largest score of each tile, after penalty and bans; the winner of its race, where every token is kept
     2. one program a row: the score, and among equals the token id, down to which tokens are kept
-    3. largest score / temperature + Gumbel noise of each tile
+    3. the winner of each tile's race among those
     4. one program a row: the token; the row's state moves on
 """
 
@@ -19,6 +19,8 @@ from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
 # Tokens per program: a vocabulary of 150,000 gives 74 programs a row, enough to fill a GPU with two rows.
 TILE_TOKENS = 2048
+# Of a row in the launch that draws after a cut: those of rows without one end at once, but must begin.
+DRAW_PROGRAMS = 32
 
 
 @triton.jit
@@ -44,11 +46,11 @@ def noise_bits(seed, step, token_ids):
 
 
 @triton.jit
-def gumbel_from_bits(bits):
-    """uint32 [n] -> float32 [n]; see sampler.gumbel_noise for why the small u matter."""
+def exponential_from_bits(bits):
+    """uint32 [n] -> float32 [n]; see sampler.exponential_noise for why the small u matter."""
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32, 1 - 2^-24
     series = u * (1 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
-    return -tl.log(tl.where(u < 0.015625, series, -tl.log(1 - u)))
+    return tl.where(u < 0.015625, series, -tl.log(1 - u))
 
 
 @triton.jit
@@ -88,8 +90,13 @@ def guesses(found, shift):
 
 @triton.jit
 def scaled_by(score, high, temperature):
-    """(score - the row's largest) / temperature, as sampler._scaled has it."""
-    return tl.where(score == high, 0.0, (score - high) / temperature)
+    """(score - the row's largest) / temperature, as sampler._scaled has it: a division per row and not per score."""
+    return tl.where(score == high, 0.0, (score - high) * tl.div_rn(1.0, temperature))
+
+
+@triton.jit
+def finite(high):
+    return tl.where(high == -float("inf"), 0.0, high)
 
 
 @triton.jit
@@ -113,33 +120,65 @@ def weigh(
 def row_peak(tile_max, index, num_tiles, TILES: tl.constexpr):
     """The row's largest score; 0 for a row of -inf only."""
     tiles = tl.arange(0, TILES)
-    high = tl.max(tl.load(tile_max + index * num_tiles + tiles, mask=tiles < num_tiles, other=-float("inf")), 0)
-    return tl.where(high == -float("inf"), 0.0, high)
+    return finite(tl.max(tl.load(tile_max + index * num_tiles + tiles, mask=tiles < num_tiles, other=-float("inf")), 0))
 
 
 @triton.jit
-def _tile_max_kernel(
+def keeps_all(top_k, top_p, min_p, VOCAB_SIZE: tl.constexpr):
+    return ((top_k <= 0) | (top_k >= VOCAB_SIZE)) & (top_p >= 1.0) & (min_p <= 0.0)
+
+
+@triton.jit
+def winner(arrival, ids, VOCAB_SIZE: tl.constexpr):
+    """The largest of them and its token id: the lowest one among equals, and one that exists where all are NaN."""
+    best = tl.max(arrival, 0)
+    return best, tl.min(tl.where(arrival == best, ids, VOCAB_SIZE - 1), 0)
+
+
+@triton.jit
+def arrivals(scaled, ids, seed, step):
+    """Times of arrival in the exponential race, negated. scaled: (score - any number of the row) / temperature.
+
+    The noise is neither 0 nor infinite: what has no chance, as beyond the vocabulary, becomes -inf.
+    """
+    bits = noise_bits(seed.to(tl.uint64), step.to(tl.uint64), ids.to(tl.uint32))
+    return -exponential_from_bits(bits) * tl.exp(-scaled)
+
+
+@triton.jit
+def _tile_kernel(
     logits,  # [B, VOCAB_SIZE]
     rows,  # [B] int32
     repetition_penalty, seen, step, banned_until, banned_ids, num_banned,  # SamplingState, by row
+    temperature, top_k, top_p, min_p, seed,
     tile_max,  # [B, num_tiles] float32, out
     tile_id,  # [B, num_tiles] int32, out
+    best_score,  # [B, num_tiles] float32, out: of the tile's race, whose scores count from its own largest
+    best_id,  # [B, num_tiles] int32, out
     num_tiles,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
+    GREEDY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     row = tl.load(rows + index).to(tl.int64)
+    heat = tl.load(temperature + row)
+    is_free = keeps_all(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), VOCAB_SIZE)
+    now = tl.load(step + row)
     ids = tile * TILE + tl.arange(0, TILE)
     score = load_scores(
-        logits + index * VOCAB_SIZE, ids, row, tl.load(repetition_penalty + row), seen, tl.load(step + row),
+        logits + index * VOCAB_SIZE, ids, row, tl.load(repetition_penalty + row), seen, now,
         tl.load(banned_until + row), banned_ids, tl.load(num_banned + row), VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
     )  # fmt: skip
-    best = tl.max(score, 0)
-    # The lowest id among equals; a tile of NaN matches none, and must not name a token that does not exist.
-    first = tl.min(tl.where(score == best, ids, VOCAB_SIZE - 1), 0)
-    tl.store(tile_max + index * num_tiles + tile, best)
-    tl.store(tile_id + index * num_tiles + tile, first)
+    at = index * num_tiles + tile
+    high, first = winner(score, ids, VOCAB_SIZE)
+    tl.store(tile_max + at, high)
+    tl.store(tile_id + at, first)
+    if (heat >= GREEDY) & is_free:
+        scaled = scaled_by(score, finite(high), heat)
+        best, first = winner(arrivals(scaled, ids, tl.load(seed + row), now), ids, VOCAB_SIZE)
+        tl.store(best_score + at, best)
+        tl.store(best_id + at, first)
 
 
 @triton.jit
@@ -269,47 +308,53 @@ def _cut_kernel(
 def _draw_kernel(
     logits, rows,
     repetition_penalty, seen, step, banned_until, banned_ids, num_banned,
-    temperature, min_p, seed,
-    peak, cut, cut_id,
-    best_score,  # [B, num_tiles] float32, out
+    temperature, top_k, top_p, min_p, seed,
+    tile_max, peak, cut, cut_id,
+    best_score,  # [B, num_tiles] float32, out: of races whose scores count from the row's largest
     best_id,  # [B, num_tiles] int32, out
     num_tiles,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
     GREEDY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
     row = tl.load(rows + index).to(tl.int64)
     heat = tl.load(temperature + row)
-    if heat >= GREEDY:
-        ids = tile * TILE + tl.arange(0, TILE)
-        now = tl.load(step + row)
-        score = load_scores(
-            logits + index * VOCAB_SIZE, ids, row, tl.load(repetition_penalty + row), seen, now,
-            tl.load(banned_until + row), banned_ids, tl.load(num_banned + row), VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
-        )  # fmt: skip
-        scaled = scaled_by(score, tl.load(peak + index), heat)
-        floor = tl.load(min_p + row)
-        if floor > 0:
-            scaled = tl.where(tl.exp(scaled) >= floor, scaled, -float("inf"))
+    floor = tl.load(min_p + row)
+    if (heat >= GREEDY) & (keeps_all(tl.load(top_k + row), tl.load(top_p + row), floor, VOCAB_SIZE) == 0):
+        high = tl.load(peak + index)
+        last = tl.load(cut + index)
         last_id = tl.load(cut_id + index)
-        if last_id >= 0:
-            place = order(score)
-            last = tl.load(cut + index)
-            stays = (place > last) | ((place == last) & (ids <= last_id))
-            scaled = tl.where(stays, scaled, -float("inf"))
-        bits = noise_bits(tl.load(seed + row).to(tl.uint64), now.to(tl.uint64), ids.to(tl.uint32))
-        noisy = scaled + gumbel_from_bits(bits)  # the noise is finite: -inf, as beyond the vocabulary, stays -inf
-        best = tl.max(noisy, 0)
-        first = tl.min(tl.where(noisy == best, ids, VOCAB_SIZE - 1), 0)
-        tl.store(best_score + index * num_tiles + tile, best)
-        tl.store(best_id + index * num_tiles + tile, first)
+        now = tl.load(step + row)
+        noise_seed = tl.load(seed + row)
+        penalty = tl.load(repetition_penalty + row)
+        until = tl.load(banned_until + row)
+        bans = tl.load(num_banned + row)
+        for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+            at = index * num_tiles + tile
+            best = tl.full([], -float("inf"), tl.float32)
+            first = tile * TILE
+            if order(tl.load(tile_max + at)) >= last:
+                ids = tile * TILE + tl.arange(0, TILE)
+                score = load_scores(
+                    logits + index * VOCAB_SIZE, ids, row, penalty, seen, now, until, banned_ids, bans,
+                    VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                )  # fmt: skip
+                scaled = scaled_by(score, high, heat)
+                if floor > 0:
+                    scaled = tl.where(tl.exp(scaled) >= floor, scaled, -float("inf"))
+                if last_id >= 0:
+                    place = order(score)
+                    stays = (place > last) | ((place == last) & (ids <= last_id))
+                    scaled = tl.where(stays, scaled, -float("inf"))
+                best, first = winner(arrivals(scaled, ids, noise_seed, now), ids, VOCAB_SIZE)
+            tl.store(best_score + at, best)
+            tl.store(best_id + at, first)
 
 
 @triton.jit
 def _choose_kernel(
-    rows, temperature, repetition_penalty, seen, step,
-    tile_max, tile_id, best_score, best_id,
+    rows, temperature, top_k, top_p, min_p, repetition_penalty, seen, step,
+    tile_max, tile_id, peak, best_score, best_id,
     tokens,  # [B] int64, out
     row_tokens,  # [rows] int64, out
     row_lengths,  # [rows] int32, counted up with ADVANCE
@@ -321,14 +366,20 @@ def _choose_kernel(
     tiles = tl.arange(0, TILES)
     listed = tiles < num_tiles
     at = index * num_tiles + tiles
-    if tl.load(temperature + row) >= GREEDY:
-        scores = tl.load(best_score + at, mask=listed, other=-float("inf"))
+    heat = tl.load(temperature + row)
+    scores = tl.load(tile_max + at, mask=listed, other=-float("inf"))
+    if heat >= GREEDY:
+        if keeps_all(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), VOCAB_SIZE):
+            # From the tile's largest score to the row's: later by this factor, at least 1.
+            later = tl.exp(-scaled_by(scores, tl.load(peak + index), heat))
+            later = tl.where(scores == -float("inf"), 1.0, later)
+        else:
+            later = tl.full([TILES], 1.0, tl.float32)
+        scores = tl.load(best_score + at, mask=listed, other=-float("inf")) * later
         ids = tl.load(best_id + at, mask=listed, other=VOCAB_SIZE - 1)
     else:
-        scores = tl.load(tile_max + at, mask=listed, other=-float("inf"))
         ids = tl.load(tile_id + at, mask=listed, other=VOCAB_SIZE - 1)
-    best = tl.max(scores, 0)
-    token = tl.min(tl.where(scores == best, ids, VOCAB_SIZE - 1), 0)
+    _, token = winner(scores, ids, VOCAB_SIZE)
     tl.store(tokens + index, token.to(tl.int64))
     tl.store(row_tokens + row, token.to(tl.int64))
     tl.store(step + row, tl.load(step + row) + 1)
@@ -387,22 +438,24 @@ def sample_rows(
     scores = (
         state.repetition_penalty, state.seen, state.step, state.banned_until, state.banned_ids, state.num_banned,
     )  # fmt: skip
-    _tile_max_kernel[(num_rows, num_tiles)](
-        logits, rows, *scores, space["tile_max"], space["tile_id"], num_tiles, **sizes, **banned, TILE=TILE_TOKENS,
+    settings = state.temperature, state.top_k, state.top_p, state.min_p
+    best = space["best_score"], space["best_id"]
+    _tile_kernel[(num_rows, num_tiles)](
+        logits, rows, *scores, *settings, state.seed, space["tile_max"], space["tile_id"], *best, num_tiles,
+        **sizes, **banned, **greedy, TILE=TILE_TOKENS,
     )  # fmt: skip
     _cut_kernel[(num_rows,)](
-        logits, rows, *scores, state.temperature, state.top_k, state.top_p, state.min_p,
-        space["tile_max"], space["peak"], space["cut"], space["cut_id"], num_tiles,
+        logits, rows, *scores, *settings, space["tile_max"], space["peak"], space["cut"], space["cut_id"], num_tiles,
         **sizes, **banned, **tiles, **greedy, TILE=TILE_TOKENS, num_warps=16,
     )  # fmt: skip
-    _draw_kernel[(num_rows, num_tiles)](
-        logits, rows, *scores, state.temperature, state.min_p, state.seed,
-        space["peak"], space["cut"], space["cut_id"], space["best_score"], space["best_id"], num_tiles,
+    _draw_kernel[(num_rows, min(DRAW_PROGRAMS, num_tiles))](
+        logits, rows, *scores, *settings, state.seed,
+        space["tile_max"], space["peak"], space["cut"], space["cut_id"], *best, num_tiles,
         **sizes, **banned, **greedy, TILE=TILE_TOKENS,
     )  # fmt: skip
     _choose_kernel[(num_rows,)](
-        rows, state.temperature, state.repetition_penalty, state.seen, state.step,
-        space["tile_max"], space["tile_id"], space["best_score"], space["best_id"],
+        rows, *settings, state.repetition_penalty, state.seen, state.step,
+        space["tile_max"], space["tile_id"], space["peak"], *best,
         tokens, row_tokens, row_lengths, num_tiles, len(row_tokens) - 1,
         **sizes, **tiles, **greedy, ADVANCE=advance, num_warps=1,
     )  # fmt: skip
