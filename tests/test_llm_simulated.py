@@ -32,14 +32,20 @@ CASES = {
     "requests come and are aborted": (
         "qwen3",
         {},
-        dict(enable_cpu_offload=True, enable_prefix_caching=False, host_memory_limit=16 * BLOCK_BYTES),
+        dict(enable_cpu_offload=True, enable_prefix_caching=False, host_memory_limit=8 * BLOCK_BYTES),
         # Request 1 is aborted in its prefill, 0 and 3 while they decode, when their blocks are prefetched already.
         Script({0: PAIRS[:2], 3: PAIRS[2:4], 9: PAIRS[4:]}, aborts={2: 1, 7: 0, 15: 3}, num_gpu_blocks=5),
     ),
     "two kinds of layers": (
         "gemma3",
         dict(sliding_window=24),
-        dict(enable_cpu_offload=True, enable_prefix_caching=False, num_ring_slots=3, ring_slot_bytes=2 * 2048),
+        dict(
+            enable_cpu_offload=True,
+            enable_prefix_caching=False,
+            num_ring_slots=3,
+            ring_slot_bytes=2 * 2048,
+            host_memory_limit=8 * BLOCK_BYTES,
+        ),
         Script({0: PAIRS[:3], 6: PAIRS[3:]}, aborts={5: 2}, num_gpu_blocks=6),
     ),
     "preempted and switched": (
