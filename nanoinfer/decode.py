@@ -238,8 +238,8 @@ class DecodeProgram:
     def begin(self, sequences: list[Sequence], write_through: list[tuple[int, int]]) -> DecodeStep:
         """Uploads what changed and plans the step.
 
-        In resident mode the lists of splits change only when a row comes, goes or begins a block: until then a step costs
-        the host the same for any context.
+        In resident mode the lists of splits change only when a row comes, goes or begins a split (a block, or a part of one
+        in short rows): until then a step costs the host the same for any context.
         """
         rows_changed = self.rows.update(self._compute, sequences, self._kv_cache)
         size = self.padded_size(len(sequences))

@@ -145,6 +145,7 @@ class ModelRunner:
         )
         self._prefill_tokens = torch.zeros_like(self.decode_program.tokens)
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before and after capture
+        runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
     # Modes
 

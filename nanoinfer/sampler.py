@@ -127,7 +127,7 @@ def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tenso
 
 
 def _scaled(scores: torch.Tensor, row_max: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(scores - row_max) / temperature: at most 0, never NaN, exact for scores near the maximum.
+    """(scores - row_max) times 1 / temperature: at most 0, never NaN, a difference first, so that nothing is cancelled.
 
     scores: [R, V]; row_max: [R, 1]; temperature: [R].
     """

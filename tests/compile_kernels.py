@@ -72,7 +72,8 @@ def compile_layers() -> None:
     for other in (None, zeros(8, 2560), floats(4, 8, 2560)):
         layers.rms_norm(eight, weight, 1e-6, offset=other is None, other=other)
     for norm in (None, (weight, True)):
-        layers.vector_linear(one, zeros(2560, 2560), one.clone(), norm)
+        for size in (2560, 9728):
+            layers.vector_linear(zeros(1, size), zeros(2560, size), one.clone(), norm)
     wide = zeros(6144, 2560)
     layers.rows_linear(one, wide, squares=floats(320), eps=1e-6)
     layers.rows_linear(eight, wide, zeros(6144))

@@ -48,6 +48,8 @@ def test_few_rows_through_a_projection(size, num_rows, num_tokens, activation, d
 
 
 @DTYPES
-@pytest.mark.parametrize("size, num_rows, offset", [(48, 10, False), (600, 21, True), (1024, 4, False)])
+@pytest.mark.parametrize(
+    "size, num_rows, offset", [(48, 10, False), (600, 21, True), (1024, 4, False), (4608, 3, True)]
+)
 def test_one_row_added_to_the_sum(size, num_rows, offset, dtype):
     check_vector_linear(size, num_rows, offset, dtype, "cpu")

@@ -338,3 +338,22 @@ def test_kernels_on_a_row_of_minus_infinity_or_nan_give_a_token_of_the_vocabular
     tokens = torch.full((3,), -1)
     state.sample(logits, rows, tokens, advance=False)
     assert all(0 <= token < 3000 for token in tokens.tolist())
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("vocab_size", [5, 16, 37, 64, 65])
+def test_kernels_race_over_tiles_of_any_scores_as_the_reference(kernels, monkeypatch, vocab_size):
+    """Each tile's race counts from its own largest score, which may be any number or none."""
+    monkeypatch.setattr(kernels, "TILE_TOKENS", 16)
+    inf, scores = torch.inf, random_logits(9, vocab_size)
+    scores[1, ::2] = -inf
+    scores[2, : vocab_size // 2] = -inf  # tiles of nothing beside others
+    scores[3] = -inf
+    scores[4, vocab_size // 3] = inf
+    scores[5] *= 1e37
+    scores[6] = 1.5  # equal largest scores in all tiles
+    scores[7, -1] = 60.0
+    scores[8] = -3e38
+    settings = [{}, {"temperature": 1e-5}, {"temperature": 3e38}, {"temperature": 0.5, "top_k": 3}, {"min_p": 0.2}]
+    rows = [RowSampling(**{"temperature": 1.0, "seed": 7, **kind}) for kind in settings for _ in scores]
+    check_rows(rows, scores.repeat(len(settings), 1), steps=3)

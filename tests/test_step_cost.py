@@ -1,10 +1,12 @@
 """What a decode step costs the host, counted in work and not in time."""
 
+import numpy as np
 import pytest
 from engines import SMALL, make_engine, random_prompts, run, some_params
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams, decode
+from nanoinfer.attention.torch_backend import TorchBackend
 from offload.staging import Staging
 
 
@@ -54,6 +56,21 @@ def test_a_resident_step_uploads_and_plans_nothing_while_no_row_comes_goes_or_be
     ]
     assert len(steady) >= 10 and all(step == {"uploaded": 0, "lists": 0} for step in steady), steady
     assert costs[-1][1]["lists"] > 0 and costs[-1][1]["uploaded"] > 0
+
+
+def test_rows_whose_blocks_are_cut_are_planned_once_a_split(path, work, monkeypatch):
+    monkeypatch.setattr(TorchBackend, "splits_per_block", lambda self, num_blocks: np.where(num_blocks <= 4, 4, 1))
+    engine = make_engine(path, enable_prefix_caching=False)
+    costs = []
+
+    def at_step(engine, step):
+        costs.append(([sequence.num_tokens for sequence in engine.scheduler.running], work["lists"]))
+
+    run(engine, [[5] * 40], [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)], at_step)
+    # Of a step, by the length that it attends to: lists are built where a split of 4 tokens, later a block, begins.
+    built = [lengths[0] for (lengths, before), (_, after) in zip(costs[:-1], costs[1:], strict=True) if after > before]
+    steady = [length for length in built if length > 45]
+    assert steady == [49, 53, 57, 61, 65], built
 
 
 def test_offload_mode_plans_every_step(path, work):

@@ -55,7 +55,8 @@ def kernel_floor(
         lengths: tokens of each row of the decode batch.
         device_bandwidth: bytes per second of a large copy on the device, read and written.
         calls: per step; tells the head from the layers' products.
-        block_size: tokens of one split of the attention.
+        block_size: tokens of one split of the attention. Those of a short row are smaller, and the merge's floor then lower
+            than its bytes would have it.
     """
     served = LAYER if name == LIBRARY_LAYERS else _served(name, len(lengths))
     if served == "library":

@@ -196,7 +196,17 @@ def late(tensor: torch.Tensor) -> torch.Tensor:
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0"
 )
 @pytest.mark.parametrize(
-    "kernel", ["norm_rope_store", "decode_partial", "merge", "vector_linear", "rows_linear", "rows_linear of 8"]
+    "kernel",
+    [
+        "norm_rope_store",
+        "decode_partial",
+        "merge",
+        "merge's exponents",
+        "vector_linear",
+        "rows_linear",
+        "rows_linear of 8",
+        "rows_linear's squares",
+    ],
 )
 def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
     from nanoinfer.kernels import layers as kernels
@@ -205,6 +215,7 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
     step = LayerSteps(num_rows, 600, num_layers=1)
     step.run()  # compiles, and fills the partials
     kv, layer = step.pools[0], step.layers[0]
+    squares = torch.rand(320, device="cuda") + 1
     qkv, x = torch.randn(1, 48, 128, device="cuda").bfloat16(), torch.randn(num_rows, 2560, device="cuda").bfloat16()
 
     def call(delayed):
@@ -217,14 +228,17 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
             partials = step.backend.partials(len(step.work.items))
             step.backend.decode_partial(delayed(step.q), kv, step.work, step.lengths, partials, None)
             return partials.out
-        if kernel == "merge":
-            out = torch.zeros_like(step.attn)
-            partials = type(step.partials)(out=delayed(step.partials.out), lse=step.partials.lse)
+        if kernel.startswith("merge"):
+            out, (values, lse) = torch.zeros_like(step.attn), (step.partials.out, step.partials.lse)
+            values, lse = (delayed(values), lse) if kernel == "merge" else (values, delayed(lse))
+            partials = type(step.partials)(out=values, lse=lse)
             step.backend.merge(partials, step.ranges, out)
             return out
         if kernel == "vector_linear":
             total = x.clone()
             return kernels.vector_linear(delayed(step.attn).flatten(1), layer["o"], total, (step.norm, False))[0]
+        if kernel == "rows_linear's squares":
+            return kernels.rows_linear(x, layer["qkv"], squares=delayed(squares), eps=1e-6)
         return kernels.rows_linear(delayed(x), layer["qkv"])
 
     want = call(torch.clone)

@@ -156,6 +156,49 @@ def test_eager_equals_graphs_bit_for_bit(model, expected, enable_cpu_offload):
         assert llm.stats()["graph_replays"] == 0 and llm.stats()["eager_steps"] > 0
 
 
+def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(model, monkeypatch):
+    """Blocks of 256 tokens, which short rows have in four or two splits: rows with different cuts, and cuts that change."""
+    from nanoinfer.attention.triton_backend import TritonBackend
+
+    arguments = COMMON | dict(block_size=256, max_num_batched_tokens=512, enable_prefix_caching=False)
+    used, splits_per_block = set(), TritonBackend.splits_per_block
+
+    def spy(self, num_blocks):
+        found = splits_per_block(self, num_blocks)
+        used.add(tuple(sorted(set(found.tolist()))))
+        return found
+
+    monkeypatch.setattr(TritonBackend, "splits_per_block", spy)
+    generator = random.Random(3)
+    texts = [[generator.randrange(4000) for _ in range(length)] for length in (1010, 300, 1780, 40, 250)]
+
+    def outcome(switches=(), **extra):
+        with LLM(model, **arguments, **extra) as llm:
+            found = []
+            for batch in (texts[:1], texts[1:4], texts):
+                pairs = zip(batch, params(len(batch)), strict=True)
+                requests = [llm.engine.add_request(f"r{len(found)}-{i}", *pair) for i, pair in enumerate(pairs)]
+                step = 0
+                while not all(request.is_finished for request in requests):
+                    if switches and step in switches:
+                        llm.switch_mode(switches[step])
+                    llm.engine.step()
+                    step += 1
+                found.append([(r.output().outputs[0].token_ids, r.output().outputs[0].logprobs) for r in requests])
+            return found
+
+    want = outcome()
+    assert len({splits for mix in used for splits in mix}) > 1 and any(len(mix) > 1 for mix in used), used
+    for extra in (
+        dict(enforce_eager=True),
+        dict(enable_cpu_offload=True),
+        dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=2 * 256 * 2 * 256 * 2),
+        dict(enable_cpu_offload=True, enforce_eager=True),
+    ):
+        assert outcome(**extra) == want, extra
+    assert outcome(switches={12: "offload", 20: "resident", 30: "offload"}) == want
+
+
 def test_short_prompts_give_the_same_bits_from_graphs_eagerly_and_in_offload_mode(model):
     """Padded to captured counts, at their edges, in chunks with a history, and beyond the largest."""
     arguments = COMMON | dict(enable_prefix_caching=False, max_num_batched_tokens=128, capture_num_tokens=[16, 40, 96])
