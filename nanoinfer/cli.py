@@ -11,6 +11,7 @@ import nanoinfer
 from nanoinfer import planner
 from nanoinfer.bench import command as bench
 from nanoinfer.llm import LLM
+from nanoinfer.recall import command as recall
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve import command as serve
 from nanoinfer.verify import command as verify
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_commands(
         commands.add_parser("bench", help="measure latency, throughput, or offload against resident decode")
     )
+    evaluations = commands.add_parser("eval", help="questions whose answers are known").add_subparsers(required=True)
+    recall.add_arguments(evaluations.add_parser("recall", help=recall.SUMMARY, description=recall.SUMMARY))
     _add_generate_arguments(commands.add_parser("generate", help="complete a prompt"))
     planner.add_arguments(commands.add_parser("plan", help="what fits and how fast it can be, without GPU or weights"))
     serve.add_arguments(commands.add_parser("serve", help="an HTTP server with OpenAI's API"))
@@ -36,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "bench":
             bench.run(options, f"nanoinfer {shlex.join(given)}")
+        elif options.command == "eval":
+            recall.run(options, f"nanoinfer {shlex.join(given)}")
         elif options.command == "plan":
             return planner.run(options)
         elif options.command == "serve":

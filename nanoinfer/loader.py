@@ -22,12 +22,14 @@ _CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
 _WEIGHTS = ["model*.safetensors"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FILE_DTYPES = ("BF16", "F16", "F32", "F64")
+# Models that come along with the package, by name.
+PACKAGED = {"recall": Path(__file__).parent / "recall" / "checkpoint"}
 # A progress bar for less than this would only flicker.
 _PROGRESS_DELAY_S = 2.0
 
 
 def find_model(model: str | Path, *, weights: bool = True) -> Path:
-    """The local directory of a checkpoint: `model` itself, or the download of a Hugging Face hub id.
+    """The local directory of a checkpoint: `model` itself, one that comes along, or the download of a hub id.
 
     weights: False downloads config and tokenizer only.
 
@@ -37,11 +39,15 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if str(model) in PACKAGED and (packaged := PACKAGED[str(model)]).is_dir():
+        return packaged
     if path.exists():
         raise ValueError(f"model {str(model)!r} is a file: give the directory that holds config.json")
     if not _HUB_ID.fullmatch(str(model)):
+        packaged = "".join(f", or {name!r}, which comes along" for name, path in PACKAGED.items() if path.is_dir())
         raise ValueError(
-            f"model {str(model)!r} does not exist: give a directory with config.json or a hub id such as Qwen/Qwen3-4B"
+            f"model {str(model)!r} does not exist: give a directory with config.json, a hub id such as Qwen/Qwen3-4B"
+            f"{packaged}"
         )
     try:
         patterns = _CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])

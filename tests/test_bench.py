@@ -12,6 +12,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import cli
 from nanoinfer.bench import floors, offload, offload_options
+from nanoinfer.bench import options as bench_options
 from nanoinfer.bench.floors import Floors, bytes_read_per_step
 from nanoinfer.bench.measure import Row, compare
 from nanoinfer.bench.offload import main
@@ -201,7 +202,7 @@ def test_a_bad_option_is_one_line_before_anything_runs(arguments, message, capsy
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_runs(monkeypatch, capsys):
-    monkeypatch.setattr(offload_options.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_options.importlib.util, "find_spec", lambda name: None)
     assert main([*TINY, "--plot", "bench.png"]) == 2
     printed = capsys.readouterr()
     assert printed.err == "bench_offload.py: --plot needs matplotlib: pip install matplotlib\n" and not printed.out

@@ -153,7 +153,7 @@ def test_unknown_load_format_is_refused(tmp_path):
 
 
 def test_missing_directory_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="does not exist: give a directory with config.json or a hub id"):
+    with pytest.raises(ValueError, match="does not exist: give a directory with config.json, a hub id"):
         load_config(tmp_path / "absent")
 
 

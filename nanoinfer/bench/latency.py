@@ -14,6 +14,7 @@ from nanoinfer.bench.options import (
     ENGINE_MODES,
     add_engine_arguments,
     add_mode_argument,
+    add_model_arguments,
     check_at_least,
     check_can_write,
     check_mode,
@@ -35,6 +36,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options, which have vLLM's names."""
+    add_model_arguments(parser)
     add_engine_arguments(parser)
     add_mode_argument(parser)
     parser.add_argument("--input-len", type=int, default=1024, help="tokens of each prompt (default: %(default)s)")

@@ -23,6 +23,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.loader import load_config
 from nanoinfer.metrics import write_trace
 from nanoinfer.models import ModelSpec
+from nanoinfer.recall import command as recall
 
 __all__ = ["SUMMARY", "add_arguments", "main", "run"]
 
@@ -156,8 +157,8 @@ def _reason(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def run(options: argparse.Namespace, command: str) -> list[Row]:
-    """Runs all cases and prints the table.
+def run(options: argparse.Namespace, command: str) -> list[Row] | dict[str, recall.Scores]:
+    """Runs all cases and prints the table; with --task recall, asks its questions.
 
     Args:
         options: what `add_arguments` defines.
@@ -166,6 +167,8 @@ def run(options: argparse.Namespace, command: str) -> list[Row]:
     Raises:
         ValueError: an option cannot be used; nothing has run then.
     """
+    if options.task == "recall":
+        return recall.run(options, command)
     device = resolve_device(options.device)
     cases = read_cases(options, device.type == "cuda")
     with model_directory(options, default_shape(device)) as model:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from dataclasses import dataclass
 
 from nanoinfer.bench.hf import CACHES
@@ -11,19 +10,30 @@ from nanoinfer.bench.measure import TRACED_OUTPUT_LEN
 from nanoinfer.bench.options import (
     ENGINE_MODES,
     add_engine_arguments,
+    add_model_arguments,
+    check_can_plot,
     check_can_write,
     check_mode,
-    count,
+    counts,
     shared_engine_arguments,
 )
+from nanoinfer.recall.command import add_grid_arguments
 
+TASKS = ("decode", "recall")
 MODES = (*ENGINE_MODES, *CACHES)
 DEFAULT_OUTPUT_LEN = 28  # 27 decode steps, of which 24 are counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options; those of the engine have the engine's defaults."""
+    add_model_arguments(parser)
     add_engine_arguments(parser)
+    parser.add_argument(
+        "--task",
+        default="decode",
+        choices=TASKS,
+        help="decode = times of decode steps, recall = answers about long contexts (default: %(default)s)",
+    )
     parser.add_argument("--context", help="prompt tokens, such as 1k,8k,32k (k = 1024)")
     parser.add_argument("--batch", default="1", help="sequences at once, such as 1,8")
     parser.add_argument("--output-len", type=int, default=DEFAULT_OUTPUT_LEN, help="tokens to generate")
@@ -42,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", metavar="FILE", help="write a trace of the last case of each mode, for https://ui.perfetto.dev"
     )
-    parser.add_argument("--plot", metavar="FILE.png", help="draw ms per token over context")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw ms per token, or accuracy, over context")
+    add_grid_arguments(parser)
 
 
 @dataclass(frozen=True)
@@ -82,12 +93,11 @@ def read_cases(options: argparse.Namespace, is_cuda: bool) -> Cases:
     if options.output_len < 1:
         raise ValueError(f"--output-len {options.output_len} must be at least 1")
     check_can_write(options.json, options.plot, options.profile)
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    check_can_plot(options.plot)
     return Cases(
         modes=modes,
-        contexts=_counts(options.context or ("1k,8k,32k" if is_cuda else "256,1k"), "--context"),
-        batches=_counts(options.batch, "--batch"),
+        contexts=counts(options.context or ("1k,8k,32k" if is_cuda else "256,1k"), "--context"),
+        batches=counts(options.batch, "--batch"),
         output_len=options.output_len,
         check=can_compare if options.check is None else options.check,
     )
@@ -108,11 +118,3 @@ def _names(text: str) -> list[str]:
     if not names:
         raise ValueError(f"--mode {text!r} names no mode: choose from {', '.join(MODES)}")
     return names
-
-
-def _counts(text: str, option: str) -> list[int]:
-    """Ascending and each once, so that a case is never measured twice."""
-    found = {count(part) for part in text.split(",")}
-    if None in found:
-        raise ValueError(f"{option} {text!r} must be whole numbers of at least 1, such as 1,8 or 1k,32k")
-    return sorted(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,13 +24,17 @@ ENGINE_MODES: dict[str, dict] = {
 }
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of model and engine, with the engine's defaults."""
-    defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items()}
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say which model runs, or in which shape random weights come."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument("checkpoint", nargs="?", metavar="MODEL", help="checkpoint directory or hub id")
     model.add_argument("--model", metavar="MODEL", help="the same as an option")
     model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the engine, with its own defaults."""
+    defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items()}
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
     parser.add_argument("--num-ring-slots", type=int, default=defaults["num_ring_slots"])
@@ -124,6 +129,12 @@ def check_can_write(*paths: str | None) -> None:
             raise ValueError(f"the directory of {path!r} does not exist: make it first")
 
 
+def check_can_plot(path: str | None) -> None:
+    """Raises ValueError where a picture is wanted and matplotlib is not installed."""
+    if path and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+
+
 def check_at_least(options: argparse.Namespace, **minima: int) -> None:
     """Raises ValueError where the option of that name lies below its minimum."""
     for name, minimum in minima.items():
@@ -151,3 +162,15 @@ def bounds(text: str, option: str) -> tuple[int, int]:
     if None in found or len(found) > 2 or found[0] > found[-1]:
         raise ValueError(f"{option} {text!r} must be a number of at least 1 or a range, such as 512 or 100-1024")
     return found[0], found[-1]
+
+
+def counts(text: str, option: str) -> list[int]:
+    """Numbers such as "1,8" or "1k,32k": ascending and each once, so that a case is never measured twice.
+
+    Raises:
+        ValueError: one of them is no whole number of at least 1.
+    """
+    found = {count(part) for part in text.split(",")}
+    if None in found:
+        raise ValueError(f"{option} {text!r} must be whole numbers of at least 1, such as 1,8 or 1k,32k")
+    return sorted(found)

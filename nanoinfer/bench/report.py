@@ -102,15 +102,9 @@ def write_figures(path: str | Path, figures: dict, floors: Floors | None, device
 
 
 def plot(path: str | Path, rows: list[Row]) -> None:
-    """ms per token over context, one line per mode and batch, and the floor of each.
+    """ms per token over context, one line per mode and batch, and the floor of each."""
+    import matplotlib
 
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

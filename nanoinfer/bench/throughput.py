@@ -12,6 +12,7 @@ from nanoinfer.bench.options import (
     ENGINE_MODES,
     add_engine_arguments,
     add_mode_argument,
+    add_model_arguments,
     bounds,
     check_at_least,
     check_can_write,
@@ -121,6 +122,7 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options, which have vLLM's names."""
+    add_model_arguments(parser)
     add_engine_arguments(parser)
     add_mode_argument(parser)
     for name in ("input", "output"):

@@ -1,0 +1,72 @@
+"""Accuracy over length and depth as a table and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nanoinfer.recall.evaluate import Grid, Scores
+
+
+def table(results: dict[str, Scores], grid: Grid) -> str:
+    """One line for each mode and length, one column for each depth."""
+    name_width = max(len("mode"), *map(len, results))
+    head = f"{'mode':<{name_width}}  {'tokens':>7}  " + "  ".join(f"{depth:>5.0%}" for depth in grid.depths)
+    lines = [f"{'':<{name_width}}  {'':>7}  depth of the fact", head, "-" * len(head)]
+    for name, scores in results.items():
+        for length, row in zip(grid.lengths, scores.accuracy, strict=True):
+            lines.append(f"{name:<{name_width}}  {length:>7,}  " + "  ".join(f"{value:>5.2f}" for value in row))
+    questions = grid.num_documents * len(grid.depths) * 5 // len(grid.depths)
+    lines.append(f"share of right answers, {questions} questions a cell")
+    return "\n".join(lines)
+
+
+def compare(results: dict[str, Scores]) -> list[str]:
+    """A sentence for each mode but the first: whether it gave the first one's answers."""
+    (first, wanted), *others = results.items()
+    lines = []
+    for name, scores in others:
+        same = sum(a == b for a, b in zip(scores.answers, wanted.answers, strict=True))
+        cells = "every cell equal" if scores.right == wanted.right else "CELLS DIFFER"
+        lines.append(f"{name} against {first}: {same} of {len(wanted.answers)} answers equal, {cells}")
+    return lines
+
+
+def figures(results: dict[str, Scores], grid: Grid) -> dict:
+    """For JSON."""
+    return {
+        "lengths": list(grid.lengths),
+        "depths": list(grid.depths),
+        "seed": grid.seed,
+        "results": {
+            name: {"accuracy": scores.accuracy, "asked": scores.asked, "lowest": scores.lowest}
+            for name, scores in results.items()
+        },
+    }
+
+
+def plot(path: str | Path, results: dict[str, Scores], grid: Grid) -> None:
+    """A heat map for each mode: lengths to the right, depths downwards."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (1.6 + 0.75 * len(grid.lengths)) * len(results), 1.4 + 0.5 * len(grid.depths)
+    figure, all_axes = pyplot.subplots(1, len(results), figsize=size, squeeze=False)
+    for axes, (name, scores) in zip(all_axes[0], results.items(), strict=True):
+        cells = [list(column) for column in zip(*scores.accuracy, strict=True)]
+        axes.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        for y, row in enumerate(cells):
+            for x, value in enumerate(row):
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
+        axes.set_title(name, fontsize=10)
+        axes.set_xticks(range(len(grid.lengths)), [_short(length) for length in grid.lengths])
+        axes.set_yticks(range(len(grid.depths)), [f"{depth:.0%}" for depth in grid.depths])
+        axes.set(xlabel="tokens", ylabel="depth of the fact")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

@@ -1,0 +1,357 @@
+"""Text with facts in it and questions about them, each with exactly one right answer.
+
+Four kinds of fact lie among filler sentences:
+
+    pass_key   The pass key of Mira Holt is 48192.
+    table      Table of the Norby market: rows "- pears: 412"; a question asks one cell
+    passage    random words under a title, to be repeated
+    count      A boat arrives. The count of boats is now 7.    The last such sentence counts.
+
+A question follows the document as "\\nQuestion: What is the pass key of Mira Holt?\\nAnswer:" and its answer is
+" 48192". Names recur in other combinations, so both parts of a name must be looked up.
+
+Text is written as fragments, which join to it. A fragment ends where the recall tokenizer ends a token in any case, so
+fragments can be tokenised one by one and counted apart. The same seed gives the same text in every version of Python:
+only `Random.random` is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from nanoinfer.recall import words
+
+KINDS = ("pass_key", "table", "passage", "count")
+HEADING = "Records."
+ANSWER = "\nAnswer:"
+# Where less space than this is left before a place that must be met, no table or passage is begun.
+LONG_PART_TOKENS = 150
+# No filler sentence is longer, in tokens of the recall tokenizer.
+SENTENCE_TOKENS = 16
+# No sentence about a count is longer.
+COUNT_TOKENS = 16
+
+Fragments = list[str]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question about a fact. question: from "\\nQuestion:" to "\\nAnswer:"; answer: starts with a space."""
+
+    question: Fragments
+    answer: Fragments
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact as it stands in the text. A later fact with the same subject makes this one's asks void."""
+
+    kind: str
+    subject: tuple[str, ...]
+    text: Fragments
+    asks: list[Ask]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Which share of a document's parts is of which kind; all others are filler sentences."""
+
+    pass_key: float = 0.08
+    table: float = 0.01
+    passage: float = 0.01
+    count: float = 0.03
+
+    def draw(self, rng: Random, short: bool = False) -> str | None:
+        """A kind, or None for filler. short: no kind of many tokens."""
+        x = rng.random()
+        for kind in KINDS:
+            x -= getattr(self, kind)
+            if x < 0:
+                return None if short and kind in ("table", "passage") else kind
+        return None
+
+
+class Author:
+    """Writes the parts of one document. No two facts have the same subject, counts aside.
+
+    Args:
+        names: at most this many first names and as many last names are used. The fewer, the more often each recurs;
+            where their combinations run out, all names are used.
+    """
+
+    def __init__(self, rng: Random, names: int = len(words.FIRST_NAMES)) -> None:
+        self.rng = rng
+        self._first = _some(rng, words.FIRST_NAMES, names)
+        self._last = _some(rng, words.LAST_NAMES, names)
+        self._used: set[tuple[str, ...]] = set()
+        self._running = [[one, many, int(rng.random() * 90)] for one, many in words.COUNTED]
+
+    def filler(self) -> Fragments:
+        """A sentence without a fact."""
+        random = self.rng.random
+        template = _SENTENCES[int(random() * len(_SENTENCES))]
+        text = [part if type(part) is str else part[int(random() * len(part))] for part in template]
+        text[0] = self._start() + text[0]
+        return text
+
+    def fact(self, kind: str) -> Fact:
+        """The next fact of that kind.
+
+        Raises:
+            ValueError: there is no such kind, or no name for another fact is left.
+        """
+        if kind not in KINDS:
+            raise ValueError(f'no kind of fact is called "{kind}": {", ".join(KINDS)} are')
+        return getattr(self, "_" + kind)()
+
+    def last_count(self) -> Fact:
+        """A count that no later fact of this author moves on."""
+        if len(self._running) == 1:  # the other facts need one that goes on
+            raise ValueError(f"a document has at most {len(words.COUNTED) - 1} planted counts")
+        return self._count(last=True)
+
+    def _pass_key(self) -> Fact:
+        pools = (self._first, self._last), (words.FIRST_NAMES, words.LAST_NAMES)
+        name = [" " + word for word in self._unused("pass_key", *pools)]
+        key = [" ", *self._digits(5)]
+        return Fact(
+            "pass_key",
+            ("pass_key", *name),
+            [self._start() + "The pass key of", *name, " is", *key, "."],
+            [Ask(["\nQuestion: What is the pass key of", *name, "?" + ANSWER], key)],
+        )
+
+    def _table(self) -> Fact:
+        name = [" " + word for word in self._unused("table", (words.PLACES, words.VENUES))]
+        text, asks = ["\nTable of the", *name, ":"], []
+        for item in _some(self.rng, words.ITEMS, 3 + int(self.rng.random() * 4)):
+            number = [" ", *self._digits(3)]
+            text += ["\n-", " " + item, ":", *number]
+            question = ["\nQuestion: What is the number of", " " + item, " in the table of the", *name, "?" + ANSWER]
+            asks.append(Ask(question, number))
+        text.append("\n")
+        return Fact("table", ("table", *name), text, asks)
+
+    def _passage(self) -> Fact:
+        name = [" " + word for word in self._unused("passage", (words.TITLE_COLOURS, words.TITLE_THINGS))]
+        number = 20 + int(self.rng.random() ** 2 * 41)  # 20 to 60, short ones more often
+        body = [" " + self._pick(_PASSAGE_WORDS) for _ in range(number)] + ["."]
+        question = ["\nQuestion: Repeat the passage called", *name, "." + ANSWER]
+        return Fact("passage", ("passage", *name), ["\nPassage", *name, ":", *body], [Ask(question, body)])
+
+    def _count(self, last: bool = False) -> Fact:
+        place = int(self.rng.random() * len(self._running))
+        running = self._running.pop(place) if last else self._running[place]
+        running[2] += 1
+        one, many, number = running
+        answer = [" ", *str(number)]
+        return Fact(
+            "count",
+            ("count", many),
+            [self._start() + "A", " " + one, " arrives. The count of", " " + many, " is now", *answer, "."],
+            [Ask(["\nQuestion: What is the count of", " " + many, " now?" + ANSWER], answer)],
+        )
+
+    def _unused(self, kind: str, *pools: tuple[Sequence[str], Sequence[str]]) -> tuple[str, str]:
+        """A pair from the first of the pools in which one is easily found."""
+        for first, last in pools:
+            for _ in range(50):
+                pair = self._pick(first), self._pick(last)
+                if (kind, *pair) not in self._used:
+                    self._used.add((kind, *pair))
+                    return pair
+        raise ValueError(f"the document has too many facts of the kind {kind}: lower its share or the length")
+
+    def _start(self) -> str:
+        """What parts a sentence from the one before."""
+        return "\n" if self.rng.random() < 0.15 else " "
+
+    def _pick(self, choices: Sequence[str]) -> str:
+        return choices[int(self.rng.random() * len(choices))]
+
+    def _digits(self, number: int) -> str:
+        """A number of so many digits that does not start with 0."""
+        low = 10 ** (number - 1)
+        return str(low + int(self.rng.random() * 9 * low))
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fact in a document. start: its first token, counted from the document's; depth: start / the document's length.
+
+    wished: it was asked for by the caller.
+    """
+
+    fact: Fact
+    start: int
+    depth: float
+    wished: bool
+
+
+@dataclass(frozen=True)
+class Question:
+    """prompt_text: document and question; answer_text: " 48192", say; depth: of the fact, from 0 to 1."""
+
+    prompt_text: str
+    answer_text: str
+    kind: str
+    depth: float
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text of `num_tokens` tokens and the facts in it, in their order, but those that a later one made void."""
+
+    text: str
+    num_tokens: int
+    planted: list[Planted]
+
+    def questions(self, kinds: Iterable[str] = KINDS, *, wished: bool = True) -> list[Question]:
+        """All questions about facts of these kinds. wished: only about those that the caller wished for."""
+        return [
+            Question(self.text + "".join(ask.question), "".join(ask.answer), at.fact.kind, at.depth)
+            for at in self.planted
+            if at.fact.kind in kinds and (at.wished or not wished)
+            for ask in at.fact.asks
+        ]
+
+
+def write_document(
+    seed: int,
+    num_tokens: int,
+    count_tokens: Callable[[str], int],
+    plant: Sequence[tuple[str, float]] = (),
+    mix: Mix | None = None,
+) -> Document:
+    """A document that has `num_tokens` tokens together with any question about its wished facts, or a sentence less.
+
+    Args:
+        num_tokens: without special tokens, such as the one that the tokenizer puts in front.
+        count_tokens: tokens of a fragment, without special tokens.
+        plant: kind and relative depth (0 to 1) of each fact wished for, of any number and in any order. The first token
+            of a fact lies half a sentence from that depth at most, or as far as the other wished facts need to fit:
+            those of the same depth follow each other, and those of depth 1 end the document.
+        mix: what else is in the document. All facts of the mix are distractors.
+
+    Raises:
+        ValueError: the wished facts do not fit, or a depth or kind is not allowed.
+    """
+    draft = _Draft(Author(Random(seed)), mix or Mix(), _Counter(count_tokens))
+    wished = sorted(plant, key=lambda item: item[1])
+    for kind, depth in wished:
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth {depth} of a {kind} is not in [0, 1]")
+    # Names and sizes of the wished facts are needed before the text, a count's number only when its turn comes.
+    facts = [None if kind == "count" else draft.author.fact(kind) for kind, _ in wished]
+    samples = [Author(Random(0)).fact(kind) for kind in ({kind for kind, _ in wished} or KINDS)]
+    sizes = [COUNT_TOKENS if fact is None else draft.count(fact.text) for fact in facts]
+    reserve = max(draft.count(ask.question) for fact in [*samples, *filter(None, facts)] for ask in fact.asks)
+    length, after = num_tokens - reserve, sum(sizes)
+    if draft.position + after > length:
+        raise ValueError(
+            f"{len(wished)} facts of {after} tokens do not fit in {num_tokens} tokens with a question of {reserve}: "
+            "raise num_tokens or plant fewer"
+        )
+    for (_, depth), fact, size in zip(wished, facts, sizes):
+        wish, latest = round(depth * length), length - after
+        draft.fill(min(wish, latest), strictly=wish + SENTENCE_TOKENS > latest)
+        draft.add_fact(fact or draft.author.last_count(), wished=True)
+        after -= size
+    draft.fill(length, strictly=True)
+    return draft.document()
+
+
+class _Draft:
+    """A document that grows. position: its tokens so far."""
+
+    def __init__(self, author: Author, mix: Mix, count: _Counter) -> None:
+        self.author, self.count = author, count
+        self._mix = mix
+        self._parts: list[Fragments] = [[HEADING]]
+        self._facts: list[tuple[Fact, int, bool]] = []
+        self.position = count([HEADING])
+
+    def fill(self, target: int, *, strictly: bool) -> None:
+        """Adds filler and distractors until `target` tokens are half a sentence away at most.
+
+        strictly: stay below the target, and stop where no sentence is short enough.
+        """
+        failures = 0
+        while self.position < target and failures < 8:
+            left = target - self.position
+            # An event that was drawn has moved its count, so none is drawn where it might not fit.
+            roomy = left > 2 * SENTENCE_TOKENS
+            kind = self._mix.draw(self.author.rng, short=left < LONG_PART_TOKENS) if roomy else None
+            if kind:
+                self.add_fact(self.author.fact(kind), wished=False)
+                continue
+            text = self.author.filler()
+            size = self.count(text)
+            if size > (left if strictly else 2 * left):
+                failures += 1
+                continue
+            self._add(text, size)
+
+    def add_fact(self, fact: Fact, *, wished: bool) -> None:
+        self._facts.append((fact, self.position, wished))
+        self._add(fact.text, self.count(fact.text))
+
+    def _add(self, text: Fragments, size: int) -> None:
+        self._parts.append(text)
+        self.position += size
+
+    def document(self) -> Document:
+        last = {fact.subject: start for fact, start, _ in self._facts}
+        return Document(
+            "".join(fragment for part in self._parts for fragment in part),
+            self.position,
+            [
+                Planted(fact, start, start / self.position, wished)
+                for fact, start, wished in self._facts
+                if last[fact.subject] == start
+            ],
+        )
+
+
+class _Counter:
+    """Counts tokens of fragments, each distinct one once."""
+
+    def __init__(self, count_tokens: Callable[[str], int]) -> None:
+        self._count_tokens = count_tokens
+        self._known: dict[str, int] = {}
+
+    def __call__(self, fragments: Fragments) -> int:
+        total = 0
+        for fragment in fragments:
+            if fragment not in self._known:
+                self._known[fragment] = self._count_tokens(fragment)
+            total += self._known[fragment]
+        return total
+
+
+def _some(rng: Random, choices: Sequence[str], number: int) -> list[str]:
+    """Different ones, in random order. `Random.sample` may change between versions of Python."""
+    pool = list(choices)
+    number = min(number, len(pool))
+    for i in range(number):
+        j = i + int(rng.random() * (len(pool) - i))
+        pool[i], pool[j] = pool[j], pool[i]
+    return pool[:number]
+
+
+def _parse(template: str) -> list[str | list[str]]:
+    """ "The {adj} boat." -> ["The", [" ancient", ...], " boat."]: constant parts and choices."""
+    parts = re.split(r"( ?\{\w+\})", template)
+    return [_CHOICES[part.strip(" {}")] if "{" in part else part for part in parts if part]
+
+
+_LISTS = dict(
+    adj=words.ADJECTIVES, person=words.PEOPLE, verb=words.VERBS, thing=words.THINGS, spot=words.SPOTS,
+    adv=words.ADVERBS, time=words.TIMES, weather=words.WEATHER,
+)  # fmt: skip
+_CHOICES = {name: [" " + word for word in choices] for name, choices in _LISTS.items()}
+_SENTENCES = [_parse(template) for template in words.SENTENCES]
+_PASSAGE_WORDS = [word for choices in _LISTS.values() for word in choices]
