@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from nanoinfer.attention.base import MAX_SPLITS_OF_FEW, MAX_SPLITS_PER_BLOCK, AttentionBackend, DecodeWork, Partials
-from nanoinfer.device_tables import DeviceTable, RowState
+from nanoinfer.device_tables import DeviceTable, RowState, SplitTables
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.layers import KVSlots
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.sampling_state import SamplingState
 from nanoinfer.sequence import Sequence
-from nanoinfer.work import SplitLists, slot_records, split_lists, visible_blocks, work_table
+from nanoinfer.work import NO_SPLITS, SplitLists, slot_records, split_lists, visible_blocks
 from offload import Chunk, Graph, Ring, Runtime, Stream, StreamPlan, pack
 from offload.layout import runs
 
@@ -84,11 +84,7 @@ class DecodeProgram:
         # The host's tables, one set per window.
         record = 4 + 4 * ring.blocks_per_slot * MAX_SPLITS_PER_BLOCK
         self._batch_rows = DeviceTable(runtime, max_batch)
-        self._ranges = [DeviceTable(runtime, max_batch + 1) for _ in self.windows]
-        self._items = [DeviceTable(runtime, 4 + 4 * max_splits) for _ in self.windows]
-        self._splits_per_block = [DeviceTable(runtime, max_batch) for _ in self.windows]
-        for table in self._splits_per_block:
-            table.tensor.fill_(1)
+        self._splits = [SplitTables(runtime, max_batch, max_splits) for _ in self.windows]
         self._records = [DeviceTable(runtime, -(-max_splits // ring.blocks_per_slot) * record) for _ in self.windows]
         self._slot_records = torch.zeros(ring.num_ring_slots, record, dtype=torch.int32, device=device)
         self._no_stream = StreamPlan(((),) * len(self._kind))
@@ -128,7 +124,7 @@ class DecodeProgram:
             x, normed = model.embed(self._next[:size])
         else:
             if not whole_rows:
-                backend.merge(self._partials, self._ranges[self._kind[index - 1]].tensor[: size + 1], attention)
+                backend.merge(self._partials, self._splits[self._kind[index - 1]].ranges[: size + 1], attention)
             normed = model.after_attention(index - 1, x, attention)
         if index == len(self._kind):
             self._finish(size, normed.value)
@@ -139,7 +135,7 @@ class DecodeProgram:
         if whole_rows:
             backend.decode_rows(q, kv, self._block_table[:size], lengths, attention, window)
         else:
-            work = self._work(self._items[self._kind[index]].tensor, self._kind[index])
+            work = self._work(self._splits[self._kind[index]].items, self._kind[index])
             backend.decode_partial(q, kv, work, lengths, self._partials, window)
         return x
 
@@ -156,7 +152,7 @@ class DecodeProgram:
 
     def _work(self, table: torch.Tensor, window_index: int) -> DecodeWork:
         """Reads a flat `work_table`."""
-        splits_per_block = self._splits_per_block[window_index].tensor
+        splits_per_block = self._splits[window_index].splits_per_block
         return DecodeWork(items=table[4:].view(-1, 4), num_items=table[:1], splits_per_block=splits_per_block)
 
     def _prepare(self, size: int, whole_rows: bool) -> None:
@@ -225,9 +221,8 @@ class DecodeProgram:
         count = len(self._q)
         self._last_splits = None
         self._batch_rows.set(self._compute, np.full(count, self.rows.padding_row, dtype=np.int32))
-        for ranges, items in zip(self._ranges, self._items, strict=True):
-            ranges.set(self._compute, np.zeros(count + 1, dtype=np.int32))
-            items.set(self._compute, np.zeros(4, dtype=np.int32))
+        for splits in self._splits:
+            splits.set(self._compute, NO_SPLITS)
 
     # Steps
 
@@ -256,11 +251,9 @@ class DecodeProgram:
         lists = self._split_lists(size, rows, lengths)
         plan = self._stream_plan(lists)
         for index, found in enumerate(lists):
-            ranges = np.concatenate([found.ranges, np.full(len(padding), found.ranges[-1], dtype=np.int32)])
-            assert ranges[-1] <= self.max_splits, f"{ranges[-1]} splits in a workspace of {self.max_splits}"
-            self._ranges[index].set(self._compute, ranges)
-            self._splits_per_block[index].set(self._compute, found.splits_per_block)
-            self._items[index].set(self._compute, work_table(found.on_gpu))
+            num_splits = found.ranges[-1]
+            assert num_splits <= self.max_splits, f"{num_splits} splits in a workspace of {self.max_splits}"
+            self._splits[index].set(self._compute, found)
             chunks = plan.chunks[self._kind.index(index)]
             self._records[index].set(self._compute, slot_records(found.on_host, chunks, self._ring.blocks_per_slot))
         self._last_splits = resident

@@ -7,6 +7,7 @@ import torch
 
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.sequence import Sequence
+from nanoinfer.work import SplitLists, work_table
 from offload import Runtime, Staging, Stream
 
 ON_DEVICE = -1
@@ -28,6 +29,33 @@ class DeviceTable:
         self._staging.acquire().numpy()[: len(values)] = values
         self._staging.upload(stream, self.tensor[: len(values)])
         self._last = values.astype(np.int32, copy=True)
+
+
+class SplitTables:
+    """Which splits a decode step attends to in the GPU pool, for the layers of one window: one upload for all of it.
+
+    Attributes:
+        ranges: [max_batch + 1] int32, each row's partials.
+        splits_per_block: [max_batch] int32.
+        items: a flat `work_table` of up to `max_splits` items.
+    """
+
+    def __init__(self, runtime: Runtime, max_batch: int, max_splits: int) -> None:
+        self._max_batch = max_batch
+        self._begin_of_items = -(-(2 * max_batch + 1) // 4) * 4
+        self._table = DeviceTable(runtime, self._begin_of_items + 4 + 4 * max_splits)
+        tensor = self._table.tensor
+        self.ranges, self.splits_per_block = tensor[: max_batch + 1], tensor[max_batch + 1 : 2 * max_batch + 1]
+        self.items = tensor[self._begin_of_items :]
+        self.splits_per_block.fill_(1)
+
+    def set(self, stream: Stream, lists: SplitLists) -> None:
+        """For all work enqueued on `stream` from here on. Rows beyond those of the lists have no splits."""
+        head = np.ones(self._begin_of_items, dtype=np.int32)
+        head[: self._max_batch + 1] = lists.ranges[-1]
+        head[: len(lists.ranges)] = lists.ranges
+        head[self._max_batch + 1 :][: len(lists.splits_per_block)] = lists.splits_per_block
+        self._table.set(stream, np.concatenate([head, work_table(lists.on_gpu).reshape(-1)]))
 
 
 class RowState:

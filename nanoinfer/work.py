@@ -31,6 +31,13 @@ class SplitLists:
     splits_per_block: np.ndarray
 
 
+def _empty(*shape: int) -> np.ndarray:
+    return np.zeros(shape, dtype=np.int32)
+
+
+NO_SPLITS = SplitLists(_empty(0, 4), _empty(0, 5), _empty(1), _empty(0))
+
+
 def first_visible_block(query_position: int | np.ndarray, window: int | None, block_size: int) -> int | np.ndarray:
     """The first block with a key that a query sees: keys j with query_position - window < j."""
     if window is None:
