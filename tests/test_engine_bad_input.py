@@ -74,7 +74,7 @@ def test_too_small_a_host_limit_names_the_smallest_that_works_and_it_works(path)
 
 
 def test_a_missing_or_corrupt_checkpoint_is_refused(path, tmp_path):
-    with pytest.raises(ValueError, match="does not exist: give a directory with config.json or a hub id"):
+    with pytest.raises(ValueError, match="does not exist: give a directory with config.json, a hub id"):
         LLM(tmp_path / "nothing", **COMMON)
     with pytest.raises(ValueError, match="holds no config.json"):
         LLM(tmp_path, **COMMON)
