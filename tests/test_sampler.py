@@ -341,7 +341,7 @@ def test_kernels_on_a_row_of_minus_infinity_or_nan_give_a_token_of_the_vocabular
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("vocab_size", [5, 16, 37, 64, 65])
+@pytest.mark.parametrize("vocab_size", [5, 37, 64])
 def test_kernels_race_over_tiles_of_any_scores_as_the_reference(kernels, monkeypatch, vocab_size):
     """Each tile's race counts from its own largest score, which may be any number or none."""
     monkeypatch.setattr(kernels, "TILE_TOKENS", 16)
