@@ -157,6 +157,19 @@ def test_missing_directory_is_refused(tmp_path):
         load_config(tmp_path / "absent")
 
 
+def test_a_packaged_model_is_found_by_its_name_once_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loader, "PACKAGED", {"small": tmp_path / "packaged"})
+    with pytest.raises(ValueError, match="model 'small' does not exist: .*Qwen/Qwen3-4B$"):
+        find_model("small")
+    (tmp_path / "packaged").mkdir()
+    assert find_model("small") == tmp_path / "packaged"
+    with pytest.raises(ValueError, match="Qwen/Qwen3-4B, or 'small', which comes along"):
+        find_model("smal")
+    (tmp_path / "small").mkdir()
+    assert find_model("small").resolve() == tmp_path / "small", "a directory of the user's comes first"
+
+
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
     path = make_checkpoint("llama", tmp_path) / "config.json"
     with pytest.raises(ValueError, match="is a file: give the directory"):

@@ -154,3 +154,10 @@ def test_what_cannot_be_written_is_refused(count):
 
 
 GOLDEN = "Records. The brave jar stood between the cellar and the abbey. The pass key of Wanda Becker is 75267."
+
+
+def test_a_document_with_more_facts_than_names_is_refused():
+    author = Author(Random(0))
+    with pytest.raises(ValueError, match="too many facts of the kind table: lower its share or the length"):
+        for _ in range(len(words.PLACES) * len(words.VENUES) + 1):
+            author.fact("table")

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.online_softmax import finite
 from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.shape import next_power_of_2
 
@@ -29,12 +30,6 @@ def merge_tiles(num_row_heads: int, num_q_heads: int) -> tuple[int, int]:
         heads for heads in range(HEADS_OF_MANY, 0, -1) if num_q_heads % heads == 0 and heads & (heads - 1) == 0
     )
     return heads, 1
-
-
-@triton.jit
-def finite(peak):
-    """The peak, or 0 where no key was seen: its weights become 0 and not NaN."""
-    return tl.where(peak == float("-inf"), 0.0, peak)
 
 
 @triton.jit

@@ -29,6 +29,12 @@ def tile_logits(q, k_t, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: t
 
 
 @triton.jit
+def finite(peak):
+    """The peak, or 0 where nothing was seen: -inf - -inf would be NaN."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
 def softmax_step(acc, m, l, logits, v, TO_LOG2: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     """Fold one tile into (acc [M, D], m [M], l [M]); FlashAttention-2, algorithm 1, with exponents in base 2.
 
@@ -36,7 +42,7 @@ def softmax_step(acc, m, l, logits, v, TO_LOG2: tl.constexpr, PRECISION: tl.cons
     masked for the whole row leaves its state as it was, bit for bit, so skipping such a tile changes nothing.
     """
     m_new = tl.maximum(m, tl.max(logits, 1) * TO_LOG2)
-    m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf would be NaN
+    m_finite = finite(m_new)
     p = tl.exp2(tl.fma(logits, tl.full(logits.shape, TO_LOG2, tl.float32), -m_finite[:, None]))
     alpha = tl.exp2(m - m_finite)
     l = tl.fma(l, alpha, tl.sum(p, 1))

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoinfer.kernels.online_softmax import finite
 from nanoinfer.kernels.shape import next_power_of_2
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
@@ -92,11 +93,6 @@ def guesses(found, shift):
 def scaled_by(score, high, temperature):
     """(score - the row's largest) / temperature, as sampler._scaled has it: a division per row and not per score."""
     return tl.where(score == high, 0.0, (score - high) * tl.div_rn(1.0, temperature))
-
-
-@triton.jit
-def finite(high):
-    return tl.where(high == -float("inf"), 0.0, high)
 
 
 @triton.jit

@@ -57,9 +57,14 @@ class Grid:
         return -(-self.num_questions // FACTS_PER_PLACE)
 
     @property
+    def questions_per_cell(self) -> int:
+        """`num_questions` in whole documents."""
+        return self.num_documents * FACTS_PER_PLACE
+
+    @property
     def num_asked(self) -> int:
         """Questions in all."""
-        return len(self.lengths) * len(self.depths) * self.num_documents * FACTS_PER_PLACE
+        return len(self.lengths) * len(self.depths) * self.questions_per_cell
 
 
 @dataclass

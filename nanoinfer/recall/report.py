@@ -15,8 +15,7 @@ def table(results: dict[str, Scores], grid: Grid) -> str:
     for name, scores in results.items():
         for length, row in zip(grid.lengths, scores.accuracy, strict=True):
             lines.append(f"{name:<{name_width}}  {length:>7,}  " + "  ".join(f"{value:>5.2f}" for value in row))
-    questions = grid.num_documents * len(grid.depths) * 5 // len(grid.depths)
-    lines.append(f"share of right answers, {questions} questions a cell")
+    lines.append(f"share of right answers, {grid.questions_per_cell} questions a cell")
     return "\n".join(lines)
 
 

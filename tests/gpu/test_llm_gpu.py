@@ -56,7 +56,11 @@ def run(
     **arguments,
 ) -> list:
     """Token ids and log-probabilities of each prompt; `switches` maps a number of outputs to the mode from then on."""
-    pairs = zip(prompts(count, **arguments), params(count, max_tokens, logprobs), strict=True)
+    return run_all(llm, prompts(count, **arguments), params(count, max_tokens, logprobs), switches)
+
+
+def run_all(llm: LLM, texts: list, settings: list, switches: dict[int, str] | None = None) -> list:
+    pairs = zip(texts, settings, strict=True)
     requests = [llm.engine.add_request(f"r{i}", *pair) for i, pair in enumerate(pairs)]
     num_steps = 0
     while not all(request.is_finished for request in requests):
@@ -172,20 +176,10 @@ def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(model, monkeypa
     generator = random.Random(3)
     texts = [[generator.randrange(4000) for _ in range(length)] for length in (1010, 300, 1780, 40, 250)]
 
-    def outcome(switches=(), **extra):
+    def outcome(switches=None, **extra):
         with LLM(model, **arguments, **extra) as llm:
-            found = []
-            for batch in (texts[:1], texts[1:4], texts):
-                pairs = zip(batch, params(len(batch)), strict=True)
-                requests = [llm.engine.add_request(f"r{len(found)}-{i}", *pair) for i, pair in enumerate(pairs)]
-                step = 0
-                while not all(request.is_finished for request in requests):
-                    if switches and step in switches:
-                        llm.switch_mode(switches[step])
-                    llm.engine.step()
-                    step += 1
-                found.append([(r.output().outputs[0].token_ids, r.output().outputs[0].logprobs) for r in requests])
-            return found
+            batches = (texts[:1], texts[1:4], texts)
+            return [run_all(llm, batch, params(len(batch)), switches) for batch in batches]
 
     want = outcome()
     assert len({splits for mix in used for splits in mix}) > 1 and any(len(mix) > 1 for mix in used), used
