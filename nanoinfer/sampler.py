@@ -5,18 +5,22 @@ neighbours or the batch's size. So sums over a row use integers, whose order doe
 of (seed, step, token id) instead of a generator's next numbers.
 
 Order, as in vLLM: repetition penalty and bans; greedy rows take the argmax; the others are divided by the
-temperature, cut by min_p, top_k and top_p (each on what the one before left), and drawn by an exponential race: argmin(e /
+temperature, cut by min_p, top_k and top_p (each on what the one before left), and drawn by exponential races: argmin(e /
 p) with standard exponential noise e is a sample of p. It is the Gumbel-max trick (Gumbel, 1954; Maddison et al., 2014:
-argmax(log p - log e)) with one logarithm less.
+argmax(log p - log e)) with one logarithm less. The first race is between tiles of the vocabulary, by the sums of their
+weights, the second between the tokens of the winner: so noise is drawn for few tokens.
 """
 
 import torch
+import torch.nn.functional as F
 
 from nanoinfer.sampling_batch import RowSampling, SamplingBatch
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
 __all__ = ["RowSampling", "SamplingBatch", "exponential_noise", "logprobs_of", "sample", "workspace_bytes"]
 
+# Of a tile. A vocabulary of 150,000 has 75 of them: for the kernels enough programs to fill a GPU with two rows.
+TILE_TOKENS = 2048
 # Rows are filtered so many elements at a time: 13 rows of a vocabulary of 150,000.
 CHUNK_ELEMENTS = 2**21
 # Chunk's rows, sorted values and ids, fixed-point weights, their sums, and the sort's own buffers.
@@ -75,12 +79,13 @@ def workspace_bytes(num_rows: int, vocab_size: int) -> int:
     return copy + _SORT_BYTES_PER_ELEMENT * chunk
 
 
-def exponential_noise(seed: torch.Tensor, step: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard exponential noise, a pure function of (seed, step, token id); the reference of the Triton kernel.
+def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Standard exponential noise, a pure function of (seed, step, id); the reference of the Triton kernel.
 
-    seed, step: [B] int64. Returns: [B, vocab_size] float32.
+    seed, step: [B] int64; ids: [n] or [B, n] int64, below 2^32: token ids, and behind them those of tiles. Returns: [B,
+    n] float32.
     """
-    bits = _noise_bits(seed, step, vocab_size)
+    bits = _noise_bits(seed, step, ids)
     # u in (0, 1). -log(1 - u): the smallest noise, which decides the draw, comes from small u, where floats are dense; near
     # 1 they would have steps of 6e-8, and large vocabularies would draw ties.
     u = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
@@ -170,28 +175,41 @@ def _cut_top_k_top_p(
 
 
 def _draw(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The winner of each row's exponential race: [B] int64."""
-    row_max = scores.amax(dim=-1)
-    drawn = []
+    """Draws from softmax(scores / temperature): [B] int64."""
     num_chunk_rows = _chunk_rows(batch.vocab_size)
+    drawn = []
     for start in range(0, batch.num_rows, num_chunk_rows):
         rows = slice(start, start + num_chunk_rows)
-        scaled = _scaled(scores[rows], row_max[rows, None], batch.temperature[rows])
-        noise = exponential_noise(batch.seed[rows], batch.step[rows], batch.vocab_size)
-        drawn.append((noise * torch.exp(-scaled)).argmin(dim=-1))
+        drawn.append(_race(scores[rows], batch.temperature[rows], batch.seed[rows], batch.step[rows]))
     return torch.cat(drawn)
 
 
-def _noise_bits(seed: torch.Tensor, step: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """32 random bits per (seed, step, token id), as [B, vocab_size] int64 in [0, 2^32).
+def _race(scores: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """The winning tile's winning token of each row. scores: [R, V]; the others and the result: [R]."""
+    num_rows, vocab_size = scores.shape
+    num_tiles = -(-vocab_size // TILE_TOKENS)
+    beyond = num_tiles * TILE_TOKENS - vocab_size
+    tiles = F.pad(scores, (0, beyond), value=-torch.inf).view(num_rows, num_tiles, TILE_TOKENS)
+    highs = tiles.amax(dim=-1)
+    scaled = _scaled(tiles.flatten(0, 1), highs.view(-1, 1), temperature.repeat_interleave(num_tiles)).view_as(tiles)
+    weights = scaled.exp().sum(dim=-1) * torch.exp(_scaled(highs, highs.amax(dim=-1, keepdim=True), temperature))
+    tile_ids = torch.arange(vocab_size, vocab_size + num_tiles, device=scores.device)
+    tile = (exponential_noise(seed, step, tile_ids) / weights).argmin(dim=-1)
+    ids = tile[:, None] * TILE_TOKENS + torch.arange(TILE_TOKENS, device=scores.device)
+    chosen = scaled[torch.arange(num_rows, device=scores.device), tile]
+    token = (exponential_noise(seed, step, ids) * torch.exp(-chosen)).argmin(dim=-1)
+    return tile * TILE_TOKENS + token
+
+
+def _noise_bits(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """32 random bits per (seed, step, id), as [B, n] int64 in [0, 2^32).
 
     The row's key is two steps of splitmix64 (Steele et al., 2014); its halves key two rounds of murmur3's 32-bit
-    finaliser (Appleby, 2011) over the token id.
+    finaliser (Appleby, 2011) over the id.
     """
     key = _splitmix64(_splitmix64(seed) + _signed(0x9E3779B97F4A7C15) * (step + 1))
     low, high = key & _MASK_32, (key >> 32) & _MASK_32
-    token_ids = torch.arange(vocab_size, device=seed.device)
-    bits = _fmix32((token_ids * 0x9E3779B1 + low[:, None]) & _MASK_32)
+    bits = _fmix32((ids * 0x9E3779B1 + low[:, None]) & _MASK_32)
     return _fmix32(bits ^ high[:, None])
 
 

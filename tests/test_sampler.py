@@ -30,14 +30,18 @@ def assert_frequencies(tokens, probabilities):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("vary", ["step", "seed"])
-def test_draws_follow_the_softmax_over_steps_and_over_seeds(temperature, vary):
+@pytest.mark.parametrize("tile_tokens", [1, 3, 2048])
+def test_draws_follow_the_softmax_over_steps_and_over_seeds(monkeypatch, temperature, vary, tile_tokens):
+    monkeypatch.setattr(sampler, "TILE_TOKENS", tile_tokens)
     num_draws, logits = 20_000, random_logits(1, 8, scale=1.0)
     rows = [RowSampling(temperature=temperature, **{"seed": 7, "step": 3, vary: i}) for i in range(num_draws)]
     tokens = sample(logits.expand(num_draws, -1).contiguous(), build(rows, 8))
     assert_frequencies(tokens, (logits[0].double() / temperature).softmax(-1).numpy())
 
 
-def test_draws_after_cuts_follow_the_renormalised_softmax():
+@pytest.mark.parametrize("tile_tokens", [2, 2048])
+def test_draws_after_cuts_follow_the_renormalised_softmax(monkeypatch, tile_tokens):
+    monkeypatch.setattr(sampler, "TILE_TOKENS", tile_tokens)
     num_draws = 20_000
     probabilities = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
     logits = probabilities.log().float().expand(num_draws, -1).contiguous()
@@ -49,7 +53,8 @@ def test_draws_after_cuts_follow_the_renormalised_softmax():
 
 def test_noise_is_exponential_and_uncorrelated_over_ids_steps_and_seeds():
     seeds, steps = torch.arange(200), torch.zeros(200, dtype=torch.int64)
-    by_seed, by_step = exponential_noise(seeds, steps, 500), exponential_noise(steps, seeds, 500)
+    ids = torch.arange(500)
+    by_seed, by_step = exponential_noise(seeds, steps, ids), exponential_noise(steps, seeds, ids)
     for noise in (by_seed, by_step):
         assert abs(noise.mean().item() - 1) < 0.02 and abs(noise.var().item() - 1) < 0.04
         uniform = torch.exp(-noise.double())
@@ -300,7 +305,7 @@ def kernels():
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     from nanoinfer.kernels import sample as module
 
-    if not isinstance(module._draw_kernel, interpreter.InterpretedFunction):
+    if not isinstance(module._choose_kernel, interpreter.InterpretedFunction):
         pytest.skip("triton was imported before this module could choose its interpreter: set TRITON_INTERPRET=1")
     return module
 
@@ -323,7 +328,7 @@ def test_kernels_cut_penalise_and_ban_as_the_reference(kernels):
 
 
 def test_kernels_keep_what_the_reference_keeps_at_every_setting(kernels, monkeypatch):
-    monkeypatch.setattr(kernels, "TILE_TOKENS", 32)  # several tiles a row
+    monkeypatch.setattr(sampler, "TILE_TOKENS", 32)  # several tiles a row
     rows = [RowSampling(seed=i, **settings) for i, settings in enumerate(SETTINGS)]
     logits = random_logits(len(rows), 150)
     logits[::2] = (logits[::2] * 2).round() / 2  # many equal scores
@@ -344,7 +349,7 @@ def test_kernels_on_a_row_of_minus_infinity_or_nan_give_a_token_of_the_vocabular
 @pytest.mark.parametrize("vocab_size", [5, 37, 64])
 def test_kernels_race_over_tiles_of_any_scores_as_the_reference(kernels, monkeypatch, vocab_size):
     """Each tile's race counts from its own largest score, which may be any number or none."""
-    monkeypatch.setattr(kernels, "TILE_TOKENS", 16)
+    monkeypatch.setattr(sampler, "TILE_TOKENS", 16)
     inf, scores = torch.inf, random_logits(9, vocab_size)
     scores[1, ::2] = -inf
     scores[2, : vocab_size // 2] = -inf  # tiles of nothing beside others

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.rms_norm import rounded
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -29,7 +30,10 @@ def act_and_mul_kernel(
     SIZE: tl.constexpr,
     GELU: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < SIZE
@@ -47,6 +51,7 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
         act_and_mul_kernel[(num_rows, triton.cdiv(size, TILE))](
-            gate_up, out, gate_up.stride(0), SIZE=size, GELU=activation != "silu", TILE=TILE, num_warps=4
-        )
+            gate_up, out, gate_up.stride(0), SIZE=size, GELU=activation != "silu", TILE=TILE, num_warps=4,
+            **launch_options(gate_up),
+        )  # fmt: skip
     return out

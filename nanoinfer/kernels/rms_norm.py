@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.shape import next_power_of_2
 
 
@@ -31,11 +32,14 @@ def rms_norm_kernel(
     OFFSET: tl.constexpr,  # the weight counts from 1, and the product is rounded once
     ADD: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     inside = columns < SIZE
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
     value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         if NUM_SPLITS > 0:
@@ -74,6 +78,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tens
         rms_norm_kernel[(num_rows,)](
             x, x if other is None else other, weight, out, x.stride(0), 0 if other is None else other.stride(-2), eps,
             SIZE=size, TILE=tile, OFFSET=offset, ADD=other is not None, NUM_SPLITS=num_splits,
-            num_warps=min(16, max(1, tile // 512)),
+            num_warps=min(16, max(1, tile // 512)), **launch_options(x),
         )  # fmt: skip
     return out

@@ -4,24 +4,23 @@
 top_p keeps is found by its score, three bits at a time from the highest, each time with one pass over those tiles of
 the row that reach that far. Rows that keep every token need neither that launch nor the one behind it.
 
-    1. largest score of each tile, after penalty and bans; the winner of its race, where every token is kept
+    1. largest score of each tile, after penalty and bans; the sum of its weights, where every token is kept
     2. one program a row: the score, and among equals the token id, down to which tokens are kept
-    3. the winner of each tile's race among those
-    4. one program a row: the token; the row's state moves on
+    3. the sum of each tile's weights among those
+    4. one program a row: the tile, then the token in it; the row's state moves on
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from nanoinfer import sampler
 from nanoinfer.kernels.online_softmax import finite
 from nanoinfer.kernels.shape import next_power_of_2
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
-# Tokens per program: a vocabulary of 150,000 gives 74 programs a row, enough to fill a GPU with two rows.
-TILE_TOKENS = 2048
-# Of a row in the launch that draws after a cut: those of rows without one end at once, but must begin.
-DRAW_PROGRAMS = 32
+# Of a row in the launch that weighs tiles behind a cut: those of rows without one end at once, but must begin.
+CUT_PROGRAMS = 32
 
 
 @triton.jit
@@ -125,20 +124,23 @@ def keeps_all(top_k, top_p, min_p, VOCAB_SIZE: tl.constexpr):
 
 
 @triton.jit
-def winner(arrival, ids, VOCAB_SIZE: tl.constexpr):
-    """The largest of them and its token id: the lowest one among equals, and one that exists where all are NaN."""
-    best = tl.max(arrival, 0)
-    return best, tl.min(tl.where(arrival == best, ids, VOCAB_SIZE - 1), 0)
+def keeps(score, ids, peak, temperature, min_p, last, last_id):
+    """Whether the cuts leave a token. peak: the row's largest score; last, last_id: what `_cut_kernel` found."""
+    place = order(score)
+    by_rank = (place > last) | ((place == last) & (ids <= last_id))
+    return by_rank & (tl.exp(scaled_by(score, peak, temperature)) >= min_p)
 
 
 @triton.jit
-def arrivals(scaled, ids, seed, step):
-    """Times of arrival in the exponential race, negated. scaled: (score - any number of the row) / temperature.
+def winner(arrival, ids, last):
+    """Whose arrival is the largest: the lowest id among equals; `last` where all are NaN."""
+    return tl.min(tl.where(arrival == tl.max(arrival, 0), ids, last), 0)
 
-    The noise is neither 0 nor infinite: what has no chance, as beyond the vocabulary, becomes -inf.
-    """
-    bits = noise_bits(seed.to(tl.uint64), step.to(tl.uint64), ids.to(tl.uint32))
-    return -exponential_from_bits(bits) * tl.exp(-scaled)
+
+@triton.jit
+def noise(seed, step, ids):
+    """Standard exponential noise; neither 0 nor infinite."""
+    return exponential_from_bits(noise_bits(seed.to(tl.uint64), step.to(tl.uint64), ids.to(tl.uint32)))
 
 
 @triton.jit
@@ -146,11 +148,9 @@ def _tile_kernel(
     logits,  # [B, VOCAB_SIZE]
     rows,  # [B] int32
     repetition_penalty, seen, step, banned_until, banned_ids, num_banned,  # SamplingState, by row
-    temperature, top_k, top_p, min_p, seed,
+    temperature, top_k, top_p, min_p,
     tile_max,  # [B, num_tiles] float32, out
-    tile_id,  # [B, num_tiles] int32, out
-    best_score,  # [B, num_tiles] float32, out: of the tile's race, whose scores count from its own largest
-    best_id,  # [B, num_tiles] int32, out
+    tile_weight,  # [B, num_tiles] float32, out, of rows that keep every token: relative to the tile's largest
     num_tiles,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
     GREEDY: tl.constexpr,
@@ -160,21 +160,16 @@ def _tile_kernel(
     row = tl.load(rows + index).to(tl.int64)
     heat = tl.load(temperature + row)
     is_free = keeps_all(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), VOCAB_SIZE)
-    now = tl.load(step + row)
-    ids = tile * TILE + tl.arange(0, TILE)
     score = load_scores(
-        logits + index * VOCAB_SIZE, ids, row, tl.load(repetition_penalty + row), seen, now,
-        tl.load(banned_until + row), banned_ids, tl.load(num_banned + row), VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+        logits + index * VOCAB_SIZE, tile * TILE + tl.arange(0, TILE), row, tl.load(repetition_penalty + row), seen,
+        tl.load(step + row), tl.load(banned_until + row), banned_ids, tl.load(num_banned + row),
+        VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
     )  # fmt: skip
     at = index * num_tiles + tile
-    high, first = winner(score, ids, VOCAB_SIZE)
+    high = tl.max(score, 0)
     tl.store(tile_max + at, high)
-    tl.store(tile_id + at, first)
     if (heat >= GREEDY) & is_free:
-        scaled = scaled_by(score, finite(high), heat)
-        best, first = winner(arrivals(scaled, ids, tl.load(seed + row), now), ids, VOCAB_SIZE)
-        tl.store(best_score + at, best)
-        tl.store(best_id + at, first)
+        tl.store(tile_weight + at, tl.sum(tl.exp(scaled_by(score, finite(high), heat)), 0))
 
 
 @triton.jit
@@ -301,13 +296,12 @@ def _cut_kernel(
 
 
 @triton.jit
-def _draw_kernel(
+def _cut_weight_kernel(
     logits, rows,
     repetition_penalty, seen, step, banned_until, banned_ids, num_banned,
-    temperature, top_k, top_p, min_p, seed,
+    temperature, top_k, top_p, min_p,
     tile_max, peak, cut, cut_id,
-    best_score,  # [B, num_tiles] float32, out: of races whose scores count from the row's largest
-    best_id,  # [B, num_tiles] int32, out
+    tile_weight,  # [B, num_tiles] float32, out, of rows with a cut: relative to the row's largest score
     num_tiles,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
     GREEDY: tl.constexpr,
@@ -321,65 +315,71 @@ def _draw_kernel(
         last = tl.load(cut + index)
         last_id = tl.load(cut_id + index)
         now = tl.load(step + row)
-        noise_seed = tl.load(seed + row)
         penalty = tl.load(repetition_penalty + row)
         until = tl.load(banned_until + row)
         bans = tl.load(num_banned + row)
         for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
             at = index * num_tiles + tile
-            best = tl.full([], -float("inf"), tl.float32)
-            first = tile * TILE
+            weight = tl.full([], 0.0, tl.float32)
             if order(tl.load(tile_max + at)) >= last:
                 ids = tile * TILE + tl.arange(0, TILE)
                 score = load_scores(
                     logits + index * VOCAB_SIZE, ids, row, penalty, seen, now, until, banned_ids, bans,
                     VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                 )  # fmt: skip
-                scaled = scaled_by(score, high, heat)
-                if floor > 0:
-                    scaled = tl.where(tl.exp(scaled) >= floor, scaled, -float("inf"))
-                if last_id >= 0:
-                    place = order(score)
-                    stays = (place > last) | ((place == last) & (ids <= last_id))
-                    scaled = tl.where(stays, scaled, -float("inf"))
-                best, first = winner(arrivals(scaled, ids, noise_seed, now), ids, VOCAB_SIZE)
-            tl.store(best_score + at, best)
-            tl.store(best_id + at, first)
+                stays = keeps(score, ids, high, heat, floor, last, last_id)
+                weight = tl.sum(tl.where(stays, tl.exp(scaled_by(score, high, heat)), 0.0), 0)
+            tl.store(tile_weight + at, weight)
 
 
 @triton.jit
 def _choose_kernel(
-    rows, temperature, top_k, top_p, min_p, repetition_penalty, seen, step,
-    tile_max, tile_id, peak, best_score, best_id,
+    logits, rows,
+    repetition_penalty, seen, step, banned_until, banned_ids, num_banned,
+    temperature, top_k, top_p, min_p, seed,
+    tile_max, peak, cut, cut_id, tile_weight,
     tokens,  # [B] int64, out
     row_tokens,  # [rows] int64, out
     row_lengths,  # [rows] int32, counted up with ADVANCE
     num_tiles, padding_row,
-    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, TILES: tl.constexpr, ADVANCE: tl.constexpr, GREEDY: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr, ADVANCE: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index).to(tl.int64)
+    heat = tl.load(temperature + row)
+    high = tl.load(peak + index)
+    floor = tl.load(min_p + row)
+    now = tl.load(step + row)
+    penalty = tl.load(repetition_penalty + row)
+    noise_seed = tl.load(seed + row)
     tiles = tl.arange(0, TILES)
     listed = tiles < num_tiles
-    at = index * num_tiles + tiles
-    heat = tl.load(temperature + row)
-    scores = tl.load(tile_max + at, mask=listed, other=-float("inf"))
+    highs = tl.load(tile_max + index * num_tiles + tiles, mask=listed, other=-float("inf"))
+    arrival = highs
     if heat >= GREEDY:
-        if keeps_all(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), VOCAB_SIZE):
-            # From the tile's largest score to the row's: later by this factor, at least 1.
-            later = tl.exp(-scaled_by(scores, tl.load(peak + index), heat))
-            later = tl.where(scores == -float("inf"), 1.0, later)
-        else:
-            later = tl.full([TILES], 1.0, tl.float32)
-        scores = tl.load(best_score + at, mask=listed, other=-float("inf")) * later
-        ids = tl.load(best_id + at, mask=listed, other=VOCAB_SIZE - 1)
-    else:
-        ids = tl.load(tile_id + at, mask=listed, other=VOCAB_SIZE - 1)
-    _, token = winner(scores, ids, VOCAB_SIZE)
+        weight = tl.load(tile_weight + index * num_tiles + tiles, mask=listed, other=0.0)
+        has_any = listed & (weight > 0)
+        time = noise(noise_seed, now, VOCAB_SIZE + tiles) / tl.where(has_any, weight, 1.0)
+        if keeps_all(tl.load(top_k + row), tl.load(top_p + row), floor, VOCAB_SIZE):
+            time *= tl.exp(-scaled_by(highs, high, heat))  # from the tile's largest score to the row's
+        arrival = tl.where(has_any, -time, -float("inf"))
+    tile = winner(arrival, tiles, num_tiles - 1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    score = load_scores(
+        logits + index * VOCAB_SIZE, ids, row, penalty, seen, now, tl.load(banned_until + row), banned_ids,
+        tl.load(num_banned + row), VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+    )  # fmt: skip
+    if heat >= GREEDY:
+        own = finite(tl.max(tl.where(tiles == tile, highs, -float("inf")), 0))
+        stays = keeps(score, ids, high, heat, floor, tl.load(cut + index), tl.load(cut_id + index))
+        time = noise(noise_seed, now, ids) * tl.exp(-scaled_by(score, own, heat))
+        score = tl.where(stays, -time, -float("inf"))
+    token = winner(score, ids, VOCAB_SIZE - 1)
     tl.store(tokens + index, token.to(tl.int64))
     tl.store(row_tokens + row, token.to(tl.int64))
-    tl.store(step + row, tl.load(step + row) + 1)
-    if tl.load(repetition_penalty + row) != 1.0:
+    tl.store(step + row, now + 1)
+    if penalty != 1.0:
         word = seen + row * SEEN_WORDS + token // 32
         tl.store(word, tl.load(word) | (1 << (token % 32)))
     if ADVANCE:
@@ -389,16 +389,14 @@ def _choose_kernel(
 
 def workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
     """What the launches hand to each other, for batches of up to `max_batch` rows."""
-    num_tiles = triton.cdiv(vocab_size, TILE_TOKENS)
+    num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     return {
         "tile_max": empty(max_batch, num_tiles, dtype=torch.float32),
-        "tile_id": empty(max_batch, num_tiles, dtype=torch.int32),
-        "best_score": empty(max_batch, num_tiles, dtype=torch.float32),
-        "best_id": empty(max_batch, num_tiles, dtype=torch.int32),
+        "tile_weight": empty(max_batch, num_tiles, dtype=torch.float32),
         "peak": empty(max_batch, dtype=torch.float32),
         "cut": empty(max_batch, dtype=torch.int32),
         "cut_id": empty(max_batch, dtype=torch.int32),
@@ -426,32 +424,24 @@ def sample_rows(
     assert logits.is_contiguous() and rows.dtype == torch.int32 and tokens.is_contiguous()
     if num_rows == 0:
         return
-    num_tiles = triton.cdiv(vocab_size, TILE_TOKENS)
-    sizes = dict(VOCAB_SIZE=vocab_size, SEEN_WORDS=state.seen.shape[1])
-    banned = dict(MAX_BANNED=state.banned_ids.shape[1])
+    num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
+    tile_max, tile_weight = space["tile_max"], space["tile_weight"]
+    cuts = space["peak"], space["cut"], space["cut_id"]
+    sizes = dict(
+        VOCAB_SIZE=vocab_size, SEEN_WORDS=state.seen.shape[1], MAX_BANNED=state.banned_ids.shape[1], TILE=sampler.TILE_TOKENS,
+        GREEDY=GREEDY_TEMPERATURE,
+    )  # fmt: skip
     tiles = dict(TILES=next_power_of_2(num_tiles))
-    greedy = dict(GREEDY=GREEDY_TEMPERATURE)
-    scores = (
+    settings = (
         state.repetition_penalty, state.seen, state.step, state.banned_until, state.banned_ids, state.num_banned,
+        state.temperature, state.top_k, state.top_p, state.min_p,
     )  # fmt: skip
-    settings = state.temperature, state.top_k, state.top_p, state.min_p
-    best = space["best_score"], space["best_id"]
-    _tile_kernel[(num_rows, num_tiles)](
-        logits, rows, *scores, *settings, state.seed, space["tile_max"], space["tile_id"], *best, num_tiles,
-        **sizes, **banned, **greedy, TILE=TILE_TOKENS,
-    )  # fmt: skip
-    _cut_kernel[(num_rows,)](
-        logits, rows, *scores, *settings, space["tile_max"], space["peak"], space["cut"], space["cut_id"], num_tiles,
-        **sizes, **banned, **tiles, **greedy, TILE=TILE_TOKENS, num_warps=16,
-    )  # fmt: skip
-    _draw_kernel[(num_rows, min(DRAW_PROGRAMS, num_tiles))](
-        logits, rows, *scores, *settings, state.seed,
-        space["tile_max"], space["peak"], space["cut"], space["cut_id"], *best, num_tiles,
-        **sizes, **banned, **greedy, TILE=TILE_TOKENS,
-    )  # fmt: skip
+    _tile_kernel[(num_rows, num_tiles)](logits, rows, *settings, tile_max, tile_weight, num_tiles, **sizes)
+    _cut_kernel[(num_rows,)](logits, rows, *settings, tile_max, *cuts, num_tiles, **sizes, **tiles, num_warps=16)
+    _cut_weight_kernel[(num_rows, min(CUT_PROGRAMS, num_tiles))](
+        logits, rows, *settings, tile_max, *cuts, tile_weight, num_tiles, **sizes
+    )
     _choose_kernel[(num_rows,)](
-        rows, *settings, state.repetition_penalty, state.seen, state.step,
-        space["tile_max"], space["tile_id"], space["peak"], *best,
-        tokens, row_tokens, row_lengths, num_tiles, len(row_tokens) - 1,
-        **sizes, **tiles, **greedy, ADVANCE=advance, num_warps=1,
+        logits, rows, *settings, state.seed, tile_max, *cuts, tile_weight, tokens, row_tokens, row_lengths,
+        num_tiles, len(row_tokens) - 1, **sizes, **tiles, ADVANCE=advance,
     )  # fmt: skip

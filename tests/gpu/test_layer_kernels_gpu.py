@@ -206,6 +206,10 @@ def late(tensor: torch.Tensor) -> torch.Tensor:
         "rows_linear",
         "rows_linear of 8",
         "rows_linear's squares",
+        "rms_norm",
+        "rms_norm of a sum",
+        "rms_norm of parts",
+        "act_and_mul",
     ],
 )
 def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
@@ -215,7 +219,7 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
     step = LayerSteps(num_rows, 600, num_layers=1)
     step.run()  # compiles, and fills the partials
     kv, layer = step.pools[0], step.layers[0]
-    squares = torch.rand(320, device="cuda") + 1
+    squares, parts = torch.rand(320, device="cuda") + 1, torch.randn(4, num_rows, 2560, device="cuda")
     qkv, x = torch.randn(1, 48, 128, device="cuda").bfloat16(), torch.randn(num_rows, 2560, device="cuda").bfloat16()
 
     def call(delayed):
@@ -239,6 +243,14 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
             return kernels.vector_linear(delayed(step.attn).flatten(1), layer["o"], total, (step.norm, False))[0]
         if kernel == "rows_linear's squares":
             return kernels.rows_linear(x, layer["qkv"], squares=delayed(squares), eps=1e-6)
+        if kernel == "rms_norm":
+            return kernels.rms_norm(delayed(x), step.norm, 1e-6, offset=False)
+        if kernel.startswith("rms_norm of"):
+            total = x.clone()
+            other = delayed(x.roll(1) if kernel == "rms_norm of a sum" else parts)
+            return kernels.rms_norm(total, step.norm, 1e-6, offset=False, other=other)
+        if kernel == "act_and_mul":
+            return kernels.act_and_mul(delayed(x), "silu")
         return kernels.rows_linear(delayed(x), layer["qkv"])
 
     want = call(torch.clone)
