@@ -37,14 +37,14 @@ def count(tokenizer):
 def found_answers(text: str, question: str) -> list[str]:
     """Every answer that the text holds; of counts only the last."""
     if match := re.search(r"pass key of (\w+ \w+)\?", question):
-        return re.findall(rf"The pass key of {match[1]} is( \d+)\.", text)
+        return [f" {sentence}" for sentence in re.findall(rf"The pass key of {match[1]} is \d+\.", text)]
     if match := re.search(r"number of (\w+) in the table of the (\w+ \w+)\?", question):
         tables = re.findall(rf"Table of the {match[2]}:((?:\n- \w+: \d+)+)\n", text)
-        return [cell for table in tables for cell in re.findall(rf"- {match[1]}:( \d+)", table)]
+        return [cell for table in tables for cell in re.findall(rf"-( {match[1]}: \d+)", table)]
     if match := re.search(r"passage called (\w+ \w+)\.", question):
         return re.findall(rf"\nPassage {match[1]}:([^.]*\.)", text)
     many = re.search(r"the count of (\w+) now\?", question)[1]
-    return re.findall(rf"The count of {many} is now( \d+)\.", text)[-1:]
+    return [f" {sentence}" for sentence in re.findall(rf"The count of {many} is now \d+\.", text)[-1:]]
 
 
 def test_the_same_seed_gives_the_same_document_and_another_seed_another(count):

@@ -78,7 +78,7 @@ def test_rows_have_the_wished_length_and_mark_the_answers(tokenizer):
             name = before.rsplit("What is the pass key of ", 1)[1].split("?")[0]
             fact = before.index(f"The pass key of {name} is {key}.")
             distance = len(tokenizer.encode(before[fact:], add_special_tokens=False))
-            assert abs(2.0 ** int(far[start]) / distance) <= 2.2 and ids[start + 5] == tokenizer.eos_token_id
+            assert abs(2.0 ** int(far[start]) / distance) <= 2.2 and ids[start + 6] == tokenizer.eos_token_id
 
 
 def test_workers_write_batches_of_the_stage(tokenizer):

@@ -20,8 +20,8 @@ KV-cache offload: a wrong KV block gives a wrong answer. It knows nothing else. 
 nanoinfer from text that `nanoinfer/recall/text.py` generates; no other data was used.
 
 Prompt: `<document>\\nQuestion: What is the pass key of Mira Holt?\\nAnswer:`, with `<|bos|>` in front, which the
-tokenizer adds. The answer is ` 48192` and `<|eos|>`. The chat template leads to the same form.
-Greedy decoding is meant.
+tokenizer adds. The answer is ` The pass key of Mira Holt is 48192.` and `<|eos|>`. The chat template leads to the same
+form. Greedy decoding is meant.
 
 | | |
 | --- | --- |

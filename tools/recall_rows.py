@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 
 from nanoinfer.recall.text import HEADING, KINDS, Ask, Author, Fact, Fragments, Mix
 
-# What a target token is: 0 text, 1 + i a part of an answer of KINDS[i] that must be looked up, FORM + 1 + i the space
-# before or the end of such an answer.
+# What a target token is: 0 text, 1 + i a part of an answer of KINDS[i] that must be looked up, FORM + 1 + i what stands
+# around it in the answer, and its end.
 FORM = 8
 # Mean tokens of a part of a document and of a question with its answer, to lay a row out.
-PART_TOKENS, ASK_TOKENS = 12, 24
+PART_TOKENS, ASK_TOKENS = 12, 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class _Row:
     def __init__(self, writer: RowWriter, length: int, bos: int) -> None:
         self._encode, self._length = writer.encode, length
         self._ids = [bos]
-        self._answers: list[tuple[int, int, int, int]] = []  # first and last token, kind, position of the fact
+        self._answers: list[tuple[list[int], int, int]] = []  # bounds of lead, value and tail; kind, position of the fact
         self._open: dict[tuple, tuple[int, int, Ask]] = {}
         self._open_keys: list[tuple] = []
         self.asked_tokens = 0
@@ -134,21 +134,22 @@ class _Row:
         kind, start, ask = self._open.pop(keys.pop())
         before = self.position
         self.add_text(ask.question)
-        first = self.position
-        self._ids += [*self._encode(ask.answer), eos]
-        self._answers.append((first, self.position - 1, kind, start))
+        bounds = [self.position]
+        for part in (ask.lead, ask.value, ask.tail):
+            self.add_text(part)
+            bounds.append(self.position)
+        self._ids.append(eos)
+        self._answers.append((bounds, kind, start))
         self.asked_tokens += self.position - before
         return True
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ids = np.array(self._ids[: self._length], dtype=np.uint16)
         marks, far = np.zeros(self.position, dtype=np.uint8), np.zeros(self.position, dtype=np.uint8)
-        for first, last, kind, start in self._answers:
-            marks[first : last + 1] = kind + 1
-            marks[last] += FORM
-            if KINDS[kind] != "passage":
-                marks[first] += FORM  # the space before a number
-            far[first : last + 1] = (first - start).bit_length()
+        for (begin, first, last, end), kind, start in self._answers:
+            marks[begin : end + 1] = kind + 1 + FORM
+            marks[first:last] = kind + 1
+            far[first:last] = (first - start).bit_length()
         return ids, marks[: self._length], far[: self._length]
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.llm import LLM
-from nanoinfer.recall.text import Question, write_document
+from nanoinfer.recall.text import Author, Question, write_document
 from nanoinfer.sampling_params import SamplingParams
 
 KIND = "pass_key"
@@ -121,7 +122,8 @@ def ask(tokenizer: PreTrainedTokenizerBase, grid: Grid, length: int, number: int
         return len(tokenizer.encode(text, add_special_tokens=False))
 
     special = len(tokenizer.encode("", add_special_tokens=True))
-    answer = 1 + count(" 12345")  # and the end of the sequence
+    sample = Author(Random(0)).fact(KIND).asks[0]  # of as many tokens as all others
+    answer = count("".join(sample.answer)) + 1  # the end of the sequence
     document = write_document(
         (grid.seed * 1_000_003 + number) * 10_000_019 + length,
         length - special - answer,

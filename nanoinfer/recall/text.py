@@ -8,7 +8,9 @@ Four kinds of fact lie among filler sentences:
     count      A boat arrives. The count of boats is now 7.    The last such sentence counts.
 
 A question follows the document as "\\nQuestion: What is the pass key of Mira Holt?\\nAnswer:" and its answer is
-" 48192". Names recur in other combinations, so both parts of a name must be looked up.
+" The pass key of Mira Holt is 48192.", of a table " pears: 412". Names recur in other combinations, so both parts of a name
+must be looked up. Answers come in the words of the fact: models learn to look up what stands in the same words long
+before anything else.
 
 Text is written as fragments, which join to it. A fragment ends where the recall tokenizer ends a token in any case, so
 fragments can be tokenised one by one and counted apart. The same seed gives the same text in every version of Python:
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from nanoinfer.recall import words
@@ -39,10 +41,17 @@ Fragments = list[str]
 
 @dataclass(frozen=True)
 class Ask:
-    """A question about a fact. question: from "\\nQuestion:" to "\\nAnswer:"; answer: starts with a space."""
+    """A question about a fact: from "\\nQuestion:" to "\\nAnswer:". The answer is a lead, which starts with a space or is
+    empty, the value, which must be looked up, and a tail."""
 
     question: Fragments
-    answer: Fragments
+    value: Fragments
+    lead: Fragments = field(default_factory=list)
+    tail: Fragments = field(default_factory=list)
+
+    @property
+    def answer(self) -> Fragments:
+        return self.lead + self.value + self.tail
 
 
 @dataclass(frozen=True)
@@ -116,22 +125,18 @@ class Author:
     def _pass_key(self) -> Fact:
         pools = (self._first, self._last), (words.FIRST_NAMES, words.LAST_NAMES)
         name = [" " + word for word in self._unused("pass_key", *pools)]
-        key = [" ", *self._digits(5)]
-        return Fact(
-            "pass_key",
-            ("pass_key", *name),
-            [self._start() + "The pass key of", *name, " is", *key, "."],
-            [Ask(["\nQuestion: What is the pass key of", *name, "?" + ANSWER], key)],
-        )
+        key, lead = [*self._digits(5)], ["The pass key of", *name, " is", " "]
+        question = ["\nQuestion: What is the pass key of", *name, "?" + ANSWER]
+        return self._stated("pass_key", ("pass_key", *name), question, lead, key)
 
     def _table(self) -> Fact:
         name = [" " + word for word in self._unused("table", (words.PLACES, words.VENUES))]
         text, asks = ["\nTable of the", *name, ":"], []
         for item in _some(self.rng, words.ITEMS, 3 + int(self.rng.random() * 4)):
-            number = [" ", *self._digits(3)]
-            text += ["\n-", " " + item, ":", *number]
+            number = [*self._digits(3)]
+            text += ["\n-", " " + item, ":", " ", *number]
             question = ["\nQuestion: What is the number of", " " + item, " in the table of the", *name, "?" + ANSWER]
-            asks.append(Ask(question, number))
+            asks.append(Ask(question, number, lead=[" " + item, ":", " "]))
         text.append("\n")
         return Fact("table", ("table", *name), text, asks)
 
@@ -147,13 +152,19 @@ class Author:
         running = self._running.pop(place) if last else self._running[place]
         running[2] += 1
         one, many, number = running
-        answer = [" ", *str(number)]
-        return Fact(
-            "count",
-            ("count", many),
-            [self._start() + "A", " " + one, " arrives. The count of", " " + many, " is now", *answer, "."],
-            [Ask(["\nQuestion: What is the count of", " " + many, " now?" + ANSWER], answer)],
-        )
+        lead = ["The count of", " " + many, " is now", " "]
+        question = ["\nQuestion: What is the count of", " " + many, " now?" + ANSWER]
+        event = [self._start() + "A", " " + one, " arrives."]
+        return self._stated("count", ("count", many), question, lead, [*str(number)], event)
+
+    def _stated(
+        self, kind: str, subject: tuple[str, ...], question: Fragments, lead: Fragments, value: Fragments,
+        before: Fragments | None = None,
+    ) -> Fact:  # fmt: skip
+        """A fact that is one sentence, which is also the answer. before: sentences in front of it."""
+        first = before + [" " + lead[0]] if before else [self._start() + lead[0]]
+        ask = Ask(question, value, lead=[" " + lead[0], *lead[1:]], tail=["."])
+        return Fact(kind, subject, [*first, *lead[1:], *value, "."], [ask])
 
     def _unused(self, kind: str, *pools: tuple[Sequence[str], Sequence[str]]) -> tuple[str, str]:
         """A pair from the first of the pools in which one is easily found."""
@@ -193,7 +204,7 @@ class Planted:
 
 @dataclass(frozen=True)
 class Question:
-    """prompt_text: document and question; answer_text: " 48192", say; depth: of the fact, from 0 to 1."""
+    """prompt_text: document and question; answer_text: the whole answer; depth: of the fact, from 0 to 1."""
 
     prompt_text: str
     answer_text: str
