@@ -67,7 +67,8 @@ def test_whoever_reads_all_is_right_everywhere_and_whoever_sees_half_is_wrong_be
     text = table({"all": scores, "half": last}, GRID)
     assert "1,024" in text and "5 questions a cell" in text and text.count("1.00") == 10 and text.count("0.00") == 2
     assert compare({"all": scores, "half": last}) == ["half against all: 20 of 30 answers equal, CELLS DIFFER"]
-    assert figures({"half": last}, GRID)["results"]["half"]["lowest"] == 0
+    found = figures({"all": scores, "half": last}, GRID)["results"]
+    assert found["half"]["lowest"] == 0 and [found[name]["equal_answers"] for name in ("all", "half")] == [30, 20]
 
 
 def test_a_part_of_an_answer_is_wrong(tokenizer):

@@ -24,20 +24,31 @@ def compare(results: dict[str, Scores]) -> list[str]:
     (first, wanted), *others = results.items()
     lines = []
     for name, scores in others:
-        same = sum(a == b for a, b in zip(scores.answers, wanted.answers, strict=True))
+        same = _same_answers(scores, wanted)
         cells = "every cell equal" if scores.right == wanted.right else "CELLS DIFFER"
         lines.append(f"{name} against {first}: {same} of {len(wanted.answers)} answers equal, {cells}")
     return lines
 
 
+def _same_answers(scores: Scores, wanted: Scores) -> int:
+    return sum(a == b for a, b in zip(scores.answers, wanted.answers, strict=True))
+
+
 def figures(results: dict[str, Scores], grid: Grid) -> dict:
-    """For JSON."""
+    """For JSON. equal_answers: number of those that are the first mode's, word for word."""
+    first = next(iter(results.values()))
     return {
         "lengths": list(grid.lengths),
         "depths": list(grid.depths),
         "seed": grid.seed,
+        "questions": grid.num_asked,
         "results": {
-            name: {"accuracy": scores.accuracy, "asked": scores.asked, "lowest": scores.lowest}
+            name: {
+                "accuracy": scores.accuracy,
+                "asked": scores.asked,
+                "lowest": scores.lowest,
+                "equal_answers": _same_answers(scores, first),
+            }
             for name, scores in results.items()
         },
     }
