@@ -1,8 +1,8 @@
 """Picks the next tokens from the logits, on the device, without a host synchronisation.
 
 A row's token depends only on that row's logits, settings, seed and step: never on its place in the batch, its
-neighbours or the batch's size. So sums over a row use integers, whose order does not matter, and the noise is a hash
-of (seed, step, token id) instead of a generator's next numbers.
+neighbours or the batch's size. So top_p's sums use integers, whose order does not matter, a tile's weights are added up
+by one program, and the noise is a hash of (seed, step, id) instead of a generator's next numbers.
 
 Order, as in vLLM: repetition penalty and bans; greedy rows take the argmax; the others are divided by the
 temperature, cut by min_p, top_k and top_p (each on what the one before left), and drawn by exponential races: argmin(e /
@@ -19,7 +19,7 @@ from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
 __all__ = ["RowSampling", "SamplingBatch", "exponential_noise", "logprobs_of", "sample", "workspace_bytes"]
 
-# Of a tile. A vocabulary of 150,000 has 75 of them: for the kernels enough programs to fill a GPU with two rows.
+# Of a tile. A vocabulary of 150,000 has 74 of them: for the kernels enough programs to fill a GPU with two rows.
 TILE_TOKENS = 2048
 # Rows are filtered so many elements at a time: 13 rows of a vocabulary of 150,000.
 CHUNK_ELEMENTS = 2**21
@@ -102,10 +102,11 @@ def _chunks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Repetition penalty (CTRL, section 4.1) and bans; `logits` itself where there are none."""
-    if not len(batch.penalty_ids) and not len(batch.banned_ids):
+    """Repetition penalty (CTRL, section 4.1) and bans, NaN as a ban; `logits` itself where there are none."""
+    invalid = logits.isnan()
+    if not len(batch.penalty_ids) and not len(batch.banned_ids) and not invalid.any():
         return logits
-    scores = logits.clone()
+    scores = logits.masked_fill(invalid, -torch.inf)
     if len(batch.penalty_ids):
         seen = scores[batch.penalty_rows, batch.penalty_ids]
         penalty = batch.repetition_penalty[batch.penalty_rows]
@@ -187,18 +188,19 @@ def _draw(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 def _race(scores: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     """The winning tile's winning token of each row. scores: [R, V]; the others and the result: [R]."""
     num_rows, vocab_size = scores.shape
-    num_tiles = -(-vocab_size // TILE_TOKENS)
-    beyond = num_tiles * TILE_TOKENS - vocab_size
-    tiles = F.pad(scores, (0, beyond), value=-torch.inf).view(num_rows, num_tiles, TILE_TOKENS)
+    width = min(TILE_TOKENS, vocab_size)
+    num_tiles = -(-vocab_size // width)
+    beyond = num_tiles * width - vocab_size
+    tiles = F.pad(scores, (0, beyond), value=-torch.inf).view(num_rows, num_tiles, width)
     highs = tiles.amax(dim=-1)
     scaled = _scaled(tiles.flatten(0, 1), highs.view(-1, 1), temperature.repeat_interleave(num_tiles)).view_as(tiles)
     weights = scaled.exp().sum(dim=-1) * torch.exp(_scaled(highs, highs.amax(dim=-1, keepdim=True), temperature))
     tile_ids = torch.arange(vocab_size, vocab_size + num_tiles, device=scores.device)
     tile = (exponential_noise(seed, step, tile_ids) / weights).argmin(dim=-1)
-    ids = tile[:, None] * TILE_TOKENS + torch.arange(TILE_TOKENS, device=scores.device)
+    ids = tile[:, None] * width + torch.arange(width, device=scores.device)
     chosen = scaled[torch.arange(num_rows, device=scores.device), tile]
     token = (exponential_noise(seed, step, ids) * torch.exp(-chosen)).argmin(dim=-1)
-    return tile * TILE_TOKENS + token
+    return tile * width + token
 
 
 def _noise_bits(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ def compile_only(kernel, grid):
     """What `kernel[grid]` gives here: compiles for the arguments and launches nothing."""
 
     def launch(*args, **kwargs):
+        assert kwargs.get("PDL", IS_HOPPER) == IS_HOPPER, f"{kernel.__name__} would be compiled in another form"
         compiled.add(kernel.__name__)
         return kernel.warmup(*args, grid=grid, **kwargs)
 
@@ -48,11 +49,9 @@ from nanoinfer.kernels import decode_partial, layers, merge, prefill, sample, st
 from nanoinfer.kernels.shape import KernelShape, prefill_tiles
 from nanoinfer.sampler import RowSampling
 
-for module in (decode_partial, merge, layers.norm_rope_store.__globals__, layers.rows_linear.__globals__):
-    (module if isinstance(module, dict) else vars(module))["launch_options"] = lambda x: {
-        "PDL": IS_HOPPER,
-        "launch_pdl": IS_HOPPER,
-    }
+for name, module in list(sys.modules.items()):
+    if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
+        module.launch_options = lambda x: {"PDL": IS_HOPPER, "launch_pdl": IS_HOPPER}
 
 
 def zeros(*shape, dtype=torch.bfloat16):

@@ -103,7 +103,8 @@ class _Row:
     def __init__(self, writer: RowWriter, length: int, bos: int) -> None:
         self._encode, self._length = writer.encode, length
         self._ids = [bos]
-        self._answers: list[tuple[list[int], int, int]] = []  # bounds of lead, value and tail; kind, position of the fact
+        # Bounds of lead, value and tail; kind, position of the fact.
+        self._answers: list[tuple[list[int], int, int]] = []
         self._open: dict[tuple, tuple[int, int, Ask]] = {}
         self._open_keys: list[tuple] = []
         self.asked_tokens = 0

@@ -58,7 +58,8 @@ def load_scores(
     logits, ids, row, penalty, seen, step, banned_until, banned_ids, num_banned,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of token ids after repetition penalty (Keskar et al., 2019, section 4.1) and bans; -inf beyond the vocabulary.
+    """Scores of token ids after repetition penalty (Keskar et al., 2019, section 4.1) and bans; -inf beyond the vocabulary
+    and for NaN.
 
     logits: of one batch row; the others: the row's state.
     """
@@ -71,7 +72,7 @@ def load_scores(
     if step < banned_until:
         for i in range(num_banned):
             score = tl.where(ids == tl.load(banned_ids + row * MAX_BANNED + i), -float("inf"), score)
-    return score + 0.0  # -0.0 and 0.0 are one score
+    return tl.where(score == score, score + 0.0, -float("inf"))  # -0.0 and 0.0 are one score
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def guesses(found, shift):
 
 @triton.jit
 def scaled_by(score, high, temperature):
-    """(score - the row's largest) / temperature, as sampler._scaled has it: a division per row and not per score."""
+    """(score - the row's or tile's largest) / temperature, as sampler._scaled has it: a division per row and not per score."""
     return tl.where(score == high, 0.0, (score - high) * tl.div_rn(1.0, temperature))
 
 
@@ -422,6 +423,8 @@ def sample_rows(
     """
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and rows.dtype == torch.int32 and tokens.is_contiguous()
+    # Another alignment would be another binary, and might sum in another order.
+    assert logits.data_ptr() % 16 == 0, "logits must be aligned"
     if num_rows == 0:
         return
     num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)

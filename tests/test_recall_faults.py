@@ -1,0 +1,108 @@
+"""The evaluation can fail: a fault in the KV cache makes wrong exactly those answers whose facts it hits.
+
+Faults are put into the reads from the host pool; the engine's own bookkeeping stays as it is, so nothing else would
+notice them.
+"""
+
+from dataclasses import replace
+
+import pytest
+from transformers import AutoTokenizer
+
+from nanoinfer import LLM
+from nanoinfer.loader import PACKAGED
+from nanoinfer.recall.evaluate import EngineAnswers, Grid, ask, evaluate
+from offload import OffloadEngine
+
+BLOCK_SIZE = 64
+GRID = Grid(lengths=(1024,), depths=(0.0, 0.5, 1.0), num_questions=10)  # two documents
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(PACKAGED["recall"])
+
+
+class Faults:
+    """Between the ring and the host pool. read(table, other, i): the host block to read in place of table[i], or None for
+    none: the ring slot keeps what it had. table: host blocks of the document in their order; other: of the first one.
+    """
+
+    def __init__(self, monkeypatch, read):
+        self._read, self._fill, self._tables, self.num_faults = read, OffloadEngine._fill, [], 0
+        monkeypatch.setattr(OffloadEngine, "_fill", lambda *arguments: self.fill(*arguments))
+
+    def after_document(self, llm):
+        self._llm = llm
+        self._tables.append(None)
+
+    def fill(self, engine, layer, chunk, ring_slot):
+        if not self._tables or not self._llm.engine.scheduler.running:
+            return self._fill(engine, layer, chunk, ring_slot)
+        sequence = self._llm.engine.scheduler.running[0]
+        table = self._llm.engine.runner.kv_cache.host_table[sequence.row].tolist()
+        if self._tables[-1] is None:
+            self._tables[-1] = table
+        if len(self._tables) == 1:  # the first document stays whole
+            return self._fill(engine, layer, chunk, ring_slot)
+        (block,) = chunk.blocks
+        table, other = self._tables[-1], self._tables[0]
+        found = self._read(table, other, table.index(block)) if block in table else block
+        self.num_faults += found != block
+        if found is None:
+            engine.ring.before_fill(engine.copy, ring_slot)
+            engine.ring.after_fill(engine.copy, ring_slot)
+            return None
+        return self._fill(engine, layer, replace(chunk, blocks=(found,)), ring_slot)
+
+
+def run(tokenizer, faults=None):
+    with LLM(
+        "recall", device="cpu", dtype="float32", block_size=BLOCK_SIZE, max_model_len=1024, max_num_seqs=15,
+        enable_cpu_offload=True, resident_kv_limit=0, ring_slot_bytes=131072, skip_tokenizer_init=True, progress_bar=False,
+    ) as llm:  # fmt: skip
+        after = faults.after_document if faults else None
+        return evaluate(EngineAnswers(llm, tokenizer.eos_token_id, after), tokenizer, GRID, progress=False)
+
+
+@pytest.fixture(scope="module")
+def whole(tokenizer):
+    scores = run(tokenizer)
+    assert scores.lowest == 1
+    return scores
+
+
+def blocks_of_facts(tokenizer):
+    """Of each question about the second document: the blocks in which its fact lies."""
+    found = []
+    for question in ask(tokenizer, GRID, GRID.lengths[0], 1):
+        text = question.answer_text.strip()
+        start = len(tokenizer.encode(question.prompt_text[: question.prompt_text.index(text)]))
+        end = start + len(tokenizer.encode(text, add_special_tokens=False))
+        found.append({start // BLOCK_SIZE, (end - 1) // BLOCK_SIZE})
+    return found
+
+
+@pytest.mark.parametrize("fault", ["another document's block", "shifted by one block", "stale ring slot"])
+def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, whole, monkeypatch, fault):
+    places = blocks_of_facts(tokenizer)
+    middle = next(iter(places[len(places) // 2]))  # a block with facts of depth 0.5
+    last = (len(tokenizer.encode(ask(tokenizer, GRID, 1024, 1)[0].prompt_text.split("\nQuestion")[0]))) // BLOCK_SIZE - 1
+    hit, read = {
+        "another document's block": (middle, lambda table, other, i: other[i] if i == middle else table[i]),
+        "shifted by one block": (last, lambda table, other, i: table[max(0, i - 1)]),
+        "stale ring slot": (middle, lambda table, other, i: None if i == middle else table[i]),
+    }[fault]
+    faults = Faults(monkeypatch, read)
+    found = run(tokenizer, faults)
+    assert faults.num_faults > 0
+    num_questions = len(places)
+    assert found.answers[:num_questions] == whole.answers[:num_questions], "the first document had no fault"
+    second = zip(found.answers[num_questions:], whole.answers[num_questions:], places, strict=True)
+    outcome = [(hit in blocks, got == wanted) for got, wanted, blocks in second]
+    print(fault, outcome, found.accuracy)
+    assert sum(is_hit for is_hit, _ in outcome) >= 2
+    assert not any(is_right for is_hit, is_right in outcome if is_hit)
+    assert all(is_right for is_hit, is_right in outcome if not is_hit)
+    column = GRID.depths.index(1.0 if fault == "shifted by one block" else 0.5)
+    assert found.accuracy[0][column] <= 0.8
