@@ -6,8 +6,8 @@ complete, because each of them waits, too. Nothing may be written before it. The
 program has called `let_next_in`, which none does before its own wait, so two kernels at most run at once. A copy, or the
 begin of a graph, lets nothing in early: what comes behind it starts when all before is complete.
 
-Short kernels let the next one in as soon as they have waited. Kernels that stream weights do so behind their loops: let in earlier, the next kernel's programs took the places of their last ones, and an H200 lost
-0.3 ms of a 2.7 ms step.
+Short kernels let the next one in as soon as they have waited. Kernels that stream weights do so behind their loops: let
+in earlier, the next kernel's programs took the places of their last ones, and an H200 lost 0.3 ms of a 2.7 ms step.
 """
 
 from functools import cache
