@@ -81,6 +81,8 @@ class RowState:
 
     def update(self, stream: Stream, sequences: list[Sequence], kv_cache: KVCache) -> bool:
         """Uploads the rows of `sequences` that changed since their last upload; whether there were any."""
+        if not kv_cache.changed_rows:
+            return False
         changed = [sequence for sequence in sequences if sequence.row in kv_cache.changed_rows]
         if not changed:
             return False

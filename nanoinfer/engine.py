@@ -245,7 +245,7 @@ class LLMEngine:
     def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
         begin, streamed_before = time.perf_counter(), self._streamed_bytes()
         is_decode = isinstance(batch, DecodeBatch)
-        for sequence in _sequences(batch):
+        for sequence in [] if is_decode else _sequences(batch):
             self._requests[sequence.request_id].mark_scheduled()
         metrics.count_streamed(self.runner, _sequences(batch))
         timeline = self.meter.timeline(is_decode)
@@ -283,14 +283,14 @@ class LLMEngine:
             if sequence.is_finished:
                 continue
             request = self._requests[sequence.request_id]
-            request.take(sequence, token_id, logprobs)
+            request.take(sequence, token_id, logprobs, read)
+            outputs.append(request.stream_output(sequence))
             if sequence.finish_reason is not None:
                 self.scheduler.remove(sequence)
+                if request.is_finished:
+                    del self._requests[request.request_id]
             elif sequence.row is not None:
                 self.runner.kv_cache.publish(sequence)
-            outputs.append(request.stream_output(sequence))
-            if request.is_finished:
-                del self._requests[request.request_id]
         self._trace_host("take tokens", read)
         return outputs
 
@@ -355,8 +355,9 @@ class LLMEngine:
             return
         times.num_decode_tokens += len(batch.sequences)
         self.meter.count(seconds, seconds - wait_seconds, step.streamed_bytes, step.timeline)
-        for sequence in batch.sequences:
-            sequence.copy_wait_seconds += seconds * self.meter.times.wait_fraction
+        copy_wait = seconds * self.meter.times.wait_fraction
+        for sequence in batch.sequences if copy_wait else ():
+            sequence.copy_wait_seconds += copy_wait
 
     def stats(self) -> dict[str, int | float | str | list[str]]:
         """Counters since the engine was made, and the state of both pools.

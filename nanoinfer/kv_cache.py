@@ -186,6 +186,15 @@ class KVCache:
         held = int((self.gpu_table[row, first:] != NO_BLOCK).sum()) + (row in self._rows_without_tail)
         return min(wanted, (held + max(0, self.num_obtainable)) * self.block_size - tokens_in_tail)
 
+    def without_slot(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those admitted sequences whose last token begins a block that they do not have yet. Without a loop over blocks
+        or rows in Python: most sequences of most steps are not among them.
+        """
+        rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
+        last = np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64) - 1
+        lacking = self.gpu_table[rows, last // self.block_size] == NO_BLOCK
+        return [sequences[i] for i in np.flatnonzero(lacking)]
+
     def num_missing(self, sequence: Sequence, end: int) -> int:
         """GPU blocks to allocate before tokens up to `end` (exclusive) can be computed."""
         first = sequence.num_computed // self.block_size
@@ -288,8 +297,10 @@ class KVCache:
         row = sequence.row
         was_full, is_full = sequence.num_computed // self.block_size, end // self.block_size
         sequence.num_computed = end
+        if was_full == is_full:
+            return
         self.publish(sequence)
-        if self.offload is None or was_full == is_full:
+        if self.offload is None:
             return
         self._note_residency(row, int(self.residency.first[row]), end)
         if end % self.block_size == 0 and self.gpu_table[row, is_full : is_full + 1].max(initial=NO_BLOCK) == NO_BLOCK:
@@ -483,8 +494,9 @@ class KVCache:
 
     def publish(self, sequence: Sequence) -> None:
         """Offers the full blocks of an admitted sequence whose tokens are known to others with an equal beginning."""
-        table, pool = self._home()
-        self.prefixes.publish(sequence, table[sequence.row], pool)
+        if self.prefixes.has_new(sequence):
+            table, pool = self._home()
+            self.prefixes.publish(sequence, table[sequence.row], pool)
 
     def _home(self) -> tuple[np.ndarray, BlockPool]:
         """The table and pool in which full blocks lie, and are published, in this mode."""

@@ -85,7 +85,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: one is made for each token, and freezing costs most of it
 class StreamOutput:
     """What one completion gained since its last StreamOutput; the deltas joined give the CompletionOutput.
 

@@ -44,15 +44,20 @@ class PrefixCache:
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += num_hits * self._block_size
 
+    def has_new(self, sequence: Sequence) -> bool:
+        """Whether the sequence has full blocks to publish."""
+        known = min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
+        return self._is_enabled and known > sequence.num_published
+
     def publish(self, sequence: Sequence, table_row: np.ndarray, pool: BlockPool) -> None:
         """Offers the sequence's full blocks whose tokens are known to others with an equal beginning.
 
         Args:
             table_row: [blocks of a row] int32, where the sequence's logical blocks lie in `pool`.
         """
-        known = min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
-        if not self._is_enabled or known <= sequence.num_published:
+        if not self.has_new(sequence):
             return
+        known = min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
         keys = self._keys(sequence, known)
         for s in range(sequence.num_published, known):
             pool.publish(int(table_row[s]), keys[s])

@@ -60,13 +60,17 @@ class Request:
             self.first_scheduled = time.perf_counter()
 
     def take(
-        self, sequence: Sequence, token_id: int, logprobs: tuple[float, int, list[float], list[int]] | None
+        self,
+        sequence: Sequence,
+        token_id: int,
+        logprobs: tuple[float, int, list[float], list[int]] | None,
+        now: float,
     ) -> None:
-        """Appends a sampled token and decides whether the completion ends: sets its finish_reason then."""
+        """Appends a token that was read at `now` and decides whether the completion ends: sets its finish_reason then."""
         completion = self.completions[sequence.index]
-        self.last_token = time.perf_counter()
+        self.last_token = now
         if self.first_token is None:
-            self.first_token = self.last_token
+            self.first_token = now
         sequence.append(token_id)
         if logprobs is not None:
             self._take_logprobs(sequence, token_id, logprobs)
@@ -138,7 +142,7 @@ class Request:
             request_id=self.request_id,
             index=sequence.index,
             text_delta=delta,
-            token_ids_delta=sequence.output_token_ids[begin:],
+            token_ids_delta=sequence.token_ids[sequence.num_prompt_tokens + begin :],
             logprobs_delta=sequence.logprobs[begin:] if self.params.logprobs is not None else None,
             finished=finished,
             finish_reason=sequence.finish_reason,

@@ -328,6 +328,8 @@ class ModelRunner:
         return pending
 
     def _fill(self, ends: Iterable[tuple[Sequence, int]]) -> list[tuple[int, int]]:
+        if self.kv_cache.offload is None:
+            return []
         return [pair for sequence, end in ends for pair in self.kv_cache.fill(sequence, end)]
 
     def _read_back(

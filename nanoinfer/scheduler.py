@@ -126,17 +126,14 @@ class Scheduler:
         return end - begin
 
     def _schedule_decode(self) -> list[Sequence]:
-        batch: list[Sequence] = []
-        for sequence in list(self.running):
-            if not _wants_token(sequence):
-                continue
+        wanting = [sequence for sequence in self.running if _wants_token(sequence)]
+        for sequence in self._kv_cache.without_slot(wanting):
             while sequence.row is not None and not self._has_room(sequence):
                 if not self._spill():
                     self._preempt_youngest()
             if sequence.row is not None:
                 self._kv_cache.grow(sequence, sequence.num_tokens)
-                batch.append(sequence)
-        return [sequence for sequence in batch if sequence.row is not None]
+        return [sequence for sequence in wanting if sequence.row is not None]
 
     def _has_room(self, sequence: Sequence) -> bool:
         missing = self._kv_cache.num_missing(sequence, sequence.num_tokens)

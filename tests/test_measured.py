@@ -19,7 +19,7 @@ def load(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/offload.md", "docs/planner.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/offload.md", "docs/planner.md", "docs/recall.md"])
 def test_the_tables_are_those_of_the_newest_record(name):
     measured = load("measured")
     record, text = measured.read_record(), (ROOT / name).read_text()

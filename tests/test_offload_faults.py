@@ -162,7 +162,7 @@ def test_an_error_in_a_step_ends_its_requests_and_touches_no_other(path, alone, 
 
 @pytest.mark.parametrize("mode", ["resident", "offload", "auto"])
 def test_an_error_before_a_step_is_launched_ends_nobody(path, alone, mode, monkeypatch):
-    for name, calls in (("_take_gpu", (1, 3)), ("admit", (1, 4)), ("grow", (1, 20))):
+    for name, calls in (("_take_gpu", (1, 3)), ("admit", (1, 4)), ("grow", (1, 12)), ("without_slot", (1, 20))):
         for call in calls:
             engine, give_back = start(path, mode)
             requests = add_all(engine)

@@ -87,7 +87,9 @@ def blocks_of_facts(tokenizer):
 def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, whole, monkeypatch, fault):
     places = blocks_of_facts(tokenizer)
     middle = next(iter(places[len(places) // 2]))  # a block with facts of depth 0.5
-    last = (len(tokenizer.encode(ask(tokenizer, GRID, 1024, 1)[0].prompt_text.split("\nQuestion")[0]))) // BLOCK_SIZE - 1
+    last = (
+        len(tokenizer.encode(ask(tokenizer, GRID, 1024, 1)[0].prompt_text.split("\nQuestion")[0]))
+    ) // BLOCK_SIZE - 1
     hit, read = {
         "another document's block": (middle, lambda table, other, i: other[i] if i == middle else table[i]),
         "shifted by one block": (last, lambda table, other, i: table[max(0, i - 1)]),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the measured tables of README.md and docs/*.md from docs/measurements/latest.json and serve.json.
+"""Writes the measured tables of README.md and docs/*.md from latest.json, serve.json and recall/ in docs/measurements.
 
 python tools/measured.py            (after make gpu-bench)
 """
@@ -14,7 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
 SERVE = LATEST.with_name("serve.json")  # what tools/serve_load.py wrote, by machine
+RECALL = LATEST.with_name("recall")  # curve.json and figures.json of train_recall.py, eval.json of `nanoinfer eval recall`
 GIB = 2**30
+
+
+RECALL_KINDS = ("pass_key", "table", "passage", "count")
 
 
 def where(record: dict) -> str:
@@ -239,9 +243,49 @@ def serve(record: dict) -> str:
     return _table([*head, "wrong", "unexpected", "memory, MiB"], rows)
 
 
+def recall_training(record: dict) -> str:
+    """How the recall model learned: the last entry of the training's log for each length of rows."""
+    stages = {entry["length"]: entry for entry in record.get("recall", {}).get("curve", [])}
+    rows = [
+        [f"{length:,}", f"{entry['step']:,}", f"{entry['tokens'] / 1e6:.0f}", f"{entry['seconds']:.0f}",
+         f"{entry['loss']:.2f}", *(f"{entry[kind]:.0%}" if kind in entry else "-" for kind in RECALL_KINDS)]
+        for length, entry in stages.items()
+    ]  # fmt: skip
+    head = ["tokens in a row", "steps", "million tokens", "seconds", "loss", "pass keys", "tables", "passages", "counts"]
+    return _table(head, rows) if rows else ""
+
+
+def recall_trained(record: dict) -> str:
+    """What the training tool found at its end, by length and depth."""
+    cells = record.get("recall", {}).get("figures", {}).get("pass_keys", {})
+    if not cells:
+        return ""
+    depths = list(next(iter(cells.values())))
+    rows = [
+        [f"{int(length):,}", *(f"{right / asked:.2f}" for right, asked in row.values())] for length, row in cells.items()
+    ]
+    return _table(["tokens", *(f"{float(depth):.0%}" for depth in depths)], rows)
+
+
+def recall_modes(record: dict) -> str:
+    """The recall evaluation: each mode against transformers."""
+    found = record.get("recall", {}).get("eval", {})
+    if not found:
+        return ""
+    rows = []
+    for mode, scores in found["results"].items():
+        shown = [f"{min(row):.2f}" for row in scores["accuracy"]]
+        rows.append([mode, *shown, f"{scores['equal_answers']} of {found['questions']}"])
+    head = [f"worst cell of {length:,} tokens" for length in found["lengths"]]
+    versions = found["versions"]
+    where = f"`{found['command']}`, on {versions['device']}, torch {versions['torch']}:"
+    return f"{where}\n\n{_table(['mode', *head, 'answers equal to the first'], rows)}"
+
+
 def read_record() -> dict:
-    """The GPU record, with the server's figures as `serve`."""
-    return json.loads(LATEST.read_text()) | {"serve": json.loads(SERVE.read_text())}
+    """The GPU record, with the server's figures as `serve` and those of the recall model as `recall`."""
+    recall = {path.stem: json.loads(path.read_text()) for path in sorted(RECALL.glob("*.json"))}
+    return json.loads(LATEST.read_text()) | {"serve": json.loads(SERVE.read_text()), "recall": recall}
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -264,6 +308,9 @@ PARTS: dict[str, Callable[[dict], str]] = {
         auto,
         other,
         serve,
+        recall_training,
+        recall_trained,
+        recall_modes,
     )
 }
 

@@ -1,0 +1,49 @@
+"""The packaged model answers rightly, the same in every mode as in transformers; and so does README's first call."""
+
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from nanoinfer import LLM
+from nanoinfer.loader import PACKAGED
+from nanoinfer.recall.evaluate import EngineAnswers, Grid, evaluate
+from nanoinfer.recall.reference import ReferenceAnswers
+
+GRID = Grid(lengths=(1024,), depths=(0.0, 0.6), num_questions=20)
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(PACKAGED["recall"])
+
+
+def test_both_modes_and_transformers_answer_rightly(tokenizer):
+    end = tokenizer.eos_token_id
+    wanted = evaluate(ReferenceAnswers(PACKAGED["recall"], end), tokenizer, GRID, progress=False)
+    assert wanted.lowest >= 0.95
+    common = dict(device="cpu", max_model_len=1024, max_num_seqs=10, progress_bar=False)
+    for extra in ({}, dict(enable_cpu_offload=True, resident_kv_limit=0)):
+        with LLM("recall", **common, **extra) as llm:
+            found = evaluate(EngineAnswers(llm, end), tokenizer, GRID, progress=False)
+            streamed = llm.stats()["streamed_bytes"]
+        assert found.answers == wanted.answers and (streamed > 0) == bool(extra)
+
+
+def test_readmes_first_lines_print_a_right_answer(capsys):
+    code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    assert '"recall"' in code
+    wanted = re.search(r"print\(.*\)\s+# (.*)", code)[1]
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip() == wanted and "48192" in wanted
+
+
+def test_a_pool_on_the_cpu_takes_memory_only_as_it_is_used():
+    """Else the first call of a machine without a GPU would begin with writing zeros for many seconds."""
+    before = psutil.Process().memory_info().rss
+    with LLM("recall", device="cpu", gpu_memory_limit="4GiB", enable_cpu_offload=True, progress_bar=False) as llm:
+        assert llm.engine.runner.kv_cache.gpu_kv.nbytes > 3 * 2**30
+        assert psutil.Process().memory_info().rss - before < 2**30
