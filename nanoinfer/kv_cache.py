@@ -97,11 +97,14 @@ class KVCache:
             return False
         if sequence.saved is not None:
             try:
-                return self._admit_saved(sequence)
+                admitted = self._admit_saved(sequence)
             except BaseException:
                 if sequence.row is not None:
                     self.release(sequence)  # `saved` is whole still
                 raise
+            if admitted:
+                self.publish(sequence)  # its blocks are others now; `commit` publishes those that become full
+            return admitted
         hits = self.prefixes.find(sequence, self._home()[1])
         if self.offload is not None:
             admitted = self._admit_offload(sequence, hits)

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, outcome, random_prompts, run, some_params
+from request_helpers import shrink_gpu_pool
 from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -362,3 +363,24 @@ def test_min_tokens_beyond_32_bits_harms_nobody(path):
         engine.step()
     assert [request.output().outputs[0].finish_reason for request in requests] == ["length", "length"]
     assert 3 not in requests[0].output().outputs[0].token_ids
+
+
+def test_a_sequence_that_returns_from_preemption_shares_its_blocks_again(path):
+    """Also if it ends with the first token after its return."""
+    engine = make_engine(path, max_num_seqs=4)
+    (prompt,) = random_prompts(1, 97, 97, seed=3)  # six full blocks and a token
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    first = engine.add_request("first", prompt, params)
+    (sequence,) = first.sequences
+    while sequence.num_sampled < 2:
+        engine.step()
+    engine.scheduler._preempt_youngest()
+    give_back = shrink_gpu_pool(engine, 0)  # others take the blocks that it had
+    engine.step()
+    give_back()
+    while not first.is_finished:
+        engine.step()
+    second = engine.add_request("second", prompt + [5, 6, 7], params)
+    while not second.is_finished:
+        engine.step()
+    assert engine.stats()["prefix_cache_hit_tokens"] == 96

@@ -14,7 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
 SERVE = LATEST.with_name("serve.json")  # what tools/serve_load.py wrote, by machine
-RECALL = LATEST.with_name("recall")  # curve.json and figures.json of train_recall.py, eval.json of `nanoinfer eval recall`
+RECALL = LATEST.with_name(
+    "recall"
+)  # curve.json and figures.json of train_recall.py, eval.json of `nanoinfer eval recall`
 GIB = 2**30
 
 
@@ -251,7 +253,17 @@ def recall_training(record: dict) -> str:
          f"{entry['loss']:.2f}", *(f"{entry[kind]:.0%}" if kind in entry else "-" for kind in RECALL_KINDS)]
         for length, entry in stages.items()
     ]  # fmt: skip
-    head = ["tokens in a row", "steps", "million tokens", "seconds", "loss", "pass keys", "tables", "passages", "counts"]
+    head = [
+        "tokens in a row",
+        "steps",
+        "million tokens",
+        "seconds",
+        "loss",
+        "pass keys",
+        "tables",
+        "passages",
+        "counts",
+    ]
     return _table(head, rows) if rows else ""
 
 
@@ -262,7 +274,8 @@ def recall_trained(record: dict) -> str:
         return ""
     depths = list(next(iter(cells.values())))
     rows = [
-        [f"{int(length):,}", *(f"{right / asked:.2f}" for right, asked in row.values())] for length, row in cells.items()
+        [f"{int(length):,}", *(f"{right / asked:.2f}" for right, asked in row.values())]
+        for length, row in cells.items()
     ]
     return _table(["tokens", *(f"{float(depth):.0%}" for depth in depths)], rows)
 
