@@ -245,8 +245,9 @@ class LLMEngine:
     def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
         begin, streamed_before = time.perf_counter(), self._streamed_bytes()
         is_decode = isinstance(batch, DecodeBatch)
-        for sequence in [] if is_decode else _sequences(batch):
-            self._requests[sequence.request_id].mark_scheduled()
+        if not is_decode:  # no request's first step is one
+            for sequence in _sequences(batch):
+                self._requests[sequence.request_id].mark_scheduled()
         metrics.count_streamed(self.runner, _sequences(batch))
         timeline = self.meter.timeline(is_decode)
         tokens = self.runner.decode(batch, timeline) if is_decode else self.runner.prefill(batch, timeline)

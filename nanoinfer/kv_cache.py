@@ -190,9 +190,7 @@ class KVCache:
         return min(wanted, (held + max(0, self.num_obtainable)) * self.block_size - tokens_in_tail)
 
     def without_slot(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those admitted sequences whose last token begins a block that they do not have yet. Without a loop over blocks
-        or rows in Python: most sequences of most steps are not among them.
-        """
+        """Those admitted sequences whose last token begins a block that they do not have yet: few of them in most steps."""
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
         last = np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64) - 1
         lacking = self.gpu_table[rows, last // self.block_size] == NO_BLOCK

@@ -46,18 +46,19 @@ class PrefixCache:
 
     def has_new(self, sequence: Sequence) -> bool:
         """Whether the sequence has full blocks to publish."""
-        known = min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
-        return self._is_enabled and known > sequence.num_published
+        return self._is_enabled and self._num_known(sequence) > sequence.num_published
+
+    def _num_known(self, sequence: Sequence) -> int:
+        """Full blocks that are computed and whose tokens the host has read."""
+        return min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
 
     def publish(self, sequence: Sequence, table_row: np.ndarray, pool: BlockPool) -> None:
-        """Offers the sequence's full blocks whose tokens are known to others with an equal beginning.
+        """Offers the new blocks of a sequence that has some (`has_new`) to others with an equal beginning.
 
         Args:
             table_row: [blocks of a row] int32, where the sequence's logical blocks lie in `pool`.
         """
-        if not self.has_new(sequence):
-            return
-        known = min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
+        known = self._num_known(sequence)
         keys = self._keys(sequence, known)
         for s in range(sequence.num_published, known):
             pool.publish(int(table_row[s]), keys[s])

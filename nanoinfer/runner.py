@@ -459,8 +459,8 @@ def reserved_bytes(device: torch.device) -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """torch.zeros for a whole pool. On the CPU memory is taken page by page as blocks come into use: writing the zeros
-    of 9 GB there takes 10 s."""
+    """torch.zeros for a whole pool. On the CPU memory is taken page by page as blocks come into use: torch would write
+    every zero first, for seconds in a pool of gigabytes."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pool = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

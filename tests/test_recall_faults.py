@@ -102,7 +102,6 @@ def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, whole, 
     assert found.answers[:num_questions] == whole.answers[:num_questions], "the first document had no fault"
     second = zip(found.answers[num_questions:], whole.answers[num_questions:], places, strict=True)
     outcome = [(hit in blocks, got == wanted) for got, wanted, blocks in second]
-    print(fault, outcome, found.accuracy)
     assert sum(is_hit for is_hit, _ in outcome) >= 2
     assert not any(is_right for is_hit, is_right in outcome if is_hit)
     assert all(is_right for is_hit, is_right in outcome if not is_hit)
