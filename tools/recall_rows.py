@@ -49,6 +49,7 @@ class RowWriter:
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
         self._rng = Random(seed)
+        self.random = self._rng.random
         self._known: dict[str, list[int]] = {}
         self._bos, self._eos = (tokenizer.token_to_id(f"<|{name}|>") for name in ("bos", "eos"))
 
@@ -101,7 +102,7 @@ class _Row:
     """A row that grows, and its facts that were not asked yet."""
 
     def __init__(self, writer: RowWriter, length: int, bos: int) -> None:
-        self._encode, self._length = writer.encode, length
+        self._encode, self._random, self._length = writer.encode, writer.random, length
         self._ids = [bos]
         # Bounds of lead, value and tail; kind, position of the fact.
         self._answers: list[tuple[list[int], int, int]] = []
@@ -118,8 +119,9 @@ class _Row:
 
     def add_fact(self, fact: Fact) -> None:
         kind = KINDS.index(fact.kind)
-        for i, ask in enumerate(fact.asks[:2]):  # of a table two cells
-            key = (*fact.subject, i)
+        first = int(self._random() * len(fact.asks))
+        for i in {first, int(self._random() * len(fact.asks))}:  # of a table two cells at most
+            ask, key = fact.asks[i], (*fact.subject, i)
             if key not in self._open:
                 self._open_keys.append(key)
             self._open[key] = (kind, self.position, ask)

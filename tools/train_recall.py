@@ -1,7 +1,7 @@
 """Trains the "recall" model and writes it as a Hugging Face checkpoint.
 
 python tools/train_recall.py --out recall --minutes 10         on a GPU
-python tools/train_recall.py --out /tmp/recall --smoke         a tiny one on the CPU, to try the code
+python tools/train_recall.py --out recall --smoke              a tiny one on the CPU, to try the code
 
 Beside the checkpoint it writes `curve.json` (what the log shows) and `figures.json` (accuracy by length and depth).
 """
