@@ -12,8 +12,9 @@ class BlockPool:
 
     The pool knows numbers only, not memory. A block is *free* (content worthless), *held* (reference count above 0) or
     *cached*: nobody holds it, but its content is published under a key and can be taken up again until the room is
-    needed; the least recently released goes first. The lowest free number is handed out first, so that blocks of one
-    sequence tend to be neighbours, which lets one copy move several.
+    needed; the least recently released goes first, and of those released together the last, because a prefix is of no
+    use without its beginning. The lowest free number is handed out first, so that blocks of one sequence tend to be
+    neighbours, which lets one copy move several.
 
     Args:
         num_blocks: how many block numbers there are.
@@ -92,11 +93,14 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> list[int]:
         """Gives back one reference to each block; the last one frees it, or keeps it as cached if it is published.
 
+        Args:
+            blocks: of one sequence in their order.
+
         Returns:
             The blocks that became free, whose content nobody can reach any more.
         """
         freed = []
-        for block in blocks:
+        for block in reversed(list(blocks)):
             count = self._references[block] - 1
             if count:
                 self._references[block] = count

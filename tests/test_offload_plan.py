@@ -68,6 +68,17 @@ def test_cached_blocks_come_back_by_key_and_are_evicted_oldest_first():
     assert pool.lookup("c") == c and pool.num_free == 0
 
 
+def test_of_a_sequence_the_last_block_is_evicted_first():
+    """What is left of a prefix can be found from its beginning only."""
+    pool = BlockPool(4)
+    blocks = pool.allocate(4)
+    for block in blocks:
+        pool.publish(block, f"key {block}")
+    pool.release(blocks[:3])
+    pool.release(blocks[3:])
+    assert pool.allocate(2) == [blocks[2], blocks[1]]
+
+
 def test_shared_blocks_are_freed_by_the_last_holder():
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
