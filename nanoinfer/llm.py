@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numbers
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ class LLM:
     def __init__(self, model: str | Path, **arguments: Any) -> None:
         self._engine: LLMEngine | None = LLMEngine(EngineConfig.from_arguments({"model": model, **arguments}))
         self._next_request = 0
+        self._streams: dict[str, _Stream] = {}  # by request: who reads what a step gives it, whoever runs the step
         if self.engine.config.progress_bar:
             _report(f"{self.mode} mode; {self.engine.plan.one_line()}")
             if self.engine.runner.graph_memory is not None and self.engine.runner.graph_memory[0]:
@@ -83,7 +86,7 @@ class LLM:
                 requests.append(self._add(prompt, param, ids, len(requests), len(prompts)))
             with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
                 while not all(request.is_finished for request in requests):
-                    self.engine.step()
+                    self._step()
                     bar.update(sum(request.is_finished for request in requests) - bar.n)
             if use_tqdm and self.engine.config.progress_bar:
                 _report(run_line(self.engine, before))
@@ -98,7 +101,8 @@ class LLM:
         """Completes prompts and yields what each gained, as soon as it is known.
 
         A prompt that cannot be used fails alone: its only output has `finish_reason="error"` and says why in `error`.
-        `request_id` is the prompt's number in this call for `abort`: "0", "1", ... of the LLM's life.
+        `request_id` is the prompt's number in this call for `abort`: "0", "1", ... of the LLM's life. Streams may be read
+        in turns, and `generate` called in between: each gets all of its own.
         """
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts))
@@ -118,13 +122,17 @@ class LLM:
                         finish_reason="error",
                         error=str(error),
                     )
-            wanted = {request.request_id for request in requests}
-            while not all(request.is_finished for request in requests):
-                for output in self.engine.step():
-                    if output.request_id in wanted:
-                        yield output
+            unread: deque[StreamOutput] = deque()
+            for request in requests:
+                self._streams[request.request_id] = _Stream(request, unread)
+            while unread or not all(request.is_finished for request in requests):
+                if unread:
+                    yield unread.popleft()
+                else:
+                    self._step()
         finally:
             for request in requests:
+                self._streams.pop(request.request_id, None)
                 self.engine.abort(request.request_id)
 
     def chat(
@@ -158,8 +166,16 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request, for example between two outputs of `generate_stream`; False if it is not running."""
-        return self.engine.abort(request_id)
+        """Ends a request, for example between two outputs of `generate_stream`; False if it is not running.
+
+        The last output of its stream has `finish_reason="abort"`.
+        """
+        stream = self._streams.get(request_id)
+        running = [] if stream is None else [s for s in stream.request.sequences if s.finish_reason is None]
+        was_there = self.engine.abort(request_id)
+        if stream is not None:
+            stream.unread.extend(stream.request.stream_output(sequence) for sequence in running)
+        return was_there
 
     def switch_mode(self, mode: str) -> None:
         """Goes on in "offload" or "resident" mode, also between the outputs of a running stream.
@@ -187,6 +203,12 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _step(self) -> None:
+        for output in self.engine.step():
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.unread.append(output)
+
     def _new_id(self) -> str:
         self._next_request += 1
         return str(self._next_request - 1)
@@ -202,6 +224,14 @@ class LLM:
             return self.engine.add_request(self._new_id(), prompt, params, token_ids)
         except ValueError as error:
             raise ValueError(_placed(error, place, count)) from error
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A request of an open stream, and what the stream has not yielded yet."""
+
+    request: Request
+    unread: deque[StreamOutput]
 
 
 def _placed(error: ValueError, place: int, count: int) -> str:
