@@ -108,36 +108,52 @@ class DecodeProgram:
         if index == 0:
             self._x[:size].copy_(x)
 
-    def _whole_step(self, size: int, whole_rows: bool) -> None:
+    def _whole_step(self, size: int) -> None:
         x = self._x[:size]
         for index in range(self.num_pieces):
-            x = self._layer(index, size, x, whole_rows)
+            x = self._layer(index, size, x, self.whole_rows)
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether the backend has no fixed splits: it attends to whole rows then, where they lie in the GPU pool."""
+        return not self._backend.exact_splits
 
     def _layer(self, index: int, size: int, x: torch.Tensor, whole_rows: bool = False) -> torch.Tensor:
-        """Piece `index`, which adds to x: [size, hidden_size] and returns it; the first one returns another.
-
-        `whole_rows` lets a backend without fixed splits attend to whole rows, which only resident mode can.
-        """
-        model, backend, attention = self._model, self._backend, self._attention[:size]
+        """Piece `index`, which adds to x: [size, hidden_size] and returns it; the first one returns another."""
+        model, attention = self._model, self._attention[:size]
         if index == 0:
             self._prepare(size, whole_rows)
             x, normed = model.embed(self._next[:size])
         else:
-            if not whole_rows:
-                backend.merge(self._partials, self._splits[self._kind[index - 1]].ranges[: size + 1], attention)
+            self.merge(index - 1, attention, whole_rows)
             normed = model.after_attention(index - 1, x, attention)
         if index == len(self._kind):
             self._finish(size, normed.value)
             return x
-        kv, window, lengths = self._kv_cache.gpu_kv[index], model.spec.windows[index], self._lengths[:size]
-        target = KVSlots(kv, self._slots[:size], self._q[:size])
+        target = KVSlots(self._kv_cache.gpu_kv[index], self._slots[:size], self._q[:size])
         q = model.before_attention(index, normed, self._positions[:size], target)
-        if whole_rows:
-            backend.decode_rows(q, kv, self._block_table[:size], lengths, attention, window)
-        else:
-            work = self._work(self._splits[self._kind[index]].items, self._kind[index])
-            backend.decode_partial(q, kv, work, lengths, self._partials, window)
+        self.attend_gpu(index, q, attention, whole_rows)
         return x
+
+    def attend_gpu(self, layer: int, q: torch.Tensor, out: torch.Tensor, whole_rows: bool) -> None:
+        """Attends to what lies in the GPU pool.
+
+        Args:
+            q, out: [rows, num_q_heads, head_dim]; the rows are the first of the batch. `merge` writes `out`, or this does
+                with `whole_rows`.
+        """
+        backend, count = self._backend, len(q)
+        kv, window, lengths = self._kv_cache.gpu_kv[layer], self._model.spec.windows[layer], self._lengths[:count]
+        if whole_rows:
+            backend.decode_rows(q, kv, self._block_table[:count], lengths, out, window)
+        else:
+            work = self._work(self._splits[self._kind[layer]].items, self._kind[layer])
+            backend.decode_partial(q, kv, work, lengths, self._partials, window)
+
+    def merge(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
+        """Puts together what was attended to in the GPU pool and in ring slots; arguments as in `attend_gpu`."""
+        if not whole_rows:
+            self._backend.merge(self._partials, self._splits[self._kind[layer]].ranges[: len(out) + 1], out)
 
     def attend_slot(self, window_index: int, ring_slot: int) -> None:
         """Attends to whatever the ring slot holds. Knows no layer: everything that varies lies in device tables."""
@@ -154,6 +170,20 @@ class DecodeProgram:
         """Reads a flat `work_table`."""
         splits_per_block = self._splits[window_index].splits_per_block
         return DecodeWork(items=table[4:].view(-1, 4), num_items=table[:1], splits_per_block=splits_per_block)
+
+    def copy_inputs(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, whole_rows: bool
+    ) -> None:
+        """Writes what the batch's rows compute next, for a step whose layers somebody else runs: [rows] int32 each."""
+        count = len(token_ids)
+        self._prepare(count, whole_rows)
+        token_ids.copy_(self._next[:count])
+        positions.copy_(self._positions[:count])
+        slots.copy_(self._slots[:count])
+
+    def copy_queries(self, q: torch.Tensor) -> None:
+        """Puts the batch's queries, [rows, num_q_heads, head_dim], where the attention over ring slots reads them."""
+        self._q[: len(q)].copy_(q)
 
     def _prepare(self, size: int, whole_rows: bool) -> None:
         """Tokens, lengths, positions and slots of the batch."""
@@ -183,13 +213,10 @@ class DecodeProgram:
 
     def capture_resident(self, progress: Callable[[str], None]) -> None:
         """Captures the whole step for each batch size, the largest first, so that the shared pool grows only once."""
-        whole_rows = not self._backend.exact_splits
         self._reset_tables()
         for size in reversed(self.batch_sizes):
             if size not in self._step_graphs:
-                self._step_graphs[size] = self._runtime.capture(
-                    self._compute, lambda size=size: self._whole_step(size, whole_rows)
-                )
+                self._step_graphs[size] = self._runtime.capture(self._compute, lambda size=size: self._whole_step(size))
             progress(f"decode graph, batch {size}")
 
     def capture_offload(self, progress: Callable[[str], None]) -> None:
@@ -242,8 +269,6 @@ class DecodeProgram:
         lengths = np.array([sequence.num_tokens for sequence in sequences])
         padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
-        self.counters.padded_rows += len(padding)
-        self.counters.num_rows += len(rows)
         resident = self._resident_splits(size, rows, lengths)
         if resident is not None and resident == self._last_splits and not rows_changed:
             return DecodeStep(self, size, self._no_stream, self._no_stream, write_through, {})
@@ -292,13 +317,12 @@ class DecodeProgram:
 
     def run_whole(self, step: DecodeStep) -> None:
         """Enqueues a whole step without ring."""
-        whole_rows = not self._backend.exact_splits
         graph = self._step_graphs.get(step.size)
         if graph is not None:
             self._compute.replay(graph)
             self.counters.graph_replays += 1
         else:
-            self._compute.run(lambda: self._whole_step(step.size, whole_rows))
+            self._compute.run(lambda: self._whole_step(step.size))
             self.counters.eager_steps += 1
 
     def enqueue_piece(self, index: int, size: int) -> None:

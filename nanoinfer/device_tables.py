@@ -30,6 +30,10 @@ class DeviceTable:
         self._staging.upload(stream, self.tensor[: len(values)])
         self._last = values.astype(np.int32, copy=True)
 
+    def forget(self) -> None:
+        """The device writes to the table, too: what the host put there before is no reason to upload nothing."""
+        self._last = np.zeros(0, dtype=np.int32)
+
 
 class SplitTables:
     """Which splits a decode step attends to in the GPU pool, for the layers of one window: one upload for all of it.

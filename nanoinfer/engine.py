@@ -28,11 +28,16 @@ MODES = ("resident", "offload")
 
 @dataclass
 class _StepTimes:
-    """Totals of prefill steps, and the tokens of decode steps; `StepMeter` has the rest of these. Times in seconds."""
+    """Totals of prefill steps, and the tokens of decode steps; `StepMeter` has the rest of these. Times in seconds.
+
+    Mixed steps are prefill steps with tokens of running sequences beside those of prompts: `num_mixed_tokens` in all.
+    """
 
     prefill: float = 0.0
     num_prefill_steps: int = 0
     num_prefill_tokens: int = 0
+    num_mixed_steps: int = 0
+    num_mixed_tokens: int = 0
     num_decode_tokens: int = 0
     last_read: float = 0.0  # when the newest step was read
 
@@ -64,6 +69,7 @@ class LLMEngine:
             built.runner.kv_cache,
             built.plan.max_num_batched_tokens,
             self._enter_offload if built.runner.may_spill else None,
+            max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
         )
         self._end_token_ids = built.end_token_ids
         self._requests: dict[str, Request] = {}
@@ -217,7 +223,7 @@ class LLMEngine:
         if any(sequence.params.logprobs is not None for sequence in launched.tokens.sequences):
             # log-probabilities are too large to keep a step's worth of them
             self._outputs += self._take(launched)
-        elif any(not sequence.is_finished for sequence in _sequences(batch)):
+        elif any(not sequence.is_finished for sequence in batch.sequences):
             self._in_flight = launched
         return self._read_outputs()
 
@@ -239,16 +245,16 @@ class LLMEngine:
     def _abandon(self, batch: PrefillBatch | DecodeBatch) -> None:
         """Ends the requests of a step that failed, once nothing of it is in flight."""
         self.runner.recover()
-        for request_id in {sequence.request_id for sequence in _sequences(batch)}:
+        for request_id in {sequence.request_id for sequence in batch.sequences}:
             self.abort(request_id)
 
     def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
         begin, streamed_before = time.perf_counter(), self._streamed_bytes()
         is_decode = isinstance(batch, DecodeBatch)
         if not is_decode:  # no request's first step is one
-            for sequence in _sequences(batch):
+            for sequence in batch.sequences:
                 self._requests[sequence.request_id].mark_scheduled()
-        metrics.count_streamed(self.runner, _sequences(batch))
+        metrics.count_streamed(self.runner, batch.sequences)
         timeline = self.meter.timeline(is_decode)
         tokens = self.runner.decode(batch, timeline) if is_decode else self.runner.prefill(batch, timeline)
         self.meter.resident_share = metrics.resident_share(self)
@@ -353,6 +359,8 @@ class LLMEngine:
             times.prefill += seconds
             times.num_prefill_steps += 1
             times.num_prefill_tokens += sum(chunk.end - chunk.begin for chunk in batch.chunks)
+            times.num_mixed_steps += bool(batch.decoding)
+            times.num_mixed_tokens += len(batch.decoding)
             return
         times.num_decode_tokens += len(batch.sequences)
         self.meter.count(seconds, seconds - wait_seconds, step.streamed_bytes, step.timeline)
@@ -366,7 +374,8 @@ class LLMEngine:
         `link_gbps` is the bytes of all streaming decode steps over their whole time, compute included, in GB/s
         (10^9): what the link was used for, not what it could do.
 
-        `prefill_graph_steps` counts prefill steps whose layers ran from graphs, `prefill_graph_hit_rate` is their share of
+        `num_mixed_steps` of the prefill steps computed the next tokens of running sequences, too, `num_mixed_tokens` in
+        all; decode steps do not count them. `prefill_graph_steps` counts prefill steps whose layers ran from graphs, `prefill_graph_hit_rate` is their share of
         all, and `prefill_padded_tokens` what was added to small steps.
 
         `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
@@ -406,6 +415,8 @@ class LLMEngine:
             "link_gbps": decode.streamed_bytes / decode.streaming_seconds / 1e9 if decode.streamed_bytes else 0.0,
             "num_prefill_steps": times.num_prefill_steps,
             "num_prefill_tokens": times.num_prefill_tokens,
+            "num_mixed_steps": times.num_mixed_steps,
+            "num_mixed_tokens": times.num_mixed_tokens,
             "prefill_seconds": times.prefill,
             "prefill_graph_steps": prefill.graph_steps,
             "prefill_eager_steps": prefill.eager_steps,
@@ -438,7 +449,3 @@ class LLMEngine:
         self._in_flight = None
         self.runner.close()
         del self.runner, self.scheduler
-
-
-def _sequences(batch: PrefillBatch | DecodeBatch) -> list[Sequence]:
-    return batch.sequences if isinstance(batch, DecodeBatch) else [chunk.sequence for chunk in batch.chunks]

@@ -20,6 +20,7 @@ from nanoinfer.models.base import DecoderModel
 from nanoinfer.packer import Packer
 from nanoinfer.prefill_pieces import PADDING, PrefillPieces, StepTensors
 from nanoinfer.scheduler import PrefillChunk
+from nanoinfer.sequence import Sequence
 from nanoinfer.work import first_visible_block
 from offload import Chunk, Ring, Runtime, Stream, StreamPlan, pack
 
@@ -66,15 +67,22 @@ class PrefillProgram:
         self.pieces = PrefillPieces(runtime, compute, model, kv_cache, self._table, capture_num_tokens)
         self._slot_places = torch.arange(ring.blocks_per_slot, dtype=torch.int32, device=runtime.device).view(1, -1)
 
-    def begin(self, chunks: list[PrefillChunk], write_through: list[tuple[int, int]]) -> PrefillStep:
-        """Uploads the step's tables and plans it."""
+    def begin(
+        self, chunks: list[PrefillChunk], write_through: list[tuple[int, int]], decoding: list[Sequence]
+    ) -> PrefillStep:
+        """Uploads the step's tables and plans it.
+
+        Args:
+            decoding: sequences whose last tokens follow those of the chunks, for `MixedStep` to fill in and attend to.
+        """
         packer = Packer()
-        tokens = [packer.add(values) for values in self._tokens(chunks)]  # first: graphs read them there
+        tokens = [packer.add(values) for values in self._tokens(chunks, len(decoding))]  # first: graphs read them there
         lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
         cu_seqlens = packer.add(np.concatenate([[0], np.cumsum(lengths)]))
         finished = [i for i, chunk in enumerate(chunks) if chunk.is_last]
-        last = packer.add(np.cumsum(lengths)[finished] - 1)
-        last_rows = packer.add([chunks[i].sequence.row for i in finished])
+        num_tokens = int(lengths.sum())
+        last = packer.add(np.concatenate([np.cumsum(lengths)[finished] - 1, num_tokens + np.arange(len(decoding))]))
+        last_rows = packer.add([sequence.row for sequence in [chunks[i].sequence for i in finished] + decoding])
         query_pos = packer.add([chunk.begin for chunk in chunks])
         kv_end = packer.add([chunk.end for chunk in chunks])
         first_blocks = [self._first_gpu_block(chunk) for chunk in chunks]
@@ -88,7 +96,8 @@ class PrefillProgram:
             load_state.append(packer.add([int(bool(pieces)) for pieces in history]))
             histories.append(_History([piece for pieces in history for piece in pieces], packer, self.kv_cache))
         packer.upload(self._table, self.compute)
-        num_tokens = int(lengths.sum())
+        if decoding:
+            self._table.forget()  # `MixedStep` writes there, too
         view = self._view
         gpu_pieces = [
             PrefillPiece(
@@ -110,7 +119,7 @@ class PrefillProgram:
             write_through=write_through,
             plan=StreamPlan(tuple(histories[kind].chunks for kind in self.kind)),
             num_tokens=num_tokens,
-            tensors=self.pieces.begin(num_tokens, tokens),
+            tensors=self.pieces.begin(num_tokens + len(decoding), tokens),
             last=view(last),
             last_rows=view(last_rows),
             gpu_pieces=gpu_pieces,
@@ -141,8 +150,8 @@ class PrefillProgram:
             store_state=True,
         )
 
-    def _tokens(self, chunks: list[PrefillChunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids, positions and slots of all tokens of the step and its padding."""
+    def _tokens(self, chunks: list[PrefillChunk], num_decoding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, positions and slots of the chunks' tokens; those of others and of padding are padding."""
         block_size = self.kv_cache.block_size
         positions = [np.arange(chunk.begin, chunk.end) for chunk in chunks]
         slots = [
@@ -151,7 +160,7 @@ class PrefillProgram:
         ]
         token_ids = [chunk.sequence.token_ids[chunk.begin : chunk.end] for chunk in chunks]
         num_tokens = sum(map(len, positions))
-        num_padding = self.pieces.padded_count(num_tokens) - num_tokens
+        num_padding = self.pieces.padded_count(num_tokens + num_decoding) - num_tokens
         return tuple(
             np.concatenate([*parts, np.full(num_padding, value)])
             for parts, value in zip((token_ids, positions, slots), PADDING, strict=True)
@@ -202,11 +211,12 @@ class PrefillStep:
     """One prefill step as the offload engine runs it (see `offload.OffloadStep`).
 
     Attributes:
-        num_tokens: without padding.
+        num_tokens: of the chunks.
         tensors: what the pieces read and leave; dropped by the last piece.
-        last: [number of chunks that end their prompt] index of each one's last token in the step.
-        last_rows: the rows of these.
-        last_normed: [number of chunks that end their prompt, hidden_size], what the head reads; filled by the last piece.
+        last: [n] index in the step of each token after which one is sampled: the last ones of chunks that end their
+            prompt, then those of the sequences that decode.
+        last_rows: [n] the rows of these.
+        last_normed: [n, hidden_size], what the head reads; filled by the last piece.
     """
 
     program: PrefillProgram

@@ -86,9 +86,14 @@ class StepTensors:
         heads = (len(self), spec.num_q_heads, spec.head_dim)
         self.attention = torch.empty(heads, dtype=spec.dtype, device=self.token_ids.device)
 
-    def attention_rows(self, count: int) -> tuple[Tensor, Tensor]:
-        """Queries and attention output of the first `count` rows."""
-        return self.q[:count], self.attention[:count]
+    def attention_rows(self, count: int, begin: int = 0) -> tuple[Tensor, Tensor]:
+        """Queries and attention output of `count` rows."""
+        return self.q[begin : begin + count], self.attention[begin : begin + count]
+
+    def input_rows(self, count: int, begin: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, positions and slots of `count` rows."""
+        rows = slice(begin, begin + count)
+        return self.token_ids[rows], self.uploaded_positions[rows], self.slots[rows]
 
 
 class FixedTensors(StepTensors):

@@ -21,6 +21,7 @@ from nanoinfer.device_tables import RowState
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.layers import KVSlots
 from nanoinfer.memory import GIB, MemoryPlan
+from nanoinfer.mixed import MixedStep
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.prefill import PrefillProgram, PrefillStep
 from nanoinfer.sampler import logprobs_of
@@ -262,44 +263,53 @@ class ModelRunner:
     # Steps
 
     def prefill(self, batch: PrefillBatch, timeline: Timeline | None = None) -> PendingTokens:
-        """Launches the chunks; the next token of each sequence whose last chunk this is gets sampled."""
-        kv_cache, program = self.kv_cache, self.prefill_program
-        write_through = self._fill((chunk.sequence, chunk.end) for chunk in batch.chunks)
+        """Launches the chunks, and one token of each sequence that decodes with them.
+
+        The next token of these, and of each sequence whose last chunk this is, gets sampled.
+        """
+        kv_cache, program, decoding = self.kv_cache, self.prefill_program, batch.decoding
+        ends = [(chunk.sequence, chunk.end) for chunk in batch.chunks] + [(s, s.num_tokens) for s in decoding]
+        write_through = self._fill(ends)
         finished = [chunk.sequence for chunk in batch.chunks if chunk.is_last]
         with self.compute.current():
-            step = program.begin(batch.chunks, write_through)
+            prefill_step = step = program.begin(batch.chunks, write_through, decoding)
+            if decoding:
+                is_offload = kv_cache.offload is not None
+                step = MixedStep(step, self.decode_program.begin(decoding, []), len(decoding), is_offload)
             if kv_cache.offload is not None:
                 kv_cache.offload.run(step, timeline)
             else:
                 with self._timed(timeline):
                     for piece in range(self.decode_program.num_pieces):
                         step.compute(piece)
-            pending = self._sample_prefill(step, finished)
-        for chunk in batch.chunks:
-            kv_cache.commit(chunk.sequence, chunk.end)
+            pending = self._sample_prefill(prefill_step, finished + decoding)
+        for sequence, end in ends:
+            kv_cache.commit(sequence, end)
         for sequence in finished:
             assert sequence.row is not None
             kv_cache.changed_rows.add(sequence.row)
-            sequence.num_pending += 1
             sequence.state = SequenceState.DECODE
+        for sequence in finished + decoding:
+            sequence.num_pending += 1
         return pending
 
-    def _sample_prefill(self, step: PrefillStep, finished: list[Sequence]) -> PendingTokens:
-        if not finished:
+    def _sample_prefill(self, step: PrefillStep, sequences: list[Sequence]) -> PendingTokens:
+        if not sequences:
             return self._read_back([], self._prefill_tokens, lambda: None)
-        self.sampling.update(self.compute, finished)
+        self.sampling.update(self.compute, sequences)
         logits: list[torch.Tensor] = []
 
         def choose() -> None:
             # The library may add up in another order for one row alone: a prompt's first token would depend on whether
             # another prompt ends in the same step.
-            normed = step.last_normed.expand(max(2, len(finished)), -1)
-            logits.append(self.model.logits(normed)[: len(finished)])
-            tokens = self._prefill_tokens[: len(finished)]
-            self.sampling.sample(logits[0], step.last_rows, tokens, advance=False)
+            normed = step.last_normed.expand(max(2, len(sequences)), -1)
+            logits.append(self.model.logits(normed)[: len(sequences)])
+            tokens = self._prefill_tokens[: len(sequences)]
+            # For the rows that decode; the others' lengths are uploaded before they are read.
+            self.sampling.sample(logits[0], step.last_rows, tokens, advance=True)
 
         self.compute.run(choose)
-        return self._read_back(finished, self._prefill_tokens, lambda: logits[0])
+        return self._read_back(sequences, self._prefill_tokens, lambda: logits[0])
 
     @contextmanager
     def _timed(self, timeline: Timeline | None) -> Iterator[None]:
@@ -315,6 +325,8 @@ class ModelRunner:
         write_through = self._fill((sequence, sequence.num_tokens) for sequence in sequences)
         with self.compute.current():
             step = program.begin(sequences, write_through)
+            program.counters.num_rows += len(sequences)
+            program.counters.padded_rows += step.size - len(sequences)
             self.sampling.update(self.compute, sequences)
             if kv_cache.offload is not None:
                 kv_cache.offload.run(step, timeline)

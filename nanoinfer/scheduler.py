@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.sequence import Sequence, SequenceState
@@ -26,7 +26,14 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class PrefillBatch:
+    """Chunks of prompts and, in a mixed step, one new token for each of the sequences in `decoding`."""
+
     chunks: list[PrefillChunk]
+    decoding: list[Sequence] = field(default_factory=list)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [chunk.sequence for chunk in self.chunks] + self.decoding
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,8 @@ class DecodeBatch:
 class Scheduler:
     """First come, first served, with chunked prefill.
 
-    A step is a prefill step or a decode step. While both are wanted they take turns, so a long prompt delays the
+    A step is a prefill step or a decode step. While both are wanted they share a step if it has few tokens, because it
+    takes as long as reading the weights, for one as for the other. Larger ones take turns, so a long prompt delays the
     running sequences by one chunk at a time. When the GPU pool is full in resident mode, offload mode is entered if that
     is allowed; if not, the youngest sequence gives way: its KV moves to host memory unchanged and it is first in the
     queue again.
@@ -49,11 +57,16 @@ class Scheduler:
 
     Args:
         max_num_batched_tokens: tokens of one prefill step.
+        max_mixed_tokens: tokens of a step of prompts and running sequences together; 0: there are none.
         enter_offload: switches to offload mode and returns True, or returns False where that cannot be; None: never.
     """
 
     def __init__(
-        self, kv_cache: KVCache, max_num_batched_tokens: int, enter_offload: Callable[[], bool] | None = None
+        self,
+        kv_cache: KVCache,
+        max_num_batched_tokens: int,
+        enter_offload: Callable[[], bool] | None = None,
+        max_mixed_tokens: int = 0,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # admitted, oldest first
@@ -61,6 +74,7 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enter_offload = enter_offload
+        self._max_mixed_tokens = max_mixed_tokens
         self._last_was_prefill = False
 
     @property
@@ -82,15 +96,25 @@ class Scheduler:
 
     def schedule(self) -> PrefillBatch | DecodeBatch | None:
         """The next step, with the blocks that it writes to in place; None when nothing can run."""
-        can_decode = any(_wants_token(sequence) for sequence in self.running)
-        if not (can_decode and self._last_was_prefill):
+        wanting = [sequence for sequence in self.running if _wants_token(sequence)]
+        if not (wanting and self._last_was_prefill):
+            # Those who run get their blocks before others are admitted.
+            may_mix = 0 < len(wanting) < self._max_mixed_tokens and self._wants_prefill
+            decoding = self._make_room(wanting) if may_mix else []
             chunks = self._schedule_prefill()
             if chunks:
-                self._last_was_prefill = True
-                return PrefillBatch(chunks)
+                num_tokens = len(decoding) + sum(chunk.end - chunk.begin for chunk in chunks)
+                is_mixed = bool(decoding) and num_tokens <= self._max_mixed_tokens
+                self._last_was_prefill = not is_mixed
+                return PrefillBatch(chunks, decoding if is_mixed else [])
+            wanting = [sequence for sequence in self.running if _wants_token(sequence)]  # some came back
         self._last_was_prefill = False
-        sequences = self._schedule_decode()
+        sequences = self._make_room(wanting)
         return DecodeBatch(sequences) if sequences else None
+
+    @property
+    def _wants_prefill(self) -> bool:
+        return bool(self.waiting) or any(sequence.state is SequenceState.PREFILL for sequence in self.running)
 
     def _schedule_prefill(self) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
@@ -125,8 +149,8 @@ class Scheduler:
         chunks.append(PrefillChunk(sequence, begin, end))
         return end - begin
 
-    def _schedule_decode(self) -> list[Sequence]:
-        wanting = [sequence for sequence in self.running if _wants_token(sequence)]
+    def _make_room(self, wanting: list[Sequence]) -> list[Sequence]:
+        """Gives each of these a slot for its last token; returns those that have not had to give way."""
         for sequence in self._kv_cache.without_slot(wanting):
             while sequence.row is not None and not self._has_room(sequence):
                 if not self._spill():

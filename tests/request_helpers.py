@@ -35,8 +35,8 @@ class Played:
 
     Attributes:
         outcomes: `engines.outcome` of each request.
-        batches: what each step computed: [(begin, end), ...] of the chunks of a prefill step, or the number of rows of
-            a decode step.
+        batches: what each step computed: [(begin, end), ...] of the chunks of a prefill step, the number of rows of a
+            decode step, or both of a mixed one.
     """
 
     outcomes: list
@@ -61,7 +61,8 @@ def record_batches(engine: LLMEngine) -> list:
     def recorded():
         batch = schedule()
         if isinstance(batch, PrefillBatch):
-            batches.append([(chunk.begin, chunk.end) for chunk in batch.chunks])
+            chunks = [(chunk.begin, chunk.end) for chunk in batch.chunks]
+            batches.append((chunks, len(batch.decoding)) if batch.decoding else chunks)
         elif batch is not None:
             batches.append(len(batch.sequences))
         return batch

@@ -65,7 +65,7 @@ def random_params(generator: random.Random) -> SamplingParams:
 def test_a_thousand_random_requests_leave_both_pools_as_before_and_do_not_see_each_other(path, enable_cpu_offload):
     generator = random.Random(11)
     arguments = dict(enable_cpu_offload=enable_cpu_offload, max_model_len=64, max_num_batched_tokens=96)
-    engine = make_engine(path, **arguments)
+    engine = make_engine(path, **arguments, capture_num_tokens=[8, 32, 64])
     requests, aborted = {}, set()
     num_added = 0
     while num_added < 1000 or engine.has_work:
@@ -81,6 +81,7 @@ def test_a_thousand_random_requests_leave_both_pools_as_before_and_do_not_see_ea
         engine.step()
     assert_pools_as_before(engine)
     assert len(requests) == 1000 and 10 < len(aborted) < 500
+    assert engine.stats()["num_mixed_steps"] > 100
     reasons = {completion[2] for request in requests.values() for completion in outcome(request)}
     assert reasons == {"stop", "length", "abort"}
     alone = make_engine(path, **(arguments | dict(enable_cpu_offload=False)))
@@ -272,10 +273,25 @@ def test_a_stream_can_be_left_and_a_request_in_it_aborted(path):
                 assert llm.abort("1")
             if output.finished:
                 reasons[output.request_id] = output.finish_reason
-        assert reasons == {"0": "length", "1": None, "2": "length"}
+        assert reasons == {"0": "length", "1": "abort", "2": "length"}
         assert_pools_as_before(llm.engine)
         for _ in llm.generate_stream(random_prompts(3), params):
             break
+        assert_pools_as_before(llm.engine)
+
+
+def test_streams_read_in_turns_and_generate_in_between_get_all_of_their_own(path):
+    prompts, params = random_prompts(3), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with make_llm(path) as llm:
+        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        streams, found, ends = [llm.generate_stream(prompt, params) for prompt in prompts[:2]], [[], []], []
+        for outputs in zip(*streams, strict=True):
+            for tokens, output in zip(found, outputs, strict=True):
+                tokens += output.token_ids_delta
+                ends.append(output.finished)
+            if len(ends) == 4:
+                third = llm.generate(prompts[2], params, use_tqdm=False)[0].outputs[0].token_ids
+        assert [*found, third] == wanted and sum(ends) == 2 and ends[-2:] == [True, True]
         assert_pools_as_before(llm.engine)
 
 
@@ -384,3 +400,21 @@ def test_a_sequence_that_returns_from_preemption_shares_its_blocks_again(path):
     while not second.is_finished:
         engine.step()
     assert engine.stats()["prefix_cache_hit_tokens"] == 96
+
+
+@BOTH_MODES
+def test_a_prefix_that_lost_a_block_is_still_found_up_to_there(path, enable_cpu_offload):
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    arguments = dict(max_num_seqs=2, max_model_len=200, num_gpu_blocks_override=16)
+    if enable_cpu_offload:
+        arguments |= dict(enable_cpu_offload=True, host_memory_limit=13 * make_engine(path).plan.block_bytes)
+    engine = make_engine(path, **arguments)
+    stats = engine.stats()
+    num_blocks = stats["host_blocks_total" if enable_cpu_offload else "gpu_blocks_total"]
+    prefix, other = random_prompts(2, 190, 190, seed=21)
+    run(engine, [prefix[:97]], [params])  # 6 full blocks
+    # As many blocks as are free, and one more.
+    run(engine, [other[: 16 * (num_blocks - 6 + 1) + (1 if enable_cpu_offload else -4)]], [params])
+    before = engine.stats()["prefix_cache_hit_tokens"]
+    run(engine, [prefix[:97]], [params])
+    assert engine.stats()["prefix_cache_hit_tokens"] - before == 5 * 16

@@ -65,6 +65,27 @@ CASES = {
         dict(enable_cpu_offload=True, ring_slot_bytes=2 * 2048),
         Script({0: SHARED[:1], 4: SHARED[1:4], 10: SHARED[4:]}, aborts={6: 1}, modes={13: "resident", 16: "offload"}),
     ),
+    "prompts and running sequences in one step": (
+        "gemma3",
+        dict(sliding_window=24),
+        dict(
+            enable_cpu_offload=True,
+            enable_prefix_caching=False,
+            host_memory_limit=8 * BLOCK_BYTES,
+            capture_num_tokens=[8, 32, 48],
+        ),
+        Script({0: PAIRS[:2], 4: PAIRS[2:4], 9: PAIRS[4:]}, aborts={7: 0}, num_gpu_blocks=7),
+    ),
+    "one step for prompts and others, preempted and switched": (
+        "qwen3",
+        {},
+        dict(enable_prefix_caching=False, max_num_seqs=4, capture_num_tokens=[16, 48]),
+        Script(
+            {0: PAIRS[:4], 12: PAIRS[4:]},
+            modes={10: "offload", 18: "resident", 22: "offload"},
+            num_gpu_blocks=13,
+        ),
+    ),
 }
 
 
@@ -89,15 +110,18 @@ def play_case(path_of, case, seed, dropped_rule=None):
 @pytest.mark.parametrize("case", CASES)
 def test_every_legal_order_gives_the_same_batches_and_the_same_bits(path_of, case):
     wanted, engine = play_case(path_of, case, None)
-    assert (engine.scheduler.num_preemptions > 0) == (case == "preempted and switched")
+    assert (engine.scheduler.num_preemptions > 0) == ("preempted and switched" in case)
     assert engine.stats()["streamed_bytes"] > 0
+    assert (engine.stats()["num_mixed_steps"] > 2) == ("one step" in case)
     assert (engine.stats()["host_blocks_cached"] > 0) == (case == "a shared prefix")
     for seed in range(NUM_SEEDS):
         assert play_case(path_of, case, seed)[0] == wanted, f"seed {seed}"
 
 
-# These two cases have pools so small that every rule matters in each of them.
-@pytest.mark.parametrize("case", ["requests come and are aborted", "two kinds of layers"])
+# These cases have pools so small that every rule matters in each of them.
+@pytest.mark.parametrize(
+    "case", ["requests come and are aborted", "two kinds of layers", "prompts and running sequences in one step"]
+)
 @pytest.mark.parametrize("rule", RULES_SEEN_BY_AN_ENGINE)
 def test_each_wait_removed_is_noticed(path_of, case, rule):
     wanted, engine = play_case(path_of, case, None)
