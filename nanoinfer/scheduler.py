@@ -74,7 +74,7 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enter_offload = enter_offload
-        self._max_mixed_tokens = max_mixed_tokens
+        self.max_mixed_tokens = max_mixed_tokens
         self._last_was_prefill = False
 
     @property
@@ -99,12 +99,12 @@ class Scheduler:
         wanting = [sequence for sequence in self.running if _wants_token(sequence)]
         if not (wanting and self._last_was_prefill):
             # Those who run get their blocks before others are admitted.
-            may_mix = 0 < len(wanting) < self._max_mixed_tokens and self._wants_prefill
+            may_mix = 0 < len(wanting) < self.max_mixed_tokens and self._wants_prefill
             decoding = self._make_room(wanting) if may_mix else []
             chunks = self._schedule_prefill()
             if chunks:
                 num_tokens = len(decoding) + sum(chunk.end - chunk.begin for chunk in chunks)
-                is_mixed = bool(decoding) and num_tokens <= self._max_mixed_tokens
+                is_mixed = bool(decoding) and num_tokens <= self.max_mixed_tokens
                 self._last_was_prefill = not is_mixed
                 return PrefillBatch(chunks, decoding if is_mixed else [])
             wanting = [sequence for sequence in self.running if _wants_token(sequence)]  # some came back

@@ -181,7 +181,7 @@ def test_the_checkpoint_of_the_start_up_is_one_that_loads(tmp_path, monkeypatch)
 
 def test_cases_of_resident_mode_run_without_a_gpu(tmp_path):
     """Scaled down, for the code's sake: the figures mean nothing, and there is nothing to profile."""
-    out, only = tmp_path / "record.json", "resident,batch_throughput,kernels,start_up"
+    out, only = tmp_path / "record.json", "resident,batch_throughput,arrivals,kernels,start_up"
     arguments = ["--shape", "tiny", "--scale", "256", "--only", only, "--out", str(out)]
     done = subprocess.run(
         [sys.executable, str(TOOLS / "gpu_bench.py"), *arguments],

@@ -64,6 +64,15 @@ def small_record():
             "12 GiB limit": dict(time_to_first_token=1.5, prefill_tokens_per_second=21845.3),
         },
         "resident": {"1 x 1024": steps(2.5), "1 x 131072": steps(7.5), "case_seconds": 3},
+        "arrivals": {
+            "mixed": dict(
+                seconds_between_tokens=0.0034,
+                longest_seconds_between_tokens=0.0125,
+                seconds_to_first_token_of_a_prompt=0.0077,
+                tokens_per_second=2345.6,
+            ),
+            "case_seconds": 3,
+        },
         "kernels": {"1 x 1024": profile, "0.6B, 256 x 550": dict(profile), "case_seconds": 3},
         "start_up": {
             "checkpoint_bytes": 8.04e9,
@@ -89,6 +98,7 @@ def small_record():
                 "300 MiB for 3 batch sizes up to 256.",
             ],
         ),
+        ("arrivals", ["| mixed | 3.40 | 12.5 | 7.7 | 2,346 |"]),
         (
             "kernels",
             [

@@ -12,7 +12,7 @@ import psutil
 import torch
 from gpu_common import GIB, Bench, figures, peak, reset_peak, timed, token_bytes
 from gpu_prefill import prefill_attention
-from gpu_resident import batch_throughput, kernels, resident, start_up
+from gpu_resident import arrivals, batch_throughput, kernels, resident, start_up
 
 import nanoinfer
 from nanoinfer import SamplingParams
@@ -331,6 +331,7 @@ CASES: dict[str, Callable[[Bench], dict]] = {
         streamed_batches,
         resident,
         batch_throughput,
+        arrivals,
         kernels,
         prefill_attention,
         start_up,

@@ -70,6 +70,60 @@ def batch_throughput(bench: Bench) -> dict:
     return figures | {"tokens_per_second": figures["output_tokens_per_second"]}
 
 
+def arrivals(bench: Bench) -> dict:
+    """Eight streams at 1,024 tokens, and a prompt of 100 tokens in every third step: in steps of their own, and mixed."""
+    context, streams = bench.tokens(1024), max(2, 8 // bench.scale)
+    llm = bench.llm(
+        bench.large, max_model_len=context + 640, max_num_seqs=2 * streams, gpu_memory_limit=bench.limit(60)
+    )
+    scheduler = llm.engine.scheduler
+    largest = scheduler.max_mixed_tokens
+    result = {}
+    for name, most in (("in turns", 0), ("mixed", largest)) * 2:  # the second time with compiled kernels
+        scheduler.max_mixed_tokens = most
+        result[name] = _with_arrivals(llm, context, streams, bench.tokens(100), 150 if bench.scale == 1 else 12)
+    release(llm)
+    return result
+
+
+def _with_arrivals(llm: LLM, context: int, streams: int, prompt: int, num_steps: int) -> dict:
+    engine = llm.engine
+    prompts = random_prompts(engine.vocab_size, [context] * streams + [prompt] * num_steps, 0)
+    params = SamplingParams(temperature=0.6, max_tokens=600, ignore_eos=True)
+    names = [f"stream-{i}" for i in range(streams)]
+    requests = [engine.add_request(name, prompts.pop(0), params) for name in names]
+    short, late = SamplingParams(temperature=0.6, max_tokens=4, ignore_eos=True), []
+    try:
+        while not all(request.first_token for request in requests):
+            engine.step()
+        for _ in range(WARM_UP_STEPS):
+            engine.step()
+        before, begin = engine.stats(), time.perf_counter()
+        generated = requests[0].sequences[0].num_generated
+        gaps, last, num_tokens = [], begin, 0
+        for number in range(num_steps):
+            if number % 3 == 0:
+                late.append(engine.add_request(f"late-{number}", prompts.pop(0), short))
+            outputs, now = engine.step(), time.perf_counter()
+            num_tokens += sum(len(output.token_ids_delta) for output in outputs)
+            if any(output.request_id == names[0] for output in outputs):
+                gaps.append(now - last)
+                last = now
+        seconds, after = time.perf_counter() - begin, engine.stats()
+        waits = [request.first_token - request.arrival for request in late if request.first_token is not None]
+        return {
+            "seconds_between_tokens": seconds / (requests[0].sequences[0].num_generated - generated),
+            "longest_seconds_between_tokens": max(gaps),
+            "seconds_to_first_token_of_a_prompt": statistics.median(waits),
+            "tokens_per_second": num_tokens / seconds,
+            "num_arrivals": len(late),
+            "num_mixed_steps": after["num_mixed_steps"] - before["num_mixed_steps"],
+        }
+    finally:
+        for request in (*requests, *late):
+            engine.abort(request.request_id)
+
+
 def kernels(bench: Bench) -> dict:
     """Where the time of decode steps goes: per kernel, between kernels, between steps, and on the host.
 

@@ -148,6 +148,19 @@ def latency(record: dict) -> str:
     return "\n".join(lines)
 
 
+def arrivals(record: dict) -> str:
+    """Streams beside which short prompts arrive."""
+    rows = [
+        [name, f"{case['seconds_between_tokens'] * 1e3:.2f}", f"{case['longest_seconds_between_tokens'] * 1e3:.1f}",
+         f"{case['seconds_to_first_token_of_a_prompt'] * 1e3:.1f}", f"{case['tokens_per_second']:,.0f}"]
+        for name, case in record["cases"].get("arrivals", {}).items() if isinstance(case, dict)
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    head = ["8 streams, a prompt every third step", "ms a token", "longest, ms", "first token after, ms", "tokens/s"]
+    return _table(head, rows)
+
+
 def kernels(record: dict) -> str:
     """The kernels of decode steps."""
 
@@ -316,6 +329,7 @@ PARTS: dict[str, Callable[[dict], str]] = {
         planner,
         resident,
         latency,
+        arrivals,
         kernels,
         prefill_attention,
         auto,

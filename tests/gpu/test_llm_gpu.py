@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from gpu_models import COMMON, GEMMA3, LLAMA_GROUP_OF_3, QWEN3
+from request_helpers import Script, play
 
 from nanoinfer import LLM, SamplingParams
 
@@ -209,6 +210,29 @@ def test_short_prompts_give_the_same_bits_from_graphs_eagerly_and_in_offload_mod
         assert found == wanted, f"{extra} changes bits"
         assert stats["prefill_padded_tokens"] == padded > 0 and stats["prefill_eager_steps"] > 0
         assert (0 < stats["prefill_graph_hit_rate"] < 1) == ("enforce_eager" not in extra)
+
+
+def test_mixed_steps_give_the_same_bits_in_every_mode(model):
+    """Prompts that arrive while others run, most of them short enough to share their steps."""
+    pairs = list(zip(prompts(12, longest=200, seed=5), params(12), strict=True))
+    arrivals = {0: pairs[:3], **{3 + 2 * i: [pair] for i, pair in enumerate(pairs[3:])}}
+    wanted = None
+    for extra in (
+        {},
+        dict(enforce_eager=True),
+        dict(enable_cpu_offload=True),
+        dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes="64KiB"),
+        dict(enable_cpu_offload=True, resident_kv_limit="4MiB"),
+        dict(enable_cpu_offload=True, enforce_eager=True),
+    ):
+        with LLM(model, **(COMMON | dict(enable_prefix_caching=False) | extra)) as llm:
+            found, stats = play(llm.engine, Script(arrivals)), llm.stats()
+        wanted = wanted or found
+        assert found == wanted, f"{extra} changes bits"
+        assert stats["num_mixed_steps"] > 3 and (stats["streamed_bytes"] > 0) == ("enable_cpu_offload" in extra)
+    with LLM(model, **(COMMON | dict(enable_prefix_caching=False))) as llm:
+        modes = {4: "offload", 9: "resident", 14: "offload"}
+        assert play(llm.engine, Script(arrivals, modes=modes)) == wanted
 
 
 @pytest.mark.parametrize(
