@@ -375,8 +375,8 @@ class LLMEngine:
         (10^9): what the link was used for, not what it could do.
 
         `num_mixed_steps` of the prefill steps computed the next tokens of running sequences, too, `num_mixed_tokens` in
-        all; decode steps do not count them. `prefill_graph_steps` counts prefill steps whose layers ran from graphs, `prefill_graph_hit_rate` is their share of
-        all, and `prefill_padded_tokens` what was added to small steps.
+        all; decode steps do not count them. `prefill_graph_steps` counts prefill steps whose layers ran from graphs,
+        `prefill_graph_hit_rate` is their share of all, and `prefill_padded_tokens` what was added to small steps.
 
         `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
         step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are

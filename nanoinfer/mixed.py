@@ -29,7 +29,7 @@ class MixedStep:
         self.plan = StreamPlan(
             tuple([*ours, *theirs] for ours, theirs in zip(decode.plan.chunks, prefill.plan.chunks, strict=True))
         )
-        self.ahead: StreamPlan | None = None  # a larger step may follow: nothing to guess
+        self.ahead = decode.ahead  # as if the same rows went on alone
         self.write_through = prefill.write_through
 
     def compute_all(self) -> bool:

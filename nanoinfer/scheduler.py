@@ -46,9 +46,9 @@ class DecodeBatch:
 class Scheduler:
     """First come, first served, with chunked prefill.
 
-    A step is a prefill step or a decode step. While both are wanted they share a step if it has few tokens, because it
-    takes as long as reading the weights, for one as for the other. Larger ones take turns, so a long prompt delays the
-    running sequences by one chunk at a time. When the GPU pool is full in resident mode, offload mode is entered if that
+    A step is a prefill step or a decode step. While both are wanted they share a step if it has few tokens, because the
+    weights are read once for both then. Larger ones take turns, so a long prompt delays the running sequences by one
+    chunk at a time. When the GPU pool is full in resident mode, offload mode is entered if that
     is allowed; if not, the youngest sequence gives way: its KV moves to host memory unchanged and it is first in the
     queue again.
 
@@ -98,10 +98,12 @@ class Scheduler:
         """The next step, with the blocks that it writes to in place; None when nothing can run."""
         wanting = [sequence for sequence in self.running if _wants_token(sequence)]
         if not (wanting and self._last_was_prefill):
-            # Those who run get their blocks before others are admitted.
             may_mix = 0 < len(wanting) < self.max_mixed_tokens and self._wants_prefill
+            num_preemptions = self.num_preemptions
+            # Those who run get their blocks before others are admitted. Who gave way stays out of this step: the host
+            # has not read all of its tokens.
             decoding = self._make_room(wanting) if may_mix else []
-            chunks = self._schedule_prefill()
+            chunks = self._schedule_prefill() if self.num_preemptions == num_preemptions else []
             if chunks:
                 num_tokens = len(decoding) + sum(chunk.end - chunk.begin for chunk in chunks)
                 is_mixed = bool(decoding) and num_tokens <= self.max_mixed_tokens

@@ -132,6 +132,45 @@ def test_preemption_beside_mixed_steps_loses_nothing(qwen3):
     assert [completions[0][0] for completions in found.outcomes] == [c[0][0] for c in large.outcomes]
 
 
+def test_running_sequences_get_the_last_block_before_a_prompt_does(qwen3):
+    """Both who run begin a block in the step in which a short prompt arrives, and one block is free."""
+    engine = mixing_engine(qwen3, enable_prefix_caching=False)
+    running = [(prompt, GREEDY) for prompt in random_prompts(2, 30, 30, seed=12)]
+    script = {0: running, 3: [(random_prompts(1, 9, 9, seed=13)[0], GREEDY)]}
+    found = played(engine, Script(script, num_gpu_blocks=5))
+    assert found.batches[:4] == [[(0, 30), (0, 30)], 2, 2, 1] and engine.stats()["num_preemptions"] == 1
+    large = played(mixing_engine(qwen3, enable_prefix_caching=False), Script(script))
+    assert [completions[0][0] for completions in found.outcomes] == [c[0][0] for c in large.outcomes]
+
+
+def whole_row_attention(backend):
+    """`decode_rows` of a backend without fixed splits."""
+
+    def decode_rows(q, kv, block_table, seq_lens, out, window):
+        group = q.shape[1] // kv.shape[3]
+        for row, length in enumerate(seq_lens.tolist()):
+            blocks = kv[block_table[row, : -(-length // kv.shape[2])].long()]  # [blocks, 2, block_size, Hkv, D]
+            keys, values = (blocks[:, i].flatten(0, 1)[:length].repeat_interleave(group, 1) for i in (0, 1))
+            scores = torch.einsum("hd,thd->ht", q[row], keys) * backend.spec.scale
+            out[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
+
+    return decode_rows
+
+
+def test_a_backend_that_attends_to_whole_rows_does_so_in_mixed_steps(qwen3, monkeypatch):
+    script = Script({2 * i: [(prompt, GREEDY)] for i, prompt in enumerate(random_prompts(6, 5, 30, seed=8))})
+    wanted = played(mixing_engine(qwen3), script)
+    engine = mixing_engine(qwen3, enforce_eager=True)
+    backend, num_calls = engine.runner.backend, []
+    decode_rows = whole_row_attention(backend)
+    monkeypatch.setattr(backend, "exact_splits", False, raising=False)
+    monkeypatch.setattr(backend, "decode_rows", lambda *args: num_calls.append(1) or decode_rows(*args), raising=False)
+    found = played(engine, script)
+    assert [completions[0][0] for completions in found.outcomes] == [c[0][0] for c in wanted.outcomes]
+    num_steps = sum(not isinstance(batch, list) for batch in found.batches)  # with rows that decode
+    assert engine.stats()["num_mixed_steps"] > 3 and len(num_calls) == num_steps * SMALL["num_layers"]
+
+
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
 def test_a_mixed_step_that_fails_ends_its_requests_only(qwen3, enable_cpu_offload, monkeypatch):
     engine = mixing_engine(qwen3, enable_cpu_offload=enable_cpu_offload, enable_prefix_caching=False, max_num_seqs=3)

@@ -21,8 +21,8 @@ def merge_tiles(num_row_heads: int, num_q_heads: int) -> tuple[int, int]:
 
     Few programs wait for memory: they share the columns of a head and take up to 32 splits at once; of more, 128 at a time
     make 4 dependent steps of 512 splits (128k tokens). Many programs keep the cores busy, and mostly have few splits
-    each: they take one after the other, a few loads ahead. The choice, and so the bits, depend on the padded batch and
-    the row's own splits alone.
+    each: they take one after the other, a few loads ahead. The choice, and so the bits, depend on the number of rows,
+    those of a decode step's padding included, and the row's own splits alone.
     """
     if num_row_heads <= MANY_PROGRAMS:
         return 1, LSE_TILE
