@@ -221,8 +221,9 @@ class SamplingState:
         for row in batch.penalty_rows.tolist():
             token = int(tokens[row])
             self.seen[rows[row], token // 32] |= _bit(token % 32)
-        place = rows[batch.counted_rows], tokens[batch.counted_rows]
-        self.counts[place] = (self.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
+        if len(batch.counted_rows):
+            place = rows[batch.counted_rows], tokens[batch.counted_rows]
+            self.counts[place] = (self.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
         if advance:
             is_real = (rows != self._rows.padding_row).to(torch.int32)
             self._rows.length.index_copy_(0, rows, self._rows.length[rows] + is_real)
