@@ -10,7 +10,9 @@ import torch
 from nanoinfer.attention.base import MAX_SPLITS_OF_FEW
 from nanoinfer.config import EngineConfig, format_gib, is_share, parse_bytes
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.sampler import workspace_bytes as sampling_workspace_bytes
+from nanoinfer.sampler import logprobs_bytes
+from nanoinfer.sampler import workspace_bytes as reference_bytes
+from nanoinfer.sampling_state import SamplingState
 from offload import KVLayout
 
 DEFAULT_RING_SLOT_BYTES = 32 * 2**20
@@ -18,8 +20,8 @@ GIB = 2**30
 # Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
 # to segments of 2 or 20 MiB: 94 to 135 MiB were measured over seven engines of two shapes.
 LIBRARY_BYTES = 152 * 2**20
-# Sampling settings of one row and their upload, and the row in the step's tables.
-SAMPLING_ROW_BYTES = 1024
+# A row in the step's tables, block tables aside.
+TABLE_ROW_BYTES = 256
 # Activations come from one segment (`ModelRunner`), so that they cannot take more by being scattered over many. The
 # allocator's best fit leaves holes in it: 8 % at most, worked out tensor by tensor for eleven shapes of 0.6B to 70B.
 ACTIVATION_SLACK = 1.10
@@ -174,10 +176,9 @@ def _spend(
     size = spec.dtype.itemsize
     # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
     max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
-    row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + SAMPLING_ROW_BYTES
-    # In the sampler: the seen tokens' bits and their upload, and the results of each tile of 2,048 tokens.
-    row += spec.vocab_size // 4 + spec.vocab_size // 128
-    workspace = max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * sizes.max_num_batched_tokens
+    row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + TABLE_ROW_BYTES
+    workspace = SamplingState.num_bytes(sizes.max_num_seqs, spec.vocab_size, max_batch)
+    workspace += max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * sizes.max_num_batched_tokens
     # Of small prefill steps: positions, hidden states, queries, attention outputs.
     graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)
     workspace += MAX_SPLITS_OF_FEW * split_bytes  # of blocks that are cut
@@ -220,9 +221,9 @@ def max_resident_blocks(config: EngineConfig, layout: KVLayout) -> int | None:
 
 
 def _activation_bytes(spec: ModelSpec, sizes: _Sizes, max_batch: int, is_cuda: bool) -> int:
-    """The largest prefill step or, after it, the sampling of all rows; an eager decode step takes less."""
+    """The largest prefill step or, behind it, the sampling of all rows; an eager decode step takes less."""
     tokens = sizes.max_num_batched_tokens
-    largest = max(_prefill_bytes(spec, tokens), _sampling_bytes(spec, max_batch))
+    largest = max(_prefill_bytes(spec, tokens), _sampling_bytes(spec, max_batch, is_cuda))
     return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
 
 
@@ -249,10 +250,13 @@ def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     return max(max(rows, prefill_tokens) * layer, rows * logits)
 
 
-def _sampling_bytes(spec: ModelSpec, rows: int) -> int:
-    """Logits of the rows in two types and what sampling them takes."""
-    logits = rows * spec.vocab_size * (4 + spec.dtype.itemsize)
-    return logits + sampling_workspace_bytes(rows, spec.vocab_size)
+def _sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
+    """Logits behind a prefill step, and what takes more beside them: the reference, which samples where there are no
+    kernels, or log-probabilities, whose rows are picked from the logits and widened to float32."""
+    rows, size = max(2, max_batch), spec.dtype.itemsize  # one row's logits are computed as two
+    logprobs = rows * spec.vocab_size * (size + 4) + logprobs_bytes(rows, spec.vocab_size)
+    reference = 0 if is_cuda else reference_bytes(rows, spec.vocab_size)
+    return rows * spec.vocab_size * size + max(logprobs, reference)
 
 
 def _min_blocks(config: EngineConfig, plan: MemoryPlan, block_size: int) -> int:

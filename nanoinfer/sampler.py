@@ -4,7 +4,7 @@ A row's token depends only on that row's logits, settings, seed and step: never 
 neighbours or the batch's size. So top_p's sums use integers, whose order does not matter, a tile's weights are added up
 by one program, and the noise is a hash of (seed, step, id) instead of a generator's next numbers.
 
-Order, as in vLLM: repetition penalty and bans; greedy rows take the argmax; the others are divided by the
+Order, as in vLLM: repetition penalty, frequency and presence penalty, and bans; greedy rows take the argmax; the others are divided by the
 temperature, cut by min_p, top_k and top_p (each on what the one before left), and drawn by exponential races: argmin(e /
 p) with standard exponential noise e is a sample of p. It is the Gumbel-max trick (Gumbel, 1954; Maddison et al., 2014:
 argmax(log p - log e)) with one logarithm less. The first race is between tiles of the vocabulary, by the sums of their
@@ -17,14 +17,25 @@ import torch.nn.functional as F
 from nanoinfer.sampling_batch import RowSampling, SamplingBatch
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
-__all__ = ["RowSampling", "SamplingBatch", "exponential_noise", "logprobs_of", "sample", "workspace_bytes"]
+__all__ = [
+    "RowSampling",
+    "SamplingBatch",
+    "exponential_noise",
+    "logprobs_bytes",
+    "logprobs_of",
+    "sample",
+    "workspace_bytes",
+]
 
 # Of a tile. A vocabulary of 150,000 has 74 of them: for the kernels enough programs to fill a GPU with two rows.
 TILE_TOKENS = 2048
 # Rows are filtered so many elements at a time: 13 rows of a vocabulary of 150,000.
 CHUNK_ELEMENTS = 2**21
-# Chunk's rows, sorted values and ids, fixed-point weights, their sums, and the sort's own buffers.
+# Chunk's rows, sorted values and ids, fixed-point weights, their sums, and the sort's own buffers. `topk` of few rows sorts
+# too.
 _SORT_BYTES_PER_ELEMENT = 64
+# Of all rows: their logits in float32 and, with penalties, which are NaN, the scores, the seen tokens and the counts.
+_REFERENCE_BYTES_PER_ELEMENT = 13
 # Probabilities relative to the likeliest token's, in units of 2^-40; sums of up to 2^22 of them stay below 2^63.
 _FIXED_POINT_ONE = 2.0**40
 _MAX_VOCAB_SIZE = 2**22
@@ -73,10 +84,13 @@ def logprobs_of(
 
 
 def workspace_bytes(num_rows: int, vocab_size: int) -> int:
-    """Upper bound of the memory that `sample` and `logprobs_of` take for a while, beside the logits."""
-    copy = 4 * num_rows * vocab_size
-    chunk = min(num_rows, _chunk_rows(vocab_size)) * vocab_size
-    return copy + _SORT_BYTES_PER_ELEMENT * chunk
+    """Upper bound of the memory that `sample` takes for a while, beside logits of any type; the kernels need none."""
+    return _REFERENCE_BYTES_PER_ELEMENT * num_rows * vocab_size + logprobs_bytes(num_rows, vocab_size)
+
+
+def logprobs_bytes(num_rows: int, vocab_size: int) -> int:
+    """Upper bound of the memory that `logprobs_of` takes for a while, beside the float32 logits."""
+    return _SORT_BYTES_PER_ELEMENT * min(num_rows, _chunk_rows(vocab_size)) * vocab_size
 
 
 def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -102,16 +116,19 @@ def _chunks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Repetition penalty (CTRL, section 4.1) and bans, NaN as a ban; `logits` itself where there are none."""
+    """Repetition penalty (CTRL, section 4.1), frequency and presence penalty and bans, NaN as a ban; `logits` itself where
+    there are none."""
     invalid = logits.isnan()
-    if not len(batch.penalty_ids) and not len(batch.banned_ids) and not invalid.any():
+    if not any(map(len, (batch.penalty_rows, batch.counted_rows, batch.banned_ids))) and not invalid.any():
         return logits
     scores = logits.masked_fill(invalid, -torch.inf)
-    if len(batch.penalty_ids):
-        seen = scores[batch.penalty_rows, batch.penalty_ids]
-        penalty = batch.repetition_penalty[batch.penalty_rows]
-        # A token that is listed twice gets the same value twice.
-        scores[batch.penalty_rows, batch.penalty_ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    num_chunk_rows = _chunk_rows(batch.vocab_size)
+    for rows, seen in zip(batch.penalty_rows.split(num_chunk_rows), batch.seen.split(num_chunk_rows), strict=True):
+        score, penalty = scores[rows], batch.repetition_penalty[rows, None]
+        scores[rows] = torch.where(seen, torch.where(score > 0, score / penalty, score * penalty), score)
+    for rows, counts in zip(batch.counted_rows.split(num_chunk_rows), batch.counts.split(num_chunk_rows), strict=True):
+        score = scores[rows] - batch.frequency_penalty[rows, None] * counts.float()
+        scores[rows] = torch.where(counts > 0, score - batch.presence_penalty[rows, None], score)
     scores[batch.banned_rows, batch.banned_ids] = -torch.inf
     return scores
 

@@ -17,12 +17,16 @@ class RowSampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int = 0
     """The sequence's own seed, in [0, 2^64)."""
     step: int = 0
     """Tokens that the sequence generated before this one, unread ones included."""
     penalty_token_ids: Collection[int] = ()
     """Tokens in prompt and output; read only with a repetition penalty. A set is best, repeats only cost time."""
+    output_token_ids: Collection[int] = ()
+    """Generated tokens, each as often as it came; read only where `counts_output`."""
     banned_token_ids: Collection[int] = ()
     """Tokens that must not come in the first `min_tokens` steps: end token and stop_token_ids."""
     min_tokens: int = 0
@@ -35,6 +39,7 @@ class RowSampling:
         seed: int,
         step: int,
         penalty_token_ids: Collection[int] = (),
+        output_token_ids: Collection[int] = (),
         end_token_ids: Collection[int] = (),
     ) -> "RowSampling":
         """A row from a request's params.
@@ -48,9 +53,12 @@ class RowSampling:
             top_p=params.top_p,
             min_p=params.min_p,
             repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
             seed=seed,
             step=step,
             penalty_token_ids=penalty_token_ids if params.repetition_penalty != 1 else (),
+            output_token_ids=output_token_ids,
             banned_token_ids=end_token_ids if step < params.min_tokens else (),
             min_tokens=params.min_tokens,
         )
@@ -58,6 +66,11 @@ class RowSampling:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def counts_output(self) -> bool:
+        """Whether it matters how often each token was generated."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +82,15 @@ class SamplingBatch:
     top_p: torch.Tensor  # [B] float32
     min_p: torch.Tensor  # [B] float32
     repetition_penalty: torch.Tensor  # [B] float32
+    presence_penalty: torch.Tensor  # [B] float32
+    frequency_penalty: torch.Tensor  # [B] float32
     top_k: torch.Tensor  # [B] int64
     seed: torch.Tensor  # [B] int64, the 64 bits of the unsigned seed
     step: torch.Tensor  # [B] int64
-    penalty_rows: torch.Tensor  # [P] int64: token penalty_ids[i] was seen in row penalty_rows[i]
-    penalty_ids: torch.Tensor  # [P] int64
+    penalty_rows: torch.Tensor  # [P] int64: rows with a repetition penalty
+    seen: torch.Tensor  # [P, vocab_size] bool: the tokens in their prompts and outputs
+    counted_rows: torch.Tensor  # [C] int64: rows with a presence or frequency penalty
+    counts: torch.Tensor  # [C, vocab_size] int16: how often each token is in their outputs
     banned_rows: torch.Tensor  # [N] int64: row banned_rows[i] may not take banned_ids[i] in this step
     banned_ids: torch.Tensor  # [N] int64
 

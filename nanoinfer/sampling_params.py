@@ -36,6 +36,10 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens seen in prompt or output (Keskar et al., 2019,
     section 4.1); above 1 discourages them, 1: off."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens in the output, behind repetition_penalty; below 0 encourages them, 0: off."""
+    frequency_penalty: float = 0.0
+    """Like presence_penalty, but as often as the token is in the output."""
     max_tokens: int = 16
     """Generated tokens per completion, at most."""
     min_tokens: int = 0
@@ -81,6 +85,9 @@ class SamplingParams:
                 "use 1 to turn it off",
             ),
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            given = getattr(self, name)
+            self._set(name, _number(name, given, "a number in [-2, 2]", lambda x: -2 <= x <= 2, "use 0 to turn it off"))
         self._set("max_tokens", _integer("max_tokens", self.max_tokens, low=1, fix="ask for at least one token"))
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, low=0, fix="use 0 to turn it off"))
         if self.min_tokens > self.max_tokens:

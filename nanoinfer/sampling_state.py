@@ -8,15 +8,23 @@ import numpy as np
 import torch
 
 from nanoinfer.device_tables import RowState
-from nanoinfer.sampler import RowSampling, SamplingBatch, sample
+from nanoinfer.sampler import TILE_TOKENS, RowSampling, SamplingBatch, sample
 from nanoinfer.sequence import Sequence
 from offload import Runtime, Staging, Stream
 
 MAX_BANNED = 64
 """Tokens that may be banned from a row until it has `min_tokens`."""
+MAX_COUNT = torch.iinfo(torch.int16).max
+"""How often a token is in a row's output, at most: what comes more often counts no more."""
 _FLOAT32 = torch.finfo(torch.float32)
-_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
-_INTEGERS = ("top_k", "banned_until", "num_banned")
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_INTEGERS = ("top_k", "banned_until", "num_banned", "is_counted")
+# Columns of a row's settings on their way to the device, 32 bits each; the first one is the row.
+_FLOAT_COLUMNS = slice(1, 1 + len(_FLOATS))
+_INTEGER_COLUMNS = slice(_FLOAT_COLUMNS.stop, _FLOAT_COLUMNS.stop + len(_INTEGERS))
+_WIDE_COLUMNS = slice(_INTEGER_COLUMNS.stop, _INTEGER_COLUMNS.stop + 4)  # seed and step
+_BANNED_COLUMNS = slice(_WIDE_COLUMNS.stop, _WIDE_COLUMNS.stop + MAX_BANNED)
+_NUM_COLUMNS = _BANNED_COLUMNS.stop
 
 
 class SamplingState:
@@ -29,11 +37,13 @@ class SamplingState:
         end_token_ids: the model's end tokens, which `min_tokens` bans with the row's stop tokens.
 
     Attributes:
-        temperature, top_p, min_p, repetition_penalty: [rows] float32.
+        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: [rows] float32.
         top_k, banned_until, num_banned: [rows] int32; before step banned_until the first num_banned of banned_ids [rows,
             `MAX_BANNED`] int32 may not come.
         seed, step: [rows] int64; the 64 bits of the unsigned seed; tokens sampled so far.
         seen: [rows, vocab_size / 32] int32, a bit per token of prompt and output; kept only with a repetition penalty.
+        counts: [rows, vocab_size] int16, how often each token is in the output, up to `MAX_COUNT`; kept only where
+            is_counted, [rows] int32, is 1: with a presence or frequency penalty.
     """
 
     def __init__(
@@ -48,7 +58,7 @@ class SamplingState:
         self.vocab_size = vocab_size
         self._rows, self._end_token_ids = rows, frozenset(end_token_ids)
         for name in _FLOATS:
-            fill = 0.0 if name in ("temperature", "min_p") else 1.0
+            fill = 1.0 if name in ("top_p", "repetition_penalty") else 0.0
             setattr(self, name, torch.full((num_rows,), fill, dtype=torch.float32, device=device))
         for name in _INTEGERS:
             setattr(self, name, torch.zeros(num_rows, dtype=torch.int32, device=device))
@@ -56,12 +66,13 @@ class SamplingState:
         self.step = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.banned_ids = torch.zeros(num_rows, MAX_BANNED, dtype=torch.int32, device=device)
         self.seen = torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
+        self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device)
         self._owners: list[Sequence | None] = [None] * num_rows
-        self._width = 1 + len(_FLOATS) + len(_INTEGERS) + 4 + MAX_BANNED
-        self._updates = torch.zeros(num_rows * self._width, dtype=torch.int32, device=device)
-        self._staging = Staging(runtime, num_rows * self._width, torch.int32)
+        self._updates = torch.zeros(num_rows * _NUM_COLUMNS, dtype=torch.int32, device=device)
+        self._staging = Staging(runtime, num_rows * _NUM_COLUMNS, torch.int32)
         self._seen_updates = torch.zeros_like(self.seen)
         self._seen_staging = Staging(runtime, self.seen.numel(), torch.int32)
+        self._counts_staging = Staging(runtime, vocab_size, torch.int16)  # of one row: pinned memory is dear
         self._sample = self._reference
         if device.type == "cuda":
             from nanoinfer.kernels import sample as kernels  # triton comes with CUDA builds of torch only
@@ -71,12 +82,20 @@ class SamplingState:
                 logits, batch_rows, self, space, tokens, rows.token, rows.length, advance=advance
             )
 
+    @staticmethod
+    def num_bytes(max_num_seqs: int, vocab_size: int, max_batch: int) -> int:
+        """What a state takes on the device for as long as it lives, with the kernels' workspace."""
+        row = 4 * (len(_FLOATS) + len(_INTEGERS) + MAX_BANNED + _NUM_COLUMNS) + 16
+        row += 2 * 4 * -(-vocab_size // 32) + 2 * vocab_size  # seen tokens and their upload, counts
+        return (max_num_seqs + 1) * row + max_batch * (12 + 8 * -(-vocab_size // TILE_TOKENS))
+
     def update(self, stream: Stream, sequences: list[Sequence]) -> None:
         """Uploads the settings of sequences that have a row for the first time, or have another one."""
         changed = [sequence for sequence in sequences if self._owners[sequence.row] is not sequence]
         if not changed:
             return
         for sequence in changed:
+            assert not sequence.num_pending, "a token that only the device knows is missing in what is uploaded"
             self._owners[sequence.row] = sequence
         self._upload(stream, [(sequence.row, self.row_sampling(sequence)) for sequence in changed])
 
@@ -87,20 +106,24 @@ class SamplingState:
             seed=sequence.seed,
             step=sequence.num_sampled,
             penalty_token_ids=sequence.token_ids,
+            output_token_ids=sequence.output_token_ids,
             end_token_ids=self._end_token_ids.union(sequence.params.stop_token_ids or ()),
         )
 
     def _upload(self, stream: Stream, settings: list[tuple[int, RowSampling]]) -> None:
-        lines = np.zeros((len(settings), self._width), dtype=np.int32)
+        lines = np.zeros((len(settings), _NUM_COLUMNS), dtype=np.int32)
         for line, (row, given) in zip(lines, settings, strict=True):
             self._write_line(line, row, given)
         self._staging.acquire().numpy()[: lines.size] = lines.reshape(-1)
         uploaded = self._updates[: lines.size]
         self._staging.upload(stream, uploaded)
-        stream.run(lambda: self._apply(uploaded.view(-1, self._width)))
+        stream.run(lambda: self._apply(uploaded.view(-1, _NUM_COLUMNS)))
         penalised = [(row, given.penalty_token_ids) for row, given in settings if given.repetition_penalty != 1]
         if penalised:
             self._upload_seen(stream, penalised)
+        for row, given in settings:
+            if given.counts_output:
+                self._upload_counts(stream, self.counts[row], given.output_token_ids)
 
     def _upload_seen(self, stream: Stream, seen: list[tuple[int, Collection[int]]]) -> None:
         bits = np.zeros((len(seen), self.seen.shape[1] * 32), dtype=np.uint8)
@@ -113,6 +136,15 @@ class SamplingState:
         rows = [row for row, _ in seen]  # a row each: few, and seldom
         stream.run(lambda: [self.seen[row].copy_(line) for row, line in zip(rows, uploaded, strict=True)])
 
+    def _upload_counts(self, stream: Stream, counts: torch.Tensor, output_token_ids: Collection[int]) -> None:
+        if not output_token_ids:
+            stream.run(counts.zero_)
+            return
+        # A sequence that was preempted: seldom, so a third one in the same step may wait for the first one's upload.
+        found = np.bincount(list(output_token_ids), minlength=self.vocab_size)
+        np.minimum(found, MAX_COUNT, out=self._counts_staging.acquire().numpy(), casting="unsafe")
+        self._counts_staging.upload(stream, counts)
+
     def _write_line(self, line: np.ndarray, row: int, given: RowSampling) -> None:
         # A stop token id beyond the vocabulary can never come, so there is nothing to ban.
         banned = sorted(token_id for token_id in given.banned_token_ids if token_id < self.vocab_size)
@@ -121,23 +153,26 @@ class SamplingState:
             given.top_p,
             given.min_p,
             min(max(given.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max),
+            given.presence_penalty,
+            given.frequency_penalty,
         )
+        banned_until = min(given.min_tokens, 2**31 - 1) if banned else 0
         line[0] = row
-        line[1:5] = np.array(floats, dtype=np.float32).view(np.int32)
-        line[5:8] = min(given.top_k, self.vocab_size), min(given.min_tokens, 2**31 - 1) if banned else 0, len(banned)
-        line[8:12] = np.array([given.seed, given.step], dtype=np.uint64).view(np.int32)
-        line[12 : 12 + len(banned)] = banned
+        line[_FLOAT_COLUMNS] = np.array(floats, dtype=np.float32).view(np.int32)
+        line[_INTEGER_COLUMNS] = min(given.top_k, self.vocab_size), banned_until, len(banned), given.counts_output
+        line[_WIDE_COLUMNS] = np.array([given.seed, given.step], dtype=np.uint64).view(np.int32)
+        line[_BANNED_COLUMNS][: len(banned)] = banned
 
     def _apply(self, lines: torch.Tensor) -> None:
         rows = lines[:, 0].long()
-        for i, name in enumerate(_FLOATS, start=1):
-            getattr(self, name).index_copy_(0, rows, lines[:, i].contiguous().view(torch.float32))
-        for i, name in enumerate(_INTEGERS, start=5):
-            getattr(self, name).index_copy_(0, rows, lines[:, i])
-        wide = lines[:, 8:12].contiguous().view(torch.int64)
+        for name, column in zip(_FLOATS, lines[:, _FLOAT_COLUMNS].unbind(1), strict=True):
+            getattr(self, name).index_copy_(0, rows, column.contiguous().view(torch.float32))
+        for name, column in zip(_INTEGERS, lines[:, _INTEGER_COLUMNS].unbind(1), strict=True):
+            getattr(self, name).index_copy_(0, rows, column)
+        wide = lines[:, _WIDE_COLUMNS].clone(memory_format=torch.contiguous_format).view(torch.int64)
         self.seed.index_copy_(0, rows, wide[:, 0])
         self.step.index_copy_(0, rows, wide[:, 1])
-        self.banned_ids.index_copy_(0, rows, lines[:, 12:])
+        self.banned_ids.index_copy_(0, rows, lines[:, _BANNED_COLUMNS])
 
     def sample(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor, *, advance: bool) -> None:
         """Samples the next token of each row, on the current stream; may be captured in a CUDA graph.
@@ -151,9 +186,9 @@ class SamplingState:
         """The rows of a batch, as the reference takes them. Reads the state, so it waits for the device."""
         rows = batch_rows.long()
         penalised = (self.repetition_penalty[rows] != 1).nonzero()[:, 0]
-        shifts = torch.arange(32, device=rows.device)
-        bits = (self.seen[rows[penalised]][:, :, None] >> shifts) & 1
-        seen = bits.flatten(1)[:, : self.vocab_size].nonzero()
+        counted = self.is_counted[rows].nonzero()[:, 0]
+        shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
+        bits = (self.seen[rows[penalised]].view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1)
         step, until, count = self.step[rows], self.banned_until[rows].long(), self.num_banned[rows]
         listed = torch.arange(MAX_BANNED, device=rows.device) < count[:, None]
         banned = (listed & (step < until)[:, None]).nonzero()
@@ -164,11 +199,15 @@ class SamplingState:
             top_p=top_p,
             min_p=self.min_p[rows],
             repetition_penalty=self.repetition_penalty[rows],
+            presence_penalty=self.presence_penalty[rows],
+            frequency_penalty=self.frequency_penalty[rows],
             top_k=top_k,
             seed=self.seed[rows],
             step=step,
-            penalty_rows=penalised[seen[:, 0]],
-            penalty_ids=seen[:, 1],
+            penalty_rows=penalised,
+            seen=bits.flatten(1)[:, : self.vocab_size].view(torch.bool),
+            counted_rows=counted,
+            counts=self.counts[rows[counted]],
             banned_rows=banned[:, 0],
             banned_ids=self.banned_ids[rows].long()[banned[:, 0], banned[:, 1]],
         )
@@ -179,10 +218,12 @@ class SamplingState:
         tokens.copy_(sample(logits.float(), batch))
         self._rows.token.index_copy_(0, rows, tokens)
         self.step.index_copy_(0, rows, batch.step + 1)
-        if len(batch.penalty_rows):
-            for row in (batch.repetition_penalty != 1).nonzero()[:, 0].tolist():
-                token = int(tokens[row])
-                self.seen[rows[row], token // 32] |= _bit(token % 32)
+        for row in batch.penalty_rows.tolist():
+            token = int(tokens[row])
+            self.seen[rows[row], token // 32] |= _bit(token % 32)
+        if len(batch.counted_rows):
+            place = rows[batch.counted_rows], tokens[batch.counted_rows]
+            self.counts[place] = (self.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
         if advance:
             is_real = (rows != self._rows.padding_row).to(torch.int32)
             self._rows.length.index_copy_(0, rows, self._rows.length[rows] + is_real)

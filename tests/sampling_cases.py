@@ -17,7 +17,18 @@ MIXED_ROWS = [
     RowSampling(temperature=1.0, repetition_penalty=1.3, penalty_token_ids={1, 5, 7}, seed=6),
     RowSampling(repetition_penalty=2.0, penalty_token_ids=range(0, 300, 2)),
     RowSampling(temperature=2.0, banned_token_ids=(3, 4), min_tokens=4, step=3, seed=8),
-]
+    RowSampling(frequency_penalty=0.8),
+    RowSampling(temperature=1.0, presence_penalty=2.0, seed=9),
+    RowSampling(temperature=0.6, presence_penalty=-0.5, frequency_penalty=0.3, output_token_ids=[9, 9, 300, 4], seed=10),
+    RowSampling(
+        temperature=1.2, top_k=15, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.7, frequency_penalty=-0.2,
+        penalty_token_ids=range(30), output_token_ids=range(10, 40), seed=11, step=30,
+    ),
+    RowSampling(
+        temperature=0.8, frequency_penalty=-1e-4, output_token_ids=[7] * 40_000 + [8] * 3, banned_token_ids=(8,),
+        min_tokens=99, seed=12,
+    ),
+]  # fmt: skip
 
 SETTINGS = [
     {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -39,6 +50,8 @@ def make_state(
     runtime = SimulatedRuntime() if runtime is None else runtime
     rows = RowState(runtime, len(settings), 1)
     state = SamplingState(runtime, rows, vocab_size, len(settings))
+    state.counts.fill_(-99)  # rows without a penalty never look at them, others begin at zero
+    runtime.synchronize()
     stream = runtime.stream("compute")
     if settings:
         state._upload(stream, list(enumerate(settings)))
@@ -73,5 +86,6 @@ def check_rows(settings: list[RowSampling], logits: torch.Tensor, steps: int, ru
         assert (got.cpu() != want).sum() <= wrong, (got.cpu() != want).nonzero()
         if wrong:  # go on from the same tokens
             return
-        assert torch.equal(state.seen.cpu(), reference.seen) and torch.equal(state.step.cpu(), reference.step)
+        for name in ("seen", "counts", "step"):
+            assert torch.equal(getattr(state, name).cpu(), getattr(reference, name)), name
         assert torch.equal(state._rows.token.cpu(), reference._rows.token)

@@ -15,7 +15,8 @@ MODELS = {
 }
 LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4  # of qwen3 and gemma3; mistral's is half of it
 PROMPTS = random_prompts(6, 1, 200)
-PARAMS = some_params(6)
+# The last two with all penalties, of unequal strength.
+PARAMS = some_params(6)[:4] + some_params(6, repetition_penalty=1.1, presence_penalty=-0.4, frequency_penalty=0.7)[4:]
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,8 @@ def random_params(generator: random.Random) -> SamplingParams:
         top_p=generator.choice([1.0, 1.0, 0.8]),
         min_p=generator.choice([0.0, 0.0, 0.05]),
         repetition_penalty=generator.choice([1.0, 1.0, 1.2]),
+        presence_penalty=generator.choice([0.0, 0.0, 0.5, -2.0]),
+        frequency_penalty=generator.choice([0.0, 0.0, 0.3, -1.0]),
         max_tokens=max_tokens,
         min_tokens=generator.randint(0, max_tokens),
         stop_token_ids=generator.sample(range(VOCAB), generator.choice([0, 0, 10])),
@@ -95,10 +97,11 @@ def test_a_thousand_random_requests_leave_both_pools_as_before_and_do_not_see_ea
                 assert (tokens, reason) == (wanted_tokens, wanted_reason), request.params
 
 
-def test_preemption_loses_nothing(path):
+@pytest.mark.parametrize("penalties", [{}, dict(presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.1)])
+def test_preemption_loses_nothing(path, penalties):
     """A pool too small for what the running sequences grow to, against one that is large enough."""
     prompts = random_prompts(6, 30, 60, seed=7)
-    params = some_params(6, max_tokens=60)
+    params = some_params(6, max_tokens=60, **penalties)
     arguments = dict(max_model_len=128, enable_prefix_caching=False)
     wanted = [[c[0] for c in completions] for completions in run(make_engine(path, **arguments), prompts, params)]
     engine = make_engine(path, **arguments)

@@ -148,8 +148,10 @@ def test_rows_that_share_blocks_and_completions_of_one_prompt_survive_switches(p
     common = dict(max_tokens=12, ignore_eos=True, logprobs=5)
     params = [
         SamplingParams(temperature=1.1, top_p=0.8, top_k=30, seed=1, n=2, **common),
-        SamplingParams(temperature=0.7, min_p=0.02, seed=2, repetition_penalty=1.3, **common),
-        SamplingParams(temperature=0, repetition_penalty=1.2, **common),
+        SamplingParams(
+            temperature=0.7, min_p=0.02, seed=2, repetition_penalty=1.3, n=2, presence_penalty=0.6, **common
+        ),
+        SamplingParams(temperature=0, repetition_penalty=1.2, frequency_penalty=0.4, **common),
         SamplingParams(temperature=1.4, seed=4, min_tokens=3, stop_token_ids=[30, 31, 32], **common),
     ]
     outcomes = []

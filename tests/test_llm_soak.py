@@ -48,6 +48,8 @@ def random_params(generator: random.Random) -> SamplingParams:
         top_p=generator.choice([1.0, 1.0, 0.9]),
         min_p=generator.choice([0.0, 0.0, 0.03]),
         repetition_penalty=generator.choice([1.0, 1.0, 1.3]),
+        presence_penalty=generator.choice([0.0, 0.0, 0.8]),
+        frequency_penalty=generator.choice([0.0, 0.0, 0.4, -0.4]),
         max_tokens=max_tokens,
         min_tokens=generator.choice([0, 0, max_tokens // 2]),
         stop=[f"w{token}" for token in generator.sample(range(VOCAB), generator.choice([0, 0, 3]))],

@@ -417,6 +417,8 @@ def tokens_and_reasons(engine, pairs, logprobs=None):
     [
         dict(repetition_penalty=1.4),
         dict(repetition_penalty=0.7, top_k=20),
+        dict(presence_penalty=0.8, frequency_penalty=0.4),
+        dict(frequency_penalty=-0.3, n=2),
         dict(min_tokens=9, ignore_eos=False, stop_token_ids=list(range(0, VOCAB, 3))),
         dict(stop_token_ids=list(range(0, VOCAB, 9))),
         dict(n=3, top_p=0.8, stop_token_ids=list(range(0, VOCAB, 20))),
@@ -484,7 +486,7 @@ def test_an_abort_between_steps_touches_nobody_else_and_its_id_and_row_serve_aga
 
 def test_a_sequence_preempted_with_a_token_that_was_not_read_goes_on_with_that_token(path_of):
     prompts = random_prompts(4, 28, 36, seed=9)
-    params = [greedy(60, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
+    params = [greedy(60, temperature=0.8 * (i % 2), seed=i, frequency_penalty=0.2) for i in range(4)]
     plain = engine_with(path_of("qwen3"), "resident", enable_prefix_caching=False)
     wanted = [run(plain, [prompt], [param])[0][0][0] for prompt, param in zip(prompts, params, strict=True)]
     engine = engine_with(path_of("qwen3"), "resident", enable_prefix_caching=False)

@@ -32,7 +32,7 @@ def paths(tmp_path_factory):
 
 
 def draw_requests(generator: random.Random, seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Greedy and sampled, some with log-probabilities or two completions, some with a common beginning."""
+    """Greedy and sampled, some with penalties, log-probabilities or two completions, some with a common beginning."""
     common = random_prompts(1, 64, 64, seed=seed % 5)[0]
     requests = []
     for i in range(generator.randint(2, 7)):
@@ -41,6 +41,9 @@ def draw_requests(generator: random.Random, seed: int) -> list[tuple[list[int], 
             prompt = common[: generator.choice([16, 32, 50, 64])] + prompt
         params = SamplingParams(
             temperature=generator.choice([0, 0.9]),
+            repetition_penalty=generator.choice([1.0, 1.0, 1.2]),
+            presence_penalty=generator.choice([0.0, 0.0, 0.7]),
+            frequency_penalty=generator.choice([0.0, 0.0, 0.5, -0.5]),
             seed=i,
             max_tokens=generator.randint(1, 60),
             ignore_eos=True,

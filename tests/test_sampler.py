@@ -250,22 +250,26 @@ def test_only_real_rows_grow():
 
 
 def test_a_row_from_params_carries_all_of_them():
-    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1, min_tokens=2)
-    row = RowSampling.from_params(params, seed=9, step=1, penalty_token_ids={5}, end_token_ids=(6,))
+    penalties = dict(repetition_penalty=1.1, presence_penalty=-0.5, frequency_penalty=0.3)
+    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, min_tokens=2, **penalties)
+    ids = dict(penalty_token_ids={5}, output_token_ids=[5, 5], end_token_ids=(6,))
+    row = RowSampling.from_params(params, seed=9, step=1, **ids)
     assert row == RowSampling(
         temperature=0.5,
         top_k=3,
         top_p=0.9,
         min_p=0.1,
-        repetition_penalty=1.1,
+        **penalties,
         seed=9,
         step=1,
         penalty_token_ids={5},
+        output_token_ids=[5, 5],
         banned_token_ids=(6,),
         min_tokens=2,
     )
-    later = RowSampling.from_params(SamplingParams(), seed=9, step=2, penalty_token_ids={5}, end_token_ids=(6,))
+    later = RowSampling.from_params(SamplingParams(), seed=9, step=2, **ids)
     assert later.penalty_token_ids == () and later.banned_token_ids == ()
+    assert row.counts_output and not later.counts_output
 
 
 @pytest.mark.parametrize("top", [0, 1, 5])
@@ -294,8 +298,8 @@ def test_wrong_dtypes_and_shapes_are_refused():
 
 def test_workspace_stops_growing_with_sorted_rows_beyond_a_chunk():
     growth = workspace_bytes(65, 150_000) - workspace_bytes(64, 150_000)
-    assert growth == 4 * 150_000
-    assert workspace_bytes(1, 1000) == (4 + 64) * 1000
+    assert growth == 13 * 150_000
+    assert workspace_bytes(1, 1000) == (13 + 64) * 1000
 
 
 @pytest.fixture

@@ -99,13 +99,20 @@ def test_stops_seeds_and_penalties_reach_the_sampler(path, llm):
     stop = f"w{tokens[4]}"
     asked = dict(max_tokens=12, min_tokens=2, stop=[stop, "w5 w6"], repetition_penalty=1.3, min_p=0.1, **GREEDY)
     (wanted,) = generated(llm, "w20 w21", **asked)
+    common = dict(max_tokens=12, temperature=0.6, seed=3, ignore_eos=True)
+    counted = [common, *(common | one for one in (dict(presence_penalty=2), dict(frequency_penalty=0.5)))]
+    counted.append(common | dict(n=2, presence_penalty=-0.5, frequency_penalty=2))
+    expected = [[c.token_ids for c in generated(llm, "w20 w21", **one)[0]] for one in counted]
+    assert len({tuple(ids) for found in expected for ids in found}) == 5, "a penalty changed nothing"
 
     async def ask():
         async with serving(path) as served:
             by_id = await served.complete("w20 w21", max_tokens=12, stop_token_ids=[tokens[3]], return_token_ids=True)
-            return by_id, await served.complete("w20 w21", **asked)
+            answers = [await served.complete("w20 w21", return_token_ids=True, **one) for one in counted]
+            return by_id, await served.complete("w20 w21", **asked), answers
 
-    by_id, full = asyncio.run(ask())
+    by_id, full, answers = asyncio.run(ask())
+    assert [[choice["token_ids"] for choice in answer["choices"]] for answer in answers] == expected
     assert (by_id["choices"][0]["finish_reason"], by_id["choices"][0]["stop_reason"]) == ("stop", tokens[3])
     assert by_id["choices"][0]["token_ids"] == tokens[: tokens.index(tokens[3]) + 1]
     assert full["choices"][0]["text"] == wanted[0].text

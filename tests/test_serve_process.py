@@ -131,8 +131,8 @@ def test_openai_models_and_errors(server, client):
     with pytest.raises(openai.BadRequestError, match="max_model_len = 384") as caught:
         client.completions.create(model=MODEL, prompt="w20 w21", max_tokens=383)
     assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
-    with pytest.raises(openai.BadRequestError, match="presence_penalty=1"):
-        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "w1"}], presence_penalty=1)
+    with pytest.raises(openai.BadRequestError, match="presence_penalty is 3.0"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "w1"}], presence_penalty=3)
     stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()

@@ -4,7 +4,7 @@
 top_p keeps is found by its score, three bits at a time from the highest, each time with one pass over those tiles of
 the row that reach that far. Rows that keep every token need neither that launch nor the one behind it.
 
-    1. largest score of each tile, after penalty and bans; the sum of its weights, where every token is kept
+    1. largest score of each tile, after penalties and bans; the sum of its weights, where every token is kept
     2. one program a row: the score, and among equals the token id, down to which tokens are kept
     3. the sum of each tile's weights among those
     4. one program a row: the tile, then the token in it; the row's state moves on
@@ -55,11 +55,12 @@ def exponential_from_bits(bits):
 
 @triton.jit
 def load_scores(
-    logits, ids, row, penalty, seen, step, banned_until, banned_ids, num_banned,
+    logits, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+    step, banned_until, banned_ids, num_banned,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of token ids after repetition penalty (Keskar et al., 2019, section 4.1) and bans; -inf beyond the vocabulary
-    and for NaN.
+    """Scores of token ids after repetition penalty (Keskar et al., 2019, section 4.1), frequency and presence penalty and
+    bans; -inf beyond the vocabulary and for NaN.
 
     logits: of one batch row; the others: the row's state.
     """
@@ -69,6 +70,11 @@ def load_scores(
         word = tl.load(seen + row * SEEN_WORDS + ids // 32, mask=inside, other=0)
         is_seen = ((word >> (ids % 32)) & 1) != 0
         score = tl.where(is_seen, tl.where(score > 0, score / penalty, score * penalty), score)
+    if counted != 0:
+        count = tl.load(counts + row * VOCAB_SIZE + ids, mask=inside, other=0)
+        # One rounding or two is not left to the compiler: every launch must find the same score.
+        score = tl.fma(count.to(tl.float32), -tl.load(frequency_penalty + row), score)
+        score = tl.where(count > 0, score - tl.load(presence_penalty + row), score)
     if step < banned_until:
         for i in range(num_banned):
             score = tl.where(ids == tl.load(banned_ids + row * MAX_BANNED + i), -float("inf"), score)
@@ -97,19 +103,20 @@ def scaled_by(score, high, temperature):
 
 @triton.jit
 def weigh(
-    logits, ids, row, penalty, seen, step, banned_until, banned_ids, num_banned, peak, temperature, min_p, least,
+    logits, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+    step, banned_until, banned_ids, num_banned, peak, temperature, min_p, least,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr,
 ):  # fmt: skip
     """(order, weight) of token ids: weights are probabilities relative to the peak's in units of 2^-40, int64, and 0
     where min_p drops a token or its order is below `least`."""
     score = load_scores(
-        logits, ids, row, penalty, seen, step, banned_until, banned_ids, num_banned,
-        VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+        logits, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+        step, banned_until, banned_ids, num_banned, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
     )  # fmt: skip
     relative = tl.exp(scaled_by(score, peak, temperature))
     place = order(score)
-    counts = (relative >= min_p) & (place >= least)
-    return place, tl.where(counts, (relative * 1099511627776.0).to(tl.int64), 0)
+    stays = (relative >= min_p) & (place >= least)
+    return place, tl.where(stays, (relative * 1099511627776.0).to(tl.int64), 0)
 
 
 @triton.jit
@@ -148,7 +155,8 @@ def noise(seed, step, ids):
 def _tile_kernel(
     logits,  # [B, VOCAB_SIZE]
     rows,  # [B] int32
-    repetition_penalty, seen, step, banned_until, banned_ids, num_banned,  # SamplingState, by row
+    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,  # SamplingState, by row
+    step, banned_until, banned_ids, num_banned,
     temperature, top_k, top_p, min_p,
     tile_max,  # [B, num_tiles] float32, out
     tile_weight,  # [B, num_tiles] float32, out, of rows that keep every token: relative to the tile's largest
@@ -163,6 +171,7 @@ def _tile_kernel(
     is_free = keeps_all(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), VOCAB_SIZE)
     score = load_scores(
         logits + index * VOCAB_SIZE, tile * TILE + tl.arange(0, TILE), row, tl.load(repetition_penalty + row), seen,
+        tl.load(is_counted + row), counts, presence_penalty, frequency_penalty,
         tl.load(step + row), tl.load(banned_until + row), banned_ids, tl.load(num_banned + row),
         VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
     )  # fmt: skip
@@ -176,7 +185,8 @@ def _tile_kernel(
 @triton.jit
 def _cut_kernel(
     logits, rows,
-    repetition_penalty, seen, step, banned_until, banned_ids, num_banned,
+    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,
+    step, banned_until, banned_ids, num_banned,
     temperature, top_k, top_p, min_p,  # by row
     tile_max,
     peak,  # [B] float32, out: the row's largest score, as `row_peak` has it
@@ -200,6 +210,7 @@ def _cut_kernel(
         floor = tl.load(min_p + row)
         source = logits + index * VOCAB_SIZE
         penalty = tl.load(repetition_penalty + row)
+        counted = tl.load(is_counted + row)
         now = tl.load(step + row)
         until = tl.load(banned_until + row)
         bans = tl.load(num_banned + row)
@@ -225,7 +236,8 @@ def _cut_kernel(
                 for tile in range(num_tiles):
                     if order(tl.load(peaks + tile)) >= reach:
                         score = load_scores(
-                            source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans,
+                            source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                            now, until, banned_ids, bans,
                             VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                         )  # fmt: skip
                         if floor > 0:
@@ -242,7 +254,8 @@ def _cut_kernel(
             for tile in range(num_tiles):
                 if order(tl.load(peaks + tile)) >= last_of_k:
                     _, weight = weigh(
-                        source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans, high, heat, floor,
+                        source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                        now, until, banned_ids, bans, high, heat, floor,
                         last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                     )  # fmt: skip
                     total += weight
@@ -257,7 +270,8 @@ def _cut_kernel(
                 for tile in range(num_tiles):
                     if order(tl.load(peaks + tile)) >= reach:
                         place, weight = weigh(
-                            source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans, high, heat, floor,
+                            source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                            now, until, banned_ids, bans, high, heat, floor,
                             last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                         )  # fmt: skip
                         weights += tl.where(place[None, :] >= guess[:, None], weight[None, :], 0)
@@ -270,7 +284,8 @@ def _cut_kernel(
             for tile in range(num_tiles):
                 if order(tl.load(peaks + tile)) >= last:
                     place, weight = weigh(
-                        source, tile * TILE + lane, row, penalty, seen, now, until, banned_ids, bans, high, heat, floor,
+                        source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                        now, until, banned_ids, bans, high, heat, floor,
                         last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                     )  # fmt: skip
                     above += tl.where(place > last, weight, 0)
@@ -285,7 +300,8 @@ def _cut_kernel(
                     if order(tl.load(peaks + tile)) >= last:
                         ids = tile * TILE + lane
                         score = load_scores(
-                            source, ids, row, penalty, seen, now, until, banned_ids, bans,
+                            source, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                            now, until, banned_ids, bans,
                             VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                         )  # fmt: skip
                         is_last = (order(score) == last) & (ids < VOCAB_SIZE)
@@ -299,7 +315,8 @@ def _cut_kernel(
 @triton.jit
 def _cut_weight_kernel(
     logits, rows,
-    repetition_penalty, seen, step, banned_until, banned_ids, num_banned,
+    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,
+    step, banned_until, banned_ids, num_banned,
     temperature, top_k, top_p, min_p,
     tile_max, peak, cut, cut_id,
     tile_weight,  # [B, num_tiles] float32, out, of rows with a cut: relative to the row's largest score
@@ -317,6 +334,7 @@ def _cut_weight_kernel(
         last_id = tl.load(cut_id + index)
         now = tl.load(step + row)
         penalty = tl.load(repetition_penalty + row)
+        counted = tl.load(is_counted + row)
         until = tl.load(banned_until + row)
         bans = tl.load(num_banned + row)
         for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
@@ -325,8 +343,8 @@ def _cut_weight_kernel(
             if order(tl.load(tile_max + at)) >= last:
                 ids = tile * TILE + tl.arange(0, TILE)
                 score = load_scores(
-                    logits + index * VOCAB_SIZE, ids, row, penalty, seen, now, until, banned_ids, bans,
-                    VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                    logits + index * VOCAB_SIZE, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                    now, until, banned_ids, bans, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                 )  # fmt: skip
                 stays = keeps(score, ids, high, heat, floor, last, last_id)
                 weight = tl.sum(tl.where(stays, tl.exp(scaled_by(score, high, heat)), 0.0), 0)
@@ -336,7 +354,8 @@ def _cut_weight_kernel(
 @triton.jit
 def _choose_kernel(
     logits, rows,
-    repetition_penalty, seen, step, banned_until, banned_ids, num_banned,
+    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,
+    step, banned_until, banned_ids, num_banned,
     temperature, top_k, top_p, min_p, seed,
     tile_max, peak, cut, cut_id, tile_weight,
     tokens,  # [B] int64, out
@@ -344,7 +363,7 @@ def _choose_kernel(
     row_lengths,  # [rows] int32, counted up with ADVANCE
     num_tiles, padding_row,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILES: tl.constexpr,
-    TILE: tl.constexpr, ADVANCE: tl.constexpr, GREEDY: tl.constexpr,
+    TILE: tl.constexpr, ADVANCE: tl.constexpr, GREEDY: tl.constexpr, MAX_COUNT: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index).to(tl.int64)
@@ -353,6 +372,7 @@ def _choose_kernel(
     floor = tl.load(min_p + row)
     now = tl.load(step + row)
     penalty = tl.load(repetition_penalty + row)
+    counted = tl.load(is_counted + row)
     noise_seed = tl.load(seed + row)
     tiles = tl.arange(0, TILES)
     listed = tiles < num_tiles
@@ -368,8 +388,8 @@ def _choose_kernel(
     tile = winner(arrival, tiles, num_tiles - 1)
     ids = tile * TILE + tl.arange(0, TILE)
     score = load_scores(
-        logits + index * VOCAB_SIZE, ids, row, penalty, seen, now, tl.load(banned_until + row), banned_ids,
-        tl.load(num_banned + row), VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+        logits + index * VOCAB_SIZE, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+        now, tl.load(banned_until + row), banned_ids, tl.load(num_banned + row), VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
     )  # fmt: skip
     if heat >= GREEDY:
         own = finite(tl.max(tl.where(tiles == tile, highs, -float("inf")), 0))
@@ -383,6 +403,9 @@ def _choose_kernel(
     if penalty != 1.0:
         word = seen + row * SEEN_WORDS + token // 32
         tl.store(word, tl.load(word) | (1 << (token % 32)))
+    if counted != 0:
+        place = counts + row * VOCAB_SIZE + token
+        tl.store(place, tl.minimum(tl.load(place).to(tl.int32) + 1, MAX_COUNT).to(tl.int16))
     if ADVANCE:
         if row != padding_row:
             tl.store(row_lengths + row, tl.load(row_lengths + row) + 1)
@@ -415,7 +438,7 @@ def sample_rows(
     *,
     advance: bool,
 ) -> None:
-    """The next token of each row, into tokens and row_tokens; the rows' step and seen tokens move on.
+    """The next token of each row, into tokens and row_tokens; the rows' step, seen tokens and counts move on.
 
     logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); space: `workspace`;
     tokens: [B] int64; row_tokens: [rows] int64; row_lengths: [rows] int32, counted up where `advance` is set, but for
@@ -436,7 +459,8 @@ def sample_rows(
     )  # fmt: skip
     tiles = dict(TILES=next_power_of_2(num_tiles))
     settings = (
-        state.repetition_penalty, state.seen, state.step, state.banned_until, state.banned_ids, state.num_banned,
+        state.repetition_penalty, state.seen, state.is_counted, state.counts, state.presence_penalty, state.frequency_penalty,
+        state.step, state.banned_until, state.banned_ids, state.num_banned,
         state.temperature, state.top_k, state.top_p, state.min_p,
     )  # fmt: skip
     _tile_kernel[(num_rows, num_tiles)](logits, rows, *settings, tile_max, tile_weight, num_tiles, **sizes)
@@ -446,5 +470,5 @@ def sample_rows(
     )
     _choose_kernel[(num_rows,)](
         logits, rows, *settings, state.seed, tile_max, *cuts, tile_weight, tokens, row_tokens, row_lengths,
-        num_tiles, len(row_tokens) - 1, **sizes, **tiles, ADVANCE=advance,
+        num_tiles, len(row_tokens) - 1, **sizes, **tiles, ADVANCE=advance, MAX_COUNT=torch.iinfo(torch.int16).max,
     )  # fmt: skip

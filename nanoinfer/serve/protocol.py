@@ -26,8 +26,6 @@ IGNORED = frozenset(
 )
 # Fields of the API that are not supported: the values that mean the same as leaving the field out, and what to do.
 _UNSUPPORTED: dict[str, tuple[tuple, str]] = {
-    "presence_penalty": ((0,), "use repetition_penalty"),
-    "frequency_penalty": ((0,), "use repetition_penalty"),
     "logit_bias": (({},), "leave it out"),
     "suffix": (("",), "leave it out"),
     "response_format": (({"type": "text"},), "only text is generated"),
@@ -74,7 +72,8 @@ class GenerationRequest(_Model):
     """What both endpoints take. None: the field's default."""
 
     _sampling: ClassVar[tuple[str, ...]] = (
-        "n temperature top_p top_k min_p repetition_penalty min_tokens seed stop stop_token_ids ignore_eos".split()
+        "n temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens seed stop "
+        "stop_token_ids ignore_eos".split()
     )
 
     model: str | None = None
@@ -87,6 +86,8 @@ class GenerationRequest(_Model):
     top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None

@@ -70,7 +70,7 @@ def make_workload(
 ) -> Workload:
     """Random prompts of several lengths up to `context` tokens; every request fills a block while it decodes.
 
-    Every second request is sampled with a seed, the others are greedy. The first is the shortest and ends at half of
+    Every second request is sampled with a seed, the others are greedy; some have penalties. The first is the shortest and ends at half of
     `output_len`.
     """
     shares = LENGTH_SHARES if num_requests > 1 else (1.0,)
@@ -85,6 +85,8 @@ def make_workload(
             SamplingParams(
                 temperature=0.0 if is_greedy else 0.8,
                 top_p=1.0 if is_greedy else 0.95,
+                presence_penalty=0.3 * (i % 4 == 3),
+                frequency_penalty=0.1 * (i % 3 == 2),
                 seed=None if is_greedy else seed + i,
                 max_tokens=max_tokens,
                 ignore_eos=True,

@@ -43,6 +43,8 @@ def params(count: int, max_tokens: int = 40, logprobs: int | None = 3) -> list[S
             ignore_eos=True,
             logprobs=logprobs,
             repetition_penalty=1.2 if i % 3 == 2 else 1.0,
+            presence_penalty=0.5 * (i % 4 == 1),
+            frequency_penalty=0.2 * (i % 4 >= 2),
         )
         for i in range(count)
     ]

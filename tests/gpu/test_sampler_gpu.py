@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanoinfer.sampler import RowSampling, logprobs_of, workspace_bytes
+from nanoinfer.sampler import RowSampling, logprobs_bytes, logprobs_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -31,6 +31,12 @@ def mixed_rows(num_rows):
         {"temperature": 1.0, "min_p": 0.02},
         {"temperature": 0.8, "repetition_penalty": 1.2, "penalty_token_ids": range(0, VOCAB_SIZE, 7)},
         {"temperature": 1.0, "banned_token_ids": (1, 2), "min_tokens": 10_000},
+        {
+            "temperature": 0.0,
+            "frequency_penalty": 0.9,
+            "output_token_ids": [3] * 40_000 + list(range(0, VOCAB_SIZE, 5)),
+        },
+        {"temperature": 0.9, "top_p": 0.9, "presence_penalty": -0.7, "frequency_penalty": 0.2},
     ]
     return [
         RowSampling(seed=(i * 0x9E3779B97F4A7C15) % 2**64, step=i, **kinds[i % len(kinds)]) for i in range(num_rows)
@@ -107,6 +113,23 @@ def test_a_captured_step_draws_what_eager_ones_draw(runtime):
     assert got == want and len({tuple(step) for step in got}) > 1, "the steps must not all draw the same"
 
 
+def test_compiled_kernels_count_what_they_draw(runtime):
+    """And only in rows with a penalty; a count ends at the largest int16."""
+    kinds = [{"frequency_penalty": -2.0}, {"presence_penalty": 2.0, "temperature": 1.0}, {"temperature": 1.0}]
+    kinds.append({"frequency_penalty": -1e-3, "output_token_ids": [6] * 32_766})
+    settings, logits = [RowSampling(seed=i, **kind) for i, kind in enumerate(kinds)], random_logits(4).cuda()
+    state, rows = make_cuda_state(settings, runtime)
+    want = state.counts.cpu()
+    assert want[3, 6] == 32_766 and (want[2] == -99).all()
+    drawn = [tokens_of(state, logits, rows) for _ in range(5)]
+    for step in drawn:
+        for i in (0, 1, 3):
+            want[i, step[i]] = min(want[i, step[i]].item() + 1, 32_767)
+    assert torch.equal(state.counts.cpu(), want)
+    assert {step[3] for step in drawn} == {6} and len({step[0] for step in drawn}) == 1, "an encouraged token stays"
+    assert len({step[1] for step in drawn}) > 1
+
+
 def test_logprobs_have_the_same_bits_in_any_batch_size_on_cuda():
     logits, tokens = random_logits(64).cuda(), torch.arange(64, device="cuda")
     whole = logprobs_of(logits, tokens, 5)
@@ -140,4 +163,4 @@ def test_logprobs_stay_below_the_stated_workspace(num_rows, vocab_size):
     torch.cuda.reset_peak_memory_stats()
     logprobs_of(logits, logits.argmax(-1), 20)
     slack = 2 * 2**20  # the allocator rounds each tensor up
-    assert torch.cuda.max_memory_allocated() - before <= workspace_bytes(num_rows, vocab_size) + slack
+    assert torch.cuda.max_memory_allocated() - before <= logprobs_bytes(num_rows, vocab_size) + slack
