@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 
 from nanoinfer import LLM
 from nanoinfer.loader import PACKAGED
-from nanoinfer.recall.evaluate import EngineAnswers, Grid, evaluate
+from nanoinfer.recall.answers import EngineAnswers, largest_error
+from nanoinfer.recall.evaluate import Exam, Grid, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers
 from nanoinfer.recall.words import FIRST_NAMES, LAST_NAMES
 
@@ -24,14 +25,15 @@ def tokenizer():
 
 def test_both_modes_and_transformers_answer_rightly(tokenizer):
     end = tokenizer.eos_token_id
-    wanted = evaluate(ReferenceAnswers(PACKAGED["recall"], end), tokenizer, GRID, progress=False)
+    exam = Exam(tokenizer, GRID)
+    wanted = evaluate(ReferenceAnswers(PACKAGED["recall"], end), exam, progress=False)
     assert wanted.lowest >= 0.95
     common = dict(device="cpu", max_model_len=1024, max_num_seqs=10, progress_bar=False)
     for extra in ({}, dict(enable_cpu_offload=True, resident_kv_limit=0)):
         with LLM("recall", **common, **extra) as llm:
-            found = evaluate(EngineAnswers(llm, end), tokenizer, GRID, progress=False)
-            streamed = llm.stats()["streamed_bytes"]
-        assert found.answers == wanted.answers and (streamed > 0) == bool(extra)
+            found = evaluate(EngineAnswers(llm, end), exam, progress=False)
+        assert found.answers == wanted.answers and (found.streamed_bytes[0] > 0) == bool(extra)
+        assert 0 < largest_error(found.probes[0], wanted.probes[0]) < 1
 
 
 def test_readmes_first_lines_print_a_right_answer_about_each_name(capsys):
