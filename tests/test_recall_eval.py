@@ -230,6 +230,14 @@ def test_an_option_that_the_task_does_not_use_is_refused(task, arguments, option
     assert f"{option} has no meaning with --task {task}: leave it out" in capsys.readouterr().err
 
 
+def test_help_says_what_hf_is_for_each_task(capsys):
+    for call in (lambda: offload.main(["--help"]), lambda: cli.main(["eval", "recall", "--help"])):
+        with pytest.raises(SystemExit):
+            call()
+        text = " ".join(capsys.readouterr().out.split())
+        assert "in float32" in text and "(default: hf,resident,offload)" in text and '"auto,fp8"' in text
+
+
 def test_what_is_finished_is_kept_when_a_later_mode_fails(checkpoint, tmp_path, capsys, monkeypatch):
     def fail(**arguments):
         raise MemoryError("full")

@@ -61,15 +61,19 @@ class ReferenceAnswers(Answers):
     def _batches(self, questions: list[list[int]], cache: DynamicCache) -> Iterator[list[int]]:
         """Places of questions of one length, as many as the memory allows."""
         one = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        is_cuda = self._device.type == "cuda"
-        free = torch.cuda.mem_get_info(self._device)[0] if is_cuda else memory_available_bytes()
-        at_once = max(1, min(self._cache_bytes, free // FREE_SHARE) // one)
+        at_once = max(1, min(self._cache_bytes, self._free_bytes() // FREE_SHARE) // one)
         places: dict[int, list[int]] = {}
         for i, question in enumerate(questions):
             places.setdefault(len(question), []).append(i)
         for same in places.values():
             for begin in range(0, len(same), at_once):
                 yield same[begin : begin + at_once]
+
+    def _free_bytes(self) -> int:
+        if self._device.type != "cuda":
+            return memory_available_bytes()
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return torch.cuda.mem_get_info(self._device)[0] + unused  # torch keeps what earlier batches have given back
 
     def _answer(
         self, questions: list[list[int]], cache: DynamicCache, max_tokens: int, with_logprobs: bool
