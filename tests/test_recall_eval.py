@@ -12,7 +12,6 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import LLM, cli
 from nanoinfer.bench import offload
-from nanoinfer.loader import PACKAGED, find_model
 from nanoinfer.recall import command
 from nanoinfer.recall.answers import Answer, Answers, EngineAnswers, largest_error
 from nanoinfer.recall.evaluate import FACTS_PER_PLACE, Exam, Grid, ask, evaluate
@@ -250,14 +249,6 @@ def test_what_is_finished_is_kept_when_a_later_mode_fails(checkpoint, tmp_path, 
     printed = capsys.readouterr()
     assert list(json.loads(report.read_text())["results"]) == ["hf"] and picture.stat().st_size
     assert "\nhf " in printed.out and "full" in printed.err
-
-
-def test_a_directory_that_is_no_checkpoint_does_not_hide_the_packaged_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recall").mkdir()
-    assert find_model("recall") == PACKAGED["recall"]
-    (tmp_path / "recall" / "config.json").write_text("{}")
-    assert find_model("recall") == Path("recall"), "a checkpoint of that name comes first"
 
 
 def test_a_shape_has_nothing_to_answer(capsys):
