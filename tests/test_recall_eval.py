@@ -99,6 +99,17 @@ def test_close_depths_have_as_many_questions_as_others(tokenizer, depths):
     assert blind.right[0][0] <= 5 and blind.right[0][-1] == 10
 
 
+def test_a_tokenizer_that_joins_the_question_to_the_document_is_refused(tokenizer):
+    class Joining:
+        def encode(self, text, add_special_tokens=True):
+            return tokenizer.encode(text.replace("\nQuestion:", " Question:"), add_special_tokens=add_special_tokens)[
+                :-1
+            ]
+
+    with pytest.raises(ValueError, match="tokenizer gives a document other tokens when a question follows"):
+        Exam(Joining(), GRID)
+
+
 def test_the_error_of_log_probabilities_counts_places_with_equal_tokens_before():
     wanted = [Answer([5, 6, 7], [{5: -0.1, 1: -3.0}, {6: -0.2}, {7: -0.3}]), Answer([8], [{8: -1.0}])]
     found = [Answer([5, 9, 7], [{5: -0.1, 1: -3.5}, {6: -1.2, 9: -0.1}, {7: -99.0}]), Answer([], [])]
@@ -189,6 +200,7 @@ def test_both_commands_print_the_table_and_write_figures_and_picture(checkpoint,
         (["--kv-cache-dtype", "auto,fp9"], "kv_cache_dtype='fp9' is not one of auto, fp8"),
         (["--kv-cache-dtype", ","], "kv_cache_dtype='' is not one of auto, fp8"),
         (["--dtype", "float31"], "dtype='float31' is not one of auto, bfloat16, float16, float32"),
+        (["--mode", "hf", "--dtype", "float31"], "dtype='float31' is not one of"),
         (["--attention-backend", "tritn"], "attention_backend='tritn' is not one of"),
         (["--attention-backend", "flash_attn"], "flash_attn"),
         (["--num-ring-slots", "1"], "num_ring_slots=1 must be a whole number of at least 2"),

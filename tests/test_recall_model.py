@@ -33,7 +33,7 @@ def test_both_modes_and_transformers_answer_rightly(tokenizer):
         with LLM("recall", **common, **extra) as llm:
             found = evaluate(EngineAnswers(llm, end), exam, progress=False)
         assert found.answers == wanted.answers and (found.streamed_bytes[0] > 0) == bool(extra)
-        assert 0 < largest_error(found.probes[0], wanted.probes[0]) < 1
+        assert 0 < largest_error(found.probes[0], wanted.probes[0]) < 2
 
 
 def test_readmes_first_lines_print_a_right_answer_about_each_name(capsys):

@@ -106,6 +106,8 @@ def read_options(options: argparse.Namespace) -> Evaluation:
     model_dir = find_model(options.model or options.checkpoint or "recall")
     check_safetensors(model_dir)
     _check_context(model_dir, grid.lengths[-1])
+    for name in formats:  # a wrong value is refused also where transformers alone answer
+        EngineConfig.from_arguments(_engine_arguments(options, model_dir, "resident", name, grid.lengths[-1]))
     runs = []
     for mode in modes:
         if mode == REFERENCE:
