@@ -37,10 +37,12 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
         ValueError: no such directory, or the hub does not give it.
     """
     path = Path(model).expanduser()
+    packaged = PACKAGED.get(str(model))
+    # A directory of that name that is no checkpoint, such as one with the results of an evaluation, hides nothing.
+    if packaged is not None and packaged.is_dir() and not (path / "config.json").is_file():
+        return packaged
     if path.is_dir():
         return path
-    if str(model) in PACKAGED and (packaged := PACKAGED[str(model)]).is_dir():
-        return packaged
     if path.exists():
         raise ValueError(f"model {str(model)!r} is a file: give the directory that holds config.json")
     if not _HUB_ID.fullmatch(str(model)):

@@ -167,7 +167,9 @@ def test_a_packaged_model_is_found_by_its_name_once_it_is_there(tmp_path, monkey
     with pytest.raises(ValueError, match="Qwen/Qwen3-4B, or 'small', which comes along"):
         find_model("smal")
     (tmp_path / "small").mkdir()
-    assert find_model("small").resolve() == tmp_path / "small", "a directory of the user's comes first"
+    assert find_model("small") == tmp_path / "packaged", "a directory that is no checkpoint hides nothing"
+    (tmp_path / "small" / "config.json").write_text("{}")
+    assert find_model("small").resolve() == tmp_path / "small", "a checkpoint of the user's comes first"
 
 
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path):

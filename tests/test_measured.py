@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from nanoinfer import cli
+from nanoinfer.loader import PACKAGED
+from nanoinfer.recall.command import checkpoint_sha256
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,6 +27,23 @@ def test_the_tables_are_those_of_the_newest_record(name):
     record, text = measured.read_record(), (ROOT / name).read_text()
     assert "<!-- measured: " in text
     assert measured.fill_in(text, record) == text, "run python tools/measured.py"
+
+
+def test_the_recall_figures_are_of_the_packaged_checkpoint():
+    found = json.loads((ROOT / "docs" / "measurements" / "recall" / "eval.json").read_text())
+    packaged = checkpoint_sha256(PACKAGED["recall"])
+    assert found.get("checkpoint_sha256") == packaged, "run nanoinfer eval recall --json and put its file there"
+
+
+def test_the_recall_table_shows_errors_and_streamed_bytes_of_all_lengths():
+    def scores(errors, streamed):
+        return dict(accuracy=[[1, 0.5], [1, 1]], equal_answers=7, largest_logprob_error=errors, streamed_bytes=streamed)
+
+    results = {"hf": scores([None, None], [0, 0]), "streamed fp8": scores([0.25, 1.5], [3 * 10**9, 10**9])}
+    found = dict(command="c", versions=dict(device="d", torch="t"), lengths=[1024, 2048], questions=8, results=results)
+    text = load("measured").recall_modes({"recall": {"eval": found}})
+    assert "| hf | 0.50 | 1.00 | 7 of 8 | - | 0.0 |" in text
+    assert "| streamed fp8 | 0.50 | 1.00 | 7 of 8 | 1.5000 | 4.0 |" in text
 
 
 def test_a_table_follows_the_record():

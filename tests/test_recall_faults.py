@@ -1,7 +1,8 @@
-"""The evaluation can fail: a fault in the KV cache makes wrong exactly those answers whose facts it hits.
+"""The evaluation can fail: a fault in the KV cache makes wrong exactly those answers whose facts it hits, and one in the
+positions of generated tokens all.
 
-Faults are put into the reads from the host pool; the engine's own bookkeeping stays as it is, so nothing else would
-notice them.
+Faults are put into the reads from the host pool, or into the positions that a decode step computes with; the engine's own
+bookkeeping stays as it is, so nothing else would notice them.
 """
 
 from dataclasses import replace
@@ -10,8 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanoinfer import LLM
+from nanoinfer.decode import DecodeProgram
 from nanoinfer.loader import PACKAGED
-from nanoinfer.recall.evaluate import EngineAnswers, Grid, ask, evaluate
+from nanoinfer.recall.answers import EngineAnswers, largest_error
+from nanoinfer.recall.evaluate import Exam, Grid, ask, evaluate
 from offload import OffloadEngine
 
 BLOCK_SIZE = 64
@@ -21,6 +24,11 @@ GRID = Grid(lengths=(1024,), depths=(0.0, 0.5, 1.0), num_questions=10)  # two do
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(PACKAGED["recall"])
+
+
+@pytest.fixture(scope="module")
+def exam(tokenizer):
+    return Exam(tokenizer, GRID)
 
 
 class Faults:
@@ -56,18 +64,19 @@ class Faults:
         return self._fill(engine, layer, replace(chunk, blocks=(found,)), ring_slot)
 
 
-def run(tokenizer, faults=None):
+def run(exam, faults=None):
+    longest = GRID.lengths[0] + BLOCK_SIZE  # room for positions that are one block too large
     with LLM(
-        "recall", device="cpu", dtype="float32", block_size=BLOCK_SIZE, max_model_len=1024, max_num_seqs=15,
+        "recall", device="cpu", dtype="float32", block_size=BLOCK_SIZE, max_model_len=longest, max_num_seqs=15,
         enable_cpu_offload=True, resident_kv_limit=0, ring_slot_bytes=131072, skip_tokenizer_init=True, progress_bar=False,
     ) as llm:  # fmt: skip
         after = faults.after_document if faults else None
-        return evaluate(EngineAnswers(llm, tokenizer.eos_token_id, after), tokenizer, GRID, progress=False)
+        return evaluate(EngineAnswers(llm, exam.tokenizer.eos_token_id, after), exam, progress=False)
 
 
 @pytest.fixture(scope="module")
-def whole(tokenizer):
-    scores = run(tokenizer)
+def whole(exam):
+    scores = run(exam)
     assert scores.lowest == 1
     return scores
 
@@ -83,8 +92,8 @@ def blocks_of_facts(tokenizer):
     return found
 
 
-@pytest.mark.parametrize("fault", ["another document's block", "shifted by one block", "stale ring slot"])
-def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, whole, monkeypatch, fault):
+@pytest.mark.parametrize("fault", ["another document's block", "block table read one entry early", "stale ring slot"])
+def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, exam, whole, monkeypatch, fault):
     places = blocks_of_facts(tokenizer)
     middle = next(iter(places[len(places) // 2]))  # a block with facts of depth 0.5
     last = (
@@ -92,11 +101,12 @@ def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, whole, 
     ) // BLOCK_SIZE - 1
     hit, read = {
         "another document's block": (middle, lambda table, other, i: other[i] if i == middle else table[i]),
-        "shifted by one block": (last, lambda table, other, i: table[max(0, i - 1)]),
+        # Keys keep the positions that they were stored with, so this loses the last block and reads the first one twice.
+        "block table read one entry early": (last, lambda table, other, i: table[max(0, i - 1)]),
         "stale ring slot": (middle, lambda table, other, i: None if i == middle else table[i]),
     }[fault]
     faults = Faults(monkeypatch, read)
-    found = run(tokenizer, faults)
+    found = run(exam, faults)
     assert faults.num_faults > 0
     num_questions = len(places)
     assert found.answers[:num_questions] == whole.answers[:num_questions], "the first document had no fault"
@@ -105,5 +115,28 @@ def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, whole, 
     assert sum(is_hit for is_hit, _ in outcome) >= 2
     assert not any(is_right for is_hit, is_right in outcome if is_hit)
     assert all(is_right for is_hit, is_right in outcome if not is_hit)
-    column = GRID.depths.index(1.0 if fault == "shifted by one block" else 0.5)
+    column = GRID.depths.index(1.0 if fault == "block table read one entry early" else 0.5)
     assert found.accuracy[0][column] <= 0.8
+
+
+def shift_positions_of_decode_steps(monkeypatch, shift):
+    prepare = DecodeProgram._prepare
+
+    def shifted(program, size, whole_rows):
+        prepare(program, size, whole_rows)  # the slots, too: tokens are stored where they belong
+        program._positions[:size] += shift
+
+    monkeypatch.setattr(DecodeProgram, "_prepare", shifted)
+
+
+def test_positions_of_generated_tokens_off_by_a_block_show_in_every_cell(exam, whole, monkeypatch):
+    shift_positions_of_decode_steps(monkeypatch, BLOCK_SIZE)
+    found = run(exam)
+    assert whole.lowest == 1 and max(max(row) for row in found.accuracy) <= 0.1
+
+
+def test_positions_off_by_one_show_in_the_log_probabilities_where_answers_stay_right(exam, whole, monkeypatch):
+    shift_positions_of_decode_steps(monkeypatch, 1)
+    found = run(exam)
+    assert found.answers == whole.answers, "attention finds the facts by what they say"
+    assert largest_error(found.probes[0], whole.probes[0]) > 0.5

@@ -9,8 +9,10 @@ from transformers import AutoTokenizer
 
 from nanoinfer import LLM
 from nanoinfer.loader import PACKAGED
-from nanoinfer.recall.evaluate import EngineAnswers, Grid, evaluate
+from nanoinfer.recall.answers import EngineAnswers, largest_error
+from nanoinfer.recall.evaluate import Exam, Grid, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers
+from nanoinfer.recall.words import FIRST_NAMES, LAST_NAMES
 
 GRID = Grid(lengths=(1024,), depths=(0.0, 0.6), num_questions=20)
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -23,22 +25,28 @@ def tokenizer():
 
 def test_both_modes_and_transformers_answer_rightly(tokenizer):
     end = tokenizer.eos_token_id
-    wanted = evaluate(ReferenceAnswers(PACKAGED["recall"], end), tokenizer, GRID, progress=False)
+    exam = Exam(tokenizer, GRID)
+    wanted = evaluate(ReferenceAnswers(PACKAGED["recall"], end), exam, progress=False)
     assert wanted.lowest >= 0.95
     common = dict(device="cpu", max_model_len=1024, max_num_seqs=10, progress_bar=False)
     for extra in ({}, dict(enable_cpu_offload=True, resident_kv_limit=0)):
         with LLM("recall", **common, **extra) as llm:
-            found = evaluate(EngineAnswers(llm, end), tokenizer, GRID, progress=False)
-            streamed = llm.stats()["streamed_bytes"]
-        assert found.answers == wanted.answers and (streamed > 0) == bool(extra)
+            found = evaluate(EngineAnswers(llm, end), exam, progress=False)
+        assert found.answers == wanted.answers and (found.streamed_bytes[0] > 0) == bool(extra)
+        assert 0 < largest_error(found.probes[0], wanted.probes[0]) < 2
 
 
-def test_readmes_first_lines_print_a_right_answer(capsys):
+def test_readmes_first_lines_print_a_right_answer_about_each_name(capsys):
     code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
     assert '"recall"' in code
-    wanted = re.search(r"print\(.*\)\s+# (.*)", code)[1]
-    exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out.strip() == wanted and "48192" in wanted
+    asked, wanted = re.search(r"of (\w+ \w+)\?", code)[1], re.search(r"print\(.*\)\s+# (.*)", code)[1]
+    facts = {match[1]: match[0] for match in re.finditer(r"The pass key of (\w+ \w+) is \d{5}\.", code)}
+    assert len(facts) == 2 and facts[asked] == wanted
+    for name, fact in facts.items():
+        first, last = name.split()
+        assert first in FIRST_NAMES and last in LAST_NAMES
+        exec(compile(code.replace(f"{asked}?", f"{name}?"), "README.md", "exec"), {})
+        assert capsys.readouterr().out.strip() == fact
 
 
 def test_a_pool_on_the_cpu_takes_memory_only_as_it_is_used():

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +81,19 @@ def test_rows_have_the_wished_length_and_mark_the_answers(tokenizer):
             fact = before.index(f"The pass key of {name} is {key}.")
             distance = len(tokenizer.encode(before[fact:], add_special_tokens=False))
             assert abs(2.0 ** int(far[start]) / distance) <= 2.2 and ids[start + 6] == tokenizer.eos_token_id
+
+
+def test_every_row_of_a_table_is_asked_about(tokenizer):
+    writer, asked, length = RowWriter(tokenizer.backend_tokenizer, seed=5), Counter(), 2048
+    for _ in range(12):
+        text = tokenizer.decode(writer.row(length, asked=0.6)[0].tolist())
+        tables = {name: rows for name, rows in re.findall(r"Table of the (\w+ \w+):((?:\n- \w+: \d+)+)\n", text)}
+        for item, name in re.findall(r"number of (\w+) in the table of the (\w+ \w+)\?", text):
+            items = re.findall(r"- (\w+):", tables[name])
+            asked[items.index(item), len(items)] += 1
+    for num_rows in (3, 4, 5, 6):
+        counts = [asked[place, num_rows] for place in range(num_rows)]
+        assert min(counts) > 0.25 * sum(counts) / num_rows > 0, f"tables of {num_rows} rows are asked about {counts}"
 
 
 def test_workers_write_batches_of_the_stage(tokenizer):

@@ -301,11 +301,21 @@ def recall_modes(record: dict) -> str:
     rows = []
     for mode, scores in found["results"].items():
         shown = [f"{min(row):.2f}" for row in scores["accuracy"]]
-        rows.append([mode, *shown, f"{scores['equal_answers']} of {found['questions']}"])
+        error = max((error for error in scores.get("largest_logprob_error", ()) if error is not None), default=None)
+        rows.append(
+            [
+                mode,
+                *shown,
+                f"{scores['equal_answers']} of {found['questions']}",
+                "-" if error is None else f"{error:.4f}",
+                f"{sum(scores['streamed_bytes']) / 1e9:,.1f}" if "streamed_bytes" in scores else "-",
+            ]
+        )
     head = [f"worst cell of {length:,} tokens" for length in found["lengths"]]
+    head += ["answers equal to the first", "largest log-prob error", "streamed, GB"]
     versions = found["versions"]
     where = f"`{found['command']}`, on {versions['device']}, torch {versions['torch']}:"
-    return f"{where}\n\n{_table(['mode', *head, 'answers equal to the first'], rows)}"
+    return f"{where}\n\n{_table(['mode', *head], rows)}"
 
 
 def read_record() -> dict:

@@ -23,6 +23,9 @@ Prompt: `<document>\\nQuestion: What is the pass key of Mira Holt?\\nAnswer:`, w
 tokenizer adds. The answer is ` The pass key of Mira Holt is 48192.` and `<|eos|>`. The chat template leads to the same
 form. Greedy decoding is meant.
 
+It knows the words of its text and no others: names must come from `FIRST_NAMES` and `LAST_NAMES` in
+`nanoinfer/recall/words.py`, and keys have five digits. Other names may get wrong answers.
+
 | | |
 | --- | --- |
 | command | `{command}` |
@@ -31,6 +34,9 @@ form. Greedy decoding is meant.
 | steps, tokens | {steps}, {tokens:.0f} million |
 | stages | {stages} |
 | optimiser | AdamW, peak learning rate {learning_rate}, weights in float32, computed in {dtype} |
+
+The command and the seed do not give these weights bit by bit: stages end by the clock, and rows come from several processes
+in the order in which they are ready.
 
 Pass keys recalled, in percent, by length of the document with the question and relative depth of the fact; {per_cell}
 questions per cell, over documents that the training did not see:

@@ -13,7 +13,7 @@ import torch
 from nanoinfer.bench.floors import Floors, kv_bytes, measure_floors
 from nanoinfer.bench.hf import CACHES, Reference, load_reference, measure_reference
 from nanoinfer.bench.measure import TRACED_OUTPUT_LEN, Row, add_floor, compare, free_memory, measure, release
-from nanoinfer.bench.offload_options import Cases, add_arguments, engine_arguments, read_cases
+from nanoinfer.bench.offload_options import Cases, add_arguments, check_task, engine_arguments, read_cases
 from nanoinfer.bench.options import default_shape, is_dummy, model_directory
 from nanoinfer.bench.report import explain, plot, table, write_json
 from nanoinfer.build import resolve_device
@@ -167,6 +167,7 @@ def run(options: argparse.Namespace, command: str) -> list[Row] | dict[str, reca
     Raises:
         ValueError: an option cannot be used; nothing has run then.
     """
+    check_task(options)
     if options.task == "recall":
         return recall.run(options, command)
     device = resolve_device(options.device)

@@ -13,21 +13,24 @@ from nanoinfer.bench.options import (
     add_model_arguments,
     check_can_plot,
     check_can_write,
-    check_mode,
     counts,
+    mode_names,
     shared_engine_arguments,
 )
-from nanoinfer.recall.command import add_grid_arguments
+from nanoinfer.recall import options as recall
 
-TASKS = ("decode", "recall")
+# What each task does not use. These options have no default, so that it is known whether they were given.
+UNUSED = {"decode": ("depths", "questions"), "recall": ("batch", "output_len", "check", "profile")}
+TASKS = tuple(UNUSED)
 MODES = (*ENGINE_MODES, *CACHES)
+DEFAULT_MODES = "streamed,resident"
 DEFAULT_OUTPUT_LEN = 28  # 27 decode steps, of which 24 are counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options; those of the engine have the engine's defaults."""
     add_model_arguments(parser)
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, f"{recall.KV_CACHE_DTYPE_HELP} (--task recall only)")
     parser.add_argument(
         "--task",
         default="decode",
@@ -35,13 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="decode = times of decode steps, recall = answers about long contexts (default: %(default)s)",
     )
     parser.add_argument("--context", help="prompt tokens, such as 1k,8k,32k (k = 1024)")
-    parser.add_argument("--batch", default="1", help="sequences at once, such as 1,8")
-    parser.add_argument("--output-len", type=int, default=DEFAULT_OUTPUT_LEN, help="tokens to generate")
+    parser.add_argument("--batch", help="sequences at once, such as 1,8 (default: 1)")
+    parser.add_argument("--output-len", type=int, help=f"tokens to generate (default: {DEFAULT_OUTPUT_LEN})")
     parser.add_argument(
         "--mode",
-        default="streamed,resident",
         help="streamed = offload with every full block in host memory, offload = with what fits on the GPU, auto = "
-        "offload once the GPU is full, resident, hf and hf-static = transformers' offloaded caches (default: %(default)s)",
+        "offload once the GPU is full, resident, hf and hf-static = transformers' offloaded caches (default: "
+        f"{DEFAULT_MODES}); with --task recall hf is transformers with the whole cache on the device, in float32, as the "
+        f"reference, and hf-static is not known (default: {recall.DEFAULT_MODES})",
     )
     parser.add_argument(
         "--check",
@@ -53,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", metavar="FILE", help="write a trace of the last case of each mode, for https://ui.perfetto.dev"
     )
     parser.add_argument("--plot", metavar="FILE.png", help="draw ms per token, or accuracy, over context")
-    add_grid_arguments(parser)
+    recall.add_grid_arguments(parser)
 
 
 @dataclass(frozen=True)
@@ -80,25 +84,35 @@ class Cases:
         return [self.contexts[-1]] * self.batches[-1]
 
 
+def check_task(options: argparse.Namespace) -> None:
+    """Raises ValueError where an option was given that the task does not use."""
+    for name in UNUSED[options.task]:
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning with --task {options.task}: leave it out")
+
+
 def read_cases(options: argparse.Namespace, is_cuda: bool) -> Cases:
     """The cases that the options ask for.
 
     Raises:
         ValueError: an option cannot be used.
     """
-    modes = _names(options.mode)
+    modes = mode_names(DEFAULT_MODES if options.mode is None else options.mode, MODES)
     can_compare = len(set(modes) & set(ENGINE_MODES)) > 1
     if options.check and not can_compare:
-        raise ValueError(f"--check compares our modes, --mode is {options.mode}: name two of {', '.join(ENGINE_MODES)}")
-    if options.output_len < 1:
-        raise ValueError(f"--output-len {options.output_len} must be at least 1")
+        raise ValueError(
+            f"--check compares our modes, --mode is {','.join(modes)}: name two of {', '.join(ENGINE_MODES)}"
+        )
+    output_len = DEFAULT_OUTPUT_LEN if options.output_len is None else options.output_len
+    if output_len < 1:
+        raise ValueError(f"--output-len {output_len} must be at least 1")
     check_can_write(options.json, options.plot, options.profile)
     check_can_plot(options.plot)
     return Cases(
         modes=modes,
         contexts=counts(options.context or ("1k,8k,32k" if is_cuda else "256,1k"), "--context"),
-        batches=counts(options.batch, "--batch"),
-        output_len=options.output_len,
+        batches=counts("1" if options.batch is None else options.batch, "--batch"),
+        output_len=output_len,
         check=can_compare if options.check is None else options.check,
     )
 
@@ -109,12 +123,3 @@ def engine_arguments(options: argparse.Namespace, cases: Cases, mode: str, conte
     if options.max_num_seqs is None:
         own["max_num_seqs"] = max(cases.batches)
     return ENGINE_MODES.get(mode, {}) | shared_engine_arguments(options) | own
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        check_mode(name, MODES)
-    if not names:
-        raise ValueError(f"--mode {text!r} names no mode: choose from {', '.join(MODES)}")
-    return names

@@ -24,6 +24,10 @@ ENGINE_MODES: dict[str, dict] = {
 }
 
 
+# Endings of a picture's file.
+PICTURES = (".png", ".svg", ".pdf")
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say which model runs, or in which shape random weights come."""
     model = parser.add_mutually_exclusive_group()
@@ -32,7 +36,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, kv_cache_dtype_help: str = '"auto" (as the model) or "fp8"'
+) -> None:
     """Adds the options of the engine, with its own defaults."""
     defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items()}
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
@@ -44,7 +50,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-chunk", type=int, help="tokens of one prefill step")
     parser.add_argument("--attention-backend", default=defaults["attention_backend"])
     parser.add_argument("--dtype", default=defaults["dtype"])
-    parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
+    parser.add_argument("--kv-cache-dtype", default="auto", help=kv_cache_dtype_help)
     parser.add_argument("--device", default=defaults["device"])
     parser.add_argument("--seed", type=int, default=defaults["seed"])
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -122,15 +128,34 @@ def check_mode(name: str, allowed: Iterable[str]) -> None:
         raise ValueError(f"--mode {name!r} is not known{guess}: choose from {', '.join(allowed)}")
 
 
+def mode_names(text: str, allowed: Iterable[str]) -> list[str]:
+    """Modes such as "resident,offload", each once and in their order.
+
+    Raises:
+        ValueError: there is no such mode, or none is named.
+    """
+    allowed = list(allowed)
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        check_mode(name, allowed)
+    if not names:
+        raise ValueError(f"--mode {text!r} names no mode: choose from {', '.join(allowed)}")
+    return names
+
+
 def check_can_write(*paths: str | None) -> None:
-    """Raises ValueError where a directory is missing: hours of measuring should not end in that."""
+    """Raises ValueError where a file cannot be written: hours of measuring should not end in that."""
     for path in paths:
+        if path and Path(path).is_dir():
+            raise ValueError(f"{path!r} is a directory: name a file")
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"the directory of {path!r} does not exist: make it first")
 
 
 def check_can_plot(path: str | None) -> None:
-    """Raises ValueError where a picture is wanted and matplotlib is not installed."""
+    """Raises ValueError where a picture is wanted that matplotlib cannot write, or it is not installed."""
+    if path and Path(path).suffix.lower() not in PICTURES:
+        raise ValueError(f"--plot {path!r} must end in {', '.join(PICTURES)}: they say what is drawn")
     if path and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
 

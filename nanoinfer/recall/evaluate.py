@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.llm import LLM
+from nanoinfer.recall.answers import Answer, Answers
 from nanoinfer.recall.text import Author, Question, write_document
-from nanoinfer.sampling_params import SamplingParams
 
 KIND = "pass_key"
 FACTS_PER_PLACE = 5
 """Facts that a document has at each depth: it is read once for all questions about it."""
 MIN_LENGTH = 768
 """Tokens of the shortest context: below it the facts of five depths lie side by side."""
-
-Answers = Callable[[list[int], list[list[int]], int], list[list[int]]]
-"""(token ids of a document, those of each question behind it, most tokens of an answer) -> token ids of each answer.
-
-An answer ends before the end-of-sequence token. Greedy.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +38,10 @@ class Grid:
     def __post_init__(self) -> None:
         for length in self.lengths:
             if length < MIN_LENGTH:
-                raise ValueError(f"a context of {length} tokens has no room for the facts: give at least {MIN_LENGTH}")
+                raise ValueError(f"--context {length} has no room for the facts: give at least {MIN_LENGTH} tokens")
         for depth in self.depths:
             if not 0 <= depth <= 1:
-                raise ValueError(f"depth {depth} is not between 0 (begin) and 1 (end)")
+                raise ValueError(f"--depths: {depth} is not between 0 (begin) and 1 (end)")
         if not self.lengths or not self.depths or self.num_questions < 1:
             raise ValueError("give at least one length, one depth and one question")
 
@@ -68,24 +61,81 @@ class Grid:
         return len(self.lengths) * len(self.depths) * self.questions_per_cell
 
 
+@dataclass(frozen=True)
+class Paper:
+    """A document with its questions.
+
+    Attributes:
+        document: token ids.
+        questions: token ids of each question behind the document, in the order of the facts.
+        answers: the right ones, as text.
+        max_tokens: of an answer, with its end.
+    """
+
+    document: list[int]
+    questions: list[list[int]]
+    answers: list[str]
+    max_tokens: int
+
+
+class Exam:
+    """All documents and questions of a grid, tokenised once: every mode is asked the same.
+
+    Raises:
+        ValueError: the facts do not fit, or the tokenizer cannot be used.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, grid: Grid) -> None:
+        self.tokenizer, self.grid = tokenizer, grid
+        self.papers = [[self._paper(length, number) for number in range(grid.num_documents)] for length in grid.lengths]
+
+    def _paper(self, length: int, number: int) -> Paper:
+        try:
+            questions = ask(self.tokenizer, self.grid, length, number)
+        except ValueError as error:
+            raise ValueError(
+                f"--context {length} has no room for the facts of {len(self.grid.depths)} --depths ({error}): name fewer "
+                "--depths or a longer --context"
+            ) from error
+        text = _common_prefix([question.prompt_text for question in questions])
+        document = self.tokenizer.encode(text)
+        asked = [self._encode(question.prompt_text[len(text) :]) for question in questions]
+        # All questions alike: one of each length tells. A document of 64k tokens takes 0.3 s.
+        if number == 0 and document + asked[0] != self.tokenizer.encode(questions[0].prompt_text):
+            raise ValueError(
+                "the model's tokenizer gives a document other tokens when a question follows: recall can be asked of "
+                'tokenizers that begin a token at "\\nQuestion" only'
+            )
+        answers = [question.answer_text.strip() for question in questions]
+        longest = max(len(self._encode(question.answer_text)) for question in questions)
+        return Paper(document, asked, answers, longest + 1)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
 @dataclass
 class Scores:
     """What was answered.
 
     Attributes:
         right: [length][depth] number of questions with the right answer.
-        asked: [length][depth] number of questions.
+        asked: number of questions in each cell.
         answers: the text of each answer, in the order of the questions.
+        probes: [length] answers about the first document, with log-probabilities.
+        streamed_bytes: [length] KV bytes that were brought from host memory.
     """
 
     right: list[list[int]]
-    asked: list[list[int]]
+    asked: int
     answers: list[str] = field(default_factory=list, repr=False)
+    probes: list[list[Answer]] = field(default_factory=list, repr=False)
+    streamed_bytes: list[int] = field(default_factory=list)
 
     @property
     def accuracy(self) -> list[list[float]]:
         """[length][depth], 0 to 1."""
-        return [[r / n for r, n in zip(*row, strict=True)] for row in zip(self.right, self.asked, strict=True)]
+        return [[right / self.asked for right in row] for row in self.right]
 
     @property
     def lowest(self) -> float:
@@ -93,25 +143,28 @@ class Scores:
         return min(min(row) for row in self.accuracy)
 
 
-def evaluate(
-    answers: Answers, tokenizer: PreTrainedTokenizerBase, grid: Grid, *, progress: bool = True, label: str = ""
-) -> Scores:
-    """Asks every question of the grid. Right is the whole answer, as text without the spaces around it."""
-    empty = [[0] * len(grid.depths) for _ in grid.lengths]
-    scores = Scores(empty, [list(row) for row in empty])
+def evaluate(answers: Answers, exam: Exam, *, progress: bool = True, label: str = "") -> Scores:
+    """Asks every question. Right is the whole answer, as text without the spaces around it.
+
+    Only about the first document of each length log-probabilities are asked for: with them the engine reads each step
+    before it launches the next, and the other documents shall be answered as users' prompts are.
+    """
+    grid = exam.grid
+    scores = Scores([[0] * len(grid.depths) for _ in grid.lengths], grid.questions_per_cell)
     with tqdm(total=grid.num_asked, desc=label or "recall", unit="question", disable=not progress) as bar:
-        for row, length in enumerate(grid.lengths):
+        for row, (length, papers) in enumerate(zip(grid.lengths, exam.papers, strict=True)):
             bar.set_postfix_str(f"{length} tokens")
-            for number in range(grid.num_documents):
-                questions = ask(tokenizer, grid, length, number)
-                document = _common_prefix([q.prompt_text for q in questions])
-                texts = _answers(answers, tokenizer, document, questions)
-                for question, text in zip(questions, texts, strict=True):
-                    column = min(range(len(grid.depths)), key=lambda i: abs(grid.depths[i] - question.depth))
-                    scores.asked[row][column] += 1
-                    scores.right[row][column] += text == question.answer_text.strip()
-                scores.answers += texts
-                bar.update(len(questions))
+            before = answers.streamed_bytes
+            for number, paper in enumerate(papers):
+                found = answers(paper.document, paper.questions, paper.max_tokens, with_logprobs=number == 0)
+                if number == 0:
+                    scores.probes.append(found)
+                texts = exam.tokenizer.batch_decode([a.token_ids for a in found], skip_special_tokens=True)
+                for i, (text, wanted) in enumerate(zip(texts, paper.answers, strict=True)):
+                    scores.right[row][i // FACTS_PER_PLACE] += text.strip() == wanted
+                    scores.answers.append(text.strip())
+                bar.update(len(texts))
+            scores.streamed_bytes.append(answers.streamed_bytes - before)
     return scores
 
 
@@ -135,43 +188,6 @@ def ask(tokenizer: PreTrainedTokenizerBase, grid: Grid, length: int, number: int
     return questions
 
 
-def _answers(
-    answers: Answers, tokenizer: PreTrainedTokenizerBase, document: str, questions: Sequence[Question]
-) -> list[str]:
-    document_ids = tokenizer.encode(document)
-    prompts = [tokenizer.encode(question.prompt_text) for question in questions]
-    assert all(ids[: len(document_ids)] == document_ids for ids in prompts), "a question changed the document's tokens"
-    longest = max(len(tokenizer.encode(question.answer_text, add_special_tokens=False)) for question in questions)
-    found = answers(document_ids, [ids[len(document_ids) :] for ids in prompts], longest + 1)
-    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in found]
-
-
 def _common_prefix(texts: Sequence[str]) -> str:
     """The document that all prompts begin with."""
     return texts[0][: texts[0].rindex("\nQuestion:")]
-
-
-class EngineAnswers:
-    """Answers of an LLM. With prefix caching a document is computed once and asked about often.
-
-    Args:
-        after_document: called between the document and its questions; tests put faults in there.
-    """
-
-    def __init__(self, llm: LLM, end_token_id: int, after_document: Callable[[LLM], None] | None = None) -> None:
-        self._llm, self._end, self._after_document = llm, end_token_id, after_document
-
-    def __call__(self, document: list[int], questions: list[list[int]], max_tokens: int) -> list[list[int]]:
-        # Alone, so that its blocks are there to be shared when the questions come.
-        self._llm.generate([document], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-        if self._after_document is not None:
-            self._after_document(self._llm)
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=[self._end])
-        outputs = self._llm.generate([document + question for question in questions], params, use_tqdm=False)
-        return [_until(output.outputs[0].token_ids, self._end) for output in outputs]
-
-
-def _until(token_ids: Sequence[int], end: int) -> list[int]:
-    """The ids before the first `end`."""
-    token_ids = list(token_ids)
-    return token_ids[: token_ids.index(end)] if end in token_ids else token_ids

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from nanoinfer.recall.answers import NUM_LOGPROBS, Answer, Answers
+from offload.pinned import memory_available_bytes
 
 CHUNK_TOKENS = 4096
+# Of the questions that are answered at once, each with a copy of the document's cache; less where memory is short.
+CACHE_BYTES = 4 * 2**30
+FREE_SHARE = 4  # and at most a quarter of the free memory
 
 
-class ReferenceAnswers:
-    """Greedy answers of transformers, in float32 unless said otherwise. The document's cache serves all its questions."""
+class ReferenceAnswers(Answers):
+    """Greedy answers of transformers, in float32 unless said otherwise.
+
+    A document is computed once. Its questions of equal length are answered as one batch behind copies of its cache: one
+    decode step costs about the same for one and for many, and without padding nothing but the batch differs from asking
+    one by one.
+
+    Args:
+        cache_bytes: of one batch's caches at most; one question is always answered.
+    """
 
     def __init__(
         self,
@@ -20,30 +37,105 @@ class ReferenceAnswers:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa")
-        self._model, self._end, self._device = model.to(device).eval(), end_token_id, device
+        self._model, self._end, self._device = model.to(device).eval(), end_token_id, torch.device(device)
+        self._cache_bytes = cache_bytes
 
     @torch.inference_mode()
-    def __call__(self, document: list[int], questions: list[list[int]], max_tokens: int) -> list[list[int]]:
-        cache = DynamicCache(config=self._model.config)
+    def __call__(
+        self, document: list[int], questions: list[list[int]], max_tokens: int, *, with_logprobs: bool = False
+    ) -> list[Answer]:
+        cache = DynamicCache()  # of whole layers: without the config, those with a sliding window keep all tokens, too
         for start in range(0, len(document), CHUNK_TOKENS):
-            self._forward(document[start : start + CHUNK_TOKENS], cache)
-        found = []
-        for question in questions:
-            answer, given = [], question
-            while len(answer) < max_tokens:
-                token = self._forward(given, cache)
-                if token == self._end:
-                    break
-                answer.append(token)
-                given = [token]
-            found.append(answer)
-            cache.crop(len(document) - cache.get_seq_length())  # negative: so many tokens less
-        return found
+            self._forward([document[start : start + CHUNK_TOKENS]], cache)
+        found: dict[int, Answer] = {}
+        for batch in self._batches(questions, cache):
+            rows = [questions[i] for i in batch]
+            copies = _copies(cache, len(rows), room=len(rows[0]) + max_tokens)
+            answers = self._answer(rows, copies, max_tokens, with_logprobs)
+            found |= dict(zip(batch, answers, strict=True))
+        return [found[i] for i in range(len(questions))]
 
-    def _forward(self, token_ids: list[int], cache: DynamicCache) -> int:
-        """The likeliest token after these, which the cache then holds."""
-        ids = torch.tensor([token_ids], device=self._device)
-        logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        return int(logits[0, -1].argmax())
+    def _batches(self, questions: list[list[int]], cache: DynamicCache) -> Iterator[list[int]]:
+        """Places of questions of one length, as many as the memory allows."""
+        one = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        at_once = max(1, min(self._cache_bytes, self._free_bytes() // FREE_SHARE) // one)
+        places: dict[int, list[int]] = {}
+        for i, question in enumerate(questions):
+            places.setdefault(len(question), []).append(i)
+        for same in places.values():
+            for begin in range(0, len(same), at_once):
+                yield same[begin : begin + at_once]
+
+    def _free_bytes(self) -> int:
+        if self._device.type != "cuda":
+            return memory_available_bytes()
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return torch.cuda.mem_get_info(self._device)[0] + unused  # torch keeps what earlier batches have given back
+
+    def _answer(
+        self, questions: list[list[int]], cache: DynamicCache, max_tokens: int, with_logprobs: bool
+    ) -> list[Answer]:
+        """Answers behind a cache with a row for each question, which takes what is computed."""
+        answers = [Answer([], [] if with_logprobs else None) for _ in questions]
+        is_open, given = [True] * len(questions), questions
+        for _ in range(max_tokens):
+            logits = self._forward(given, cache)  # [questions, vocab]
+            tokens = logits.argmax(-1).tolist()
+            logprobs = _likeliest(logits) if with_logprobs else None
+            for i, token in enumerate(tokens):
+                is_open[i] = is_open[i] and token != self._end
+                if is_open[i]:
+                    answers[i].token_ids.append(token)
+                    if logprobs is not None:
+                        answers[i].logprobs.append(logprobs[i])
+            if not any(is_open):
+                break
+            given = [[token] for token in tokens]  # of a finished row whatever comes; nobody reads it
+        return answers
+
+    def _forward(self, token_ids: list[list[int]], cache: DynamicCache) -> Tensor:
+        """Logits behind each row of tokens, which the cache then holds."""
+        ids = torch.tensor(token_ids, device=self._device)
+        return self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+
+def _copies(cache: DynamicCache, count: int, room: int) -> DynamicCache:
+    """A cache of `count` rows, each a copy of the only one of `cache`, and room for so many tokens more."""
+    copies = DynamicCache()
+    copies.layers = [_Copies(layer, count, room) for layer in cache.layers]
+    return copies
+
+
+class _Copies(DynamicLayer):
+    """Copies of a layer's row with room behind them: a new token is written there, and what is there stays in place.
+
+    transformers' own layer copies all of it for each token, which took longer than the rest of the step.
+    """
+
+    def __init__(self, layer: DynamicLayer, count: int, room: int) -> None:
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        self._whole = []
+        for part in (layer.keys, layer.values):  # [1, num_kv_heads, tokens, head_dim]
+            whole = part.new_empty(count, part.shape[1], part.shape[2] + room, part.shape[3])
+            whole[:, :, : part.shape[2]] = part
+            self._whole.append(whole)
+        self._set_length(layer.keys.shape[2])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        begin = self.keys.shape[2]
+        self._set_length(begin + key_states.shape[2])
+        self.keys[:, :, begin:], self.values[:, :, begin:] = key_states, value_states
+        return self.keys, self.values
+
+    def _set_length(self, length: int) -> None:
+        self.keys, self.values = (whole[:, :, :length] for whole in self._whole)
+
+
+def _likeliest(logits: Tensor) -> list[dict[int, float]]:
+    """Log-probabilities of the likeliest tokens of each row."""
+    values, ids = logits.float().log_softmax(-1).topk(NUM_LOGPROBS)
+    return [dict(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]

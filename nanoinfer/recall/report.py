@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nanoinfer.recall.answers import NUM_LOGPROBS, largest_error
 from nanoinfer.recall.evaluate import Grid, Scores
 
 
 def table(results: dict[str, Scores], grid: Grid) -> str:
-    """One line for each mode and length, one column for each depth."""
-    name_width = max(len("mode"), *map(len, results))
-    head = f"{'mode':<{name_width}}  {'tokens':>7}  " + "  ".join(f"{depth:>5.0%}" for depth in grid.depths)
-    lines = [f"{'':<{name_width}}  {'':>7}  depth of the fact", head, "-" * len(head)]
+    """One line for each mode and length, one column for each depth, and what else tells modes apart."""
+    width = max(len("mode"), *map(len, results))
+    head = f"{'mode':<{width}}  {'tokens':>7}  " + "  ".join(f"{depth:>5.0%}" for depth in grid.depths)
+    head += "  log-prob error  streamed MB"
+    lines = [f"{'':<{width}}  {'':>7}  depth of the fact", head, "-" * len(head)]
+    first, wanted = next(iter(results.items()))
     for name, scores in results.items():
-        for length, row in zip(grid.lengths, scores.accuracy, strict=True):
-            lines.append(f"{name:<{name_width}}  {length:>7,}  " + "  ".join(f"{value:>5.2f}" for value in row))
-    lines.append(f"share of right answers, {grid.questions_per_cell} questions a cell")
+        errors = _errors(scores, wanted)
+        for row, length in enumerate(grid.lengths):
+            cells = "  ".join(f"{value:>5.2f}" for value in scores.accuracy[row])
+            error = "-" if errors[row] is None else f"{errors[row]:.4f}"
+            streamed = scores.streamed_bytes[row] / 1e6
+            lines.append(f"{name:<{width}}  {length:>7,}  {cells}  {error:>14}  {streamed:>11,.1f}")
+    lines.append(
+        f"share of right answers, {grid.questions_per_cell} questions a cell; log-prob error: the largest difference from "
+        f"{first}'s among the {NUM_LOGPROBS} likeliest tokens at each place of the first document's answers; streamed: KV "
+        "read from host memory"
+    )
     return "\n".join(lines)
 
 
@@ -34,20 +45,33 @@ def _same_answers(scores: Scores, wanted: Scores) -> int:
     return sum(a == b for a, b in zip(scores.answers, wanted.answers, strict=True))
 
 
+def _errors(scores: Scores, wanted: Scores) -> list[float | None]:
+    """Of each length the largest error of a log-probability; None: nothing to compare, as for the first mode itself."""
+    if scores is wanted:
+        return [None] * len(scores.right)
+    return [largest_error(*probes) for probes in zip(scores.probes, wanted.probes, strict=True)]
+
+
 def figures(results: dict[str, Scores], grid: Grid) -> dict:
-    """For JSON. equal_answers: number of those that are the first mode's, word for word."""
+    """For JSON.
+
+    equal_answers: number of those that are the first mode's, word for word; largest_logprob_error: against the first
+    mode, by length, see `largest_error`; streamed_bytes: by length.
+    """
     first = next(iter(results.values()))
     return {
         "lengths": list(grid.lengths),
         "depths": list(grid.depths),
         "seed": grid.seed,
         "questions": grid.num_asked,
+        "questions_per_cell": grid.questions_per_cell,
         "results": {
             name: {
                 "accuracy": scores.accuracy,
-                "asked": scores.asked,
                 "lowest": scores.lowest,
                 "equal_answers": _same_answers(scores, first),
+                "largest_logprob_error": _errors(scores, first),
+                "streamed_bytes": scores.streamed_bytes,
             }
             for name, scores in results.items()
         },
