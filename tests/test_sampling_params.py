@@ -25,9 +25,15 @@ def test_defaults_are_those_of_vllm():
         "stop": (),
         "stop_token_ids": (),
         "ignore_eos": False,
+        "skip_special_tokens": True,
         "seed": None,
         "logprobs": None,
     }
+
+
+def test_vllms_neutral_values_are_taken():
+    params = SamplingParams(max_tokens=None, min_tokens=50, seed=-1, skip_special_tokens=True)
+    assert params.max_tokens is None and params.seed is None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,6 @@ def test_defaults_are_those_of_vllm():
         ("repetition_penalty", math.inf, "a finite number > 0"),
         ("repetition_penalty", True, "a finite number > 0"),
         ("max_tokens", 0, "an integer >= 1"),
-        ("max_tokens", None, "an integer >= 1"),
         ("max_tokens", True, "an integer >= 1"),
         ("min_tokens", -1, "an integer >= 0"),
         ("min_tokens", 0.0, "an integer >= 0"),
@@ -74,8 +79,9 @@ def test_defaults_are_those_of_vllm():
         ("stop_token_ids", "12", "a list of token ids, integers >= 0"),
         ("stop_token_ids", 12, "a list of token ids, integers >= 0"),
         ("ignore_eos", 1, "True or False"),
+        ("skip_special_tokens", 0, "True or False"),
         ("seed", 1.0, "an integer in [0, 18446744073709551615]"),
-        ("seed", -1, "an integer in [0, 18446744073709551615]"),
+        ("seed", -2, "an integer in [0, 18446744073709551615]"),
         ("seed", 2**64, "an integer in [0, 18446744073709551615]"),
         ("seed", True, "an integer in [0, 18446744073709551615]"),
         ("logprobs", -1, "an integer in [0, 20]"),
