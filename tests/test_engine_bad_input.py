@@ -157,7 +157,7 @@ def test_a_request_id_in_use_is_refused(path):
 
 
 def test_chat_without_a_tokenizer_is_refused(llm):
-    with pytest.raises(ValueError, match=r"chat\(\) needs a chat template, but there is no tokenizer"):
+    with pytest.raises(ValueError, match="chat needs a chat template, but there is no tokenizer"):
         llm.chat([{"role": "user", "content": "hello"}])
 
 

@@ -179,6 +179,22 @@ def test_chat_is_that_of_llm_chat(path, llm):
     assert rest[-1]["finish_reason"] == "length" and streamed[0]["object"] == "chat.completion.chunk"
 
 
+def test_an_assistants_content_may_be_null(path):
+    async def ask():
+        async with serving(path) as served:
+            user = {"role": "user", "content": "w31"}
+            asked = dict(max_tokens=2, return_token_ids=True, **GREEDY)
+            answers = [
+                await served.post(
+                    "/v1/chat/completions", messages=[user, {"role": "assistant", **content}, user], **asked
+                )
+                for content in (dict(content=None), dict(content=""), dict())
+            ]
+            return [answer.json()["prompt_token_ids"] for answer in answers]
+
+    assert asyncio.run(ask()) == [[7, 31, 8, 7, 31, 9]] * 3
+
+
 def test_chat_without_max_tokens_may_use_what_is_left_of_max_model_len(path):
     async def ask():
         async with serving(path, max_model_len=48) as served:

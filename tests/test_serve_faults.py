@@ -132,6 +132,9 @@ REFUSED = {
     "stop of numbers": (dict(prompt=[5], stop=[5]), "stop", "stop"),
     "many stops": (dict(prompt=[5], stop=["a"] * 65), "stop holds 65 strings", "stop"),
     "long stop": (dict(prompt=[5], stop="a" * 2000), "of 2000 characters", "stop"),
+    "banned ids": (
+        dict(prompt=[5], min_tokens=1, stop_token_ids=list(range(5, 150))), "bans", "min_tokens",
+    ),
     "stop ids": (dict(prompt=[5], stop_token_ids=[-1]), "stop_token_ids", "stop_token_ids"),
     "logprobs": (dict(prompt=[5], logprobs=21), "logprobs is 21", "logprobs"),
     "echo": (dict(prompt=[5], echo=True, logprobs=1), "echo with logprobs", "echo"),
@@ -150,6 +153,7 @@ CHAT_REFUSED = {
     "empty": (dict(messages=[]), "messages is empty", "messages"),
     "text": (dict(messages="hello"), "messages is 'hello'", "messages"),
     "no role": (dict(messages=[{"content": "w1"}]), "messages[0] has no role", "messages"),
+    "message of text": (dict(messages=["hello"]), "messages.0 is 'hello'", "messages"),
     "no content": (dict(messages=[{"role": "user"}]), "messages[0].content is None", "messages"),
     "image": (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text is", "messages"),
     "refused by the template": (dict(messages=[{"role": "nobody", "content": ""}]), "no such role", "messages"),
@@ -250,14 +254,36 @@ def test_unknown_models_and_paths_are_not_found(path):
     asyncio.run(ask())
 
 
-def test_what_the_pools_cannot_hold_is_refused_with_the_engines_words(path):
+# Name: path, body, what is at fault. The model length is 384, the pool holds 112 tokens.
+LONG_MESSAGES = [{"role": "user", "content": "w5 " * 400}]
+FOR_THE_POOL = [{"role": "user", "content": "w5 " * 120}]
+TOO_LONG = {
+    "prompt": ("/v1/completions", dict(prompt=[5] * 400), "max_model_len is 384", "prompt"),
+    "second prompt": ("/v1/completions", dict(prompt=[[5], [5] * 400]), "max_model_len is 384", "prompt"),
+    "text": ("/v1/completions", dict(prompt="w5 " * 400), "max_model_len is 384", "prompt"),
+    "messages": (CHAT, dict(messages=LONG_MESSAGES), "max_model_len is 384", "messages"),
+    "with output": ("/v1/completions", dict(prompt=[5] * 300, max_tokens=85), "max_model_len = 384", "max_tokens"),
+    "pool": ("/v1/completions", dict(prompt=[5] * 120), "pool holds 112", "prompt"),
+    "pool, with output": ("/v1/completions", dict(prompt=[5] * 100, max_tokens=28), "pool holds 112", "max_tokens"),
+    "pool, chat": (CHAT, dict(messages=FOR_THE_POOL), "pool holds 112", "messages"),
+    "pool, chat with output": (
+        CHAT, dict(messages=[{"role": "user", "content": "w5"}], max_tokens=120), "pool holds 112", "max_tokens",
+    ),
+}  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused_with_openais_code(path):
     async def ask():
         async with serving(path) as served:
             served.engine.max_sequence_tokens = lambda mode: 112
-            response = await served.post(prompt=[5] * 100, max_tokens=28)
-            message = response.json()["error"]["message"]
-            assert response.status_code == 400 and "pool holds" in message and "lower max_tokens" in message
+            for name, (url, body, message, param) in TOO_LONG.items():
+                response = await served.post(url, **body)
+                error = response.json()["error"]
+                assert response.status_code == 400 and message in error["message"], f"{name}: {error}"
+                assert (error["param"], error["code"]) == (param, "context_length_exceeded"), f"{name}: {error}"
             assert (await served.post(prompt=[5] * 100, max_tokens=5)).status_code == 200
+            answer = await served.post(CHAT, messages=[{"role": "user", "content": "w5"}], temperature=0)
+            assert answer.json()["usage"]["total_tokens"] == 112, "a chat without a limit takes what the pool has"
 
     asyncio.run(ask())
 

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import nanoinfer
+from nanoinfer.errors import RequestError
 from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.errors import ApiError, BadRequestError, UnavailableError
@@ -24,6 +25,7 @@ from nanoinfer.serve.responding import EventStream, read_body, whole_answer
 from nanoinfer.serve.tokenizing import Prompt
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
+TOO_LONG = "context_length_exceeded"
 
 
 def create_app(
@@ -84,7 +86,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         asked = parse(CompletionRequest, await read_body(request))
         model = _model_name(asked, names)
         params = asked.sampling_params(DEFAULT_MAX_TOKENS)
-        with _refusing("prompt"):
+        with _refusing(asked):
             prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
         echoed = [engine.prompts.text_of(prompt) for prompt in prompts] if asked.echo else None
         answer = CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed=echoed)
@@ -95,11 +97,10 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         arrival = time.perf_counter()
         asked = parse(ChatRequest, await read_body(request))
         model = _model_name(asked, names)
-        # The engine cuts it to what the prompt leaves.
-        params = asked.sampling_params(engine.plan.max_model_len)
+        params = asked.sampling_params(None)  # what the prompt leaves
         template_arguments = dict(asked.chat_template_kwargs or {})
         template_arguments["add_generation_prompt"] = asked.add_generation_prompt is not False
-        with _refusing("messages"):
+        with _refusing(asked):
             prompt = await engine.prompts.tokenize_chat(asked.conversation(), **template_arguments)
         answer = ChatAnswer(asked, model, [prompt], engine.prompts.has_text)
         return await respond(request, answer, params, arrival)
@@ -107,7 +108,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
     async def respond(request: Request, answer: Answer, params: Any, arrival: float) -> Response:
         asked = answer.request
         _check_length(asked, answer.prompts, engine.plan.max_model_len)
-        with _refusing(None):
+        with _refusing(asked):
             stream = await engine.submit(answer.prompts, params, wants_deltas=bool(asked.stream), arrival=arrival)
         if asked.stream:
             return EventStream(stream, answer)
@@ -163,17 +164,21 @@ def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -
             f"the prompt has {longest} tokens and max_tokens is {asked.token_limit}, together they may be "
             f"max_model_len = {limit}: lower max_tokens or shorten the prompt",
             param="max_tokens",
-            code="context_length_exceeded",
+            code=TOO_LONG,
         )
 
 
 @contextlib.contextmanager
-def _refusing(param: str | None):
-    """A ValueError of the engine is a mistake of the client's."""
+def _refusing(asked: GenerationRequest):
+    """What the engine cannot take is a mistake of the client's."""
     try:
         yield
-    except ValueError as error:
-        raise BadRequestError(str(error), param=param) from error
+    except RequestError as error:
+        raise BadRequestError(
+            str(error),
+            param=asked.prompt_field if error.field == "prompt" else error.field,
+            code=TOO_LONG if error.is_too_long else None,
+        ) from error
 
 
 # Errors

@@ -114,7 +114,7 @@ class AsyncEngine:
             prompts: as `self.prompts` makes them.
 
         Raises:
-            ValueError: the engine refuses a prompt or its parameters.
+            RequestError: the engine refuses a prompt or its parameters.
             OverloadedError: too many sequences wait.
             UnavailableError: the server is shutting down or the engine is dead.
         """

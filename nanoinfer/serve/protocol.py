@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nanoinfer.errors import nearest
+from nanoinfer.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
 
@@ -73,6 +74,7 @@ class StreamOptions(_Model):
 class GenerationRequest(_Model):
     """What both endpoints take. None: the field's default."""
 
+    prompt_field: ClassVar[str] = "prompt"
     _sampling: ClassVar[tuple[str, ...]] = (
         "n temperature top_p top_k min_p repetition_penalty min_tokens seed stop stop_token_ids ignore_eos".split()
     )
@@ -122,7 +124,7 @@ class GenerationRequest(_Model):
         """Generated tokens that the client asked for; None leaves it to the endpoint."""
         return self.max_tokens
 
-    def sampling_params(self, default_max_tokens: int) -> SamplingParams:
+    def sampling_params(self, default_max_tokens: int | None) -> SamplingParams:
         """Raises BadRequestError for values out of their range."""
         given = {name: value for name in self._sampling if (value := getattr(self, name)) is not None}
         max_tokens = default_max_tokens if self.token_limit is None else self.token_limit
@@ -179,6 +181,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatRequest(GenerationRequest):
+    prompt_field: ClassVar[str] = "messages"
     messages: list[dict[str, Any]]
     max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
     logprobs: bool | None = None
@@ -215,36 +218,17 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages with their text parts joined by line ends, as vLLM does.
+        """The messages as the chat template gets them.
 
         Raises:
-            BadRequestError: there is no message, or one has something else than a role and text.
+            BadRequestError: one has more than text.
+            RequestError: as `prompts.conversation`.
         """
-        if not self.messages:
-            raise BadRequestError("messages is empty: give at least one message", param="messages")
-        return [_plain_message(i, message) for i, message in enumerate(self.messages)]
-
-
-def _plain_message(place: int, message: dict[str, Any]) -> dict[str, Any]:
-    where = f"messages[{place}]"
-    if not isinstance(message.get("role"), str):
-        raise BadRequestError(f'{where} has no role: give "system", "user" or "assistant"', param="messages")
-    for name in ("tool_calls", "function_call", "audio"):
-        if message.get(name):
-            raise BadRequestError(f"{where}.{name} is not supported: only text is", param="messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise BadRequestError(
-                f'{where}.content has a part that is no {{"type": "text", "text": ...}}: only text is supported',
-                param="messages",
-            )
-        content = "\n".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise BadRequestError(
-            f"{where}.content is {_shown(content)}: give text or a list of text parts", param="messages"
-        )
-    return {**{name: value for name, value in message.items() if value is not None}, "content": content}
+        for place, message in enumerate(self.messages):
+            for name in ("tool_calls", "function_call", "audio"):
+                if message.get(name):
+                    raise BadRequestError(f"messages[{place}].{name} is not supported: only text is", param="messages")
+        return conversation(self.messages)
 
 
 R = TypeVar("R", bound=GenerationRequest)

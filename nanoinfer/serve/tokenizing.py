@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from nanoinfer.prompts import encode, encode_chat
+
 T = TypeVar("T")
 Prompt = tuple[str | None, list[int]]
 """Its text, if it was given as such, and its token ids."""
@@ -22,7 +24,7 @@ class PromptTokenizer:
     Args:
         tokenizer: the engine's, which is copied: tokenizers of the Rust library refuse to be changed on one thread
             while another uses them. None: prompts must be token ids.
-        check: returns token ids that the engine can use, or raises ValueError; called on these threads.
+        check: returns token ids that the engine can use, or raises RequestError; called on these threads.
     """
 
     def __init__(
@@ -42,17 +44,13 @@ class PromptTokenizer:
         """A prompt with its checked token ids.
 
         Raises:
-            ValueError: as `LLMEngine.tokenize`.
+            RequestError: as `LLMEngine.tokenize`.
         """
 
         def work() -> Prompt:
             if not isinstance(prompt, str) or self.tokenizer is None:
                 return None, self._check(prompt)
-            try:
-                token_ids = list(self.tokenizer.encode(prompt))
-            except Exception as error:  # of whatever library the tokenizer is written with
-                raise ValueError(f"the tokenizer cannot read the prompt: {error}") from error
-            return prompt, self._check(token_ids)
+            return prompt, self._check(encode(self.tokenizer, prompt))
 
         return await self._on_thread(len(prompt), work)
 
@@ -60,23 +58,14 @@ class PromptTokenizer:
         """Checked token ids of a conversation, through the tokenizer's chat template.
 
         Args:
-            messages: each with "content", a text.
+            messages: as `conversation` returns them.
 
         Raises:
-            ValueError: there is no template, or it refuses the messages.
+            RequestError: as `encode_chat` and `LLMEngine.tokenize`.
         """
-        missing = "there is no tokenizer" if self.tokenizer is None else "the tokenizer has no chat template"
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError(f"chat needs a chat template, but {missing}: use /v1/completions with a finished prompt")
 
         def work() -> Prompt:
-            try:
-                token_ids = self.tokenizer.apply_chat_template(
-                    messages, tokenize=True, return_dict=False, **template_arguments
-                )
-            except Exception as error:  # a template is a program of the checkpoint's and raises what it likes
-                raise ValueError(f"the chat template refuses the messages: {error}") from error
-            return None, self._check(token_ids)
+            return None, self._check(encode_chat(self.tokenizer, messages, **template_arguments))
 
         return await self._on_thread(sum(len(message["content"]) for message in messages), work)
 
