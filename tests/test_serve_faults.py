@@ -307,6 +307,30 @@ def test_too_many_waiting_requests_are_told_to_come_back(path):
     asyncio.run(ask())
 
 
+def test_prompts_beyond_the_queue_are_told_to_come_back_or_that_they_never_fit(path):
+    """One runs and two may wait."""
+
+    async def ask():
+        async with serving(path, max_num_seqs=1, max_queue=2) as served:
+            for body in (dict(prompt=[[5]] * 100), dict(prompt=[5], n=4), dict(prompt=[[5], [6]], n=2)):
+                response = await served.post(**body)
+                assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
+                assert "send at most 3 in one request" in response.json()["error"]["message"]
+                assert "--max-queue" in response.json()["error"]["message"]
+            assert (await served.post(prompt=[[5], [6], [7]], max_tokens=2)).status_code == 200
+            running = asyncio.create_task(served.complete([40], **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 10)
+            for body in (dict(prompt=[[5]] * 3), dict(prompt=[5], n=3)):
+                response = await served.post(**body)
+                assert response.status_code == 429 and response.headers["retry-after"] == "1"
+                assert "0 sequences wait, the request has 3" in response.json()["error"]["message"]
+            assert (await served.post(prompt=[[5], [6]], max_tokens=2)).status_code == 200
+            await running
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
+
+
 def test_prompts_of_one_request_are_queued_together_or_not_at_all(path):
     async def ask():
         async with serving(path) as served:
