@@ -51,6 +51,8 @@ class EngineConfig:
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
         kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its bytes
             on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
+        generation_config: "auto": who leaves out sampling parameters gets those of the checkpoint's
+            generation_config.json; "vllm": those of SamplingParams.
         device: "auto" (CUDA if there is one), "cuda", "cuda:1", "cpu".
         max_model_len: tokens of a prompt with its output. None: the model's own limit, cut to what the memory holds.
         max_num_seqs: sequences that run at once. None: 256, or 64 where the budget is below 32 GiB.
@@ -95,6 +97,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    generation_config: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -125,6 +128,7 @@ class EngineConfig:
             raise ValueError(f'device={self.device!r} must be text: "auto", "cuda", "cuda:1" or "cpu"')
         self._one_of("dtype", ("auto", "bfloat16", "float16", "float32"))
         self._one_of("kv_cache_dtype", ("auto", "fp8"))
+        self._one_of("generation_config", ("auto", "vllm"))
         self._one_of("load_format", ("auto", "dummy"))
         self._one_of("attention_backend", ("auto", "triton", "torch", "flash_attn"))
         self._one_of("pin_host_memory", ("auto", "require"))

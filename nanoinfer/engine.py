@@ -67,6 +67,7 @@ class LLMEngine:
             built.plan.max_num_batched_tokens,
             self._enter_offload if built.runner.may_spill else None,
         )
+        self.sampling_defaults = built.sampling_defaults  # of fields of SamplingParams that a user leaves out
         self._end_token_ids = built.end_token_ids
         self._requests: dict[str, Request] = {}
         self._next_sequence_id = 0

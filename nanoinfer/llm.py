@@ -64,7 +64,7 @@ class LLM:
         Args:
             prompts: one prompt or a list of them, each text, token ids (a list, array, tensor or range), or vLLM's
                 {"prompt": text} or {"prompt_token_ids": ids}.
-            sampling_params: one for all prompts, or a list with one for each; None is `SamplingParams()`.
+            sampling_params: one for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
             use_tqdm: show progress.
 
         Returns:
@@ -74,7 +74,7 @@ class LLM:
             ValueError: a prompt or its parameters cannot be used. No prompt runs then.
         """
         prompts = as_list(prompts)
-        params = _one_each(sampling_params, len(prompts))
+        params = self._one_each(sampling_params, len(prompts))
         token_ids = [self._check(prompt, i, len(prompts)) for i, prompt in enumerate(prompts)]
         before = self.engine.meter.snapshot()
         requests = []
@@ -101,7 +101,7 @@ class LLM:
         `request_id` is the prompt's number in this call for `abort`: "0", "1", ... of the LLM's life.
         """
         prompts = as_list(prompts)
-        params = _one_each(sampling_params, len(prompts))
+        params = self._one_each(sampling_params, len(prompts))
         requests = []
         try:
             for prompt, param in zip(prompts, params, strict=True):
@@ -151,6 +151,10 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends, unless `generation_config` is "vllm"."""
+        return SamplingParams(**self.engine.sampling_defaults)
+
     def abort(self, request_id: str) -> bool:
         """Ends a request, for example between two outputs of `generate_stream`; False if it is not running."""
         return self.engine.abort(request_id)
@@ -185,6 +189,23 @@ class LLM:
         self._next_request += 1
         return str(self._next_request - 1)
 
+    def _one_each(self, params: Params, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if not isinstance(params, list | tuple):
+            raise ValueError(
+                f"sampling_params is a {type(params).__name__}: give SamplingParams(...) or a list of them"
+            )
+        params = list(params)
+        if len(params) != count:
+            raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or one for each prompt")
+        for param in params:
+            if not isinstance(param, SamplingParams):
+                raise ValueError(f"sampling_params holds a {type(param).__name__}: give SamplingParams(...)")
+        return params
+
     def _check(self, prompt: Prompt, place: int, count: int) -> list[int]:
         try:
             return self.engine.tokenize(prompt)
@@ -204,19 +225,3 @@ def _placed(error: ValueError, place: int, count: int) -> str:
 
 def _report(text: str) -> None:
     print(f"nanoinfer: {text}", file=sys.stderr)
-
-
-def _one_each(params: Params, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, list | tuple):
-        raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...) or a list of them")
-    params = list(params)
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or one for each prompt")
-    for param in params:
-        if not isinstance(param, SamplingParams):
-            raise ValueError(f"sampling_params holds a {type(param).__name__}: give SamplingParams(...)")
-    return params

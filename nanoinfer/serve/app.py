@@ -85,7 +85,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         arrival = time.perf_counter()
         asked = parse(CompletionRequest, await read_body(request))
         model = _model_name(asked, names)
-        params = asked.sampling_params(DEFAULT_MAX_TOKENS)
+        params = asked.sampling_params(engine.sampling_defaults | {"max_tokens": DEFAULT_MAX_TOKENS})
         with _refusing(asked):
             prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
         echoed = [engine.prompts.text_of(prompt) for prompt in prompts] if asked.echo else None
@@ -97,7 +97,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         arrival = time.perf_counter()
         asked = parse(ChatRequest, await read_body(request))
         model = _model_name(asked, names)
-        params = asked.sampling_params(None)  # what the prompt leaves
+        params = asked.sampling_params({"max_tokens": None} | engine.sampling_defaults)  # None: what the prompt leaves
         template_arguments = dict(asked.chat_template_kwargs or {})
         template_arguments["add_generation_prompt"] = asked.add_generation_prompt is not False
         with _refusing(asked):

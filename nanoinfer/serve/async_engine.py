@@ -52,7 +52,7 @@ class AsyncEngine:
             raise ValueError(f"max_queue is {max_queue}, it must be at least 1: else nothing is ever taken")
         self.max_queue = max_queue
         self.prompts: PromptTokenizer | None = None
-        """Set by `start`, as are `mode`, `plan` and `config`, the engine's."""
+        """Set by `start`, as are `mode`, `plan`, `config` and `sampling_defaults`, the engine's."""
         self.num_prompt_tokens = 0
         """Of all requests that were taken."""
         self.num_generated_tokens = 0
@@ -83,6 +83,7 @@ class AsyncEngine:
         # Only what never changes after start-up is read from it on other threads.
         engine = self._started.result()
         self.mode, self.plan, self.config = engine.mode, engine.plan, engine.config
+        self.sampling_defaults = engine.sampling_defaults
         self._num_queued = -engine.plan.max_num_seqs
         self.prompts = PromptTokenizer(engine.tokenizer, engine.tokenize)
 

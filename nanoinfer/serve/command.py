@@ -57,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--seed", type=int, default=defaults["seed"])
     parser.add_argument("--load-format", default=defaults["load_format"], help='"dummy": random weights')
+    parser.add_argument(
+        "--generation-config", default=defaults["generation_config"],
+        help='sampling of requests that leave it out: "auto" (the checkpoint\'s generation_config.json) or "vllm" (neutral)',
+    )  # fmt: skip
     parser.add_argument("--tokenizer", help="directory or hub id (default: the model's)")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only")
 
@@ -173,7 +177,7 @@ def _bind(host: str, port: int) -> socket.socket:
 def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     same = (
         "model max_model_len max_num_seqs max_num_batched_tokens block_size dtype kv_cache_dtype device attention_backend enforce_eager "
-        "seed load_format tokenizer skip_tokenizer_init"
+        "seed load_format generation_config tokenizer skip_tokenizer_init"
     )
     return {name: getattr(options, name) for name in same.split()} | {
         "enable_cpu_offload": {"on": True, "auto": "auto", "off": False}[options.offload],

@@ -72,7 +72,7 @@ class StreamOptions(_Model):
 
 
 class GenerationRequest(_Model):
-    """What both endpoints take. None: the field's default."""
+    """What both endpoints take. None: the default."""
 
     prompt_field: ClassVar[str] = "prompt"
     _sampling: ClassVar[tuple[str, ...]] = (
@@ -124,12 +124,17 @@ class GenerationRequest(_Model):
         """Generated tokens that the client asked for; None leaves it to the endpoint."""
         return self.max_tokens
 
-    def sampling_params(self, default_max_tokens: int | None) -> SamplingParams:
-        """Raises BadRequestError for values out of their range."""
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """What the client asked for, and `defaults` for fields that it left out.
+
+        Raises:
+            BadRequestError: a value is out of its range.
+        """
         given = {name: value for name in self._sampling if (value := getattr(self, name)) is not None}
-        max_tokens = default_max_tokens if self.token_limit is None else self.token_limit
+        if self.token_limit is not None:
+            given["max_tokens"] = self.token_limit
         try:
-            return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.num_logprobs)
+            return SamplingParams(**{**defaults, **given, "logprobs": self.num_logprobs})
         except ValueError as error:
             message = str(error)
             name = message.split(" ", 1)[0]
