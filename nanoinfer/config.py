@@ -13,6 +13,16 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
+# Arguments of vLLM's LLM with which programs name the only thing that there is here.
+_ONLY = {
+    "tensor_parallel_size": (1, "one GPU per engine"),
+    "pipeline_parallel_size": (1, "one GPU per engine"),
+    "trust_remote_code": (False, "no code of a checkpoint is run"),
+    "quantization": (None, "weights are bfloat16, float16 or float32"),
+    "revision": (None, "give the directory of another revision"),
+}
+
+
 def parse_bytes(value: int | float | str, name: str) -> int:
     """Bytes from a number or from text such as "12GiB" (2^30) or "12GB" (10^9).
 
@@ -164,8 +174,13 @@ class EngineConfig:
             UnknownNameError: an argument that does not exist.
             ValueError: a value that is not allowed.
         """
-        refuse_unknown(arguments, [field.name for field in fields(cls)], "LLM")
-        return cls(**arguments)
+        refuse_unknown(arguments, [*(field.name for field in fields(cls)), *_ONLY], "LLM")
+        for name, (value, reason) in _ONLY.items():
+            if arguments.get(name, value) != value:
+                raise ValueError(
+                    f"{name}={arguments[name]!r} is not supported, but for {value!r} ({reason}): leave it out"
+                )
+        return cls(**{name: value for name, value in arguments.items() if name not in _ONLY})
 
     @property
     def may_offload(self) -> bool:

@@ -99,9 +99,6 @@ class LLMEngine:
         """
         token_ids = unpack(prompt)
         if isinstance(token_ids, str):
-            if self.tokenizer is None:
-                message = "the prompt is text, but there is no tokenizer: give token ids, or set tokenizer=..."
-                raise RequestError(message, field="prompt")
             token_ids = encode(self.tokenizer, token_ids)
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token", field="prompt")

@@ -49,12 +49,15 @@ def unpack(prompt: Prompt) -> str | list[int]:
     return list(plain)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, **arguments: Any) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, **arguments: Any) -> list[int]:
     """Token ids of a text.
 
     Raises:
-        RequestError: the tokenizer cannot read it.
+        RequestError: there is no tokenizer, or it cannot read the text.
     """
+    if tokenizer is None:
+        message = "the prompt is text, but there is no tokenizer: give token ids, or set tokenizer=..."
+        raise RequestError(message, field="prompt")
     try:
         return list(tokenizer.encode(text, **arguments))
     except Exception as error:  # of whatever library the tokenizer is written with

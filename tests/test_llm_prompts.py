@@ -1,10 +1,12 @@
 """Text and conversations in vLLM's forms, and what of them is refused."""
 
 import re
+from dataclasses import replace
 
 import pytest
-from engines import COMMON, assert_pools_as_before
+from engines import COMMON, VOCAB, assert_pools_as_before
 from serving import make_served_checkpoint
+from transformers import AutoTokenizer
 
 from nanoinfer import LLM, SamplingParams
 
@@ -61,3 +63,16 @@ def test_an_assistants_null_content_and_text_parts_are_text(llm):
     conversations = [[user, {"role": "assistant", "content": None}], [user, {"role": "assistant", "content": ""}]]
     outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [[7, 31, 32, 8, 9]] * 2
+
+
+def test_special_tokens_are_left_out_of_the_text_unless_asked_for(tmp_path):
+    """A tokenizer all of whose tokens are special."""
+    path = make_served_checkpoint(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"w{i}" for i in range(VOCAB)]})
+    tokenizer.save_pretrained(path)
+    with LLM(path, **(COMMON | dict(skip_tokenizer_init=False))) as llm:
+        params = [replace(GREEDY, skip_special_tokens=skip) for skip in (True, False)]
+        skipped, shown = (output.outputs[0] for output in llm.generate([[20, 21]] * 2, params, use_tqdm=False))
+    assert skipped.token_ids == shown.token_ids and skipped.text == ""
+    assert shown.text.split() == [f"w{token_id}" for token_id in shown.token_ids]

@@ -127,6 +127,7 @@ REFUSED = {
     "huge top_k": (dict(prompt=[5], top_k=2**70), "top_k", "top_k"),
     "min_p": (dict(prompt=[5], min_p=2), "min_p is 2", "min_p"),
     "penalty": (dict(prompt=[5], repetition_penalty=0), "repetition_penalty is 0", "repetition_penalty"),
+    "negative seed": (dict(prompt=[5], seed=-2), "seed is -2", "seed"),
     "seed": (dict(prompt=[5], seed=2**64), "seed is", "seed"),
     "empty stop": (dict(prompt=[5], stop=[""]), "stop is ['']", "stop"),
     "stop of numbers": (dict(prompt=[5], stop=[5]), "stop", "stop"),
@@ -144,6 +145,13 @@ REFUSED = {
     "presence": (dict(prompt=[5], presence_penalty=0.5), "presence_penalty=0.5 is not supported", "presence_penalty"),
     "logit_bias": (dict(prompt=[5], logit_bias={"5": 1}), "logit_bias={'5': 1} is not", "logit_bias"),
     "suffix": (dict(prompt=[5], suffix="x"), "suffix='x' is not supported", "suffix"),
+    "priority": (dict(prompt=[5], priority=1), "first come, first served", "priority"),
+    "salt": (dict(prompt=[5], cache_salt="x"), "cache_salt='x' is not supported", "cache_salt"),
+    "request id": (dict(prompt=[5], request_id="x" * 300), "request_id", "request_id"),
+    "usage": (
+        dict(prompt=[5], stream=True, stream_options={"continuous_usage_stats": True}), "use include_usage",
+        "stream_options",
+    ),
     "typo": (dict(prompt=[5], temprature=1), "did you mean 'temperature'?", "temprature"),
     "odd name": (dict(prompt=[5], **{"\ud800": 1}), "no valid JSON", None),
     "odd text": (dict(prompt="\ud83d"), "no valid JSON", None),
@@ -158,6 +166,10 @@ CHAT_REFUSED = {
     "image": (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text is", "messages"),
     "refused by the template": (dict(messages=[{"role": "nobody", "content": ""}]), "no such role", "messages"),
     "tools": (dict(messages=[{"role": "user", "content": "w1"}], tools=[{}]), "tools=[{}] is not", "tools"),
+    "tool choice": (
+        dict(messages=[{"role": "user", "content": "w1"}], tool_choice="required"), "tool_choice='required' is not",
+        "tool_choice",
+    ),
     "tool calls": (
         dict(messages=[{"role": "user", "content": "w1", "tool_calls": [{}]}]), "tool_calls is not", "messages",
     ),
@@ -220,7 +232,8 @@ def test_nonsense_is_refused_by_name_and_harms_nobody(path):
 def test_fields_that_stock_clients_send_are_accepted(path):
     harmless = dict(
         user="me", metadata={"a": "b"}, store=False, service_tier="auto", presence_penalty=0, frequency_penalty=0.0,
-        logit_bias=None, best_of=1, suffix=None, temperature=None, seed=None, logprobs=None,
+        logit_bias=None, best_of=1, suffix=None, temperature=None, seed=-1, logprobs=None, request_id="mine", priority=0,
+        cache_salt=None, skip_special_tokens=True, tool_choice="auto",
     )  # fmt: skip
     chat = dict(
         tools=None, tool_choice="none", response_format={"type": "text"}, modalities=["text"], parallel_tool_calls=True
@@ -228,8 +241,11 @@ def test_fields_that_stock_clients_send_are_accepted(path):
 
     async def ask():
         async with serving(path) as served:
-            assert (await served.post(prompt="w5", **harmless)).status_code == 200
-            del harmless["best_of"], harmless["suffix"]
+            response = await served.post(prompt="w5", **harmless)
+            assert response.status_code == 200 and response.json()["id"] == "cmpl-mine", response.text
+            options = dict(stream=True, stream_options=dict(include_usage=True, continuous_usage_stats=False))
+            assert (await served.post(prompt="w5", **options)).status_code == 200
+            del harmless["best_of"], harmless["suffix"], harmless["tool_choice"]
             asked = dict(messages=[{"role": "user", "content": "w1", "name": None}], max_tokens=2, **harmless, **chat)
             response = await served.post(CHAT, **asked)
             assert response.status_code == 200, response.text

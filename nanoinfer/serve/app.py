@@ -19,7 +19,15 @@ from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.errors import ApiError, BadRequestError, UnavailableError
 from nanoinfer.serve.metrics import ServerMetrics
-from nanoinfer.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from nanoinfer.serve.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse,
+)
 from nanoinfer.serve.request_stream import StreamClosedError
 from nanoinfer.serve.responding import EventStream, read_body, whole_answer
 from nanoinfer.serve.tokenizing import Prompt
@@ -60,9 +68,12 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
     _add_generation(app, engine, list(served_model_names))
+    _add_tokenizing(app, engine, list(served_model_names))
     _add_models(app, engine, list(served_model_names))
 
     @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
     async def health() -> Response:
         if engine.is_healthy:
             return Response()
@@ -98,10 +109,8 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         asked = parse(ChatRequest, await read_body(request))
         model = _model_name(asked, names)
         params = asked.sampling_params({"max_tokens": None} | engine.sampling_defaults)  # None: what the prompt leaves
-        template_arguments = dict(asked.chat_template_kwargs or {})
-        template_arguments["add_generation_prompt"] = asked.add_generation_prompt is not False
         with _refusing(asked):
-            prompt = await engine.prompts.tokenize_chat(asked.conversation(), **template_arguments)
+            prompt = await engine.prompts.tokenize_chat(asked.conversation(), **asked.template_arguments)
         answer = ChatAnswer(asked, model, [prompt], engine.prompts.has_text)
         return await respond(request, answer, params, arrival)
 
@@ -113,6 +122,31 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         if asked.stream:
             return EventStream(stream, answer)
         return await whole_answer(stream, answer, request.receive)
+
+
+def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        asked, prompts = parse(TokenizeRequest, await read_body(request)), engine.prompts
+        _model_name(asked, names)
+        with _refusing(asked):
+            if asked.messages is not None:
+                tokens = await prompts.encode_chat(asked.conversation(), **asked.template_arguments)
+            else:
+                tokens = await prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+        return {
+            "count": len(tokens),
+            "max_model_len": engine.plan.max_model_len,
+            "tokens": tokens,
+            "token_strs": prompts.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None,
+        }
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        asked = parse(DetokenizeRequest, await read_body(request))
+        _model_name(asked, names)
+        with _refusing(asked):
+            return {"prompt": await engine.prompts.decode(asked.tokens)}
 
 
 def _add_models(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
@@ -139,7 +173,7 @@ def _add_models(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
         return card(name)
 
 
-def _model_name(asked: GenerationRequest, names: list[str]) -> str:
+def _model_name(asked: Body, names: list[str]) -> str:
     if asked.model is None:
         return names[0]
     if asked.model not in names:
@@ -169,7 +203,7 @@ def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -
 
 
 @contextlib.contextmanager
-def _refusing(asked: GenerationRequest):
+def _refusing(asked: Body):
     """What the engine cannot take is a mistake of the client's."""
     try:
         yield

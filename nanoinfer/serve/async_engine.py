@@ -85,7 +85,7 @@ class AsyncEngine:
         self.mode, self.plan, self.config = engine.mode, engine.plan, engine.config
         self.sampling_defaults = engine.sampling_defaults
         self._num_queued = -engine.plan.max_num_seqs
-        self.prompts = PromptTokenizer(engine.tokenizer, engine.tokenize)
+        self.prompts = PromptTokenizer(engine.tokenizer, engine.tokenize, engine.check_vocabulary)
 
     @property
     def is_healthy(self) -> bool:

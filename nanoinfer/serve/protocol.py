@@ -17,6 +17,7 @@ MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
 MAX_STOP_STRINGS = 64  # each is searched for in every token's text
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_REQUEST_ID_CHARS = 256  # it is in every event of a stream
 # Larger ones do not fit into the device's 64-bit tables, and nobody means them.
 _INT32_MAX = 2**31 - 1
 _SHOWN_CHARS = 80
@@ -33,7 +34,7 @@ _UNSUPPORTED: dict[str, tuple[tuple, str]] = {
     "suffix": (("",), "leave it out"),
     "response_format": (({"type": "text"},), "only text is generated"),
     "tools": (([],), "leave it out"),
-    "tool_choice": (("none",), "leave it out"),
+    "tool_choice": (("none", "auto"), "leave it out"),
     "functions": (([],), "leave it out"),
     "function_call": (("none",), "leave it out"),
     "modalities": ((["text"],), "only text is generated"),
@@ -48,9 +49,11 @@ _UNSUPPORTED: dict[str, tuple[tuple, str]] = {
     "truncate_prompt_tokens": ((), "shorten the prompt"),
     "allowed_token_ids": ((), "leave it out"),
     "bad_words": (([],), "leave it out"),
-    "skip_special_tokens": ((True,), "use return_token_ids to see special tokens"),
     "spaces_between_special_tokens": ((True,), "leave it out"),
     "include_stop_str_in_output": ((False,), "add the stop_reason of the answer yourself"),
+    "priority": ((0,), "requests are taken first come, first served"),
+    "cache_salt": ((), "the prefix cache is one for all requests"),
+    "continue_final_message": ((False,), "use /v1/completions with a finished prompt"),
     "structured_outputs": ((), "leave it out"),
     "guided_json": ((), "leave it out"),
     "guided_regex": ((), "leave it out"),
@@ -61,25 +64,38 @@ _UNSUPPORTED: dict[str, tuple[tuple, str]] = {
 Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 
 
-class _Model(BaseModel):
-    # Strict: "5" is no number and true is no 1. Unknown names are refused before, with the nearest one.
-    model_config = ConfigDict(strict=True, extra="ignore")
+# Strict: "5" is no number and true is no 1. Unknown names are refused before, with the nearest one.
+_STRICT = ConfigDict(strict=True, extra="ignore")
 
 
-class StreamOptions(_Model):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+class Body(BaseModel):
+    """A request's body."""
 
-
-class GenerationRequest(_Model):
-    """What both endpoints take. None: the default."""
-
-    prompt_field: ClassVar[str] = "prompt"
-    _sampling: ClassVar[tuple[str, ...]] = (
-        "n temperature top_p top_k min_p repetition_penalty min_tokens seed stop stop_token_ids ignore_eos".split()
-    )
+    model_config = _STRICT
+    prompt_field: ClassVar[str] = "prompt"  # what holds it
 
     model: str | None = None
+
+    def check(self) -> None:
+        """Raises BadRequestError where fields do not go together."""
+
+
+class StreamOptions(BaseModel):
+    model_config = _STRICT
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(Body):
+    """What both endpoints take. None: the default."""
+
+    _sampling: ClassVar[tuple[str, ...]] = (
+        "n temperature top_p top_k min_p repetition_penalty min_tokens seed stop stop_token_ids ignore_eos "
+        "skip_special_tokens".split()
+    )
+
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
     best_of: int | None = None
     max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
@@ -93,12 +109,14 @@ class GenerationRequest(_Model):
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)] | None = None
 
     def check(self) -> None:
-        """Raises BadRequestError where fields do not go together."""
+        super().check()
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise BadRequestError(
                 f"best_of is {self.best_of} and n is {self.n or 1}: only best_of equal to n is supported, leave it out",
@@ -106,6 +124,12 @@ class GenerationRequest(_Model):
             )
         if self.stream_options is not None and not self.stream:
             raise BadRequestError("stream_options needs stream=true: set it or leave it out", param="stream_options")
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            raise BadRequestError(
+                "stream_options.continuous_usage_stats=true is not supported: use include_usage, which sends them once",
+                param="stream_options",
+                code="unsupported_parameter",
+            )
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
             raise BadRequestError(
@@ -185,12 +209,10 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
 
-class ChatRequest(GenerationRequest):
-    prompt_field: ClassVar[str] = "messages"
+class _Conversation(Body):
+    """What is put through the chat template."""
+
     messages: list[dict[str, Any]]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Count | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -202,25 +224,14 @@ class ChatRequest(GenerationRequest):
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs and not self.logprobs:
-            raise BadRequestError("top_logprobs needs logprobs=true: set it or leave it out", param="top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise BadRequestError(
-                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}: they mean "
-                "the same, give one of them",
-                param="max_tokens",
-            )
         for name in self.chat_template_kwargs or ():
             if name in self._reserved:
                 raise BadRequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
 
     @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def template_arguments(self) -> dict[str, Any]:
+        """For `apply_chat_template`."""
+        return {**(self.chat_template_kwargs or {}), "add_generation_prompt": self.add_generation_prompt is not False}
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as the chat template gets them.
@@ -236,7 +247,54 @@ class ChatRequest(GenerationRequest):
         return conversation(self.messages)
 
 
-R = TypeVar("R", bound=GenerationRequest)
+class ChatRequest(_Conversation, GenerationRequest):
+    prompt_field: ClassVar[str] = "messages"
+
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequestError("top_logprobs needs logprobs=true: set it or leave it out", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise BadRequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}: they mean "
+                "the same, give one of them",
+                param="max_tokens",
+            )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeRequest(_Conversation):
+    """Text or a conversation."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequestError("give prompt or messages, one of them", param="prompt")
+
+
+class DetokenizeRequest(Body):
+    prompt_field: ClassVar[str] = "tokens"
+
+    tokens: list[int]
+
+
+R = TypeVar("R", bound=Body)
 
 
 def parse(kind: type[R], body: bytes) -> R:

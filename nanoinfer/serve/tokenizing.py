@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from nanoinfer.errors import RequestError
 from nanoinfer.prompts import encode, encode_chat
 
 T = TypeVar("T")
@@ -25,15 +26,19 @@ class PromptTokenizer:
         tokenizer: the engine's, which is copied: tokenizers of the Rust library refuse to be changed on one thread
             while another uses them. None: prompts must be token ids.
         check: returns token ids that the engine can use, or raises RequestError; called on these threads.
+        check_vocabulary: raises RequestError where one of the ids is no token; likewise.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, check: Callable[[str | list[int]], list[int]]
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        check: Callable[[list[int]], list[int]],
+        check_vocabulary: Callable[[list[int]], None],
     ) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
         if self.tokenizer is not None:
             self.tokenizer.encode("a")  # turns off truncation and padding, which no later call changes
-        self._check = check
+        self._check, self._check_vocabulary = check, check_vocabulary
         self._threads = [ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{length}") for length in ("short", "long")]
 
     @property
@@ -48,14 +53,14 @@ class PromptTokenizer:
         """
 
         def work() -> Prompt:
-            if not isinstance(prompt, str) or self.tokenizer is None:
-                return None, self._check(prompt)
-            return prompt, self._check(encode(self.tokenizer, prompt))
+            if isinstance(prompt, str):
+                return prompt, self._check(encode(self.tokenizer, prompt))
+            return None, self._check(prompt)
 
         return await self._on_thread(len(prompt), work)
 
     async def tokenize_chat(self, messages: list[dict], **template_arguments: Any) -> Prompt:
-        """Checked token ids of a conversation, through the tokenizer's chat template.
+        """A conversation, through the tokenizer's chat template, with its checked token ids.
 
         Args:
             messages: as `conversation` returns them.
@@ -63,11 +68,33 @@ class PromptTokenizer:
         Raises:
             RequestError: as `encode_chat` and `LLMEngine.tokenize`.
         """
+        return None, self._check(await self.encode_chat(messages, **template_arguments))
 
-        def work() -> Prompt:
-            return None, self._check(encode_chat(self.tokenizer, messages, **template_arguments))
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, however many; raises as `prompts.encode`."""
+        return await self._on_thread(
+            len(text), lambda: encode(self.tokenizer, text, add_special_tokens=add_special_tokens)
+        )
 
-        return await self._on_thread(sum(len(message["content"]) for message in messages), work)
+    async def encode_chat(self, messages: list[dict], **template_arguments: Any) -> list[int]:
+        """Token ids of a conversation, however many; raises as `prompts.encode_chat`."""
+        length = sum(len(message["content"]) for message in messages)
+        return await self._on_thread(length, lambda: encode_chat(self.tokenizer, messages, **template_arguments))
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, special tokens included.
+
+        Raises:
+            RequestError: there is no tokenizer, or one of them is no token.
+        """
+
+        def work() -> str:
+            if self.tokenizer is None:
+                raise RequestError("there is no tokenizer: start the server with one", field="prompt")
+            self._check_vocabulary(token_ids)
+            return self.tokenizer.decode(token_ids)
+
+        return await self._on_thread(len(token_ids), work)
 
     def text_of(self, prompt: Prompt) -> str:
         """The prompt as text; "" without a tokenizer."""
