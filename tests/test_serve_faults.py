@@ -551,6 +551,10 @@ def test_metrics_say_what_has_happened(path):
         "nanoinfer:kv_cache_usage_perc": 0,
         "nanoinfer:num_preemptions_total": 0,
         "nanoinfer:streamed_bytes_total": 0,
+        "nanoinfer:graph_bytes": 0,
+        "nanoinfer:prefix_cache_queries_total": 6,
+        "nanoinfer:prefix_cache_hits_total": 0,
+        "nanoinfer:prefill_graph_steps_total": 0,
         "nanoinfer:prompt_tokens_total": 3,
         "nanoinfer:generation_tokens_total": 20,
         "nanoinfer:request_success_total length": 4,
@@ -561,6 +565,7 @@ def test_metrics_say_what_has_happened(path):
         "nanoinfer:e2e_request_latency_seconds_count": 2,
     }
     assert {name: samples.get(name) for name in wanted} == wanted
+    assert samples["nanoinfer:prefill_eager_steps_total"] >= 1
     first, total = (samples[f"nanoinfer:{name}_seconds_sum"] for name in ("time_to_first_token", "e2e_request_latency"))
     assert 0 < first < total
 

@@ -109,7 +109,9 @@ def _open(
     if mode == REFERENCE:
         return ReferenceAnswers(model_dir, end, device=device), lambda: None
     longest = grid.lengths[-1]
-    own = dict(load_format="auto", enable_prefix_caching=True, max_model_len=longest)
+    own = dict(
+        load_format="auto", enable_prefix_caching=options.enable_prefix_caching is not False, max_model_len=longest
+    )
     if options.max_num_seqs is None:
         own["max_num_seqs"] = 32
     llm = LLM(model_dir, **ENGINE_MODES[mode] | shared_engine_arguments(options) | own)
