@@ -68,7 +68,11 @@ class PromptTokenizer:
         Raises:
             RequestError: as `encode_chat` and `LLMEngine.tokenize`.
         """
-        return None, self._check(await self.encode_chat(messages, **template_arguments))
+
+        def work() -> Prompt:
+            return None, self._check(encode_chat(self.tokenizer, messages, **template_arguments))
+
+        return await self._on_thread(_num_chars(messages), work)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, however many; raises as `prompts.encode`."""
@@ -78,8 +82,9 @@ class PromptTokenizer:
 
     async def encode_chat(self, messages: list[dict], **template_arguments: Any) -> list[int]:
         """Token ids of a conversation, however many; raises as `prompts.encode_chat`."""
-        length = sum(len(message["content"]) for message in messages)
-        return await self._on_thread(length, lambda: encode_chat(self.tokenizer, messages, **template_arguments))
+        return await self._on_thread(
+            _num_chars(messages), lambda: encode_chat(self.tokenizer, messages, **template_arguments)
+        )
 
     async def decode(self, token_ids: list[int]) -> str:
         """Text of token ids, special tokens included.
@@ -110,3 +115,7 @@ class PromptTokenizer:
     async def _on_thread(self, num_chars: int, work: Callable[[], T]) -> T:
         thread = self._threads[num_chars > _LONG_PROMPT_CHARS]
         return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+
+def _num_chars(messages: list[dict]) -> int:
+    return sum(len(message["content"]) for message in messages)
