@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from nanoinfer.attention.base import AttentionSpec
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
+from nanoinfer.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.loader import check_safetensors, find_model, load_config, load_model, resolve_dtype
 from nanoinfer.memory import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.models import ModelSpec, resolve
@@ -28,6 +29,7 @@ class BuiltEngine:
     runner: ModelRunner
     tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: frozenset[int]
+    sampling_defaults: dict[str, Any]
 
 
 def build(
@@ -59,6 +61,8 @@ def build(
         is_cuda=is_cuda,
     )
     tokenizer = load_tokenizer(config, model_dir)
+    end_ids = end_token_ids(model_dir, hf_config)
+    defaults = sampling_defaults(model_dir) if config.generation_config == "auto" else {}
     memory_before = reserved_bytes(device)
     if runtime is None:
         runtime = CudaRuntime(device) if is_cuda else SimulatedRuntime()
@@ -73,9 +77,8 @@ def build(
         progress=config.progress_bar,
     )
     model.spec = spec  # with the KV cache's dtype, which the checkpoint does not know
-    end_ids = end_token_ids(model_dir, hf_config)
     runner = ModelRunner(config, plan, runtime, model, backend, layout, end_ids, memory_before)
-    return BuiltEngine(plan, runner, tokenizer, end_ids)
+    return BuiltEngine(plan, runner, tokenizer, end_ids, defaults)
 
 
 def spec_and_layout(config: EngineConfig, hf_config: PretrainedConfig) -> tuple[ModelSpec, KVLayout]:
@@ -151,17 +154,3 @@ def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizer
             f"tokenizer {str(source)!r} cannot be loaded ({error}): check its files, or set skip_tokenizer_init=True "
             "to work on token ids"
         ) from error
-
-
-def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int]:
-    """Tokens that end a completion: those of generation_config.json if it names some, else of config.json."""
-    found = getattr(hf_config, "eos_token_id", None)
-    path = model_dir / "generation_config.json"
-    if path.exists():
-        try:
-            found = json.loads(path.read_text()).get("eos_token_id", found)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is no JSON ({error}): mend or remove it") from error
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, list) else [found])

@@ -13,6 +13,16 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
+# Arguments of vLLM's LLM with which programs name the only thing that there is here.
+_ONLY = {
+    "tensor_parallel_size": (1, "one GPU per engine"),
+    "pipeline_parallel_size": (1, "one GPU per engine"),
+    "trust_remote_code": (False, "no code of a checkpoint is run"),
+    "quantization": (None, "weights are bfloat16, float16 or float32"),
+    "revision": (None, "give the directory of another revision"),
+}
+
+
 def parse_bytes(value: int | float | str, name: str) -> int:
     """Bytes from a number or from text such as "12GiB" (2^30) or "12GB" (10^9).
 
@@ -51,6 +61,8 @@ class EngineConfig:
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
         kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its bytes
             on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
+        generation_config: "auto": who leaves out sampling parameters gets those of the checkpoint's
+            generation_config.json; "vllm": those of SamplingParams.
         device: "auto" (CUDA if there is one), "cuda", "cuda:1", "cpu".
         max_model_len: tokens of a prompt with its output. None: the model's own limit, cut to what the memory holds.
         max_num_seqs: sequences that run at once. None: 256, or 64 where the budget is below 32 GiB.
@@ -95,6 +107,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    generation_config: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -125,6 +138,7 @@ class EngineConfig:
             raise ValueError(f'device={self.device!r} must be text: "auto", "cuda", "cuda:1" or "cpu"')
         self._one_of("dtype", ("auto", "bfloat16", "float16", "float32"))
         self._one_of("kv_cache_dtype", ("auto", "fp8"))
+        self._one_of("generation_config", ("auto", "vllm"))
         self._one_of("load_format", ("auto", "dummy"))
         self._one_of("attention_backend", ("auto", "triton", "torch", "flash_attn"))
         self._one_of("pin_host_memory", ("auto", "require"))
@@ -160,8 +174,13 @@ class EngineConfig:
             UnknownNameError: an argument that does not exist.
             ValueError: a value that is not allowed.
         """
-        refuse_unknown(arguments, [field.name for field in fields(cls)], "LLM")
-        return cls(**arguments)
+        refuse_unknown(arguments, [*(field.name for field in fields(cls)), *_ONLY], "LLM")
+        for name, (value, reason) in _ONLY.items():
+            if arguments.get(name, value) != value:
+                raise ValueError(
+                    f"{name}={arguments[name]!r} is not supported, but for {value!r} ({reason}): leave it out"
+                )
+        return cls(**{name: value for name, value in arguments.items() if name not in _ONLY})
 
     @property
     def may_offload(self) -> bool:

@@ -12,8 +12,10 @@ import torch
 from nanoinfer import metrics
 from nanoinfer.build import BuiltEngine, build
 from nanoinfer.config import EngineConfig
+from nanoinfer.errors import RequestError
 from nanoinfer.metrics import StepMeter
 from nanoinfer.outputs import StreamOutput
+from nanoinfer.prompts import Prompt, encode, unpack
 from nanoinfer.request import Request
 from nanoinfer.runner import PendingTokens
 from nanoinfer.sampling_params import SamplingParams
@@ -71,6 +73,7 @@ class LLMEngine:
             self._enter_offload if built.runner.may_spill else None,
             max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
         )
+        self.sampling_defaults = built.sampling_defaults  # of fields of SamplingParams that a user leaves out
         self._end_token_ids = built.end_token_ids
         self._requests: dict[str, Request] = {}
         self._next_sequence_id = 0
@@ -93,39 +96,41 @@ class LLMEngine:
 
     # Requests
 
-    def tokenize(self, prompt: str | list[int]) -> list[int]:
+    def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked.
 
         Raises:
-            ValueError: the prompt is empty, too long, holds a token outside the vocabulary, or is text although there
+            RequestError: the prompt is empty, too long, holds a token outside the vocabulary, or is text although there
                 is no tokenizer.
         """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the prompt is text, but there is no tokenizer: give token ids, or set tokenizer=...")
-            token_ids = list(self.tokenizer.encode(prompt))
-        elif not isinstance(prompt, list | tuple):
-            raise ValueError(f"the prompt is a {type(prompt).__name__}: give text or a list of token ids")
-        else:
-            token_ids = list(prompt)
+        token_ids = unpack(prompt)
+        if isinstance(token_ids, str):
+            token_ids = encode(self.tokenizer, token_ids)
         if not token_ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        for token_id in token_ids:
-            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
-                raise ValueError(
-                    f"prompt token {token_id!r} is outside the vocabulary: token ids are whole numbers from 0 to "
-                    f"{self.vocab_size - 1}"
-                )
+            raise RequestError("the prompt is empty: give at least one token", field="prompt")
+        self.check_vocabulary(token_ids)
         limit = self.plan.max_model_len
         if len(token_ids) >= limit:
-            raise ValueError(
+            raise RequestError(
                 f"the prompt has {len(token_ids)} tokens, max_model_len is {limit} and at least one token is "
-                "generated: shorten the prompt or raise max_model_len"
+                "generated: shorten the prompt or raise max_model_len",
+                field="prompt",
+                is_too_long=True,
             )
         return token_ids
 
+    def check_vocabulary(self, token_ids: list[int]) -> None:
+        """Raises RequestError where one of them is no token."""
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"prompt token {token_id!r} is outside the vocabulary: token ids are whole numbers from 0 to "
+                    f"{self.vocab_size - 1}",
+                    field="prompt",
+                )
+
     def add_request(
-        self, request_id: str, prompt: str | list[int], params: SamplingParams, token_ids: list[int] | None = None
+        self, request_id: str, prompt: Prompt, params: SamplingParams, token_ids: list[int] | None = None
     ) -> Request:
         """Queues a request.
 
@@ -133,30 +138,27 @@ class LLMEngine:
             token_ids: the prompt's tokens, if `tokenize` was called before.
 
         Raises:
-            ValueError: the prompt or the id cannot be used; nothing changes.
+            ValueError: the id or the parameters cannot be used; nothing changes.
+            RequestError (a ValueError): likewise, and it names the field that is at fault.
         """
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...)")
         if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={list(params.stop)} is text, but there is no tokenizer: give stop_token_ids")
+            message = f"stop={list(params.stop)} is text, but there is no tokenizer: give stop_token_ids"
+            raise RequestError(message, field="stop")
         token_ids = self.tokenize(prompt) if token_ids is None else token_ids
-        max_tokens = min(params.max_tokens, self.plan.max_model_len - len(token_ids))
-        modes = [self.mode] if self.config.enable_cpu_offload != "auto" else [self.mode, "offload"]
-        capacity = max(self.max_sequence_tokens(mode) for mode in modes)
-        if len(token_ids) + max_tokens > capacity:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens and may grow by {max_tokens}, the {' or '.join(modes)} mode's pool "
-                f"holds {capacity}: lower max_tokens, shorten the prompt or switch the mode"
-            )
+        max_tokens = self._max_tokens(params, len(token_ids))
         banned = self._end_token_ids.union(params.stop_token_ids or ()) if params.min_tokens else ()
         num_banned = sum(token_id < self.vocab_size for token_id in banned)
         if num_banned > MAX_BANNED:
-            raise ValueError(
+            raise RequestError(
                 f"min_tokens={params.min_tokens} bans {num_banned} end and stop tokens, {MAX_BANNED} are possible: give "
-                "fewer stop_token_ids or min_tokens=0"
+                "fewer stop_token_ids or min_tokens=0",
+                field="min_tokens",
             )
+        prompt = unpack(prompt)
         text = prompt if isinstance(prompt, str) else None
         request = Request(request_id, text, token_ids, params, self.tokenizer, self._end_token_ids)
         for index in range(params.n):
@@ -167,6 +169,28 @@ class LLMEngine:
             self.scheduler.add(sequence)
         self._requests[request_id] = request
         return request
+
+    def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """Tokens that each completion may have, at most: what was asked for, cut to max_model_len.
+
+        Raises:
+            RequestError: no pool holds so many.
+        """
+        modes = [self.mode] if self.config.enable_cpu_offload != "auto" else [self.mode, "offload"]
+        capacity = max(self.max_sequence_tokens(mode) for mode in modes)
+        max_tokens = self.plan.max_model_len - num_prompt_tokens
+        if params.max_tokens is None:
+            max_tokens = max(1, min(max_tokens, capacity - num_prompt_tokens))
+        else:
+            max_tokens = min(max_tokens, params.max_tokens)
+        if num_prompt_tokens + max_tokens > capacity:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens and may grow by {max_tokens}, the {' or '.join(modes)} "
+                f"mode's pool holds {capacity}: lower max_tokens, shorten the prompt or switch the mode",
+                field="max_tokens" if num_prompt_tokens < capacity else "prompt",
+                is_too_long=True,
+            )
+        return max_tokens
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> bool:

@@ -10,6 +10,19 @@ class UnknownNameError(TypeError, ValueError):
     """An unknown name: a TypeError, as Python raises for keywords, and a ValueError, as our user errors are."""
 
 
+class RequestError(ValueError):
+    """A request that the engine cannot take as it is.
+
+    Attributes:
+        field: what is at fault: "prompt", "messages" or a field of SamplingParams.
+        is_too_long: it does not fit into max_model_len or a KV pool.
+    """
+
+    def __init__(self, message: str, *, field: str, is_too_long: bool = False) -> None:
+        super().__init__(message)
+        self.field, self.is_too_long = field, is_too_long
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """The allowed name that looks most like `name`, or None where none comes close."""
     matches = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.6)

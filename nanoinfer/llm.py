@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,10 +15,10 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.metrics import run_line
 from nanoinfer.outputs import RequestOutput, StreamOutput
+from nanoinfer.prompts import Prompt, as_list, check_chat, conversation, encode_chat
 from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
-Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -66,8 +65,9 @@ class LLM:
         """Completes each prompt.
 
         Args:
-            prompts: one prompt or a list of them, each text or a list of token ids.
-            sampling_params: one for all prompts, or a list with one for each; None is `SamplingParams()`.
+            prompts: one prompt or a list of them, each text, token ids (a list, array, tensor or range), or vLLM's
+                {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: one for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
             use_tqdm: show progress.
 
         Returns:
@@ -76,8 +76,8 @@ class LLM:
         Raises:
             ValueError: a prompt or its parameters cannot be used. No prompt runs then.
         """
-        prompts = _as_list(prompts)
-        params = _one_each(sampling_params, len(prompts))
+        prompts = as_list(prompts)
+        params = self._one_each(sampling_params, len(prompts))
         token_ids = [self._check(prompt, i, len(prompts)) for i, prompt in enumerate(prompts)]
         before = self.engine.meter.snapshot()
         requests = []
@@ -104,8 +104,8 @@ class LLM:
         `request_id` is the prompt's number in this call for `abort`: "0", "1", ... of the LLM's life. Streams may be read
         in turns, and `generate` called in between: each gets all of its own.
         """
-        prompts = _as_list(prompts)
-        params = _one_each(sampling_params, len(prompts))
+        prompts = as_list(prompts)
+        params = self._one_each(sampling_params, len(prompts))
         requests = []
         try:
             for prompt, param in zip(prompts, params, strict=True):
@@ -145,25 +145,23 @@ class LLM:
         """Completes conversations through the tokenizer's chat template.
 
         Args:
-            messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
+            messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations. A content is
+                text or a list of text parts; an assistant's may be None.
 
         Raises:
-            ValueError: there is no tokenizer or it has no chat template.
+            ValueError: there is no tokenizer, it has no chat template, or the messages are not what it takes.
         """
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-            missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
-            raise ValueError(f"chat() needs a chat template, but {missing}: use generate() with a finished prompt")
-        if not messages:
-            raise ValueError("messages is empty: give at least one message")
-        conversations = messages if isinstance(messages[0], list) else [messages]
+        check_chat(self.engine.tokenizer)
+        are_many = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         prompts = [
-            tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
-            )
-            for conversation in conversations
+            encode_chat(self.engine.tokenizer, conversation(one), add_generation_prompt=add_generation_prompt)
+            for one in (messages if are_many else [messages])
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends, unless `generation_config` is "vllm"."""
+        return SamplingParams(**self.engine.sampling_defaults)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request, for example between two outputs of `generate_stream`; False if it is not running.
@@ -213,6 +211,23 @@ class LLM:
         self._next_request += 1
         return str(self._next_request - 1)
 
+    def _one_each(self, params: Params, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if not isinstance(params, list | tuple):
+            raise ValueError(
+                f"sampling_params is a {type(params).__name__}: give SamplingParams(...) or a list of them"
+            )
+        params = list(params)
+        if len(params) != count:
+            raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or one for each prompt")
+        for param in params:
+            if not isinstance(param, SamplingParams):
+                raise ValueError(f"sampling_params holds a {type(param).__name__}: give SamplingParams(...)")
+        return params
+
     def _check(self, prompt: Prompt, place: int, count: int) -> list[int]:
         try:
             return self.engine.tokenize(prompt)
@@ -240,28 +255,3 @@ def _placed(error: ValueError, place: int, count: int) -> str:
 
 def _report(text: str) -> None:
     print(f"nanoinfer: {text}", file=sys.stderr)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, list | tuple):
-        raise ValueError(f"prompts is a {type(prompts).__name__}: give text, a list of token ids, or a list of such")
-    return [prompts] if prompts and isinstance(prompts[0], numbers.Number) else list(prompts)
-
-
-def _one_each(params: Params, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, list | tuple):
-        raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...) or a list of them")
-    params = list(params)
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or one for each prompt")
-    for param in params:
-        if not isinstance(param, SamplingParams):
-            raise ValueError(f"sampling_params holds a {type(param).__name__}: give SamplingParams(...)")
-    return params

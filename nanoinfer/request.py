@@ -43,7 +43,11 @@ class Request:
 
     def add_sequence(self, sequence: Sequence) -> None:
         detokenizer = Detokenizer(
-            self.tokenizer, self.params.stop or (), self.prompt_token_ids, min_tokens=self.params.min_tokens
+            self.tokenizer,
+            self.params.stop or (),
+            self.prompt_token_ids,
+            min_tokens=self.params.min_tokens,
+            skip_special_tokens=self.params.skip_special_tokens,
         )
         self.completions.append(_Completion(sequence, detokenizer))
 

@@ -4,11 +4,12 @@ A row's token depends only on that row's logits, settings, seed and step: never 
 neighbours or the batch's size. So top_p's sums use integers, whose order does not matter, a tile's weights are added up
 by one program, and the noise is a hash of (seed, step, id) instead of a generator's next numbers.
 
-Order, as in vLLM: repetition penalty, frequency and presence penalty, and bans; greedy rows take the argmax; the others are divided by the
-temperature, cut by min_p, top_k and top_p (each on what the one before left), and drawn by exponential races: argmin(e /
-p) with standard exponential noise e is a sample of p. It is the Gumbel-max trick (Gumbel, 1954; Maddison et al., 2014:
-argmax(log p - log e)) with one logarithm less. The first race is between tiles of the vocabulary, by the sums of their
-weights, the second between the tokens of the winner: so noise is drawn for few tokens.
+Order, as in vLLM: repetition penalty, frequency and presence penalty, and bans; greedy rows take the argmax; the others
+are divided by the temperature, cut by min_p, top_k and top_p (each on what the one before left), and drawn by
+exponential races: argmin(e / p) with standard exponential noise e is a sample of p. It is the Gumbel-max trick
+(Gumbel, 1954; Maddison et al., 2014: argmax(log p - log e)) with one logarithm less. The first race is between tiles of
+the vocabulary, by the sums of their weights, the second between the tokens of the winner: so noise is drawn for few
+tokens.
 """
 
 import torch

@@ -40,8 +40,8 @@ class SamplingParams:
     """Taken from the logits of tokens in the output, behind repetition_penalty; below 0 encourages them, 0: off."""
     frequency_penalty: float = 0.0
     """Like presence_penalty, but as often as the token is in the output."""
-    max_tokens: int = 16
-    """Generated tokens per completion, at most."""
+    max_tokens: int | None = 16
+    """Generated tokens per completion, at most; None: as many as max_model_len and the KV pool leave."""
     min_tokens: int = 0
     """Generated tokens before end token, stop_token_ids or stop strings may end a completion."""
     stop: str | Iterable[str] | None = None
@@ -50,8 +50,10 @@ class SamplingParams:
     """Tokens that end a completion. Kept as a tuple."""
     ignore_eos: bool = False
     """Go on after the model's own end token."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     seed: int | None = None
-    """Same seed, same prompt, same tokens, whatever else runs in the batch; None: the engine draws one."""
+    """Same seed, same prompt, same tokens, whatever else runs in the batch; None or -1: the engine draws one."""
     logprobs: int | None = None
     """Return log-probabilities of the sampled token and of this many most likely ones; None: of none."""
 
@@ -88,17 +90,21 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             given = getattr(self, name)
             self._set(name, _number(name, given, "a number in [-2, 2]", lambda x: -2 <= x <= 2, "use 0 to turn it off"))
-        self._set("max_tokens", _integer("max_tokens", self.max_tokens, low=1, fix="ask for at least one token"))
+        if self.max_tokens is not None:
+            self._set("max_tokens", _integer("max_tokens", self.max_tokens, low=1, fix="ask for at least one token"))
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, low=0, fix="use 0 to turn it off"))
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
                 "min_tokens may be at most max_tokens; lower min_tokens or raise max_tokens."
             )
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(_message("ignore_eos", self.ignore_eos, "True or False", "pass one of them"))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(_message(name, getattr(self, name), "True or False", "pass one of them"))
+        if self.seed == -1:
+            self._set("seed", None)
         if self.seed is not None:
             self._set(
                 "seed", _integer("seed", self.seed, low=0, high=2**64 - 1, fix="use None to let the engine draw one")

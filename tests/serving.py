@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 from engines import SMALL, VOCAB, make_engine
+from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -94,6 +95,16 @@ def events(body: str) -> list[dict]:
     lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+async def metrics_of(served: Served) -> dict[str, float]:
+    """Samples by name, or by name and label values."""
+    text = (await served.client.get("/metrics")).text
+    return {
+        " ".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 class LeavingClient:

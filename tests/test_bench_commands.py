@@ -121,6 +121,35 @@ def test_a_load_is_counted_without_what_ran_before(tmp_path):
     assert second["prefill_seconds"] < second["seconds"]
 
 
+def test_throughput_says_what_prefix_cache_and_prefill_graphs_did(tmp_path, capsys):
+    out = tmp_path / "throughput.json"
+    arguments = [*THROUGHPUT, "--output-json", str(out)]
+    assert cli.main(arguments) == 0
+    printed, figures = capsys.readouterr().out, json.loads(out.read_text())
+    assert figures["prefix_cache_hit_rate"] == figures["prefill_graph_hit_rate"] == 0
+    assert "prefix cache" not in printed and "prefill graphs" not in printed
+    more = ["--enable-prefix-caching", "--capture-num-tokens", "16,64,128", "--prefill-chunk", "128"]
+    # The first prompt has run before.
+    assert cli.main([*arguments, *more, "--num-prompts", "1"]) == 0
+    printed, figures = capsys.readouterr().out, json.loads(out.read_text())
+    assert 0 < figures["prefix_cache_hit_rate"] < 1 and figures["prefill_graph_hit_rate"] == 1
+    assert "\n  prefix cache " in printed and "100.0% of the prefill steps" in printed
+
+
+@pytest.mark.parametrize("command", [["bench", "latency"], ["bench", "offload"], ["serve", "x"]])
+def test_the_engines_settings_are_options(command, capsys):
+    given = ["--capture-num-tokens", "none", "--cuda-graph-batch-sizes", "staged", "--gpu-memory-utilization", "0.5"]
+    assert cli.main([*command, *given, "--num-ring-slots", "1"]) == 2
+    assert "num_ring_slots=1 must be" in capsys.readouterr().err
+    assert cli.main([*command, "--cuda-graph-batch-sizes", "1,0"]) == 2
+    assert "cuda_graph_batch_sizes=[1, 0] must be" in capsys.readouterr().err
+    assert cli.main([*command, "--gpu-memory-utilization", "1.5"]) == 2
+    assert "gpu_memory_utilization=1.5 must be" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--capture-num-tokens", "16,many"])
+    assert "'16,many' must be whole numbers, such as 16,64,256, or \"none\"" in capsys.readouterr().err
+
+
 def test_a_checkpoint_is_given_as_in_vllm(tmp_path, capsys):
     path = str(make_checkpoint("llama", tmp_path))
     lengths = ["--input-len", "20", "--output-len", "4", "--device", "cpu", "--no-progress"]

@@ -45,12 +45,19 @@ def llm(path):
         (dict(cuda_graph_batch_sizes=[0]), r"cuda_graph_batch_sizes=\[0\] must be"),
         (dict(host_memory_limit="900TiB", enable_cpu_offload=True), "900.*GiB are available: lower host_memory_limit"),
         (dict(host_memory_limit=1000, enable_cpu_offload=True), "holds 0 KV blocks .* 384 tokens need 24: give at"),
+        (dict(tensor_parallel_size=2), "tensor_parallel_size=2 is not supported, but for 1"),
+        (dict(trust_remote_code=True), "trust_remote_code=True is not supported, but for False"),
+        (dict(quantization="awq"), "quantization='awq' is not supported, but for None"),
         (dict(tokenizer="/nowhere", skip_tokenizer_init=False), "tokenizer '/nowhere' cannot be loaded"),
     ],
 )
 def test_a_bad_setting_is_refused(path, arguments, message):
     with pytest.raises((ValueError, TypeError), match=message):
         LLM(path, **(COMMON | arguments))
+
+
+def test_vllms_arguments_may_name_the_only_thing_there_is(path):
+    LLM(path, tensor_parallel_size=1, trust_remote_code=False, quantization=None, **COMMON).close()
 
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
@@ -157,7 +164,7 @@ def test_a_request_id_in_use_is_refused(path):
 
 
 def test_chat_without_a_tokenizer_is_refused(llm):
-    with pytest.raises(ValueError, match=r"chat\(\) needs a chat template, but there is no tokenizer"):
+    with pytest.raises(ValueError, match="chat needs a chat template, but there is no tokenizer"):
         llm.chat([{"role": "user", "content": "hello"}])
 
 

@@ -27,10 +27,19 @@ def llm(path, request):
 @pytest.mark.parametrize(
     "prompt, message",
     [
-        (None, "the prompt is a NoneType: give text or a list of token ids"),
-        ({"a": 1}, "the prompt is a dict: give text or a list of token ids"),
-        (np.array([3, 4]), "the prompt is a ndarray: give text or a list of token ids"),
-        (torch.tensor([3, 4]), "the prompt is a Tensor: give text or a list of token ids"),
+        (None, "the prompt is a NoneType: give text, a list of token ids, {"),
+        ({"a": 1}, "the prompt is a dict with ['a']: give text"),
+        (
+            {"prompt": "w3", "multi_modal_data": {"image": 1}},
+            "the prompt is a dict with ['prompt', 'multi_modal_data']",
+        ),
+        ({"prompt": None}, "the prompt is a dict with []"),
+        ({"prompt": [3]}, "the prompt's text is [3]: give text"),
+        ({"prompt_token_ids": "w3"}, "prompt_token_ids is 'w3': give a list of token ids"),
+        ({"prompt_token_ids": [3, 999]}, "prompt token 999 is outside the vocabulary"),
+        (np.array([3.5, 4]), "prompt token 3.5 is outside the vocabulary"),
+        (np.array(3), "the prompt is a ndarray: give text"),
+        (torch.tensor([[3, 4]]), "prompt token [3, 4] is outside the vocabulary"),
         ([3, True], "prompt token True is outside the vocabulary"),
         ([3, None], "prompt token None is outside the vocabulary"),
     ],
@@ -48,13 +57,55 @@ def test_a_prompt_of_the_wrong_kind_fails_the_list_but_alone_in_a_stream(llm, pr
     assert_pools_as_before(llm.engine)
 
 
-@pytest.mark.parametrize("prompts", [None, 7, np.array([3, 4]), torch.tensor([[3, 4]]), {"prompt": "text"}])
+@pytest.mark.parametrize("prompts", [None, 7, np.array(3), {3, 4}])
 def test_prompts_that_are_no_list_are_refused(llm, prompts):
     message = f"prompts is a {type(prompts).__name__}: give text, a list of token ids, or a list of such"
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, GREEDY)
     with pytest.raises(ValueError, match=message):
         next(llm.generate_stream(prompts, GREEDY))
+
+
+ONE = {
+    "ids": [3, 4, 5],
+    "tuple": (3, 4, 5),
+    "range": range(3, 6),
+    "array": np.array([3, 4, 5], dtype=np.int32),
+    "tensor": torch.tensor([3, 4, 5]),
+    "dict": {"prompt_token_ids": [3, 4, 5]},
+    "dict of an array, with its text": {"prompt_token_ids": np.arange(3, 6), "prompt": "three to five"},
+}
+
+
+@pytest.mark.parametrize("prompt", ONE.values(), ids=ONE)
+def test_a_prompt_may_come_in_each_of_vllms_forms(llm, prompt):
+    wanted = llm.generate([ONE["ids"]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    for prompts in (prompt, [prompt], [prompt, prompt]):
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == [[3, 4, 5]] * (2 if len(outputs) == 2 else 1)
+        assert all(output.outputs[0].token_ids == wanted for output in outputs)
+    streamed = [token_id for output in llm.generate_stream(prompt, GREEDY) for token_id in output.token_ids_delta]
+    assert streamed == wanted
+
+
+def test_rows_of_an_array_are_prompts(llm):
+    outputs = llm.generate(np.array([[3, 4], [5, 6]]), GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [[3, 4], [5, 6]]
+
+
+def test_without_max_tokens_a_completion_uses_what_model_length_and_pool_leave(llm):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate([5] * 380, params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == llm.engine.plan.max_model_len - 380
+    llm.engine.max_sequence_tokens = lambda mode: 32
+    try:
+        (output,) = llm.generate([5] * 20, params, use_tqdm=False)
+        with pytest.raises(ValueError, match="pool holds 32"):
+            llm.generate([5] * 32, params, use_tqdm=False)
+    finally:
+        del llm.engine.max_sequence_tokens
+    assert len(output.outputs[0].token_ids) == 12
+    assert_pools_as_before(llm.engine)
 
 
 @pytest.mark.parametrize("prompt", [[1.5], [np.int64(3)], [float("nan"), 3]])

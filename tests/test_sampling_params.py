@@ -27,9 +27,15 @@ def test_defaults_are_those_of_vllm():
         "stop": (),
         "stop_token_ids": (),
         "ignore_eos": False,
+        "skip_special_tokens": True,
         "seed": None,
         "logprobs": None,
     }
+
+
+def test_vllms_neutral_values_are_taken():
+    params = SamplingParams(max_tokens=None, min_tokens=50, seed=-1, skip_special_tokens=True)
+    assert params.max_tokens is None and params.seed is None
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,6 @@ def test_defaults_are_those_of_vllm():
         ("frequency_penalty", "1", "a number in [-2, 2]"),
         ("frequency_penalty", None, "a number in [-2, 2]"),
         ("max_tokens", 0, "an integer >= 1"),
-        ("max_tokens", None, "an integer >= 1"),
         ("max_tokens", True, "an integer >= 1"),
         ("min_tokens", -1, "an integer >= 0"),
         ("min_tokens", 0.0, "an integer >= 0"),
@@ -84,8 +89,9 @@ def test_defaults_are_those_of_vllm():
         ("stop_token_ids", "12", "a list of token ids, integers >= 0"),
         ("stop_token_ids", 12, "a list of token ids, integers >= 0"),
         ("ignore_eos", 1, "True or False"),
+        ("skip_special_tokens", 0, "True or False"),
         ("seed", 1.0, "an integer in [0, 18446744073709551615]"),
-        ("seed", -1, "an integer in [0, 18446744073709551615]"),
+        ("seed", -2, "an integer in [0, 18446744073709551615]"),
         ("seed", 2**64, "an integer in [0, 18446744073709551615]"),
         ("seed", True, "an integer in [0, 18446744073709551615]"),
         ("logprobs", -1, "an integer in [0, 20]"),

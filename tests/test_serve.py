@@ -186,6 +186,22 @@ def test_chat_is_that_of_llm_chat(path, llm):
     assert rest[-1]["finish_reason"] == "length" and streamed[0]["object"] == "chat.completion.chunk"
 
 
+def test_an_assistants_content_may_be_null(path):
+    async def ask():
+        async with serving(path) as served:
+            user = {"role": "user", "content": "w31"}
+            asked = dict(max_tokens=2, return_token_ids=True, **GREEDY)
+            answers = [
+                await served.post(
+                    "/v1/chat/completions", messages=[user, {"role": "assistant", **content}, user], **asked
+                )
+                for content in (dict(content=None), dict(content=""), dict())
+            ]
+            return [answer.json()["prompt_token_ids"] for answer in answers]
+
+    assert asyncio.run(ask()) == [[7, 31, 8, 7, 31, 9]] * 3
+
+
 def test_chat_without_max_tokens_may_use_what_is_left_of_max_model_len(path):
     async def ask():
         async with serving(path, max_model_len=48) as served:
@@ -215,11 +231,44 @@ def test_models_health_and_version(path):
             assert (await get("/v1/models/none")).status_code == 404
             assert (await served.complete("w20", model="other"))["model"] == "other"
             assert (await get("/version")).json()["version"]
-            assert (await get("/health")).status_code == 200
+            assert (await get("/health")).status_code == (await get("/ping")).status_code == 200
+            assert (await served.client.post("/ping")).status_code == 200
             served.async_engine.begin_shutdown()
-            assert (await get("/health")).status_code == 503
+            assert (await get("/health")).status_code == (await get("/ping")).status_code == 503
 
     asyncio.run(ask())
+
+
+def test_tokens_of_texts_and_conversations_and_back(path):
+    async def ask():
+        async with serving(path) as served:
+
+            async def post(url, **body):
+                response = await served.post(url, **body)
+                return response.json() if response.status_code == 200 else (response.status_code, response.json())
+
+            return [
+                await post("/tokenize", prompt="w20 w21"),
+                await post("/tokenize", prompt="w20 " * 500, add_special_tokens=False, return_token_strs=True),
+                await post("/tokenize", messages=[{"role": "user", "content": "w31"}]),
+                await post("/tokenize", messages=[{"role": "user", "content": "w31"}], add_generation_prompt=False),
+                await post("/detokenize", tokens=[20, 21]),
+            ], [
+                await post("/tokenize"),
+                await post("/tokenize", prompt="w1", messages=[]),
+                await post("/tokenize", messages=[{"role": "nobody", "content": "w1"}]),
+                await post("/detokenize", tokens=[20, 10**6]),
+                await post("/detokenize", tokens=[-1]),
+                await post("/detokenize", tokens="w1"),
+            ]
+
+    (short, long, chat, bare, text), refused = asyncio.run(ask())
+    assert short == {"count": 2, "max_model_len": 384, "tokens": [20, 21], "token_strs": None}
+    assert long["count"] == 500 and long["token_strs"] == ["w20"] * 500, "longer than the model takes, and counted"
+    assert chat["tokens"] == [7, 31, 9] and bare["tokens"] == [7, 31]
+    assert text == {"prompt": "w20 w21"}
+    params = ["prompt", "prompt", "messages", "tokens", "tokens", "tokens"]
+    assert [(status, error["error"]["param"]) for status, error in refused] == [(400, param) for param in params]
 
 
 def test_the_api_key_guards_the_api_and_not_the_probes(path):

@@ -1,4 +1,4 @@
-"""Clients that leave, send nonsense or come in crowds, and an engine that fails: nobody else notices."""
+"""Clients that leave, send nonsense or come in crowds: nobody else notices."""
 
 import asyncio
 import json
@@ -6,11 +6,9 @@ import threading
 
 import pytest
 from engines import VOCAB
-from prometheus_client.parser import text_string_to_metric_families
-from serving import MODEL, LeavingClient, events, make_served_checkpoint, serving
+from serving import MODEL, LeavingClient, events, make_served_checkpoint, metrics_of, serving
 
 from nanoinfer import SamplingParams
-from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.request_stream import StreamClosedError
 
 LONG = dict(max_tokens=300, temperature=0, ignore_eos=True)
@@ -20,16 +18,6 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return make_served_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-async def metrics_of(served) -> dict[str, float]:
-    """Samples by name, or by name and label values."""
-    text = (await served.client.get("/metrics")).text
-    return {
-        " ".join([sample.name, *sample.labels.values()]): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 # Clients that leave
@@ -127,11 +115,15 @@ REFUSED = {
     "huge top_k": (dict(prompt=[5], top_k=2**70), "top_k", "top_k"),
     "min_p": (dict(prompt=[5], min_p=2), "min_p is 2", "min_p"),
     "penalty": (dict(prompt=[5], repetition_penalty=0), "repetition_penalty is 0", "repetition_penalty"),
+    "negative seed": (dict(prompt=[5], seed=-2), "seed is -2", "seed"),
     "seed": (dict(prompt=[5], seed=2**64), "seed is", "seed"),
     "empty stop": (dict(prompt=[5], stop=[""]), "stop is ['']", "stop"),
     "stop of numbers": (dict(prompt=[5], stop=[5]), "stop", "stop"),
     "many stops": (dict(prompt=[5], stop=["a"] * 65), "stop holds 65 strings", "stop"),
     "long stop": (dict(prompt=[5], stop="a" * 2000), "of 2000 characters", "stop"),
+    "banned ids": (
+        dict(prompt=[5], min_tokens=1, stop_token_ids=list(range(5, 150))), "bans", "min_tokens",
+    ),
     "stop ids": (dict(prompt=[5], stop_token_ids=[-1]), "stop_token_ids", "stop_token_ids"),
     "logprobs": (dict(prompt=[5], logprobs=21), "logprobs is 21", "logprobs"),
     "echo": (dict(prompt=[5], echo=True, logprobs=1), "echo with logprobs", "echo"),
@@ -143,6 +135,13 @@ REFUSED = {
     "penalty is text": (dict(prompt=[5], frequency_penalty="1"), "frequency_penalty is '1'", "frequency_penalty"),
     "logit_bias": (dict(prompt=[5], logit_bias={"5": 1}), "logit_bias={'5': 1} is not", "logit_bias"),
     "suffix": (dict(prompt=[5], suffix="x"), "suffix='x' is not supported", "suffix"),
+    "priority": (dict(prompt=[5], priority=1), "first come, first served", "priority"),
+    "salt": (dict(prompt=[5], cache_salt="x"), "cache_salt='x' is not supported", "cache_salt"),
+    "request id": (dict(prompt=[5], request_id="x" * 300), "request_id", "request_id"),
+    "usage": (
+        dict(prompt=[5], stream=True, stream_options={"continuous_usage_stats": True}), "use include_usage",
+        "stream_options",
+    ),
     "typo": (dict(prompt=[5], temprature=1), "did you mean 'temperature'?", "temprature"),
     "odd name": (dict(prompt=[5], **{"\ud800": 1}), "no valid JSON", None),
     "odd text": (dict(prompt="\ud83d"), "no valid JSON", None),
@@ -152,10 +151,15 @@ CHAT_REFUSED = {
     "empty": (dict(messages=[]), "messages is empty", "messages"),
     "text": (dict(messages="hello"), "messages is 'hello'", "messages"),
     "no role": (dict(messages=[{"content": "w1"}]), "messages[0] has no role", "messages"),
+    "message of text": (dict(messages=["hello"]), "messages.0 is 'hello'", "messages"),
     "no content": (dict(messages=[{"role": "user"}]), "messages[0].content is None", "messages"),
     "image": (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text is", "messages"),
     "refused by the template": (dict(messages=[{"role": "nobody", "content": ""}]), "no such role", "messages"),
     "tools": (dict(messages=[{"role": "user", "content": "w1"}], tools=[{}]), "tools=[{}] is not", "tools"),
+    "tool choice": (
+        dict(messages=[{"role": "user", "content": "w1"}], tool_choice="required"), "tool_choice='required' is not",
+        "tool_choice",
+    ),
     "tool calls": (
         dict(messages=[{"role": "user", "content": "w1", "tool_calls": [{}]}]), "tool_calls is not", "messages",
     ),
@@ -218,7 +222,8 @@ def test_nonsense_is_refused_by_name_and_harms_nobody(path):
 def test_fields_that_stock_clients_send_are_accepted(path):
     harmless = dict(
         user="me", metadata={"a": "b"}, store=False, service_tier="auto", presence_penalty=0, frequency_penalty=0.0,
-        logit_bias=None, best_of=1, suffix=None, temperature=None, seed=None, logprobs=None,
+        logit_bias=None, best_of=1, suffix=None, temperature=None, seed=-1, logprobs=None, request_id="mine", priority=0,
+        cache_salt=None, skip_special_tokens=True, tool_choice="auto",
     )  # fmt: skip
     chat = dict(
         tools=None, tool_choice="none", response_format={"type": "text"}, modalities=["text"], parallel_tool_calls=True
@@ -226,8 +231,11 @@ def test_fields_that_stock_clients_send_are_accepted(path):
 
     async def ask():
         async with serving(path) as served:
-            assert (await served.post(prompt="w5", **harmless)).status_code == 200
-            del harmless["best_of"], harmless["suffix"]
+            response = await served.post(prompt="w5", **harmless)
+            assert response.status_code == 200 and response.json()["id"] == "cmpl-mine", response.text
+            options = dict(stream=True, stream_options=dict(include_usage=True, continuous_usage_stats=False))
+            assert (await served.post(prompt="w5", **options)).status_code == 200
+            del harmless["best_of"], harmless["suffix"], harmless["tool_choice"]
             asked = dict(messages=[{"role": "user", "content": "w1", "name": None}], max_tokens=2, **harmless, **chat)
             response = await served.post(CHAT, **asked)
             assert response.status_code == 200, response.text
@@ -252,14 +260,36 @@ def test_unknown_models_and_paths_are_not_found(path):
     asyncio.run(ask())
 
 
-def test_what_the_pools_cannot_hold_is_refused_with_the_engines_words(path):
+# Name: path, body, what is at fault. The model length is 384, the pool holds 112 tokens.
+LONG_MESSAGES = [{"role": "user", "content": "w5 " * 400}]
+FOR_THE_POOL = [{"role": "user", "content": "w5 " * 120}]
+TOO_LONG = {
+    "prompt": ("/v1/completions", dict(prompt=[5] * 400), "max_model_len is 384", "prompt"),
+    "second prompt": ("/v1/completions", dict(prompt=[[5], [5] * 400]), "max_model_len is 384", "prompt"),
+    "text": ("/v1/completions", dict(prompt="w5 " * 400), "max_model_len is 384", "prompt"),
+    "messages": (CHAT, dict(messages=LONG_MESSAGES), "max_model_len is 384", "messages"),
+    "with output": ("/v1/completions", dict(prompt=[5] * 300, max_tokens=85), "max_model_len = 384", "max_tokens"),
+    "pool": ("/v1/completions", dict(prompt=[5] * 120), "pool holds 112", "prompt"),
+    "pool, with output": ("/v1/completions", dict(prompt=[5] * 100, max_tokens=28), "pool holds 112", "max_tokens"),
+    "pool, chat": (CHAT, dict(messages=FOR_THE_POOL), "pool holds 112", "messages"),
+    "pool, chat with output": (
+        CHAT, dict(messages=[{"role": "user", "content": "w5"}], max_tokens=120), "pool holds 112", "max_tokens",
+    ),
+}  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused_with_openais_code(path):
     async def ask():
         async with serving(path) as served:
             served.engine.max_sequence_tokens = lambda mode: 112
-            response = await served.post(prompt=[5] * 100, max_tokens=28)
-            message = response.json()["error"]["message"]
-            assert response.status_code == 400 and "pool holds" in message and "lower max_tokens" in message
+            for name, (url, body, message, param) in TOO_LONG.items():
+                response = await served.post(url, **body)
+                error = response.json()["error"]
+                assert response.status_code == 400 and message in error["message"], f"{name}: {error}"
+                assert (error["param"], error["code"]) == (param, "context_length_exceeded"), f"{name}: {error}"
             assert (await served.post(prompt=[5] * 100, max_tokens=5)).status_code == 200
+            answer = await served.post(CHAT, messages=[{"role": "user", "content": "w5"}], temperature=0)
+            assert answer.json()["usage"]["total_tokens"] == 112, "a chat without a limit takes what the pool has"
 
     asyncio.run(ask())
 
@@ -279,6 +309,30 @@ def test_too_many_waiting_requests_are_told_to_come_back(path):
             assert sum(response.status_code == 200 for response in responses) == 5
             await served.wait_until_idle()
             assert (await served.post(prompt=[5], max_tokens=2)).status_code == 200
+
+    asyncio.run(ask())
+
+
+def test_prompts_beyond_the_queue_are_told_to_come_back_or_that_they_never_fit(path):
+    """One runs and two may wait."""
+
+    async def ask():
+        async with serving(path, max_num_seqs=1, max_queue=2) as served:
+            for body in (dict(prompt=[[5]] * 100), dict(prompt=[5], n=4), dict(prompt=[[5], [6]], n=2)):
+                response = await served.post(**body)
+                assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
+                assert "send at most 3 in one request" in response.json()["error"]["message"]
+                assert "--max-queue" in response.json()["error"]["message"]
+            assert (await served.post(prompt=[[5], [6], [7]], max_tokens=2)).status_code == 200
+            running = asyncio.create_task(served.complete([40], **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 10)
+            for body in (dict(prompt=[[5]] * 3), dict(prompt=[5], n=3)):
+                response = await served.post(**body)
+                assert response.status_code == 429 and response.headers["retry-after"] == "1"
+                assert "0 sequences wait, the request has 3" in response.json()["error"]["message"]
+            assert (await served.post(prompt=[[5], [6]], max_tokens=2)).status_code == 200
+            await running
+            await served.wait_until_idle()
 
     asyncio.run(ask())
 
@@ -318,153 +372,6 @@ def test_a_crowd_gets_what_each_gets_alone(path):
     asyncio.run(ask())
 
 
-# An engine that fails
-
-
-@pytest.mark.parametrize("place", ["launch", "read", "schedule"])
-def test_a_failed_step_ends_its_requests_and_no_others(path, place):
-    """One long request runs; one that has all its tokens but the last read; a step fails; then others come."""
-
-    async def ask():
-        async with serving(path, max_num_seqs=1) as served:
-            wanted = await served.complete([40], max_tokens=20)
-            engine = served.engine
-            owner, name = {
-                "launch": (engine.runner, "decode"),
-                "read": (engine, "_hand_out"),
-                "schedule": (engine.scheduler, "schedule"),
-            }[place]
-            original, calls = getattr(owner, name), []
-
-            def broken(*arguments):
-                calls.append(1)
-                if len(calls) == 12:
-                    raise RuntimeError("out of luck")
-                return original(*arguments)
-
-            setattr(owner, name, broken)
-            failing = asyncio.create_task(served.post(prompt=[20], stream=True, **LONG))
-            await served.wait_until(lambda served: served.async_engine.num_streams == 1)
-            waiting = asyncio.create_task(served.complete([40], max_tokens=20))
-            streamed = await failing
-            assert streamed.status_code == 200
-            *parts, last = events(streamed.text)
-            assert 5 <= len(parts) <= 12 and "out of luck" in last["error"]["message"]
-            assert (await waiting)["choices"] == wanted["choices"], "it waited, so it is not affected"
-            calls.clear()
-            response = await served.post(prompt=[20], **LONG)
-            assert response.status_code == 500 and response.json()["error"]["code"] == "engine_error"
-            setattr(owner, name, original)
-            assert (await served.complete([40], max_tokens=20))["choices"] == wanted["choices"]
-            await served.wait_until_idle()
-            samples = await metrics_of(served)
-            assert samples["nanoinfer:request_success_total error"] == 2
-
-    asyncio.run(ask())
-
-
-def test_tokens_read_before_a_failed_launch_are_delivered(path):
-    """The engine keeps them for its next call, which must come although nothing is left to run."""
-
-    async def ask():
-        async with serving(path) as served:
-            wanted = await served.complete([40], max_tokens=3)
-            original = served.engine.runner.decode
-
-            def broken(batch, timeline):
-                if [sequence.prompt_token_ids for sequence in batch.sequences] == [[20]]:
-                    raise RuntimeError("out of luck")  # the other's last token is in flight
-                return original(batch, timeline)
-
-            served.engine.runner.decode = broken
-            bodies = [dict(prompt=[20], max_tokens=9), dict(prompt=[40], max_tokens=3)]
-            failed, fine = await asyncio.gather(
-                *(served.post(temperature=0, ignore_eos=True, **body) for body in bodies)
-            )
-            assert failed.status_code == 500
-            assert fine.status_code == 200 and fine.json()["choices"] == wanted["choices"]
-            await served.wait_until_idle()
-
-    asyncio.run(asyncio.wait_for(ask(), 30))
-
-
-def test_a_lost_device_ends_everything_and_is_seen_by_the_probe(path):
-    async def ask():
-        async with serving(path) as served:
-            running = [asyncio.create_task(served.post(prompt=[20 + i], **LONG)) for i in range(3)]
-            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 10)
-
-            def lost(*_):
-                raise RuntimeError("the device is lost")
-
-            served.engine.runner.decode = served.engine.runner.recover = lost
-            for response in await asyncio.gather(*running):
-                assert response.status_code == 503 and "the device is lost" in response.json()["error"]["message"]
-            assert (await served.client.get("/health")).status_code == 503
-            assert (await served.post(prompt=[5])).json()["error"]["code"] == "engine_dead"
-            assert (await served.client.get("/metrics")).status_code == 503
-            assert served.async_engine.has_failed and not served.async_engine.num_streams
-
-    asyncio.run(asyncio.wait_for(ask(), 30))
-
-
-def test_an_engine_that_cannot_be_made_says_why():
-    def make():
-        raise ValueError("no such model")
-
-    engine = AsyncEngine(make)
-    with pytest.raises(ValueError, match="no such model"):
-        engine.start()
-    engine.close()
-    with pytest.raises(ValueError, match="max_queue is 0"):
-        AsyncEngine(make, max_queue=0)
-
-
-# Shutdown
-
-
-def test_running_requests_end_and_new_ones_are_refused_at_shutdown(path):
-    async def ask():
-        async with serving(path) as served:
-            wanted = await served.complete([40], **LONG)
-            running = asyncio.create_task(served.complete([40], **LONG))
-            await served.wait_until(lambda served: served.async_engine.num_streams == 1)
-            served.async_engine.begin_shutdown()
-            response = await served.post(prompt=[5])
-            assert response.status_code == 503 and response.json()["error"]["code"] == "shutting_down"
-            await served.async_engine.drain(30)
-            assert (await running)["choices"] == wanted["choices"]
-            await served.wait_until_idle()
-
-    asyncio.run(ask())
-
-
-def test_what_outlasts_the_grace_period_ends_with_an_error(path):
-    async def ask():
-        async with serving(path) as served:
-            whole = asyncio.create_task(served.post(prompt=[40], **LONG))
-            streamed = asyncio.create_task(served.post(prompt=[40], stream=True, **LONG))
-            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 20)
-            await served.async_engine.drain(0)
-            assert (await whole).status_code == 503
-            *parts, last = events((await streamed).text)
-            assert len(parts) >= 5 and "had not ended within 0 s" in last["error"]["message"]
-            await served.wait_until_idle()
-
-    asyncio.run(ask())
-
-
-def test_requests_get_an_end_when_the_engine_is_closed_under_them(path):
-    async def ask():
-        async with serving(path) as served:
-            running = asyncio.create_task(served.post(prompt=[40], **LONG))
-            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 3)
-            served.async_engine.close()
-            assert (await running).status_code == 503
-
-    asyncio.run(ask())
-
-
 # Metrics
 
 
@@ -487,6 +394,10 @@ def test_metrics_say_what_has_happened(path):
         "nanoinfer:kv_cache_usage_perc": 0,
         "nanoinfer:num_preemptions_total": 0,
         "nanoinfer:streamed_bytes_total": 0,
+        "nanoinfer:graph_bytes": 0,
+        "nanoinfer:prefix_cache_queries_total": 6,
+        "nanoinfer:prefix_cache_hits_total": 0,
+        "nanoinfer:prefill_graph_steps_total": 0,
         "nanoinfer:prompt_tokens_total": 3,
         "nanoinfer:generation_tokens_total": 20,
         "nanoinfer:request_success_total length": 4,
@@ -497,6 +408,7 @@ def test_metrics_say_what_has_happened(path):
         "nanoinfer:e2e_request_latency_seconds_count": 2,
     }
     assert {name: samples.get(name) for name in wanted} == wanted
+    assert samples["nanoinfer:prefill_eager_steps_total"] >= 1
     first, total = (samples[f"nanoinfer:{name}_seconds_sum"] for name in ("time_to_first_token", "e2e_request_latency"))
     assert 0 < first < total
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from nanoinfer import tuning_options
 from nanoinfer.bench.shapes import SHAPES, write_shape
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import nearest
@@ -43,8 +44,6 @@ def add_engine_arguments(
     defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items()}
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
-    parser.add_argument("--num-ring-slots", type=int, default=defaults["num_ring_slots"])
-    parser.add_argument("--ring-slot-bytes", help='bytes of one ring slot, such as "32MiB"')
     parser.add_argument("--block-size", type=int, default=defaults["block_size"], help="tokens per KV block")
     parser.add_argument("--max-num-seqs", type=int, help="sequences that run at once; default: as the benchmark needs")
     parser.add_argument("--prefill-chunk", type=int, help="tokens of one prefill step")
@@ -53,7 +52,7 @@ def add_engine_arguments(
     parser.add_argument("--kv-cache-dtype", default="auto", help=kv_cache_dtype_help)
     parser.add_argument("--device", default=defaults["device"])
     parser.add_argument("--seed", type=int, default=defaults["seed"])
-    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    tuning_options.add_arguments(parser)
     parser.add_argument("--no-progress", action="store_true")
 
 
@@ -69,6 +68,9 @@ def add_mode_argument(parser: argparse.ArgumentParser) -> None:
 
 def shared_engine_arguments(options: argparse.Namespace) -> dict:
     """Arguments of an LLM, as far as options give them that all benchmarks have."""
+    tuning = tuning_options.engine_arguments(options)
+    # Off unless asked for, so that each run computes its own prompts.
+    tuning["enable_prefix_caching"] = bool(options.enable_prefix_caching)
     return dict(
         load_format="dummy" if is_dummy(options) else "auto",
         skip_tokenizer_init=True,
@@ -76,17 +78,14 @@ def shared_engine_arguments(options: argparse.Namespace) -> dict:
         kv_cache_dtype=options.kv_cache_dtype,
         device=options.device,
         seed=options.seed,
-        enforce_eager=options.enforce_eager,
         attention_backend=options.attention_backend,
-        num_ring_slots=options.num_ring_slots,
-        ring_slot_bytes=options.ring_slot_bytes,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.prefill_chunk,
         gpu_memory_limit=options.gpu_memory,
         host_memory_limit=options.host_memory,
-        enable_prefix_caching=False,  # each run computes its own prompts
         progress_bar=not options.no_progress,
+        **tuning,
     )
 
 

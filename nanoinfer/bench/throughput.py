@@ -94,6 +94,11 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
     llm.generate(load.prompts, load.params, use_tqdm=progress)
     seconds = time.perf_counter() - begin
     after = llm.stats()
+
+    def gained(name: str) -> int | float:
+        return after[name] - stats[name]
+
+    graph_steps = gained("prefill_graph_steps")
     decode = llm.engine.meter.times.since(times)
     steps = max(1, decode.num_steps)
     total = load.num_prompt_tokens + load.num_output_tokens
@@ -106,16 +111,18 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
         "requests_per_second": len(load.prompts) / seconds,
         "output_tokens_per_second": load.num_output_tokens / seconds,
         "total_tokens_per_second": total / seconds,
-        "prefill_seconds": after["prefill_seconds"] - stats["prefill_seconds"],
+        "prefill_seconds": gained("prefill_seconds"),
         "decode_seconds": decode.seconds,
-        "num_prefill_steps": after["num_prefill_steps"] - stats["num_prefill_steps"],
+        "num_prefill_steps": gained("num_prefill_steps"),
+        "prefill_graph_hit_rate": graph_steps / max(1, graph_steps + gained("prefill_eager_steps")),
+        "prefix_cache_hit_rate": gained("prefix_cache_hit_tokens") / max(1, gained("prefix_cache_queried_tokens")),
         "num_decode_steps": decode.num_steps,
-        "mean_batch": (after["num_decode_tokens"] - stats["num_decode_tokens"]) / steps,
+        "mean_batch": gained("num_decode_tokens") / steps,
         "step_seconds": decode.seconds / steps,
         "host_seconds_per_step": decode.host_seconds / steps,
         "device_seconds_per_step": decode.compute_busy_fraction * decode.seconds / steps,
-        "num_preemptions": after["num_preemptions"] - stats["num_preemptions"],
-        "streamed_bytes": after["streamed_bytes"] - stats["streamed_bytes"],
+        "num_preemptions": gained("num_preemptions"),
+        "streamed_bytes": gained("streamed_bytes"),
         "bound": decode.bound,
     }
 
@@ -168,6 +175,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
 
 def _lines(figures: dict) -> list[tuple[str, str]]:
     streamed, preempted = figures["streamed_bytes"], figures["num_preemptions"]
+    prefix_hits, graph_hits = figures["prefix_cache_hit_rate"], figures["prefill_graph_hit_rate"]
     return [
         ("requests", f"{figures['requests_per_second']:,.2f} per second, {figures['seconds']:.2f} s in all"),
         ("output tokens", f"{figures['output_tokens_per_second']:,.0f} per second ({figures['output_tokens']:,})"),
@@ -187,6 +195,8 @@ def _lines(figures: dict) -> list[tuple[str, str]]:
             f"{figures['step_seconds'] * 1e3:.3f} ms; the host works {figures['host_seconds_per_step'] * 1e3:.3f} ms of "
             f"it, the device {figures['device_seconds_per_step'] * 1e3:.3f} ms (from a sample, without sampling)",
         ),
+        *([("prefix cache", f"{prefix_hits:.1%} of the prompts' tokens were found")] if prefix_hits else []),
+        *([("prefill graphs", f"{graph_hits:.1%} of the prefill steps ran from them")] if graph_hits else []),
         *([("streamed", f"{streamed / 1e9:,.1f} GB")] if streamed else []),
         *([("preemptions", f"{preempted:,}")] if preempted else []),
     ]

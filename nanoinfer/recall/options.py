@@ -127,7 +127,7 @@ def _engine_arguments(
         model=model_dir,
         load_format="auto",
         kv_cache_dtype=kv_cache_dtype,
-        enable_prefix_caching=True,  # a document is read once for all its questions
+        enable_prefix_caching=options.enable_prefix_caching is not False,  # a document is read once for its questions
         max_model_len=longest,
         max_num_seqs=DEFAULT_MAX_NUM_SEQS if options.max_num_seqs is None else options.max_num_seqs,
     )

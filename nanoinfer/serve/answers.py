@@ -35,7 +35,7 @@ class Answer:
         self.request, self.prompts, self.has_text = request, prompts, has_text
         self.n = request.n or 1
         self.head = {
-            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "id": f"{self.id_prefix}-{request.request_id or uuid.uuid4().hex}",
             "object": self.object_name,
             "created": int(time.time()),
             "model": model,

@@ -14,16 +14,26 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import nanoinfer
+from nanoinfer.errors import RequestError
 from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.errors import ApiError, BadRequestError, UnavailableError
 from nanoinfer.serve.metrics import ServerMetrics
-from nanoinfer.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from nanoinfer.serve.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse,
+)
 from nanoinfer.serve.request_stream import StreamClosedError
 from nanoinfer.serve.responding import EventStream, read_body, whole_answer
 from nanoinfer.serve.tokenizing import Prompt
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
+TOO_LONG = "context_length_exceeded"
 
 
 def create_app(
@@ -58,9 +68,12 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
     _add_generation(app, engine, list(served_model_names))
+    _add_tokenizing(app, engine, list(served_model_names))
     _add_models(app, engine, list(served_model_names))
 
     @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
     async def health() -> Response:
         if engine.is_healthy:
             return Response()
@@ -83,8 +96,8 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         arrival = time.perf_counter()
         asked = parse(CompletionRequest, await read_body(request))
         model = _model_name(asked, names)
-        params = asked.sampling_params(DEFAULT_MAX_TOKENS)
-        with _refusing("prompt"):
+        params = asked.sampling_params(engine.sampling_defaults | {"max_tokens": DEFAULT_MAX_TOKENS})
+        with _refusing(asked):
             prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
         echoed = [engine.prompts.text_of(prompt) for prompt in prompts] if asked.echo else None
         answer = CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed=echoed)
@@ -95,23 +108,45 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         arrival = time.perf_counter()
         asked = parse(ChatRequest, await read_body(request))
         model = _model_name(asked, names)
-        # The engine cuts it to what the prompt leaves.
-        params = asked.sampling_params(engine.plan.max_model_len)
-        template_arguments = dict(asked.chat_template_kwargs or {})
-        template_arguments["add_generation_prompt"] = asked.add_generation_prompt is not False
-        with _refusing("messages"):
-            prompt = await engine.prompts.tokenize_chat(asked.conversation(), **template_arguments)
+        params = asked.sampling_params({"max_tokens": None} | engine.sampling_defaults)  # None: what the prompt leaves
+        with _refusing(asked):
+            prompt = await engine.prompts.tokenize_chat(asked.conversation(), **asked.template_arguments)
         answer = ChatAnswer(asked, model, [prompt], engine.prompts.has_text)
         return await respond(request, answer, params, arrival)
 
     async def respond(request: Request, answer: Answer, params: Any, arrival: float) -> Response:
         asked = answer.request
         _check_length(asked, answer.prompts, engine.plan.max_model_len)
-        with _refusing(None):
+        with _refusing(asked):
             stream = await engine.submit(answer.prompts, params, wants_deltas=bool(asked.stream), arrival=arrival)
         if asked.stream:
             return EventStream(stream, answer)
         return await whole_answer(stream, answer, request.receive)
+
+
+def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        asked, prompts = parse(TokenizeRequest, await read_body(request)), engine.prompts
+        _model_name(asked, names)
+        with _refusing(asked):
+            if asked.messages is not None:
+                tokens = await prompts.encode_chat(asked.conversation(), **asked.template_arguments)
+            else:
+                tokens = await prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+        return {
+            "count": len(tokens),
+            "max_model_len": engine.plan.max_model_len,
+            "tokens": tokens,
+            "token_strs": prompts.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None,
+        }
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        asked = parse(DetokenizeRequest, await read_body(request))
+        _model_name(asked, names)
+        with _refusing(asked):
+            return {"prompt": await engine.prompts.decode(asked.tokens)}
 
 
 def _add_models(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
@@ -138,7 +173,7 @@ def _add_models(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
         return card(name)
 
 
-def _model_name(asked: GenerationRequest, names: list[str]) -> str:
+def _model_name(asked: Body, names: list[str]) -> str:
     if asked.model is None:
         return names[0]
     if asked.model not in names:
@@ -163,17 +198,21 @@ def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -
             f"the prompt has {longest} tokens and max_tokens is {asked.token_limit}, together they may be "
             f"max_model_len = {limit}: lower max_tokens or shorten the prompt",
             param="max_tokens",
-            code="context_length_exceeded",
+            code=TOO_LONG,
         )
 
 
 @contextlib.contextmanager
-def _refusing(param: str | None):
-    """A ValueError of the engine is a mistake of the client's."""
+def _refusing(asked: Body):
+    """What the engine cannot take is a mistake of the client's."""
     try:
         yield
-    except ValueError as error:
-        raise BadRequestError(str(error), param=param) from error
+    except RequestError as error:
+        raise BadRequestError(
+            str(error),
+            param=asked.prompt_field if error.field == "prompt" else error.field,
+            code=TOO_LONG if error.is_too_long else None,
+        ) from error
 
 
 # Errors

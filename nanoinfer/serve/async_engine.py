@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nanoinfer.engine import LLMEngine
+from nanoinfer.errors import RequestError
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
@@ -43,7 +44,7 @@ class AsyncEngine:
 
     Args:
         make_engine: called once, on the engine's thread.
-        max_queue: sequences that may wait for a place among the running ones before more are refused.
+        max_queue: sequences that may wait for a place among the running ones; a request with more is refused.
     """
 
     def __init__(self, make_engine: Callable[[], LLMEngine], *, max_queue: int = 1024) -> None:
@@ -51,7 +52,7 @@ class AsyncEngine:
             raise ValueError(f"max_queue is {max_queue}, it must be at least 1: else nothing is ever taken")
         self.max_queue = max_queue
         self.prompts: PromptTokenizer | None = None
-        """Set by `start`, as are `mode`, `plan` and `config`, the engine's."""
+        """Set by `start`, as are `mode`, `plan`, `config` and `sampling_defaults`, the engine's."""
         self.num_prompt_tokens = 0
         """Of all requests that were taken."""
         self.num_generated_tokens = 0
@@ -63,7 +64,7 @@ class AsyncEngine:
         self._is_closed = False
         self._is_draining = False
         self._failure: BaseException | None = None
-        self._num_queued = 0
+        self._num_queued = 0  # for lack of a place; below 0: free places
         self._tracked: dict[str, _Tracked] = {}  # of the engine's thread, as is all below
         self._must_flush = False
         self._batch: list[Callable[[], None]] = []  # for the loop, after this step
@@ -82,7 +83,9 @@ class AsyncEngine:
         # Only what never changes after start-up is read from it on other threads.
         engine = self._started.result()
         self.mode, self.plan, self.config = engine.mode, engine.plan, engine.config
-        self.prompts = PromptTokenizer(engine.tokenizer, engine.tokenize)
+        self.sampling_defaults = engine.sampling_defaults
+        self._num_queued = -engine.plan.max_num_seqs
+        self.prompts = PromptTokenizer(engine.tokenizer, engine.tokenize, engine.check_vocabulary)
 
     @property
     def is_healthy(self) -> bool:
@@ -114,12 +117,13 @@ class AsyncEngine:
             prompts: as `self.prompts` makes them.
 
         Raises:
-            ValueError: the engine refuses a prompt or its parameters.
-            OverloadedError: too many sequences wait.
+            RequestError: the engine refuses a prompt or its parameters, or the queue could never hold all prompts.
+            OverloadedError: too many sequences wait, or would with these.
             UnavailableError: the server is shutting down or the engine is dead.
         """
         self._check_open()
-        self._check_queue(self._num_queued)  # the engine's thread checks again; this saves it the work
+        num_new = len(prompts) * params.n
+        self._check_queue(self._num_queued, num_new)  # the engine's thread checks again; this saves it the work
         self._loop = asyncio.get_running_loop()
         stream = RequestStream(
             prompts,
@@ -164,11 +168,26 @@ class AsyncEngine:
         if self._is_draining:
             raise UnavailableError("the server is shutting down: send the request to another one", "shutting_down")
 
-    def _check_queue(self, num_queued: int) -> None:
-        if num_queued >= self.max_queue:
-            raise OverloadedError(
-                f"{num_queued} sequences wait and the server queues at most {self.max_queue}: try again later"
+    def _check_queue(self, num_queued: int, num_new: int) -> None:
+        """Refuses sequences that would go beyond the limit.
+
+        Args:
+            num_queued: sequences that wait for a place; below 0: so many places are free.
+        """
+        if num_queued + num_new <= self.max_queue:
+            return
+        num_places = self.plan.max_num_seqs
+        if num_new > self.max_queue + num_places:
+            raise RequestError(
+                f"the request has {num_new} completions (prompts times n), the server runs {num_places} at once and "
+                f"queues {self.max_queue}: send at most {self.max_queue + num_places} in one request, or start the "
+                "server with a larger --max-queue",
+                field="prompt",
             )
+        raise OverloadedError(
+            f"{max(0, num_queued)} sequences wait, the request has {num_new} and the server queues at most "
+            f"{self.max_queue}: try again later"
+        )
 
     def _dead(self) -> UnavailableError:
         why = f" ({type(self._failure).__name__}: {self._failure})" if self._failure is not None else ""
@@ -215,9 +234,7 @@ class AsyncEngine:
             while self._take_inbox(engine):
                 if engine.has_work or self._must_flush:
                     self._step(engine)
-                waiting, running = len(engine.scheduler.waiting), len(engine.scheduler.running)
-                # Those that the next step can take do not queue.
-                self._num_queued = max(0, waiting - (engine.plan.max_num_seqs - running))
+                self._num_queued = _num_queued(engine)
                 self._send_batch()
         except BaseException as error:
             logger.exception("the engine is dead")
@@ -245,8 +262,7 @@ class AsyncEngine:
     def _add(self, engine: LLMEngine, stream: RequestStream, params: SamplingParams) -> None:
         if stream.has_ended:
             return  # its reader left meanwhile
-        waiting, running = len(engine.scheduler.waiting), len(engine.scheduler.running)
-        self._check_queue(waiting - (engine.plan.max_num_seqs - running))
+        self._check_queue(_num_queued(engine), len(stream.prompts) * params.n)
         name = uuid.uuid4().hex
         added = {}
         try:
@@ -354,6 +370,12 @@ class AsyncEngine:
     def _fail_all(self) -> None:
         for stream in list(self._streams):
             stream.fail(self._dead())
+
+
+def _num_queued(engine: LLMEngine) -> int:
+    """Sequences that wait for a place, those not counted that the next step can take; below 0: free places."""
+    waiting, running = len(engine.scheduler.waiting), len(engine.scheduler.running)
+    return waiting - (engine.plan.max_num_seqs - running)
 
 
 def _call_all(calls: list[tuple]) -> None:

@@ -10,6 +10,7 @@ import socket
 import sys
 from typing import Any
 
+from nanoinfer import tuning_options
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import LLMEngine
 
@@ -54,9 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
     parser.add_argument("--device", default=defaults["device"])
     parser.add_argument("--attention-backend", default=defaults["attention_backend"])
-    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--resident-kv-limit", type=lambda text: 0 if text == "0" else text, metavar="SIZE",
+        help='KV that may stay on the GPU in offload mode, such as "2GiB"; 0: none of the full blocks',
+    )  # fmt: skip
+    tuning_options.add_arguments(parser, enable_prefix_caching=defaults["enable_prefix_caching"])
     parser.add_argument("--seed", type=int, default=defaults["seed"])
     parser.add_argument("--load-format", default=defaults["load_format"], help='"dummy": random weights')
+    parser.add_argument(
+        "--generation-config", default=defaults["generation_config"],
+        help='sampling of requests that leave it out: "auto" (the checkpoint\'s generation_config.json) or "vllm" (neutral)',
+    )  # fmt: skip
     parser.add_argument("--tokenizer", help="directory or hub id (default: the model's)")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only")
 
@@ -172,14 +181,15 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     same = (
-        "model max_model_len max_num_seqs max_num_batched_tokens block_size dtype kv_cache_dtype device attention_backend enforce_eager "
-        "seed load_format tokenizer skip_tokenizer_init"
+        "model max_model_len max_num_seqs max_num_batched_tokens block_size dtype kv_cache_dtype device attention_backend "
+        "resident_kv_limit seed load_format generation_config tokenizer skip_tokenizer_init"
     )
     return {name: getattr(options, name) for name in same.split()} | {
         "enable_cpu_offload": {"on": True, "auto": "auto", "off": False}[options.offload],
         "gpu_memory_limit": options.gpu_memory,
         "host_memory_limit": options.host_memory,
         "progress_bar": sys.stderr.isatty(),
+        **tuning_options.engine_arguments(options),
     }
 
 

@@ -30,10 +30,15 @@ _GAUGES = (
     ("host_kv_blocks_used", "KV blocks of the host pool that requests hold.", "host_blocks_used"),
     ("host_kv_blocks_cached", "KV blocks of the host pool that only the prefix cache holds.", "host_blocks_cached"),
     ("host_kv_blocks_total", "KV blocks of the host pool; 0 until offload mode is first entered.", "host_blocks_total"),
+    ("graph_bytes", "GPU memory that capturing CUDA graphs took.", "graph_bytes"),
     ("kv_resident_share", "Share of the running sequences' full KV blocks that lies on the GPU.", "kv_resident_share"),
 )
 _COUNTERS = (
     ("num_preemptions", "Times that a sequence had to give way to others.", "num_preemptions"),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queried_tokens"),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
+    ("prefill_graph_steps", "Prefill steps whose layers ran from CUDA graphs.", "prefill_graph_steps"),
+    ("prefill_eager_steps", "Prefill steps whose layers ran without CUDA graphs.", "prefill_eager_steps"),
     ("streamed_bytes", "Bytes of KV blocks that were streamed from the host to the GPU.", "streamed_bytes"),
     ("written_bytes", "Bytes of KV blocks that were written to the host.", "written_bytes"),
 )

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nanoinfer.errors import nearest
+from nanoinfer.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
 
@@ -16,6 +17,7 @@ MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
 MAX_STOP_STRINGS = 64  # each is searched for in every token's text
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_REQUEST_ID_CHARS = 256  # it is in every event of a stream
 # Larger ones do not fit into the device's 64-bit tables, and nobody means them.
 _INT32_MAX = 2**31 - 1
 _SHOWN_CHARS = 80
@@ -30,7 +32,7 @@ _UNSUPPORTED: dict[str, tuple[tuple, str]] = {
     "suffix": (("",), "leave it out"),
     "response_format": (({"type": "text"},), "only text is generated"),
     "tools": (([],), "leave it out"),
-    "tool_choice": (("none",), "leave it out"),
+    "tool_choice": (("none", "auto"), "leave it out"),
     "functions": (([],), "leave it out"),
     "function_call": (("none",), "leave it out"),
     "modalities": ((["text"],), "only text is generated"),
@@ -45,9 +47,11 @@ _UNSUPPORTED: dict[str, tuple[tuple, str]] = {
     "truncate_prompt_tokens": ((), "shorten the prompt"),
     "allowed_token_ids": ((), "leave it out"),
     "bad_words": (([],), "leave it out"),
-    "skip_special_tokens": ((True,), "use return_token_ids to see special tokens"),
     "spaces_between_special_tokens": ((True,), "leave it out"),
     "include_stop_str_in_output": ((False,), "add the stop_reason of the answer yourself"),
+    "priority": ((0,), "requests are taken first come, first served"),
+    "cache_salt": ((), "the prefix cache is one for all requests"),
+    "continue_final_message": ((False,), "use /v1/completions with a finished prompt"),
     "structured_outputs": ((), "leave it out"),
     "guided_json": ((), "leave it out"),
     "guided_regex": ((), "leave it out"),
@@ -58,25 +62,38 @@ _UNSUPPORTED: dict[str, tuple[tuple, str]] = {
 Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 
 
-class _Model(BaseModel):
-    # Strict: "5" is no number and true is no 1. Unknown names are refused before, with the nearest one.
-    model_config = ConfigDict(strict=True, extra="ignore")
+# Strict: "5" is no number and true is no 1. Unknown names are refused before, with the nearest one.
+_STRICT = ConfigDict(strict=True, extra="ignore")
 
 
-class StreamOptions(_Model):
+class Body(BaseModel):
+    """A request's body."""
+
+    model_config = _STRICT
+    prompt_field: ClassVar[str] = "prompt"  # what holds it
+
+    model: str | None = None
+
+    def check(self) -> None:
+        """Raises BadRequestError where fields do not go together."""
+
+
+class StreamOptions(BaseModel):
+    model_config = _STRICT
+
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(_Model):
-    """What both endpoints take. None: the field's default."""
+class GenerationRequest(Body):
+    """What both endpoints take. None: the default."""
 
     _sampling: ClassVar[tuple[str, ...]] = (
         "n temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens seed stop "
-        "stop_token_ids ignore_eos".split()
+        "stop_token_ids ignore_eos skip_special_tokens".split()
     )
 
-    model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
     best_of: int | None = None
     max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
@@ -92,12 +109,14 @@ class GenerationRequest(_Model):
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)] | None = None
 
     def check(self) -> None:
-        """Raises BadRequestError where fields do not go together."""
+        super().check()
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise BadRequestError(
                 f"best_of is {self.best_of} and n is {self.n or 1}: only best_of equal to n is supported, leave it out",
@@ -105,6 +124,12 @@ class GenerationRequest(_Model):
             )
         if self.stream_options is not None and not self.stream:
             raise BadRequestError("stream_options needs stream=true: set it or leave it out", param="stream_options")
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            raise BadRequestError(
+                "stream_options.continuous_usage_stats=true is not supported: use include_usage, which sends them once",
+                param="stream_options",
+                code="unsupported_parameter",
+            )
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
             raise BadRequestError(
@@ -123,12 +148,17 @@ class GenerationRequest(_Model):
         """Generated tokens that the client asked for; None leaves it to the endpoint."""
         return self.max_tokens
 
-    def sampling_params(self, default_max_tokens: int) -> SamplingParams:
-        """Raises BadRequestError for values out of their range."""
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """What the client asked for, and `defaults` for fields that it left out.
+
+        Raises:
+            BadRequestError: a value is out of its range.
+        """
         given = {name: value for name in self._sampling if (value := getattr(self, name)) is not None}
-        max_tokens = default_max_tokens if self.token_limit is None else self.token_limit
+        if self.token_limit is not None:
+            given["max_tokens"] = self.token_limit
         try:
-            return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.num_logprobs)
+            return SamplingParams(**{**defaults, **given, "logprobs": self.num_logprobs})
         except ValueError as error:
             message = str(error)
             name = message.split(" ", 1)[0]
@@ -179,11 +209,10 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
 
-class ChatRequest(GenerationRequest):
+class _Conversation(Body):
+    """What is put through the chat template."""
+
     messages: list[dict[str, Any]]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Count | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -195,6 +224,38 @@ class ChatRequest(GenerationRequest):
 
     def check(self) -> None:
         super().check()
+        for name in self.chat_template_kwargs or ():
+            if name in self._reserved:
+                raise BadRequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """For `apply_chat_template`."""
+        return {**(self.chat_template_kwargs or {}), "add_generation_prompt": self.add_generation_prompt is not False}
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as the chat template gets them.
+
+        Raises:
+            BadRequestError: one has more than text.
+            RequestError: as `prompts.conversation`.
+        """
+        for place, message in enumerate(self.messages):
+            for name in ("tool_calls", "function_call", "audio"):
+                if message.get(name):
+                    raise BadRequestError(f"messages[{place}].{name} is not supported: only text is", param="messages")
+        return conversation(self.messages)
+
+
+class ChatRequest(_Conversation, GenerationRequest):
+    prompt_field: ClassVar[str] = "messages"
+
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+
+    def check(self) -> None:
+        super().check()
         if self.top_logprobs and not self.logprobs:
             raise BadRequestError("top_logprobs needs logprobs=true: set it or leave it out", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -203,9 +264,6 @@ class ChatRequest(GenerationRequest):
                 "the same, give one of them",
                 param="max_tokens",
             )
-        for name in self.chat_template_kwargs or ():
-            if name in self._reserved:
-                raise BadRequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -215,40 +273,28 @@ class ChatRequest(GenerationRequest):
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages with their text parts joined by line ends, as vLLM does.
 
-        Raises:
-            BadRequestError: there is no message, or one has something else than a role and text.
-        """
-        if not self.messages:
-            raise BadRequestError("messages is empty: give at least one message", param="messages")
-        return [_plain_message(i, message) for i, message in enumerate(self.messages)]
+class TokenizeRequest(_Conversation):
+    """Text or a conversation."""
 
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
-def _plain_message(place: int, message: dict[str, Any]) -> dict[str, Any]:
-    where = f"messages[{place}]"
-    if not isinstance(message.get("role"), str):
-        raise BadRequestError(f'{where} has no role: give "system", "user" or "assistant"', param="messages")
-    for name in ("tool_calls", "function_call", "audio"):
-        if message.get(name):
-            raise BadRequestError(f"{where}.{name} is not supported: only text is", param="messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise BadRequestError(
-                f'{where}.content has a part that is no {{"type": "text", "text": ...}}: only text is supported',
-                param="messages",
-            )
-        content = "\n".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise BadRequestError(
-            f"{where}.content is {_shown(content)}: give text or a list of text parts", param="messages"
-        )
-    return {**{name: value for name, value in message.items() if value is not None}, "content": content}
+    def check(self) -> None:
+        super().check()
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequestError("give prompt or messages, one of them", param="prompt")
 
 
-R = TypeVar("R", bound=GenerationRequest)
+class DetokenizeRequest(Body):
+    prompt_field: ClassVar[str] = "tokens"
+
+    tokens: list[int]
+
+
+R = TypeVar("R", bound=Body)
 
 
 def parse(kind: type[R], body: bytes) -> R:

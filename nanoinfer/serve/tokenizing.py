@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from nanoinfer.errors import RequestError
+from nanoinfer.prompts import encode, encode_chat
+
 T = TypeVar("T")
 Prompt = tuple[str | None, list[int]]
 """Its text, if it was given as such, and its token ids."""
@@ -22,16 +25,20 @@ class PromptTokenizer:
     Args:
         tokenizer: the engine's, which is copied: tokenizers of the Rust library refuse to be changed on one thread
             while another uses them. None: prompts must be token ids.
-        check: returns token ids that the engine can use, or raises ValueError; called on these threads.
+        check: returns token ids that the engine can use, or raises RequestError; called on these threads.
+        check_vocabulary: raises RequestError where one of the ids is no token; likewise.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, check: Callable[[str | list[int]], list[int]]
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        check: Callable[[list[int]], list[int]],
+        check_vocabulary: Callable[[list[int]], None],
     ) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
         if self.tokenizer is not None:
             self.tokenizer.encode("a")  # turns off truncation and padding, which no later call changes
-        self._check = check
+        self._check, self._check_vocabulary = check, check_vocabulary
         self._threads = [ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{length}") for length in ("short", "long")]
 
     @property
@@ -42,43 +49,57 @@ class PromptTokenizer:
         """A prompt with its checked token ids.
 
         Raises:
-            ValueError: as `LLMEngine.tokenize`.
+            RequestError: as `LLMEngine.tokenize`.
         """
 
         def work() -> Prompt:
-            if not isinstance(prompt, str) or self.tokenizer is None:
-                return None, self._check(prompt)
-            try:
-                token_ids = list(self.tokenizer.encode(prompt))
-            except Exception as error:  # of whatever library the tokenizer is written with
-                raise ValueError(f"the tokenizer cannot read the prompt: {error}") from error
-            return prompt, self._check(token_ids)
+            if isinstance(prompt, str):
+                return prompt, self._check(encode(self.tokenizer, prompt))
+            return None, self._check(prompt)
 
         return await self._on_thread(len(prompt), work)
 
     async def tokenize_chat(self, messages: list[dict], **template_arguments: Any) -> Prompt:
-        """Checked token ids of a conversation, through the tokenizer's chat template.
+        """A conversation, through the tokenizer's chat template, with its checked token ids.
 
         Args:
-            messages: each with "content", a text.
+            messages: as `conversation` returns them.
 
         Raises:
-            ValueError: there is no template, or it refuses the messages.
+            RequestError: as `encode_chat` and `LLMEngine.tokenize`.
         """
-        missing = "there is no tokenizer" if self.tokenizer is None else "the tokenizer has no chat template"
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError(f"chat needs a chat template, but {missing}: use /v1/completions with a finished prompt")
 
         def work() -> Prompt:
-            try:
-                token_ids = self.tokenizer.apply_chat_template(
-                    messages, tokenize=True, return_dict=False, **template_arguments
-                )
-            except Exception as error:  # a template is a program of the checkpoint's and raises what it likes
-                raise ValueError(f"the chat template refuses the messages: {error}") from error
-            return None, self._check(token_ids)
+            return None, self._check(encode_chat(self.tokenizer, messages, **template_arguments))
 
-        return await self._on_thread(sum(len(message["content"]) for message in messages), work)
+        return await self._on_thread(_num_chars(messages), work)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, however many; raises as `prompts.encode`."""
+        return await self._on_thread(
+            len(text), lambda: encode(self.tokenizer, text, add_special_tokens=add_special_tokens)
+        )
+
+    async def encode_chat(self, messages: list[dict], **template_arguments: Any) -> list[int]:
+        """Token ids of a conversation, however many; raises as `prompts.encode_chat`."""
+        return await self._on_thread(
+            _num_chars(messages), lambda: encode_chat(self.tokenizer, messages, **template_arguments)
+        )
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, special tokens included.
+
+        Raises:
+            RequestError: there is no tokenizer, or one of them is no token.
+        """
+
+        def work() -> str:
+            if self.tokenizer is None:
+                raise RequestError("there is no tokenizer: start the server with one", field="prompt")
+            self._check_vocabulary(token_ids)
+            return self.tokenizer.decode(token_ids)
+
+        return await self._on_thread(len(token_ids), work)
 
     def text_of(self, prompt: Prompt) -> str:
         """The prompt as text; "" without a tokenizer."""
@@ -94,3 +115,7 @@ class PromptTokenizer:
     async def _on_thread(self, num_chars: int, work: Callable[[], T]) -> T:
         thread = self._threads[num_chars > _LONG_PROMPT_CHARS]
         return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+
+def _num_chars(messages: list[dict]) -> int:
+    return sum(len(message["content"]) for message in messages)

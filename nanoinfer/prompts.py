@@ -1,0 +1,151 @@
+"""Prompts in the forms that vLLM takes, and their way to token ids."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.errors import RequestError
+
+TokenIds = Sequence[int] | range | np.ndarray | torch.Tensor
+Prompt = str | TokenIds | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+_FORMS = 'text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
+_SHOWN_CHARS = 80
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list.
+
+    Raises:
+        ValueError: neither a prompt nor a list.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    plain = _plain_ids(prompts)
+    if not isinstance(plain, list | tuple):
+        raise ValueError(f"prompts is a {type(prompts).__name__}: give text, a list of token ids, or a list of such")
+    return [plain] if isinstance(prompts, range) or plain and isinstance(plain[0], numbers.Number) else list(plain)
+
+
+def unpack(prompt: Prompt) -> str | list[int]:
+    """The text or the token ids of a prompt in any of its forms; of {"prompt", "prompt_token_ids"} the ids count.
+
+    Raises:
+        RequestError: it has none of these forms. What the ids are is not checked.
+    """
+    if isinstance(prompt, Mapping):
+        return _unpack_mapping(prompt)
+    plain = _plain_ids(prompt)
+    if isinstance(plain, str):
+        return plain
+    if not isinstance(plain, list | tuple):
+        raise RequestError(f"the prompt is a {type(prompt).__name__}: give {_FORMS}", field="prompt")
+    return list(plain)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, **arguments: Any) -> list[int]:
+    """Token ids of a text.
+
+    Raises:
+        RequestError: there is no tokenizer, or it cannot read the text.
+    """
+    if tokenizer is None:
+        message = "the prompt is text, but there is no tokenizer: give token ids, or set tokenizer=..."
+        raise RequestError(message, field="prompt")
+    try:
+        return list(tokenizer.encode(text, **arguments))
+    except Exception as error:  # of whatever library the tokenizer is written with
+        raise RequestError(f"the tokenizer cannot read the prompt: {error}", field="prompt") from error
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase | None, messages: list[dict[str, Any]], **template_arguments: Any
+) -> list[int]:
+    """Token ids of a conversation, through the tokenizer's chat template.
+
+    Args:
+        messages: as `conversation` returns them.
+
+    Raises:
+        RequestError: there is no template, or it refuses the messages.
+    """
+    check_chat(tokenizer)
+    try:
+        return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **template_arguments))
+    except Exception as error:  # a template is a program of the checkpoint's and raises what it likes
+        raise RequestError(f"the chat template refuses the messages: {error}", field="messages") from error
+
+
+def check_chat(tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises RequestError where there is no chat template."""
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
+        raise RequestError(
+            f"chat needs a chat template, but {missing}: complete a finished prompt instead (generate(), /v1/completions)",
+            field="messages",
+        )
+
+
+def conversation(messages: Any) -> list[dict[str, Any]]:
+    """Checked messages; text parts are joined by line ends, as vLLM does, and an assistant's null content is "".
+
+    Raises:
+        RequestError: it is no list of messages, there is none, or one has something else than a role and text.
+    """
+    if not isinstance(messages, list | tuple):
+        raise RequestError(
+            f"messages is {_shown(messages)}: give a list of {{'role': ..., 'content': ...}}", field="messages"
+        )
+    if not messages:
+        raise RequestError("messages is empty: give at least one message", field="messages")
+    return [_plain_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
+
+
+def _plain_message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f'{where} has no role: give "system", "user" or "assistant"', field="messages")
+    content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        content = ""
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise RequestError(
+                f'{where}.content has a part that is no {{"type": "text", "text": ...}}: only text is supported',
+                field="messages",
+            )
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise RequestError(f"{where}.content is {_shown(content)}: give text or a list of text parts", field="messages")
+    return {**{name: value for name, value in message.items() if value is not None}, "content": content}
+
+
+def _unpack_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
+    given = {name: value for name, value in prompt.items() if value is not None}
+    if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
+        raise RequestError(f"the prompt is a dict with {_shown(list(given))}: give {_FORMS}", field="prompt")
+    if "prompt_token_ids" not in given:
+        if not isinstance(given["prompt"], str):
+            raise RequestError(f"the prompt's text is {_shown(given['prompt'])}: give {_FORMS}", field="prompt")
+        return given["prompt"]
+    plain = _plain_ids(given["prompt_token_ids"])
+    if not isinstance(plain, list | tuple):
+        raise RequestError(f"prompt_token_ids is {_shown(plain)}: give a list of token ids", field="prompt")
+    return list(plain)
+
+
+def _plain_ids(ids: Any) -> Any:
+    """Arrays, tensors and ranges as lists; everything else as it is."""
+    if isinstance(ids, np.ndarray | torch.Tensor):
+        return ids.tolist()
+    return list(ids) if isinstance(ids, range) else ids
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

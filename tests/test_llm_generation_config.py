@@ -1,0 +1,103 @@
+"""generation_config.json: what it says is the default of requests that leave it out, in LLM and in the server."""
+
+import asyncio
+import json
+
+import pytest
+from engines import COMMON
+from serving import make_served_checkpoint, serving
+
+from nanoinfer import LLM, SamplingParams
+
+RECOMMENDED = dict(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, repetition_penalty=1.2)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_served_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def write(path, **content):
+    (path / "generation_config.json").write_text(json.dumps(content))
+
+
+def make_llm(path, **arguments):
+    return LLM(path, **(COMMON | arguments))
+
+
+@pytest.mark.parametrize(
+    "content, wanted",
+    [
+        (RECOMMENDED, RECOMMENDED),
+        (dict(do_sample=False, temperature=0.7), dict(temperature=0.7)),
+        (dict(temperature=None, top_k=50, typical_p=0.3, eos_token_id=[2, 3]), dict(top_k=50)),
+        (dict(max_new_tokens=40), dict(max_tokens=40)),
+        (dict(), dict()),
+    ],
+)
+def test_the_defaults_are_the_checkpoints(path, content, wanted):
+    write(path, **content)
+    with make_llm(path) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(**wanted)
+    with make_llm(path, generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_generate_without_params_takes_them_and_with_params_does_not(path):
+    write(path, temperature=0.0, max_new_tokens=5)
+    with make_llm(path) as llm:
+        (wanted,) = llm.generate([7, 8], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
+        (found,) = llm.generate([7, 8], use_tqdm=False)
+        streamed = [output.token_ids_delta for output in llm.generate_stream([7, 8])]
+        (sampled,) = llm.generate([7, 8], SamplingParams(max_tokens=5, seed=1), use_tqdm=False)
+    assert found.outputs[0].token_ids == wanted.outputs[0].token_ids == sum(streamed, [])
+    assert sampled.outputs[0].token_ids != wanted.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('{"temperature": -1}', r"generation_config.json: temperature is -1, it must be .* generation_config=\"vllm\""),
+        ('{"top_k": "many"}', "generation_config.json: top_k is 'many'"),
+        ("[1]", "generation_config.json holds a list"),
+        ("{", "generation_config.json is no JSON"),
+    ],
+)
+def test_a_value_that_cannot_be_used_names_the_file(path, content, message):
+    (path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        make_llm(path)
+
+
+def test_another_source_is_refused(path):
+    with pytest.raises(ValueError, match="generation_config='vlm' is not one of auto, vllm"):
+        make_llm(path, generation_config="vlm")
+
+
+def test_the_server_takes_them_field_by_field(path):
+    write(path, temperature=0.9, top_k=3, max_new_tokens=7)
+    asked = dict(seed=4, ignore_eos=True, return_token_ids=True)
+    chat = dict(messages=[{"role": "user", "content": "w31"}], **asked)
+
+    async def ask(**arguments):
+        async with serving(path, **arguments) as served:
+            bodies = [
+                ("/v1/completions", dict(prompt=[20, 21], **asked)),
+                ("/v1/completions", dict(prompt=[20, 21], temperature=0.9, top_k=3, **asked)),
+                ("/v1/completions", dict(prompt=[20, 21], temperature=None, top_k=0, **asked)),
+                ("/v1/chat/completions", chat),
+                ("/v1/chat/completions", chat | dict(max_tokens=9)),
+            ]
+            answers = [(await served.post(url, **body)).json() for url, body in bodies]
+            return [answer["choices"][0]["token_ids"] for answer in answers]
+
+    left_out, explicit, all_tokens, conversation, limited = asyncio.run(ask())
+    assert left_out == explicit != all_tokens
+    assert len(left_out) == 16 and len(conversation) == 7 and len(limited) == 9
+    neutral = asyncio.run(ask(generation_config="vllm", max_model_len=64))
+    assert neutral[0] != left_out and neutral[1] == explicit and len(neutral[3]) == 61
+
+
+def test_the_packaged_model_recommends_nothing():
+    with LLM("recall", device="cpu", max_model_len=512, progress_bar=False) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()

@@ -1,0 +1,78 @@
+"""Text and conversations in vLLM's forms, and what of them is refused."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from engines import COMMON, VOCAB, assert_pools_as_before
+from serving import make_served_checkpoint
+from transformers import AutoTokenizer
+
+from nanoinfer import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    path = make_served_checkpoint(tmp_path_factory.mktemp("model"))
+    with LLM(path, **(COMMON | dict(skip_tokenizer_init=False))) as llm:
+        yield llm
+
+
+def test_text_may_come_in_a_dict(llm):
+    outputs = llm.generate(["w20 w21", {"prompt": "w20 w21"}], GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["w20 w21"] * 2
+    assert outputs[0].outputs[0].text == outputs[1].outputs[0].text
+    (output,) = llm.generate({"prompt": "w20 w21", "prompt_token_ids": None}, GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == [20, 21]
+
+
+def test_text_that_the_tokenizer_cannot_read_fails_alone(llm):
+    prompts = ["w20", "\ud800", {"prompt": "\ud800"}]
+    with pytest.raises(ValueError, match="prompt 1 of 3: the tokenizer cannot read the prompt"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    last = [output for output in llm.generate_stream(prompts, GREEDY) if output.finished]
+    assert sorted(output.finish_reason for output in last) == ["error", "error", "length"]
+    assert_pools_as_before(llm.engine)
+
+
+@pytest.mark.parametrize(
+    "messages, message",
+    [
+        ("hi", "messages is 'hi': give a list of {'role': ..., 'content': ...}"),
+        ({"role": "user", "content": "w1"}, "messages is {'role': 'user'"),
+        (None, "messages is None"),
+        ([], "messages is empty"),
+        ([[]], "messages is empty"),
+        (["w1"], "messages[0] has no role"),
+        ([{"content": "w1"}], "messages[0] has no role"),
+        ([{"role": "user", "content": None}], "messages[0].content is None: give text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content has a part that is no"),
+        ([{"role": "nobody", "content": "w1"}], "the chat template refuses the messages: no such role"),
+        ([{"role": "user", "content": "\ud800"}], "the chat template refuses the messages"),
+    ],
+)
+def test_a_conversation_of_the_wrong_kind_is_refused(llm, messages, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+def test_an_assistants_null_content_and_text_parts_are_text(llm):
+    user = {"role": "user", "content": [{"type": "text", "text": "w31"}, {"type": "text", "text": "w32"}]}
+    conversations = [[user, {"role": "assistant", "content": None}], [user, {"role": "assistant", "content": ""}]]
+    outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [[7, 31, 32, 8, 9]] * 2
+
+
+def test_special_tokens_are_left_out_of_the_text_unless_asked_for(tmp_path):
+    """A tokenizer all of whose tokens are special."""
+    path = make_served_checkpoint(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"w{i}" for i in range(VOCAB)]})
+    tokenizer.save_pretrained(path)
+    with LLM(path, **(COMMON | dict(skip_tokenizer_init=False))) as llm:
+        params = [replace(GREEDY, skip_special_tokens=skip) for skip in (True, False)]
+        skipped, shown = (output.outputs[0] for output in llm.generate([[20, 21]] * 2, params, use_tqdm=False))
+    assert skipped.token_ids == shown.token_ids and skipped.text == ""
+    assert shown.text.split() == [f"w{token_id}" for token_id in shown.token_ids]
