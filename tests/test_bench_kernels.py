@@ -191,7 +191,7 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "start_up (" in done.stdout and "4 cases in " in done.stdout
+    assert "start_up (" in done.stdout and "5 cases in " in done.stdout
     cases = json.loads(out.read_text())["cases"]
     assert set(cases["resident"]) == {"1 x 64", "1 x 128", "1 x 512", "case_seconds"}
     assert cases["batch_throughput"]["tokens_per_second"] > 0 and cases["batch_throughput"]["output_tokens"] == 4 * 8

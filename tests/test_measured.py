@@ -83,6 +83,7 @@ def small_record():
             "12 GiB limit": dict(time_to_first_token=1.5, prefill_tokens_per_second=21845.3),
         },
         "resident": {"1 x 1024": steps(2.5), "1 x 131072": steps(7.5), "case_seconds": 3},
+        "batch_throughput": {"tokens_per_second": 12345.6, "case_seconds": 3},
         "arrivals": {
             "mixed": dict(
                 seconds_between_tokens=0.0034,
@@ -132,7 +133,7 @@ def test_parts_on_resident_mode_show_the_record(name, lines):
     assert all(line in found for line in lines), found
 
 
-@pytest.mark.parametrize("name", ["prefill_32k", "latency", "kernels"])
+@pytest.mark.parametrize("name", ["prefill_32k", "latency", "arrivals", "kernels", "other"])
 def test_a_part_that_was_not_measured_is_empty(name):
     text = f"before\n<!-- measured: {name} -->\nold\n<!-- end -->\nafter"
     expected = text.replace("old\n", "")

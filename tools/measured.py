@@ -213,32 +213,46 @@ def auto(record: dict) -> str:
 
 
 def other(record: dict) -> str:
-    """Figures that are no tables."""
-    cases = record["cases"]
-    soak, pin, batch, huge = (cases[name] for name in ("soak", "pin_16gib", "batch_throughput", "one_sequence_400k"))
-    one = cases["one_sequence_32k"]
-    identical = [name for name, case in one.items() if isinstance(case, dict) and case.get("bit_identical_to_resident")]
-    compared = [name for name, case in one.items() if isinstance(case, dict) and "bit_identical_to_resident" in case]
+    """Figures that are no tables, of those cases that the record has."""
+    cases = {name: case for name, case in record["cases"].items() if "failed" not in case}
     mib = 2**20
-    return "\n".join(
-        [
-            f"- **Bits**: of the {len(compared)} settings at 32k, {len(identical)} gave the tokens and log-probabilities of "
-            "resident mode to the last bit.",
-            f"- **All fits**: a step takes {one['all fits']['ratio_to_resident']:.3f} of resident mode's.",
+    lines = []
+    if one := cases.get("one_sequence_32k"):
+        compared = [case for case in one.values() if isinstance(case, dict) and "bit_identical_to_resident" in case]
+        identical = sum(case["bit_identical_to_resident"] for case in compared)
+        lines.append(
+            f"- **Bits**: of the {len(compared)} settings at 32k, {identical} gave the tokens and log-probabilities of "
+            "resident mode to the last bit."
+        )
+        if "all fits" in one:
+            lines.append(f"- **All fits**: a step takes {one['all fits']['ratio_to_resident']:.3f} of resident mode's.")
+    if huge := cases.get("one_sequence_400k"):
+        lines.append(
             f"- **400,000 tokens within 8 GiB** (Qwen3-0.6B shape, {huge['kv_bytes'] / 1e9:.1f} GB of KV): peak "
             f"{huge['peak_bytes'] / GIB:.2f} GiB, ring {huge['ring_bytes'] / mib:.0f} MiB "
-            f"({huge['ring_bytes_at_32k'] / mib:.0f} MiB at 32k), prefill {huge['time_to_first_token']:.0f} s.",
+            f"({huge['ring_bytes_at_32k'] / mib:.0f} MiB at 32k), prefill {huge['time_to_first_token']:.0f} s."
+        )
+    if soak := cases.get("soak"):
+        half = soak["growth_at_half"]
+        lines.append(
             f"- **{soak['requests']:,} requests within 2.5 GiB** (Qwen3-0.6B shape, streaming): from the 200th to the last, "
             f"GPU memory grew by {soak['gpu_growth_bytes'] / mib:.1f} MiB and host memory by "
-            f"{soak['host_growth_bytes'] / mib:.1f} MiB (at half-way {soak['growth_at_half']['gpu_growth_bytes'] / mib:.1f} "
-            f"and {soak['growth_at_half']['host_growth_bytes'] / mib:.1f}).",
-            f"- **Host pool of 16 GiB**: {pin['first']['seconds_per_gib']:.3f} s per GiB where the memory had not been used "
-            f"before, {pin['again']['seconds_per_gib']:.3f} s when it had; the first GiB was usable after "
-            f"{pin['first']['seconds_to_first_segment']:.2f} and {pin['again']['seconds_to_first_segment']:.2f} s.",
+            f"{soak['host_growth_bytes'] / mib:.1f} MiB (at half-way {half['gpu_growth_bytes'] / mib:.1f} "
+            f"and {half['host_growth_bytes'] / mib:.1f})."
+        )
+    if pin := cases.get("pin_16gib"):
+        first, again = pin["first"], pin["again"]
+        lines.append(
+            f"- **Host pool of 16 GiB**: {first['seconds_per_gib']:.3f} s per GiB where the memory had not been used "
+            f"before, {again['seconds_per_gib']:.3f} s when it had; the first GiB was usable after "
+            f"{first['seconds_to_first_segment']:.2f} and {again['seconds_to_first_segment']:.2f} s."
+        )
+    if batch := cases.get("batch_throughput"):
+        lines.append(
             f"- **Throughput, everything resident** (Qwen3-0.6B shape, 256 requests of 100 to 1,024 tokens in and out, "
-            f"temperature 0.6): {batch['tokens_per_second']:,.0f} output tokens/s.",
-        ]
-    )
+            f"temperature 0.6): {batch['tokens_per_second']:,.0f} output tokens/s."
+        )
+    return "\n".join(lines)
 
 
 def serve(record: dict) -> str:
