@@ -8,6 +8,8 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 # Without a visible GPU the tests are the same everywhere; those that need one are run by gpu-test.
 TEST_ENV := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) HF_HUB_OFFLINE=1
 ARGS ?=
+# Processes that run tests, each some of the files.
+JOBS ?= 2
 
 .PHONY: setup test bench gpu-test gpu-bench clean
 
@@ -23,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(STAMP)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest tests $(ARGS)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest tests -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(STAMP)
 	$(VENV)/bin/python bench_offload.py $(ARGS)
