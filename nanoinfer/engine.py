@@ -179,7 +179,9 @@ class LLMEngine:
         modes = [self.mode] if self.config.enable_cpu_offload != "auto" else [self.mode, "offload"]
         capacity = max(self.max_sequence_tokens(mode) for mode in modes)
         max_tokens = self.plan.max_model_len - num_prompt_tokens
-        if params.max_tokens is None:
+        if params.max_tokens is None or params.max_tokens == self.sampling_defaults.get("max_tokens"):
+            # Nobody has asked for that many: the checkpoint recommends it, at most.
+            max_tokens = min(max_tokens, params.max_tokens or max_tokens)
             max_tokens = max(1, min(max_tokens, capacity - num_prompt_tokens))
         else:
             max_tokens = min(max_tokens, params.max_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class LLM:
                 requests.append(self._add(prompt, param, ids, len(requests), len(prompts)))
             with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
                 while not all(request.is_finished for request in requests):
-                    self._step()
+                    self._step(requests)
                     bar.update(sum(request.is_finished for request in requests) - bar.n)
             if use_tqdm and self.engine.config.progress_bar:
                 _report(run_line(self.engine, before))
@@ -100,40 +100,36 @@ class LLM:
     ) -> Iterator[StreamOutput]:
         """Completes prompts and yields what each gained, as soon as it is known.
 
-        A prompt that cannot be used fails alone: its only output has `finish_reason="error"` and says why in `error`.
-        `request_id` is the prompt's number in this call for `abort`: "0", "1", ... of the LLM's life. Streams may be read
-        in turns, and `generate` called in between: each gets all of its own.
+        A prompt that cannot be used, or whose step fails, fails alone: its last output has `finish_reason="error"` and
+        says why in `error`. `request_id` is the prompt's number in this call for `abort`: "0", "1", ... of the LLM's life.
+        Streams may be read in turns, and `generate` called in between: each gets all of its own.
         """
         prompts = as_list(prompts)
         params = self._one_each(sampling_params, len(prompts))
-        requests = []
+        unread: deque[StreamOutput] = deque()
+        streams: list[_Stream] = []
         try:
             for prompt, param in zip(prompts, params, strict=True):
                 request_id = self._new_id()
                 try:
-                    requests.append(self.engine.add_request(request_id, prompt, param))
+                    request = self.engine.add_request(request_id, prompt, param)
                 except ValueError as error:
-                    yield StreamOutput(
-                        request_id=request_id,
-                        index=0,
-                        text_delta="",
-                        token_ids_delta=[],
-                        finished=True,
-                        finish_reason="error",
-                        error=str(error),
-                    )
-            unread: deque[StreamOutput] = deque()
-            for request in requests:
-                self._streams[request.request_id] = _Stream(request, unread)
-            while unread or not all(request.is_finished for request in requests):
+                    unread.append(_refused(request_id, error))
+                    continue
+                streams.append(_Stream(request, unread))
+                self._streams[request_id] = streams[-1]
+            while unread or any(stream.open for stream in streams):
                 if unread:
                     yield unread.popleft()
-                else:
+                elif self.engine.has_work:
                     self._step()
+                else:
+                    return  # somebody ended the requests in the engine below
         finally:
-            for request in requests:
-                self._streams.pop(request.request_id, None)
-                self.engine.abort(request.request_id)
+            for stream in streams:
+                del self._streams[stream.request.request_id]
+                if self._engine is not None:
+                    self._engine.abort(stream.request.request_id)
 
     def chat(
         self,
@@ -168,11 +164,9 @@ class LLM:
 
         The last output of its stream has `finish_reason="abort"`.
         """
-        stream = self._streams.get(request_id)
-        running = [] if stream is None else [s for s in stream.request.sequences if s.finish_reason is None]
         was_there = self.engine.abort(request_id)
-        if stream is not None:
-            stream.unread.extend(stream.request.stream_output(sequence) for sequence in running)
+        if request_id in self._streams:
+            self._streams[request_id].end_aborted()
         return was_there
 
     def switch_mode(self, mode: str) -> None:
@@ -201,11 +195,25 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _step(self) -> None:
-        for output in self.engine.step():
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.unread.append(output)
+    def _step(self, requests: Sequence[Request] = ()) -> None:
+        """Runs a step and hands its outputs to the streams that they belong to.
+
+        Raises:
+            Exception: the step failed, and ended one of `requests`, or none at all. A stream whose requests it ended reads
+                of that when it is its turn.
+        """
+        try:
+            outputs = self.engine.step()
+        except BaseException as error:
+            # What was read before is returned by the next step.
+            num_ended = sum(stream.end_aborted(error) for stream in self._streams.values())
+            is_mine = any(_was_aborted(request) for request in requests)
+            if is_mine or not num_ended or not isinstance(error, Exception):
+                raise
+            return
+        for output in outputs:
+            if output.request_id in self._streams:
+                self._streams[output.request_id].put(output)
 
     def _new_id(self) -> str:
         self._next_request += 1
@@ -241,12 +249,51 @@ class LLM:
             raise ValueError(_placed(error, place, count)) from error
 
 
-@dataclass(frozen=True)
 class _Stream:
-    """A request of an open stream, and what the stream has not yielded yet."""
+    """A request of an open stream.
 
-    request: Request
-    unread: deque[StreamOutput]
+    Attributes:
+        unread: what the stream has not yielded yet; of all its requests.
+        open: the completions whose last output is not there yet.
+    """
+
+    def __init__(self, request: Request, unread: deque[StreamOutput]) -> None:
+        self.request, self.unread = request, unread
+        self.open = {sequence.index for sequence in request.sequences}
+
+    def put(self, output: StreamOutput) -> None:
+        if output.index in self.open:
+            self.unread.append(output)
+            if output.finished:
+                self.open.remove(output.index)
+
+    def end_aborted(self, error: BaseException | None = None) -> bool:
+        """Says to the reader that completions were aborted, because of an error if one is given; whether there were any."""
+        aborted = [s for s in self.request.sequences if s.index in self.open and s.finish_reason == "abort"]
+        for sequence in aborted:
+            output = self.request.stream_output(sequence)
+            self.put(output if error is None else replace(output, finish_reason="error", error=_text(error)))
+        return bool(aborted)
+
+
+def _was_aborted(request: Request) -> bool:
+    return any(sequence.finish_reason == "abort" for sequence in request.sequences)
+
+
+def _refused(request_id: str, error: ValueError) -> StreamOutput:
+    return StreamOutput(
+        request_id=request_id,
+        index=0,
+        text_delta="",
+        token_ids_delta=[],
+        finished=True,
+        finish_reason="error",
+        error=str(error),
+    )
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _placed(error: ValueError, place: int, count: int) -> str:

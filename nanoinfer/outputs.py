@@ -106,4 +106,4 @@ class StreamOutput:
     metrics: RequestMetrics | None = None
     """Only with `finished`."""
     error: str | None = None
-    """With finish_reason "error": why this request was refused; the others of the stream go on."""
+    """With finish_reason "error": why this request was refused or has failed; the others of the stream go on."""

@@ -143,6 +143,8 @@ def _plain_ids(ids: Any) -> Any:
     """Arrays, tensors and ranges as lists; everything else as it is."""
     if isinstance(ids, np.ndarray | torch.Tensor):
         return ids.tolist()
+    if isinstance(ids, list | tuple) and ids and isinstance(ids[0], np.integer):
+        return [token_id.item() if isinstance(token_id, np.integer) else token_id for token_id in ids]
     return list(ids) if isinstance(ids, range) else ids
 
 

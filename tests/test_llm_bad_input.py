@@ -108,7 +108,7 @@ def test_without_max_tokens_a_completion_uses_what_model_length_and_pool_leave(l
     assert_pools_as_before(llm.engine)
 
 
-@pytest.mark.parametrize("prompt", [[1.5], [np.int64(3)], [float("nan"), 3]])
+@pytest.mark.parametrize("prompt", [[1.5], [np.float64(3)], [float("nan"), 3]])
 def test_one_prompt_whose_tokens_are_no_whole_numbers_is_refused(llm, prompt):
     with pytest.raises(ValueError, match=re.escape(f"prompt token {prompt[0]!r} is outside the vocabulary")):
         llm.generate(prompt, GREEDY)

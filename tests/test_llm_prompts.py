@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from engines import COMMON, VOCAB, assert_pools_as_before
 from serving import make_served_checkpoint
@@ -26,6 +27,13 @@ def test_text_may_come_in_a_dict(llm):
     assert outputs[0].outputs[0].text == outputs[1].outputs[0].text
     (output,) = llm.generate({"prompt": "w20 w21", "prompt_token_ids": None}, GREEDY, use_tqdm=False)
     assert output.prompt_token_ids == [20, 21]
+
+
+def test_a_list_of_numpy_integers_is_one_of_token_ids(llm):
+    outputs = llm.generate(list(np.array([20, 21])), GREEDY, use_tqdm=False)
+    outputs += llm.generate([[np.int32(20), 21]], GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [[20, 21]] * 2
+    assert all(type(token_id) is int for output in outputs for token_id in output.prompt_token_ids)
 
 
 def test_text_that_the_tokenizer_cannot_read_fails_alone(llm):

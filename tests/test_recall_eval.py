@@ -183,7 +183,10 @@ def test_both_commands_print_the_table_and_write_figures_and_picture(checkpoint,
         (["--mode", ","], "--mode ',' names no mode"),
         (["--mode", "hf-static"], "--mode 'hf-static' is not known"),
         (["--context", "100"], "--context 100 has no room for the facts: give at least 768 tokens"),
-        (["--context", "1k,128k"], "--context 131072 is beyond the model's own limit of 66560 positions"),
+        (
+            ["--context", "1k,128k"],
+            "--context 131072 and 64 tokens for longer answers are beyond the model's own limit of 66560 positions",
+        ),
         (
             ["--context", "1k", "--depths", ",".join(str(i / 20) for i in range(21))],
             "--context 1024 has no room for the",

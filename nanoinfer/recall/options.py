@@ -32,6 +32,8 @@ DEFAULT_MODES = "hf,resident,offload"
 DEFAULT_LENGTHS = {"cuda": "1k,2k,4k,8k,16k,32k,64k", "cpu": "1k,2k"}
 DEFAULT_DEPTHS = "0,0.25,0.5,0.75,1"
 DEFAULT_QUESTIONS = 20
+ANSWER_ROOM = 64
+"""Tokens beyond a context: with another tokenizer than recall's own some answers are longer than those it is cut for."""
 DEFAULT_MAX_NUM_SEQS = 32
 KV_CACHE_DTYPE_HELP = '"auto" (as the model) or "fp8"; "auto,fp8" asks each engine mode once with each'
 
@@ -128,7 +130,7 @@ def _engine_arguments(
         load_format="auto",
         kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=options.enable_prefix_caching is not False,  # a document is read once for its questions
-        max_model_len=longest,
+        max_model_len=longest + ANSWER_ROOM,
         max_num_seqs=DEFAULT_MAX_NUM_SEQS if options.max_num_seqs is None else options.max_num_seqs,
     )
     return ENGINE_MODES[mode] | shared_engine_arguments(options) | own
@@ -136,9 +138,10 @@ def _engine_arguments(
 
 def _check_context(model_dir: Path, longest: int) -> None:
     spec, _ = spec_and_layout(EngineConfig(model=model_dir), load_config(model_dir))
-    if longest > spec.max_position:
+    if longest + ANSWER_ROOM > spec.max_position:
         raise ValueError(
-            f"--context {longest} is beyond the model's own limit of {spec.max_position} positions: lower --context"
+            f"--context {longest} and {ANSWER_ROOM} tokens for longer answers are beyond the model's own limit of "
+            f"{spec.max_position} positions: lower --context"
         )
 
 
