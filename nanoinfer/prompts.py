@@ -65,19 +65,32 @@ def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, **arguments: An
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase | None, messages: list[dict[str, Any]], **template_arguments: Any
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
 ) -> list[int]:
     """Token ids of a conversation, through the tokenizer's chat template.
 
     Args:
         messages: as `conversation` returns them.
+        variables: the template's own, such as `enable_thinking`, by whatever names clients give.
 
     Raises:
         RequestError: there is no template, or it refuses the messages.
     """
     check_chat(tokenizer)
     try:
-        return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **template_arguments))
+        return list(
+            tokenizer.apply_chat_template(
+                messages,
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=add_generation_prompt,
+                **(variables or {}),
+            )
+        )
     except Exception as error:  # a template is a program of the checkpoint's and raises what it likes
         raise RequestError(f"the chat template refuses the messages: {error}", field="messages") from error
 

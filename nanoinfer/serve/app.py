@@ -110,7 +110,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         model = _model_name(asked, names)
         params = asked.sampling_params({"max_tokens": None} | engine.sampling_defaults)  # None: what the prompt leaves
         with _refusing(asked):
-            prompt = await engine.prompts.tokenize_chat(asked.conversation(), **asked.template_arguments)
+            prompt = await engine.prompts.tokenize_chat(asked.conversation(), asked.template_arguments)
         answer = ChatAnswer(asked, model, [prompt], engine.prompts.has_text)
         return await respond(request, answer, params, arrival)
 
@@ -131,7 +131,7 @@ def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         _model_name(asked, names)
         with _refusing(asked):
             if asked.messages is not None:
-                tokens = await prompts.encode_chat(asked.conversation(), **asked.template_arguments)
+                tokens = await prompts.encode_chat(asked.conversation(), asked.template_arguments)
             else:
                 tokens = await prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
         return {

@@ -59,11 +59,12 @@ class PromptTokenizer:
 
         return await self._on_thread(len(prompt), work)
 
-    async def tokenize_chat(self, messages: list[dict], **template_arguments: Any) -> Prompt:
+    async def tokenize_chat(self, messages: list[dict], template_arguments: dict[str, Any]) -> Prompt:
         """A conversation, through the tokenizer's chat template, with its checked token ids.
 
         Args:
             messages: as `conversation` returns them.
+            template_arguments: those of `encode_chat`.
 
         Raises:
             RequestError: as `encode_chat` and `LLMEngine.tokenize`.
@@ -80,7 +81,7 @@ class PromptTokenizer:
             len(text), lambda: encode(self.tokenizer, text, add_special_tokens=add_special_tokens)
         )
 
-    async def encode_chat(self, messages: list[dict], **template_arguments: Any) -> list[int]:
+    async def encode_chat(self, messages: list[dict], template_arguments: dict[str, Any]) -> list[int]:
         """Token ids of a conversation, however many; raises as `prompts.encode_chat`."""
         return await self._on_thread(
             _num_chars(messages), lambda: encode_chat(self.tokenizer, messages, **template_arguments)
