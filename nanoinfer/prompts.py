@@ -127,7 +127,7 @@ def _plain_message(where: str, message: Any) -> dict[str, Any]:
     if content is None and message["role"] == "assistant":
         content = ""
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        if not all(map(_is_text_part, content)):
             raise RequestError(
                 f'{where}.content has a part that is no {{"type": "text", "text": ...}}: only text is supported',
                 field="messages",
@@ -136,6 +136,10 @@ def _plain_message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(content, str):
         raise RequestError(f"{where}.content is {_shown(content)}: give text or a list of text parts", field="messages")
     return {**{name: value for name, value in message.items() if value is not None}, "content": content}
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str)
 
 
 def _unpack_mapping(prompt: Mapping[str, Any]) -> str | list[int]:

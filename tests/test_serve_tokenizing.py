@@ -127,3 +127,40 @@ def test_nothing_is_done_on_the_loop_and_no_prompt_waits_for_tokenize(path):
     wanted = {"encode": 2, "decode": 1, "convert_ids_to_tokens": 1}
     assert {name: used.count((name, "nanoinfer-tokenizer-aside")) for name in wanted} == wanted
     assert used.count(("decode", "nanoinfer-tokenizer-short")) == 2, "what is echoed"
+
+
+def test_what_would_be_ignored_is_refused(path):
+    async def ask():
+        async with serving(path) as served:
+            for kind, name, value in (
+                (dict(messages=[USER]), "add_special_tokens", True),
+                (dict(messages=[USER]), "add_special_tokens", False),
+                (dict(prompt="w1"), "add_generation_prompt", True),
+                (dict(prompt="w1"), "add_generation_prompt", False),
+                (dict(prompt="w1"), "chat_template_kwargs", {}),
+                (dict(prompt="w1"), "chat_template_kwargs", {"loud": True}),
+            ):
+                response = await served.post("/tokenize", **kind, **{name: value})
+                assert response.status_code == 400, name
+                error = response.json()["error"]
+                assert error["param"] == name and f"{name}={value} stands beside {next(iter(kind))}" in error["message"]
+                assert (await served.post("/tokenize", **kind, **{name: None})).status_code == 200
+
+    asyncio.run(ask())
+
+
+def test_parts_of_a_message_are_text_by_their_type_too(path):
+    async def ask():
+        async with serving(path) as served:
+            for kind in ("image_url", "input_audio", "", 1, ["text"], {"text": 1}, False):
+                parts = [{"type": "text", "text": "w31"}, {"type": kind, "text": "w32"}]
+                for url in (CHAT, "/tokenize"):
+                    response = await served.post(url, messages=[{"role": "user", "content": parts}])
+                    assert response.status_code == 400, (url, kind)
+                    error = response.json()["error"]
+                    assert error["param"] == "messages" and "only text is supported" in error["message"]
+            parts = [{"type": "text", "text": "w31"}, {"text": "w32"}, {"type": None, "text": "w33"}]
+            response = await served.post("/tokenize", messages=[{"role": "user", "content": parts}])
+            assert response.json()["tokens"] == [7, 31, 32, 33, 9]
+
+    asyncio.run(ask())

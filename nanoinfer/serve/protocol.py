@@ -294,6 +294,15 @@ class TokenizeRequest(_Conversation):
         super().check()
         if (self.prompt is None) == (self.messages is None):
             raise BadRequestError("give prompt or messages, one of them", param="prompt")
+        given, other, names = "messages", "prompt", ("add_special_tokens",)
+        if self.messages is None:
+            given, other, names = "prompt", "messages", ("add_generation_prompt", "chat_template_kwargs")
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                raise BadRequestError(
+                    f"{name}={_shown(value)} stands beside {given}, but goes with {other} only: leave it out",
+                    param=name,
+                )
 
 
 class DetokenizeRequest(Body):
