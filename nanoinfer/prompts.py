@@ -65,19 +65,32 @@ def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, **arguments: An
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase | None, messages: list[dict[str, Any]], **template_arguments: Any
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
 ) -> list[int]:
     """Token ids of a conversation, through the tokenizer's chat template.
 
     Args:
         messages: as `conversation` returns them.
+        variables: the template's own, such as `enable_thinking`, by whatever names clients give.
 
     Raises:
         RequestError: there is no template, or it refuses the messages.
     """
     check_chat(tokenizer)
     try:
-        return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **template_arguments))
+        return list(
+            tokenizer.apply_chat_template(
+                messages,
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=add_generation_prompt,
+                **(variables or {}),
+            )
+        )
     except Exception as error:  # a template is a program of the checkpoint's and raises what it likes
         raise RequestError(f"the chat template refuses the messages: {error}", field="messages") from error
 
@@ -114,7 +127,7 @@ def _plain_message(where: str, message: Any) -> dict[str, Any]:
     if content is None and message["role"] == "assistant":
         content = ""
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        if not all(map(_is_text_part, content)):
             raise RequestError(
                 f'{where}.content has a part that is no {{"type": "text", "text": ...}}: only text is supported',
                 field="messages",
@@ -123,6 +136,10 @@ def _plain_message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(content, str):
         raise RequestError(f"{where}.content is {_shown(content)}: give text or a list of text parts", field="messages")
     return {**{name: value for name, value in message.items() if value is not None}, "content": content}
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str)
 
 
 def _unpack_mapping(prompt: Mapping[str, Any]) -> str | list[int]:

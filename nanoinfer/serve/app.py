@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -30,8 +30,10 @@ from nanoinfer.serve.protocol import (
 )
 from nanoinfer.serve.request_stream import StreamClosedError
 from nanoinfer.serve.responding import EventStream, read_body, whole_answer
+from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import Prompt
 
+GUARDED = ("/v1", "/tokenize", "/detokenize")  # starts of the paths that need the API key
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 TOO_LONG = "context_length_exceeded"
 
@@ -47,7 +49,7 @@ def create_app(
 
     Args:
         served_model_names: names that clients may call the model; answers carry the one that was asked for.
-        api_key: what clients must send as bearer token for the paths under /v1; None: nothing.
+        api_key: what clients must send as bearer token for the paths that are `GUARDED`; None: nothing.
         shutdown_timeout: seconds that running requests have to end after the application is told to shut down.
     """
     metrics = ServerMetrics(engine)
@@ -99,7 +101,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         params = asked.sampling_params(engine.sampling_defaults | {"max_tokens": DEFAULT_MAX_TOKENS})
         with _refusing(asked):
             prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
-        echoed = [engine.prompts.text_of(prompt) for prompt in prompts] if asked.echo else None
+        echoed = [await engine.prompts.text_of(prompt) for prompt in prompts] if asked.echo else None
         answer = CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed=echoed)
         return await respond(request, answer, params, arrival)
 
@@ -110,7 +112,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         model = _model_name(asked, names)
         params = asked.sampling_params({"max_tokens": None} | engine.sampling_defaults)  # None: what the prompt leaves
         with _refusing(asked):
-            prompt = await engine.prompts.tokenize_chat(asked.conversation(), **asked.template_arguments)
+            prompt = await engine.prompts.tokenize_chat(asked.conversation(), asked.template_arguments)
         answer = ChatAnswer(asked, model, [prompt], engine.prompts.has_text)
         return await respond(request, answer, params, arrival)
 
@@ -126,27 +128,24 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
 
 def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        asked, prompts = parse(TokenizeRequest, await read_body(request)), engine.prompts
-        _model_name(asked, names)
-        with _refusing(asked):
-            if asked.messages is not None:
-                tokens = await prompts.encode_chat(asked.conversation(), **asked.template_arguments)
-            else:
-                tokens = await prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
-        return {
-            "count": len(tokens),
-            "max_model_len": engine.plan.max_model_len,
-            "tokens": tokens,
-            "token_strs": prompts.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None,
-        }
+    async def tokenize(request: Request) -> Response:
+        def work(asked: TokenizeRequest) -> bytes:
+            return tokenized(asked, engine.prompts.tokenizer, engine.plan.max_model_len)
+
+        return await respond(request, TokenizeRequest, work)
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
-        asked = parse(DetokenizeRequest, await read_body(request))
+    async def detokenize(request: Request) -> Response:
+        def work(asked: DetokenizeRequest) -> bytes:
+            return detokenized(asked, engine.prompts.tokenizer, engine.prompts.check_vocabulary)
+
+        return await respond(request, DetokenizeRequest, work)
+
+    async def respond(request: Request, kind: type[Body], work: Callable[[Any], bytes]) -> Response:
+        asked = parse(kind, await read_body(request, MAX_TOKENIZING_BYTES))
         _model_name(asked, names)
         with _refusing(asked):
-            return {"prompt": await engine.prompts.decode(asked.tokens)}
+            return Response(await engine.prompts.aside(lambda: work(asked)), media_type="application/json")
 
 
 def _add_models(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
@@ -271,7 +270,7 @@ class _Gate:
         await _error_response(error)(scope, receive, counting)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if self._token is None or not scope["path"].startswith("/v1"):
+        if self._token is None or not scope["path"].startswith(GUARDED):
             return True
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self._token)

@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names that clients use (default: MODEL)"
     )
-    parser.add_argument("--api-key", help="bearer token that clients must send for /v1 (default: none)")
+    parser.add_argument(
+        "--api-key", help="bearer token that clients must send for /v1, /tokenize, /detokenize (default: none)"
+    )
     parser.add_argument(
         "--max-queue", type=int, default=1024, help="waiting sequences beyond which the answer is 429 (%(default)s)"
     )

@@ -216,22 +216,30 @@ class _Conversation(Body):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # What the server itself tells `apply_chat_template`.
+    # Parameters of `apply_chat_template` and of what it calls: the server's to set, no variables of a template.
     _reserved: ClassVar[frozenset[str]] = frozenset(
-        "conversation chat_template add_generation_prompt continue_final_message tokenize padding truncation max_length "
-        "return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs tools documents".split()
+        "self tokenizer messages conversation conversations compiled_template chat_template add_generation_prompt "
+        "continue_final_message tokenize padding truncation max_length return_tensors return_dict "
+        "return_assistant_tokens_mask tokenizer_kwargs tools documents".split()
     )
 
     def check(self) -> None:
         super().check()
         for name in self.chat_template_kwargs or ():
             if name in self._reserved:
-                raise BadRequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
+                raise BadRequestError(
+                    f"chat_template_kwargs may not set {name!r}, which the server does: leave it out, give variables of "
+                    "the chat template's own",
+                    param="chat_template_kwargs",
+                )
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """For `apply_chat_template`."""
-        return {**(self.chat_template_kwargs or {}), "add_generation_prompt": self.add_generation_prompt is not False}
+        """For `encode_chat`."""
+        return {
+            "variables": self.chat_template_kwargs,
+            "add_generation_prompt": self.add_generation_prompt is not False,
+        }
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as the chat template gets them.
@@ -286,6 +294,15 @@ class TokenizeRequest(_Conversation):
         super().check()
         if (self.prompt is None) == (self.messages is None):
             raise BadRequestError("give prompt or messages, one of them", param="prompt")
+        given, other, names = "messages", "prompt", ("add_special_tokens",)
+        if self.messages is None:
+            given, other, names = "prompt", "messages", ("add_generation_prompt", "chat_template_kwargs")
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                raise BadRequestError(
+                    f"{name}={_shown(value)} stands beside {given}, but goes with {other} only: leave it out",
+                    param=name,
+                )
 
 
 class DetokenizeRequest(Body):

@@ -18,20 +18,20 @@ from nanoinfer.serve.request_stream import RequestStream, StreamClosedError
 MAX_BODY_BYTES = 32 * 2**20
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     """The request's body.
 
     Raises:
-        BadRequestError: it is longer than `MAX_BODY_BYTES`.
+        BadRequestError: it is longer than `max_bytes`.
         StreamClosedError: the client has gone.
     """
     body = bytearray()
     try:
         async for part in request.stream():
             body += part
-            if len(body) > MAX_BODY_BYTES:
+            if len(body) > max_bytes:
                 raise BadRequestError(
-                    f"the body has more than {MAX_BODY_BYTES} bytes: send fewer or shorter prompts at once", status=413
+                    f"the body has more than {max_bytes} bytes: send fewer or shorter prompts at once", status=413
                 )
     except ClientDisconnect as error:
         raise StreamClosedError from error

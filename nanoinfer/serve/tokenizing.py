@@ -1,4 +1,4 @@
-"""Prompts to token ids, beside the event loop and the engine."""
+"""Prompts to token ids and back, beside the event loop and the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.errors import RequestError
 from nanoinfer.prompts import encode, encode_chat
 
 T = TypeVar("T")
@@ -21,6 +20,8 @@ _LONG_PROMPT_CHARS = 20_000  # a few milliseconds of work
 
 class PromptTokenizer:
     """Tokenises on two threads, so that short prompts do not wait for long ones, which can take seconds.
+
+    A third one serves what is no part of a generation, /tokenize and /detokenize.
 
     Args:
         tokenizer: the engine's, which is copied: tokenizers of the Rust library refuse to be changed on one thread
@@ -38,8 +39,9 @@ class PromptTokenizer:
         self.tokenizer = copy.deepcopy(tokenizer)
         if self.tokenizer is not None:
             self.tokenizer.encode("a")  # turns off truncation and padding, which no later call changes
-        self._check, self._check_vocabulary = check, check_vocabulary
+        self._check, self.check_vocabulary = check, check_vocabulary
         self._threads = [ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{length}") for length in ("short", "long")]
+        self._thread_aside = ThreadPoolExecutor(1, "nanoinfer-tokenizer-aside")
 
     @property
     def has_text(self) -> bool:
@@ -59,11 +61,12 @@ class PromptTokenizer:
 
         return await self._on_thread(len(prompt), work)
 
-    async def tokenize_chat(self, messages: list[dict], **template_arguments: Any) -> Prompt:
+    async def tokenize_chat(self, messages: list[dict], template_arguments: dict[str, Any]) -> Prompt:
         """A conversation, through the tokenizer's chat template, with its checked token ids.
 
         Args:
             messages: as `conversation` returns them.
+            template_arguments: those of `encode_chat`.
 
         Raises:
             RequestError: as `encode_chat` and `LLMEngine.tokenize`.
@@ -74,42 +77,19 @@ class PromptTokenizer:
 
         return await self._on_thread(_num_chars(messages), work)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, however many; raises as `prompts.encode`."""
-        return await self._on_thread(
-            len(text), lambda: encode(self.tokenizer, text, add_special_tokens=add_special_tokens)
-        )
-
-    async def encode_chat(self, messages: list[dict], **template_arguments: Any) -> list[int]:
-        """Token ids of a conversation, however many; raises as `prompts.encode_chat`."""
-        return await self._on_thread(
-            _num_chars(messages), lambda: encode_chat(self.tokenizer, messages, **template_arguments)
-        )
-
-    async def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids, special tokens included.
-
-        Raises:
-            RequestError: there is no tokenizer, or one of them is no token.
-        """
-
-        def work() -> str:
-            if self.tokenizer is None:
-                raise RequestError("there is no tokenizer: start the server with one", field="prompt")
-            self._check_vocabulary(token_ids)
-            return self.tokenizer.decode(token_ids)
-
-        return await self._on_thread(len(token_ids), work)
-
-    def text_of(self, prompt: Prompt) -> str:
+    async def text_of(self, prompt: Prompt) -> str:
         """The prompt as text; "" without a tokenizer."""
         text, token_ids = prompt
         if text is not None or self.tokenizer is None:
             return text or ""
-        return self.tokenizer.decode(token_ids)
+        return await self._on_thread(len(token_ids), lambda: self.tokenizer.decode(token_ids))
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Runs work that no generation waits for, on a thread that no prompt waits for."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread_aside, work)
 
     def close(self) -> None:
-        for thread in self._threads:
+        for thread in (*self._threads, self._thread_aside):
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def _on_thread(self, num_chars: int, work: Callable[[], T]) -> T:

@@ -1,0 +1,64 @@
+"""The answers of /tokenize and /detokenize.
+
+They are made on a tokenizer thread, as the larger ones take seconds. Python's lock is held all through one call of the
+`json` module, wherever it runs, and with it the event loop: what may be long is written piece by piece.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.errors import RequestError
+from nanoinfer.prompts import encode, encode_chat
+from nanoinfer.serve.protocol import DetokenizeRequest, TokenizeRequest
+
+MAX_TOKENIZING_BYTES = 4 * 2**20
+_PIECE = 16_384  # ids or characters, about a millisecond of work
+
+
+def tokenized(asked: TokenizeRequest, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> bytes:
+    """Token ids of a text or a conversation, however many.
+
+    Raises:
+        RequestError: as `prompts.encode`, `prompts.conversation` and `prompts.encode_chat`.
+        BadRequestError: as `TokenizeRequest.conversation`.
+    """
+    if asked.messages is not None:
+        tokens = encode_chat(tokenizer, asked.conversation(), **asked.template_arguments)
+    else:
+        tokens = encode(tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+    token_strs = tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+    return b"".join(
+        [
+            b'{"count":%d,"max_model_len":%d,"tokens":' % (len(tokens), max_model_len),
+            _json(tokens),
+            b',"token_strs":',
+            b"null" if token_strs is None else _json(token_strs),
+            b"}",
+        ]
+    )
+
+
+def detokenized(
+    asked: DetokenizeRequest,
+    tokenizer: PreTrainedTokenizerBase | None,
+    check_vocabulary: Callable[[list[int]], None],
+) -> bytes:
+    """The text of token ids, special tokens included.
+
+    Raises:
+        RequestError: there is no tokenizer, or as `check_vocabulary`.
+    """
+    if tokenizer is None:
+        raise RequestError("there is no tokenizer: start the server with one", field="prompt")
+    check_vocabulary(asked.tokens)
+    return b'{"prompt":' + _json(tokenizer.decode(asked.tokens)) + b"}"
+
+
+def _json(value: list | str) -> bytes:
+    pieces = [value[start : start + _PIECE] for start in range(0, len(value), _PIECE)]
+    encoded = [json.dumps(piece, ensure_ascii=False, separators=(",", ":"))[1:-1].encode() for piece in pieces]
+    return b'"%s"' % b"".join(encoded) if isinstance(value, str) else b"[%s]" % b",".join(encoded)
