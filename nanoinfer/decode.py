@@ -207,7 +207,7 @@ class DecodeProgram:
 
     def _finish(self, size: int, normed: torch.Tensor) -> None:
         logits = self._model.logits(normed, self.logits[:size])
-        self._sampling.sample(logits, self._batch_rows.tensor[:size], self.tokens[:size], advance=True)
+        self._sampling.sample(logits, self._batch_rows.tensor[:size], self.tokens[:size])
 
     # Graphs
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
+from nanoinfer.loader import read_json_object
 from nanoinfer.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
@@ -30,15 +30,7 @@ def read(model_dir: Path) -> dict[str, Any]:
         ValueError: it is no JSON object.
     """
     path = model_dir / FILE
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no JSON ({error}): mend or remove it") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not an object: mend or remove it")
-    return content
+    return read_json_object(path) if path.exists() else {}
 
 
 def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int]:

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -71,12 +72,7 @@ def load_config(model: str | Path) -> PretrainedConfig:
     path = model_dir / "config.json"
     if not path.is_file():
         raise ValueError(f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not readable as JSON ({error}): download it again") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a {type(raw).__name__}, not an object: download it again")
+    raw = read_json_object(path)
     # Before transformers reads it: what it says of a model type that it does not know would not list ours.
     try:
         find_architecture(raw.get("architectures"))
@@ -86,6 +82,21 @@ def load_config(model: str | Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no valid config: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file of a checkpoint.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else than an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable as JSON ({error}): download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object: download it again")
+    return content
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,8 @@ would alone: the chunks by the prefill attention, the others by the splits of th
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from nanoinfer.decode import DecodeStep
 from nanoinfer.prefill import PrefillStep
 from offload import Chunk, StreamPlan
@@ -17,11 +19,12 @@ class MixedStep:
     Args:
         prefill: planned with the sequences of `decode` behind the chunks, and with the write-through of all.
         decode: planned for these sequences.
+        count: how many they are.
         is_offload: whether blocks may lie in the host pool.
     """
 
     def __init__(self, prefill: PrefillStep, decode: DecodeStep, count: int, is_offload: bool) -> None:
-        self.prefill, self._decode, self._count = prefill, decode, count
+        self._prefill, self._decode, self._count = prefill, decode, count
         self._program, self._compute = decode.program, prefill.program.compute
         self._is_offload = is_offload
         self._whole_rows = self._program.whole_rows and not is_offload
@@ -37,16 +40,16 @@ class MixedStep:
 
     def compute(self, layer: int) -> None:
         self._compute.run(self._copy_inputs if layer == 0 else lambda: self._merge(layer - 1))
-        self.prefill.compute(layer)
+        self._prefill.compute(layer)
         if layer < self._program.num_pieces - 1:
             self._compute.run(lambda: self._attend_gpu(layer))
 
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         of_prompt = chunk.tag is not None
-        (self.prefill if of_prompt else self._decode).attend(layer, chunk, ring_slot)
+        (self._prefill if of_prompt else self._decode).attend(layer, chunk, ring_slot)
 
     def _copy_inputs(self) -> None:
-        rows = self.prefill.tensors.input_rows(self._count, self.prefill.num_tokens)
+        rows = self._prefill.tensors.input_rows(self._count, self._prefill.num_tokens)
         self._program.copy_inputs(*rows, whole_rows=self._whole_rows)
 
     def _attend_gpu(self, layer: int) -> None:
@@ -59,5 +62,5 @@ class MixedStep:
         self._program.merge(layer, self._rows[1], self._whole_rows)
 
     @property
-    def _rows(self):
-        return self.prefill.tensors.attention_rows(self._count, self.prefill.num_tokens)
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        return self._prefill.tensors.attention_rows(self._count, self._prefill.num_tokens)

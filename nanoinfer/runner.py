@@ -305,8 +305,8 @@ class ModelRunner:
             normed = step.last_normed.expand(max(2, len(sequences)), -1)
             logits.append(self.model.logits(normed)[: len(sequences)])
             tokens = self._prefill_tokens[: len(sequences)]
-            # For the rows that decode; the others' lengths are uploaded before they are read.
-            self.sampling.sample(logits[0], step.last_rows, tokens, advance=True)
+            # It counts up the rows' lengths: those of prompts that end here are uploaded before they are read.
+            self.sampling.sample(logits[0], step.last_rows, tokens)
 
         self.compute.run(choose)
         return self._read_back(sequences, self._prefill_tokens, lambda: logits[0])

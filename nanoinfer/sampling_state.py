@@ -78,8 +78,8 @@ class SamplingState:
             from nanoinfer.kernels import sample as kernels  # triton comes with CUDA builds of torch only
 
             space = kernels.workspace(max_batch, vocab_size, device)
-            self._sample = lambda logits, batch_rows, tokens, advance: kernels.sample_rows(
-                logits, batch_rows, self, space, tokens, rows.token, rows.length, advance=advance
+            self._sample = lambda logits, batch_rows, tokens: kernels.sample_rows(
+                logits, batch_rows, self, space, tokens, rows.token, rows.length
             )
 
     @staticmethod
@@ -174,13 +174,13 @@ class SamplingState:
         self.step.index_copy_(0, rows, wide[:, 1])
         self.banned_ids.index_copy_(0, rows, lines[:, _BANNED_COLUMNS])
 
-    def sample(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor, *, advance: bool) -> None:
+    def sample(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Samples the next token of each row, on the current stream; may be captured in a CUDA graph.
 
         logits: [B, vocab_size], any float type, not changed; batch_rows: [B] int32; tokens: [B] int64, out, which goes
-        to `RowState.token` too; advance: the rows' lengths count up, but for the padding row's.
+        to `RowState.token` too. The rows' lengths count up, but for the padding row's.
         """
-        self._sample(logits, batch_rows, tokens, advance)
+        self._sample(logits, batch_rows, tokens)
 
     def gather(self, batch_rows: torch.Tensor) -> SamplingBatch:
         """The rows of a batch, as the reference takes them. Reads the state, so it waits for the device."""
@@ -212,7 +212,7 @@ class SamplingState:
             banned_ids=self.banned_ids[rows].long()[banned[:, 0], banned[:, 1]],
         )
 
-    def _reference(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor, advance: bool) -> None:
+    def _reference(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor) -> None:
         rows = batch_rows.long()
         batch = self.gather(batch_rows)
         tokens.copy_(sample(logits.float(), batch))
@@ -224,9 +224,8 @@ class SamplingState:
         if len(batch.counted_rows):
             place = rows[batch.counted_rows], tokens[batch.counted_rows]
             self.counts[place] = (self.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
-        if advance:
-            is_real = (rows != self._rows.padding_row).to(torch.int32)
-            self._rows.length.index_copy_(0, rows, self._rows.length[rows] + is_real)
+        is_real = (rows != self._rows.padding_row).to(torch.int32)
+        self._rows.length.index_copy_(0, rows, self._rows.length[rows] + is_real)
 
 
 def _bit(place: int) -> int:

@@ -114,7 +114,7 @@ def compile_step() -> None:
     )
     vocab_size = 151_936
     state, rows = make_state([RowSampling(temperature=1.0)] * 2, vocab_size, sample)
-    state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64), advance=True)
+    state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64))
 
 
 compile_layers()

@@ -58,8 +58,8 @@ def make_state(
     runtime.synchronize()
     if kernels is not None:
         space = kernels.workspace(max(1, len(settings)), vocab_size, runtime.device)
-        state._sample = lambda logits, batch_rows, tokens, advance: kernels.sample_rows(
-            logits, batch_rows, state, space, tokens, rows.token, rows.length, advance=advance
+        state._sample = lambda logits, batch_rows, tokens: kernels.sample_rows(
+            logits, batch_rows, state, space, tokens, rows.token, rows.length
         )
     return state, torch.arange(len(settings), dtype=torch.int32, device=runtime.device)
 
@@ -81,8 +81,8 @@ def check_rows(settings: list[RowSampling], logits: torch.Tensor, steps: int, ru
     for _ in range(steps):
         batch = reference.gather(rows)
         assert torch.equal(sample(logits.float(), batch), sample(logits.float(), batch))
-        reference.sample(logits, rows, want, advance=False)
-        state.sample(on_device, device_rows, got, advance=False)
+        reference.sample(logits, rows, want)
+        state.sample(on_device, device_rows, got)
         assert (got.cpu() != want).sum() <= wrong, (got.cpu() != want).nonzero()
         if wrong:  # go on from the same tokens
             return

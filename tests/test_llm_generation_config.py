@@ -60,7 +60,7 @@ def test_generate_without_params_takes_them_and_with_params_does_not(path):
         ('{"temperature": -1}', r"generation_config.json: temperature is -1, it must be .* generation_config=\"vllm\""),
         ('{"top_k": "many"}', "generation_config.json: top_k is 'many'"),
         ("[1]", "generation_config.json holds a list"),
-        ("{", "generation_config.json is no JSON"),
+        ("{", "generation_config.json is not readable as JSON"),
     ],
 )
 def test_a_value_that_cannot_be_used_names_the_file(path, content, message):

@@ -223,7 +223,7 @@ def test_a_sampled_token_is_penalised_from_the_next_step_on():
     state, rows = make_state([RowSampling(repetition_penalty=3.0, penalty_token_ids=[3]), RowSampling()], 4)
     tokens, seen = torch.zeros(2, dtype=torch.int64), []
     for _ in range(4):
-        state.sample(logits, rows, tokens, advance=False)
+        state.sample(logits, rows, tokens)
         seen.append(tokens.tolist())
     assert seen == [[0, 0], [1, 0], [0, 0], [0, 0]] and state.step[:2].tolist() == [4, 4]
 
@@ -235,7 +235,7 @@ def test_banned_tokens_do_not_come_before_min_tokens_and_may_afterwards():
     state, rows = make_state(settings, 3)
     tokens, seen = torch.zeros(2, dtype=torch.int64), []
     for _ in range(3):
-        state.sample(logits, rows, tokens, advance=False)
+        state.sample(logits, rows, tokens)
         seen.append(tokens.tolist())
     assert seen == [[2, 2], [2, 0], [0, 0]]
 
@@ -245,7 +245,7 @@ def test_only_real_rows_grow():
     lengths = state._rows.length
     before, padding = lengths.clone(), len(lengths) - 1
     batch_rows = torch.tensor([1, padding, padding], dtype=torch.int32)
-    state.sample(torch.randn(3, 4), batch_rows, torch.zeros(3, dtype=torch.int64), advance=True)
+    state.sample(torch.randn(3, 4), batch_rows, torch.zeros(3, dtype=torch.int64))
     assert (lengths - before).tolist() == [0, 1, 0]
 
 
@@ -346,7 +346,7 @@ def test_kernels_on_a_row_of_minus_infinity_or_nan_give_a_token_of_the_vocabular
     logits[1] = torch.nan
     state, rows = make_state([RowSampling(temperature=1.0)] * 2 + [RowSampling()], 3000, kernels)
     tokens = torch.full((3,), -1)
-    state.sample(logits, rows, tokens, advance=False)
+    state.sample(logits, rows, tokens)
     assert all(0 <= token < 3000 for token in tokens.tolist())
 
 
@@ -379,6 +379,6 @@ def test_nan_is_never_drawn_and_harms_no_other_token(kernels, monkeypatch):
     check_rows(rows, scores, steps=2)
     state, batch = make_state(rows, 32, kernels)
     tokens = torch.zeros(60, dtype=torch.int64)
-    state.sample(scores, batch, tokens, advance=False)
+    state.sample(scores, batch, tokens)
     assert 20 not in tokens and (tokens[1::5] >= 16).all() and tokens[3::5].eq(0).all() and tokens[4::5].eq(16).all()
     assert (tokens[::5] >= 16).any() and (tokens[::5] < 16).any()

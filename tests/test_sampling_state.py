@@ -65,7 +65,7 @@ def test_a_generated_token_counts_from_the_next_step_on_and_the_prompt_never():
     state, rows = make_state(settings, 3)
     tokens, steps = torch.zeros(3, dtype=torch.int64), []
     for _ in range(6):
-        state.sample(logits, rows, tokens, advance=False)
+        state.sample(logits, rows, tokens)
         steps.append(tokens.tolist())
     # Row 0: 3.0, 2.5, 2.0 < 2.2, 2.0 > 1.7, ... Row 1: each of the first two once, then the larger of 2.0 and 1.2.
     assert [step[0] for step in steps] == [0, 0, 1, 0, 1, 0]
@@ -79,7 +79,7 @@ def test_counts_end_at_the_largest_int16():
     state, rows = make_state(settings, VOCAB_SIZE)
     tokens = torch.zeros(2, dtype=torch.int64)
     for _ in range(3):
-        state.sample(torch.zeros(2, VOCAB_SIZE), rows, tokens, advance=False)
+        state.sample(torch.zeros(2, VOCAB_SIZE), rows, tokens)
         assert tokens.tolist() == [5, 5]
     assert state.counts[:2, 5].tolist() == [MAX_COUNT, MAX_COUNT] == [32_767, 32_767]
 
@@ -179,7 +179,7 @@ def test_the_reference_stays_below_the_stated_workspace(monkeypatch, dtype, chun
     logits, tokens = random_logits(num_rows, vocab_size).to(dtype), torch.zeros(num_rows, dtype=torch.int64)
     for settings in ([everything] * num_rows, (MIXED_ROWS * 2)[:num_rows]):
         state, rows = make_state(settings, vocab_size)
-        used = peak_bytes(lambda state=state, rows=rows: state.sample(logits, rows, tokens, advance=False))
+        used = peak_bytes(lambda state=state, rows=rows: state.sample(logits, rows, tokens))
         assert used <= sampler.workspace_bytes(num_rows, vocab_size)
     wide = logits.float()
     assert peak_bytes(lambda: sampler.logprobs_of(wide, tokens, 20)) <= sampler.logprobs_bytes(num_rows, vocab_size)

@@ -360,10 +360,10 @@ def _choose_kernel(
     tile_max, peak, cut, cut_id, tile_weight,
     tokens,  # [B] int64, out
     row_tokens,  # [rows] int64, out
-    row_lengths,  # [rows] int32, counted up with ADVANCE
+    row_lengths,  # [rows] int32, counted up
     num_tiles, padding_row,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILES: tl.constexpr,
-    TILE: tl.constexpr, ADVANCE: tl.constexpr, GREEDY: tl.constexpr, MAX_COUNT: tl.constexpr,
+    TILE: tl.constexpr, GREEDY: tl.constexpr, MAX_COUNT: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index).to(tl.int64)
@@ -406,9 +406,8 @@ def _choose_kernel(
     if counted != 0:
         place = counts + row * VOCAB_SIZE + token
         tl.store(place, tl.minimum(tl.load(place).to(tl.int32) + 1, MAX_COUNT).to(tl.int16))
-    if ADVANCE:
-        if row != padding_row:
-            tl.store(row_lengths + row, tl.load(row_lengths + row) + 1)
+    if row != padding_row:
+        tl.store(row_lengths + row, tl.load(row_lengths + row) + 1)
 
 
 def workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -435,14 +434,11 @@ def sample_rows(
     tokens: torch.Tensor,
     row_tokens: torch.Tensor,
     row_lengths: torch.Tensor,
-    *,
-    advance: bool,
 ) -> None:
     """The next token of each row, into tokens and row_tokens; the rows' step, seen tokens and counts move on.
 
     logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); space: `workspace`;
-    tokens: [B] int64; row_tokens: [rows] int64; row_lengths: [rows] int32, counted up where `advance` is set, but for
-    the last row, which is for padding.
+    tokens: [B] int64; row_tokens: [rows] int64; row_lengths: [rows] int32, counted up but for the last row, which is for padding.
     """
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and rows.dtype == torch.int32 and tokens.is_contiguous()
@@ -470,5 +466,5 @@ def sample_rows(
     )
     _choose_kernel[(num_rows,)](
         logits, rows, *settings, state.seed, tile_max, *cuts, tile_weight, tokens, row_tokens, row_lengths,
-        num_tiles, len(row_tokens) - 1, **sizes, **tiles, ADVANCE=advance, MAX_COUNT=torch.iinfo(torch.int16).max,
+        num_tiles, len(row_tokens) - 1, **sizes, **tiles, MAX_COUNT=torch.iinfo(torch.int16).max,
     )  # fmt: skip

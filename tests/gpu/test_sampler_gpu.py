@@ -57,7 +57,7 @@ def make_cuda_state(rows, runtime, vocab_size=VOCAB_SIZE):
 
 def tokens_of(state, logits, rows):
     tokens = torch.zeros(len(rows), dtype=torch.int64, device="cuda")
-    state.sample(logits, rows, tokens, advance=False)
+    state.sample(logits, rows, tokens)
     return tokens.tolist()
 
 
@@ -105,7 +105,7 @@ def test_a_captured_step_draws_what_eager_ones_draw(runtime):
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        state.sample(logits, rows, tokens, advance=False)
+        state.sample(logits, rows, tokens)
     got = []
     for _ in range(4):
         graph.replay()
@@ -142,14 +142,14 @@ def test_logprobs_have_the_same_bits_in_any_batch_size_on_cuda():
 def test_a_step_never_waits_for_the_gpu_and_takes_no_memory(runtime):
     state, rows = make_cuda_state(mixed_rows(14), runtime)
     logits, tokens = random_logits(14).cuda(), torch.zeros(14, dtype=torch.int64, device="cuda")
-    state.sample(logits, rows, tokens, advance=False)  # compiles
+    state.sample(logits, rows, tokens)  # compiles
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            state.sample(logits, rows, tokens, advance=False)
+            state.sample(logits, rows, tokens)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     assert torch.cuda.max_memory_allocated() == before
