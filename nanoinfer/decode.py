@@ -211,6 +211,18 @@ class DecodeProgram:
 
     # Graphs
 
+    def run_each_kind(self) -> None:
+        """Runs pieces in which every kernel of a step occurs, for each kind of batch, on whatever the buffers hold."""
+        from nanoinfer.kernels.linear import MAX_ROWS  # triton comes with CUDA builds of torch only
+
+        layers = {self._kind.index(kind) for kind in self._kind}
+        pieces = sorted({0, 1, len(self._kind)} | layers | {layer + 1 for layer in layers})
+        beyond = [size for size in self.batch_sizes if size > MAX_ROWS]
+        for size in [size for size in self.batch_sizes if size <= MAX_ROWS] + beyond[:1] + beyond[-1:]:
+            x = self._x[:size]
+            for index in pieces:
+                x = self._layer(index, size, x, self.whole_rows)
+
     def capture_resident(self, progress: Callable[[str], None]) -> None:
         """Captures the whole step for each batch size, the largest first, so that the shared pool grows only once."""
         self._reset_tables()

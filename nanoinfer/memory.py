@@ -19,7 +19,7 @@ DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 GIB = 2**30
 # Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
 # to segments of 2 or 20 MiB: 94 to 135 MiB were measured over seven engines of two shapes.
-LIBRARY_BYTES = 152 * 2**20
+LIBRARY_BYTES = 140 * 2**20
 # A row in the step's tables, block tables aside.
 TABLE_ROW_BYTES = 256
 # Activations come from one segment (`ModelRunner`), so that they cannot take more by being scattered over many. The

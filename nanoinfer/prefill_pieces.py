@@ -199,6 +199,12 @@ class PrefillPieces:
                 ]
             progress(f"prefill graphs, {count} tokens")
 
+    def run_each_kind(self) -> None:
+        """Runs pieces in which every kernel occurs, for each count, on whatever the buffers hold."""
+        for tensors in self._fixed.values():
+            for index in (0, 1, self.num_pieces - 1):
+                self._run(index, tensors)
+
     def _run(self, index: int, tensors: StepTensors) -> None:
         model = self._model
         if index == 0:

@@ -240,8 +240,13 @@ class ModelRunner:
             bar.set_postfix_str(what)
             bar.update()
 
-        # The collector must not free another engine's device memory in the middle of a capture.
         if is_cuda:
+            from nanoinfer.kernels.ahead import compile_ahead  # triton comes with CUDA builds of torch only
+
+            with self.compute.current(), compile_ahead(self.runtime.device):
+                program.run_each_kind()
+                self.prefill_program.pieces.run_each_kind()
+            # The collector must not free another engine's device memory in the middle of a capture.
             gc.collect()
         was_enabled = gc.isenabled()
         gc.disable()
@@ -396,12 +401,16 @@ class ModelRunner:
             # could then never be given back.
             some = torch.ones(16, 16, dtype=self.model.spec.dtype, device=device)
             torch.nn.functional.linear(some, some)
+            from nanoinfer.kernels.ahead import compile_ahead  # triton comes with CUDA builds of torch only
+
+            with compile_ahead(device):
+                self._run_prefill(min(128, plan.max_num_batched_tokens))
         held = reserved_bytes(device) - self._memory_before  # weights, ring and workspace
         self._reserve_activations()
         torch.cuda.reset_peak_memory_stats(device)
         what = "compiling kernels, measuring memory"
         with tqdm(total=1, desc=what, delay=2, disable=not self.config.progress_bar) as bar, self.compute.current():
-            self._run_largest_prefill()
+            self._run_prefill(plan.max_num_batched_tokens)
             self.compute.synchronize()
             bar.update()
         peak = self.peak_bytes()
@@ -425,9 +434,9 @@ class ModelRunner:
         with self.compute.current():
             torch.empty(self.plan.activation_bytes, dtype=torch.uint8, device=self.runtime.device)
 
-    def _run_largest_prefill(self) -> None:
-        """One layer of the largest prefill step and its sampling, on a pool of one block that all tokens share."""
-        device, tokens = self.runtime.device, self.plan.max_num_batched_tokens
+    def _run_prefill(self, tokens: int) -> None:
+        """One layer of a prefill step and its sampling, on a pool of one block that all tokens share."""
+        device = self.runtime.device
         kv = torch.zeros(1, *self.layout.block_shape, dtype=self.layout.dtype, device=device)
 
         def table(*values: int) -> torch.Tensor:

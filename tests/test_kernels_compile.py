@@ -20,11 +20,20 @@ def kernel_names() -> set[str]:
     return set(re.findall(r"^def (\w+_kernel)\(", texts, flags=re.MULTILINE))
 
 
-@pytest.mark.parametrize("architecture", [86, 90])
-def test_every_kernel_compiles(architecture, tmp_path):
+def run_compiler(script: str, cache: Path, *arguments: str) -> str:
+    """What a script prints that compiles kernels, without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(TESTS / "compile_kernels.py"), str(architecture)]
+    environment |= {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, str(TESTS / script), *arguments]
     found = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-3000:]
-    assert set(found.stdout.split()) == kernel_names()
+    return found.stdout
+
+
+@pytest.mark.parametrize("architecture", [86, 90])
+def test_every_kernel_compiles(architecture, tmp_path):
+    assert set(run_compiler("compile_kernels.py", tmp_path, str(architecture)).split()) == kernel_names()
+
+
+def test_kernels_are_compiled_ahead_without_being_run(tmp_path):
+    assert run_compiler("compile_ahead.py", tmp_path) == "refused\n"

@@ -113,8 +113,8 @@ def small_record():
             [
                 "1.2% of a step passes between its last kernel and the next one's first (49 µs), 5.0% between its 290 k",
                 "1.10 ms of a step of 4.00 ms, in which the GPU works 3.50 ms.",
-                "8.0 GB of weights in the page cache: first token 12.2 s after the process began, of which `LLM(...)` "
-                "takes 5.5 s; 40.0 s and 5.5 s the first time",
+                "8.0 GB of weights in the page cache, modules compiled to bytecode: first token 12.2 s after the process "
+                "began, of which `LLM(...)` takes 5.5 s; 40.0 s and 5.5 s the first time",
                 "300 MiB for 3 batch sizes up to 256.",
             ],
         ),

@@ -9,6 +9,7 @@ LIMIT: gpu_memory_limit in bytes, 0 for none; SPAWNED: Unix time in seconds when
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,8 @@ PROMPT_TOKENS = 128
 def write_checkpoint(directory: Path, shape: str, device: object) -> int:
     """Writes a shape with random weights as a Hugging Face checkpoint in shards; returns the bytes of its weights.
 
+    Its tokenizer is the small one of the packaged model: what takes long is to import what loads it.
+
     Args:
         device: where the weights are made, a torch device: the CPU would take minutes for billions of them.
     """
@@ -33,8 +36,10 @@ def write_checkpoint(directory: Path, shape: str, device: object) -> int:
 
     from nanoinfer.bench.measure import free_memory
     from nanoinfer.bench.shapes import write_shape
-    from nanoinfer.loader import load_config, load_model
+    from nanoinfer.loader import find_model, load_config, load_model
 
+    for file in find_model("recall").glob("tokenizer*"):
+        shutil.copy(file, directory)
     config_path = write_shape(shape, directory) / "config.json"
     config = json.loads(config_path.read_text()) | {"max_position_embeddings": MAX_POSITION}
     config_path.write_text(json.dumps(config))
@@ -67,7 +72,7 @@ def main(model: str, device: str, limit: int, spawned: float) -> None:
 
     imported = time.time()
     begin = time.perf_counter()
-    arguments = dict(skip_tokenizer_init=True, device=device, gpu_memory_limit=limit or None, progress_bar=False)
+    arguments = dict(device=device, gpu_memory_limit=limit or None, progress_bar=False)
     with LLM(model, **arguments) as llm:
         constructed = time.perf_counter()
         for _ in llm.generate_stream([list(range(PROMPT_TOKENS))], SamplingParams(temperature=0, max_tokens=1)):

@@ -136,7 +136,7 @@ def latency(record: dict) -> str:
     if "cold" in start and "warm" in start:
         cold, warm = start["cold"], start["warm"]
         lines.append(
-            f"- **Start-up**, {start['checkpoint_bytes'] / 1e9:.1f} GB of weights in the page cache: first token "
+            f"- **Start-up**, {start['checkpoint_bytes'] / 1e9:.1f} GB of weights in the page cache, modules compiled to bytecode: first token "
             f"{warm['seconds_to_first_token']:.1f} s after the process began, of which `LLM(...)` takes "
             f"{warm['constructor_seconds']:.1f} s; {cold['seconds_to_first_token']:.1f} s and "
             f"{cold['constructor_seconds']:.1f} s the first time, when kernels are compiled."

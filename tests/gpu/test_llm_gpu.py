@@ -224,7 +224,7 @@ def test_mixed_steps_give_the_same_bits_in_every_mode(model):
         dict(enforce_eager=True),
         dict(enable_cpu_offload=True),
         dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes="64KiB"),
-        dict(enable_cpu_offload=True, resident_kv_limit="4MiB"),
+        dict(enable_cpu_offload=True, resident_kv_limit="512KiB"),
         dict(enable_cpu_offload=True, enforce_eager=True),
     ):
         with LLM(model, **(COMMON | dict(enable_prefix_caching=False) | extra)) as llm:

@@ -1,0 +1,74 @@
+"""Kernels compiled ahead for a GPU that need not be there; run by test_kernels_compile.py in a process of its own."""
+
+import threading
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class NoGpu:
+    """Tells who made which launcher; loads nothing."""
+
+    def __init__(self):
+        self.launchers = []
+        self.utils = self
+
+    def launcher_cls(self, src, metadata):
+        self.launchers.append((src.fn.__name__, threading.current_thread().name))
+        return lambda *args: None
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 2**16}
+
+    def load_binary(self, name, binary, shared, device):
+        return object(), object(), 16, 0, 1024
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+driver.set_active(gpu := NoGpu())
+
+from nanoinfer.kernels.ahead import compile_ahead
+
+
+@triton.jit
+def double_kernel(x, SIZE: tl.constexpr):
+    at = x + tl.arange(0, SIZE)
+    tl.store(at, 2 * tl.load(at))
+
+
+@triton.jit
+def broken_kernel(x, SIZE: tl.constexpr):
+    tl.store(x + tl.arange(0, SIZE), tl.arange(0, SIZE // 2))
+
+
+run, x = JITFunction.run, torch.ones(64)
+with compile_ahead(x.device):
+    for size in (16, 32, 16):
+        double_kernel[(1,)](x, SIZE=size)
+assert JITFunction.run is run
+kernels = list(double_kernel.device_caches[0][0].values())
+assert len(kernels) == 2 and all("cubin" in kernel.asm for kernel in kernels), kernels
+assert torch.equal(x, torch.ones(64)), "nothing runs"
+assert len(gpu.launchers) == 2, "each is ready for its launch"
+assert all(name == "double_kernel" and thread.startswith("compile") for name, thread in gpu.launchers), gpu.launchers
+
+with compile_ahead(x.device):
+    broken_kernel[(1,)](x, SIZE=16)
+    double_kernel[(1,)](x, SIZE=64)
+assert len(double_kernel.device_caches[0][0]) == 3
+try:
+    broken_kernel.warmup(x, SIZE=16, grid=(1,))
+except triton.CompilationError:
+    print("refused")
