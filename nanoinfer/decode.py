@@ -212,9 +212,10 @@ class DecodeProgram:
     # Graphs
 
     def run_each_kind(self) -> None:
-        """Runs pieces in which every kernel of a step occurs, for each kind of batch, on whatever the buffers hold."""
+        """Runs pieces in which every kernel of a step occurs, for each kind of batch, on padding rows."""
         from nanoinfer.kernels.linear import MAX_ROWS  # triton comes with CUDA builds of torch only
 
+        self._reset_tables()
         layers = {self._kind.index(kind) for kind in self._kind}
         pieces = sorted({0, 1, len(self._kind)} | layers | {layer + 1 for layer in layers})
         beyond = [size for size in self.batch_sizes if size > MAX_ROWS]

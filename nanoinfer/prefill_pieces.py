@@ -200,8 +200,9 @@ class PrefillPieces:
             progress(f"prefill graphs, {count} tokens")
 
     def run_each_kind(self) -> None:
-        """Runs pieces in which every kernel occurs, for each count, on whatever the buffers hold."""
-        for tensors in self._fixed.values():
+        """Runs pieces in which every kernel occurs, for each count, on padding."""
+        for count, tensors in self._fixed.items():
+            self._pack_padding(count)[0].upload(self._table, self._compute)
             for index in (0, 1, self.num_pieces - 1):
                 self._run(index, tensors)
 

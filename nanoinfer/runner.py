@@ -241,11 +241,12 @@ class ModelRunner:
             bar.update()
 
         if is_cuda:
-            from nanoinfer.kernels.ahead import compile_ahead  # triton comes with CUDA builds of torch only
+            if self.graph_memory is None:  # later, in another mode, few kernels are new
+                from nanoinfer.kernels.ahead import compile_ahead  # triton comes with CUDA builds of torch only
 
-            with self.compute.current(), compile_ahead(self.runtime.device):
-                program.run_each_kind()
-                self.prefill_program.pieces.run_each_kind()
+                with self.compute.current(), compile_ahead(self.runtime.device):
+                    program.run_each_kind()
+                    self.prefill_program.pieces.run_each_kind()
             # The collector must not free another engine's device memory in the middle of a capture.
             gc.collect()
         was_enabled = gc.isenabled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 MAX_THREADS = 16
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -32,21 +34,22 @@ class _Compilers(ThreadPoolExecutor):
 
 @contextmanager
 def compile_ahead(device: torch.device) -> Iterator[None]:
-    """Inside, a launch of a Triton kernel begins to compile it, and runs nothing; at the end all can be launched.
+    """Inside, this thread's launch of a Triton kernel begins to compile it, and runs nothing; at the end all can run.
 
     What a launch would have written keeps what it holds. Most of a compilation runs without Python's lock, so threads
-    help. No other thread may launch Triton kernels meanwhile. A kernel that does not compile says so when it is launched
-    outside.
+    help. A kernel that does not compile says so when it is launched outside.
 
     Args:
         device: where the kernels will run.
     """
-    run = JITFunction.run
+    this_thread = threading.get_ident()
 
     def compile_only(self: JITFunction, *args, grid, warmup, **kwargs):
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+        # Another engine, in a thread of its own, must not lose a launch.
+        return run(self, *args, grid=grid, warmup=warmup or threading.get_ident() == this_thread, **kwargs)
 
-    with _Compilers(device) as executor:
+    with _ONE_AT_A_TIME, _Compilers(device) as executor:
+        run = JITFunction.run
         JITFunction.run = compile_only
         try:
             with triton.AsyncCompileMode(executor, ignore_errors=True):
