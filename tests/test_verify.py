@@ -21,7 +21,8 @@ MODELS = {
     "llama": dict(family="llama"),
 }
 SMALL = dict(context=96, output_len=10, device="cpu", block_size=16, ring_slot_bytes=2**13, num_ring_slots=2, seed=3)
-RUNS = ["resident", "streamed", "mixture", "switch", "auto"]
+RUNS = ["resident", "streamed", "mixture", "switch", "pairs", "auto"]
+REFERENCES = ["resident", "pairs"]
 LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4
 BLOCK_BYTES = 3 * LAYER_BLOCK_BYTES
 
@@ -97,12 +98,13 @@ def test_clean_engines_are_identical_in_every_mode(paths, name):
     assert verdict.is_identical and [run.name for run in verdict.runs] == RUNS, verdict.report()
     assert all(run.left_out is None for run in verdict.runs), verdict.report()
     tokens = 5 + 3 * 10
-    assert [run.num_tokens for run in verdict.runs] == [tokens] * 5
-    assert [run.num_logits for run in verdict.runs] == [tokens * 160] * 5
-    assert verdict.line() == f"identical: {4 * tokens} tokens and {4 * tokens * 160:,} logits in 5 runs"
+    assert [run.num_tokens for run in verdict.runs] == [tokens] * 6
+    assert [run.num_logits for run in verdict.runs] == [tokens * 160] * 6
+    assert verdict.line() == f"identical: {4 * tokens} tokens and {4 * tokens * 160:,} logits in 6 runs"
     facts = {run.name: run.facts for run in verdict.runs}
-    assert not facts["resident"]
-    assert all(facts[run][0] != "0.0 MiB streamed" for run in RUNS[1:])
+    assert [run.name for run in verdict.runs if run.is_reference] == REFERENCES
+    assert all(bool(facts[run]) == (run not in REFERENCES) for run in RUNS)
+    assert all(facts[run][0] != "0.0 MiB streamed" for run in RUNS if run not in REFERENCES)
     assert facts["streamed"][1] == "at most 0 full blocks stayed on the GPU"
     assert int(facts["mixture"][1].split()[2]) > 1
     assert [fact.split()[1] for fact in facts["switch"][2:]] == ["offload", "resident", "offload"]
@@ -228,7 +230,7 @@ def test_the_default_context_is_what_resident_mode_holds(paths):
 
 def test_an_automatic_run_that_never_spills_is_left_out_and_said(paths):
     verdict = verify(paths["qwen3"], **(SMALL | dict(output_len=2)))
-    assert verdict.is_identical and verdict.line().endswith("in 4 runs (left out: auto)"), verdict.report()
+    assert verdict.is_identical and verdict.line().endswith("in 5 runs (left out: auto)"), verdict.report()
     assert "the GPU pool did not fill up" in verdict.report()
 
 

@@ -84,16 +84,21 @@ def verify(
     )
     tolerance = None if machine.is_exact else ROUNDING[machine.spec.dtype]
     reports: list[RunReport] = []
-    reference: Recorded | None = None
-    for run in make_runs(workload, plan):
+    references: dict[str, Recorded] = {}
+    runs = make_runs(workload, plan)
+    own_references = {run.reference for run in runs if run.reference}
+    for run in runs:
         report = RunReport(name=run.name, what=run.what)
         reports.append(report)
+        if run.reference and run.reference not in references:
+            report.left_out = f"there is nothing to compare it with, since {run.reference!r} gave nothing"
+            continue
         found = attempt(run, common | run.arguments, workload, make_runtime, report)
         if found is None:
             continue
-        if reference is None:
-            reference, report.is_reference = found, True
-        compare(reference, found, report, tolerance)
+        name = run.name if run.name in own_references else run.reference
+        report.is_reference = references.setdefault(name, found) is found
+        compare(references[name], found, report, tolerance)
     return Verdict(setting=describe(machine, workload, plan), runs=reports, is_exact=machine.is_exact)
 
 
