@@ -248,9 +248,14 @@ def other(record: dict) -> str:
             f"{first['seconds_to_first_segment']:.2f} and {again['seconds_to_first_segment']:.2f} s."
         )
     if batch := cases.get("batch_throughput"):
+        step = (
+            f", prefill steps of up to {batch['max_num_batched_tokens']:,} tokens"
+            if "max_num_batched_tokens" in batch
+            else ""
+        )
         lines.append(
             f"- **Throughput, everything resident** (Qwen3-0.6B shape, 256 requests of 100 to 1,024 tokens in and out, "
-            f"temperature 0.6): {batch['tokens_per_second']:,.0f} output tokens/s."
+            f"temperature 0.6{step}): {batch['tokens_per_second']:,.0f} output tokens/s."
         )
     return "\n".join(lines)
 
