@@ -222,6 +222,17 @@ def test_a_resident_pool_that_is_too_small_is_left_out_and_said(paths):
     assert f"left out: {runs['resident'].left_out}" in verdict.report()
 
 
+def test_auto_is_left_out_and_said_where_its_reference_gave_nothing(paths):
+    def make_runtime(name):
+        if name == "pairs":
+            raise ValueError("too small")
+        return SimulatedRuntime(poison=True)
+
+    verdict = verify(paths["qwen3"], **SMALL, make_runtime=make_runtime)
+    assert verdict.is_identical and verdict.line().endswith("in 4 runs (left out: pairs, auto)"), verdict.report()
+    assert "nothing to compare it with, since 'pairs' gave nothing" in verdict.report()
+
+
 def test_the_default_context_is_what_resident_mode_holds(paths):
     arguments = {key: value for key, value in SMALL.items() if key != "context"}
     small = verify(paths["qwen3"], **arguments, gpu_memory_limit=1_150_000)

@@ -62,7 +62,7 @@ def resident(bench: Bench) -> dict:
 def batch_throughput(bench: Bench) -> dict:
     """256 requests of 100 to 1,024 tokens in and out, temperature 0.6: nano-vllm's own benchmark, with its prefill steps.
 
-    The same as `nanoinfer bench throughput --shape qwen3-0.6b --max-num-batched-tokens 16384`; the median of three runs.
+    The same as `nanoinfer bench throughput --shape qwen3-0.6b --prefill-chunk 16384`; the median of three runs.
     """
     load = make_load() if bench.scale == 1 else make_load(4, (100, 120), (8, 8))
     step = max(1024, bench.tokens(16384))
