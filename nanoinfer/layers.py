@@ -121,7 +121,8 @@ class Linear(nn.Module):
             return Normed(norm.after_sum(x, self(y)))
         kernels = _kernels()
         if len(y) > 1:
-            parts = kernels.rows_linear(y, self.weight, num_splits=kernels.column_splits(y.shape[1], len(y)))
+            num_rows, size = self.weight.shape
+            parts = kernels.rows_linear(y, self.weight, num_splits=kernels.column_splits(size, num_rows, len(y)))
             return Normed(norm.after_sum(x, parts))
         # What follows must be able to divide; and float16 may not hold weight * x before it is divided.
         divides = not last and y.dtype != torch.float16 and len(self.weight) % kernels.SIZE_STEP == 0
@@ -132,11 +133,8 @@ class Linear(nn.Module):
         return Normed(value, squares, norm.eps)
 
     def has_kernel(self, x: Tensor) -> bool:
-        """Whether the kernels for few rows take x: [N, in_features]."""
-        if not x.is_cuda or x.element_size() != 2:  # float32 has no matrix units
-            return False
-        kernels = _kernels()
-        return len(x) <= kernels.MAX_ROWS and x.shape[1] % kernels.SIZE_STEP == 0
+        """Whether a kernel of ours takes x: [N, in_features]."""
+        return x.is_cuda and _kernels().takes_rows(x, self.weight)
 
 
 class Embedding(nn.Module):

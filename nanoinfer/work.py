@@ -17,7 +17,8 @@ class SplitLists:
     """The splits that one decode step attends to, for layers of one window.
 
     Attributes:
-        on_gpu: [n, 4] int32, items: (batch row, split, GPU block, partial index).
+        on_gpu: [n, 4] int32, items: (batch row, split, GPU block, partial index). Those with most keys come first: the
+            programs of a kernel that deals them out in this order end together.
         on_host: [m, 5] int32, (batch row, first split, host block, first partial index, number of splits) for each block,
             in the order in which they stream: that of the host pool, where neighbours pass in one copy, whoever they
             belong to.
@@ -83,7 +84,13 @@ def split_lists(
     on_gpu, on_host = blocks[is_on_gpu], blocks[~is_on_gpu]
     on_host[:, 2] = host_block[~is_on_gpu]
     on_host = on_host[np.argsort(on_host[:, 2], kind="stable")]
-    return SplitLists(_items(on_gpu), on_host, split_ends[block_ranges].astype(np.int32), row_splits)
+    items = _items(on_gpu)
+    row, span = items[:, 0], block_size // row_splits[items[:, 0]]
+    begin = items[:, 1] * span
+    hidden = 0 if window is None else np.maximum(lengths[row] - window - begin, 0)
+    num_keys = np.maximum(np.minimum(lengths[row] - begin, span) - hidden, 0)
+    items = items[np.argsort(-num_keys, kind="stable")]
+    return SplitLists(items, on_host, split_ends[block_ranges].astype(np.int32), row_splits)
 
 
 def _items(blocks: np.ndarray) -> np.ndarray:

@@ -78,6 +78,12 @@ def compile_layers() -> None:
     layers.rows_linear(eight, wide, zeros(6144))
     layers.rows_linear(eight, wide, activation="silu")
     layers.rows_linear(zeros(32, 2560), zeros(100, 2560), activation=None, num_splits=8)
+    if IS_HOPPER:
+        for num_rows in (64, 256):
+            layers.rows_linear(zeros(num_rows, 1024), zeros(4096, 1024), zeros(4096))
+            layers.rows_linear(zeros(num_rows, 1024), zeros(6144, 1024), activation="silu")
+        layers.rows_linear(zeros(128, 1024), zeros(6144, 1024), activation="silu")
+        layers.rows_linear(zeros(64, 3072), zeros(1024, 3072), num_splits=4)
     layers.act_and_mul(zeros(8, 512), "gelu_pytorch_tanh")
 
 

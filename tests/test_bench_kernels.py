@@ -134,9 +134,10 @@ def test_floors_by_name(spec):
     assert floor("norm_rope_store_kernel", spec, [1024], 1.0) is None
     assert floor("cublasLt::splitKreduce_kernel", spec, [1024], 1.0) is None
     assert floor("nvjet_tst_128x8", spec, [550] * 256, 1.0, calls=28) is None, "which product it is nobody knows"
+    layers = floor("tile_linear_kernel", spec, [550] * 256, 1.0)
     together = floor(kernels.LIBRARY_LAYERS, spec, [550] * 256, 1.0)
     weights = kernels.product_bytes(spec)
-    assert together == pytest.approx((sum(weights.values()) - weights["lm_head"]) / 4)
+    assert layers == together == pytest.approx((sum(weights.values()) - weights["lm_head"]) / 4)
     # 4 + 5 splits of 256 tokens, 32 heads of 128 values and one exponent in float32
     assert floor("merge_kernel", spec, [1024, 1025], 10.0) == pytest.approx(9 * 32 * 129 * 4 / 10)
     assert floor("merge_kernel", spec, [1024], 1.0, block_size=512) == 2 * 32 * 129 * 4

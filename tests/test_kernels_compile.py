@@ -32,7 +32,8 @@ def run_compiler(script: str, cache: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize("architecture", [86, 90])
 def test_every_kernel_compiles(architecture, tmp_path):
-    assert set(run_compiler("compile_kernels.py", tmp_path, str(architecture)).split()) == kernel_names()
+    wanted = kernel_names() - ({"tile_linear_kernel"} if architecture < 90 else set())
+    assert set(run_compiler("compile_kernels.py", tmp_path, str(architecture)).split()) == wanted
 
 
 def test_kernels_are_compiled_ahead_without_being_run(tmp_path):

@@ -42,7 +42,7 @@ def test_activation(size, activation, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize("size, num_rows, num_tokens", [(64, 21, 1), (192, 64, 7), (128, 32, 21)])
+@pytest.mark.parametrize("size, num_rows, num_tokens", [(64, 21, 1), (192, 64, 7), (128, 32, 21), (256, 200, 70)])
 def test_few_rows_through_a_projection(size, num_rows, num_tokens, activation, dtype):
     check_rows_linear(size, num_rows, num_tokens, activation, dtype, "cpu")
 
@@ -53,3 +53,16 @@ def test_few_rows_through_a_projection(size, num_rows, num_tokens, activation, d
 )
 def test_one_row_added_to_the_sum(size, num_rows, offset, dtype):
     check_vector_linear(size, num_rows, offset, dtype, "cpu")
+
+
+@pytest.mark.parametrize("num_tokens", [33, 64, 65, 128, 200, 256])
+def test_splits_of_columns_are_whole_tiles_and_no_more_than_there_are_cores_for(num_tokens):
+    from nanoinfer.kernels import tile_linear
+
+    for size in (64, 192, 1024, 1152, 3072, 9728):
+        for num_rows in (21, 1024, 2560, 5120):
+            splits = tile_linear.tile_splits(size, num_rows, num_tokens)
+            block_n, block_k, _ = tile_linear._tiles(num_tokens, num_rows, gated=False)
+            programs = -(-num_tokens // tile_linear.BLOCK_M) * -(-num_rows // block_n)
+            assert splits == 1 or (size % (splits * block_k) == 0 and splits * programs <= tile_linear.PROGRAMS)
+    assert tile_linear.tile_splits(3072, 1024, 64) == 4, "few programs share the columns"

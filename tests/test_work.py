@@ -57,4 +57,13 @@ def test_each_visible_key_is_in_one_split_and_the_partials_of_a_row_ascend(windo
             assert seen[row] == sorted(set(seen[row])), "partials do not ascend, or a key is seen twice"
             assert seen[row][-1] == length - 1 and seen[row][0] <= first
             assert all(key < length for key in seen[row]) and lists.ranges[row + 1] > lists.ranges[row]
+        num_keys = [
+            sum(
+                0 <= key // (BLOCK_SIZE // splits[row]) - split < 1
+                for key in range(max(0, length - (window or length)), length)
+            )
+            for row, split, *_ in lists.on_gpu.tolist()
+            for length in [lengths[row]]
+        ]
+        assert num_keys == sorted(num_keys, reverse=True), "the longest come first"
         assert asked == [[sum(row == r for r, _ in blocks) for row in range(len(lengths))]]

@@ -26,6 +26,7 @@ LIBRARY_LAYERS = "all library products of the layers"
 KERNELS: tuple[tuple[str, object, object], ...] = (
     ("vector_linear_kernel", ("o", "down"), ("o", "down")),
     ("rows_linear_kernel", ("qkv", "gate_up"), LAYER),
+    ("tile_linear_kernel", LAYER, LAYER),
     ("decode_partial_kernel", "attention", "attention"),
     ("merge_kernel", "merge", "merge"),
     ("splitKreduce", None, None),

@@ -34,6 +34,12 @@ def attend_masked(
 
 
 @triton.jit
+def dealt(program, number, programs):
+    """The place of a program's item in a round."""
+    return tl.where(number % 2 == 1, programs - 1 - program, program)
+
+
+@triton.jit
 def read_item(item, seq_lens, splits_per_block, listed):
     """(batch row, split, block in kv, partial index), and the row's length and splits of a block."""
     row = tl.load(item, mask=listed, other=0)
@@ -86,13 +92,14 @@ def decode_partial_kernel(
     in_q = (rows < GROUP_SIZE)[:, None] & (columns < HEAD_DIM)[None, :]
     q_heads = head * GROUP_SIZE + rows
 
-    # The items of each round are dealt out one program further on: they come in the rows' order, and the same programs
-    # must not get every row's short last split.
+    # The longest items come first and every other round is dealt out backwards, so that whoever got a longer one in the
+    # round before gets a shorter one now.
+    program = tl.program_id(0)
     programs = tl.num_programs(0)
     rounds = count // programs
-    rounds += ((tl.program_id(0) + rounds) % programs < count - rounds * programs).to(tl.int32)
+    rounds += (dealt(program, rounds, programs) < count - rounds * programs).to(tl.int32)
     # Each item is read while the one before it is computed, the first while the kernel in front still runs.
-    item = items + tl.program_id(0) * 4
+    item = items + program * 4
     next_row, next_split, next_block, next_partial, next_len, next_splits = read_item(
         item, seq_lens, splits_per_block, rounds > 0
     )
@@ -105,7 +112,7 @@ def decode_partial_kernel(
         partial = next_partial.to(tl.int64)
         seq_len = next_len
         span = BLOCK_SIZE // next_splits
-        item = items + ((number + 1) * programs + (tl.program_id(0) + number + 1) % programs) * 4
+        item = items + ((number + 1) * programs + dealt(program, number + 1, programs)) * 4
         next_row, next_split, next_block, next_partial, next_len, next_splits = read_item(
             item, seq_lens, splits_per_block, number + 1 < rounds
         )

@@ -18,9 +18,10 @@ from nanoinfer.kernels.activation import ACTIVATIONS, activate
 from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.rms_norm import rounded
 from nanoinfer.kernels.shape import next_power_of_2
+from nanoinfer.kernels.tile_linear import MAX_ROWS, takes_tiles, tile_linear, tile_splits
 
-MAX_ROWS = 32
-"""From more rows on the library's products win."""
+FEW_ROWS = 32
+"""More rows are for `tile_linear`, where it is, or for the library."""
 SIZE_STEP = 64
 """The size of x must be a multiple of this."""
 MAX_SPLITS = 8
@@ -115,10 +116,11 @@ def rows_linear(
 ) -> Tensor:
     """activation(gate) * up, where (gate, up) = weight @ x / rms + bias; each part only where it is given.
 
-    x: [N, size], 1 to `MAX_ROWS` packed rows; weight: [num_rows, size], with an activation [2 * num_rows, size], gate
-    first; bias: a value per row of weight; squares: [n] float32, rms = sqrt(sum(squares) / size + eps); activation: one
-    of `ACTIVATIONS`; num_splits: a divisor of size / 64. Returns [N, num_rows], or with more than one split their sums
-    apart, [num_splits, N, num_rows] float32: then neither bias nor activation is allowed.
+    x: [N, size], packed rows, 1 to `FEW_ROWS` or as many as `takes_rows` says; weight: [num_rows, size], with an
+    activation [2 * num_rows, size], gate first; bias: a value per row of weight; squares: [n] float32, for few rows, rms
+    = sqrt(sum(squares) / size + eps); activation: one of `ACTIVATIONS`; num_splits: as `column_splits` gives it, or for few
+    rows another divisor of size / 64. Returns [N, num_rows], or with more than one split their sums apart, [num_splits, N,
+    num_rows] float32: then neither bias nor activation is allowed.
     """
     num_tokens, size = x.shape
     assert 0 < num_tokens <= MAX_ROWS and size == weight.shape[1] and size % (num_splits * SIZE_STEP) == 0
@@ -126,6 +128,9 @@ def rows_linear(
     assert x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0, "tensors must be aligned"
     assert num_splits == 1 or bias is activation is squares is None, "the parts of a sum cannot be finished"
     assert activation is None or activation in ACTIVATIONS, f"no kernel for {activation!r}"
+    if num_tokens > FEW_ROWS:
+        assert squares is None, "more than few rows have their norm"
+        return tile_linear(x, weight, bias, activation=activation, num_splits=num_splits)
     gated = activation is not None
     num_rows = weight.shape[0] // (2 if gated else 1)
     out_shape = (num_tokens, num_rows) if num_splits == 1 else (num_splits, num_tokens, num_rows)
@@ -155,8 +160,17 @@ def _row_tiles(split_size: int, block_m: int, gated: bool, is_split: bool) -> tu
     return (16, 64, 1, 8) if block_m == 16 else (16, wide, 2, 4)
 
 
-def column_splits(size: int, num_tokens: int) -> int:
+def takes_rows(x: Tensor, weight: Tensor) -> bool:
+    """Whether `rows_linear` takes x: [N, size] on CUDA, and wins over the library."""
+    if x.element_size() != 2 or x.shape[1] % SIZE_STEP:  # float32 has no matrix units
+        return False
+    return len(x) <= FEW_ROWS or takes_tiles(len(x), weight)
+
+
+def column_splits(size: int, num_rows: int, num_tokens: int) -> int:
     """Splits of the columns of a weight with few rows: more parts make more programs, and more to add up."""
+    if num_tokens > FEW_ROWS:
+        return tile_splits(size, num_rows, num_tokens)
     steps, most = size // SIZE_STEP, MAX_SPLITS // 2 if num_tokens <= 16 else MAX_SPLITS
     return next(splits for splits in range(most, 0, -1) if steps % splits == 0)
 

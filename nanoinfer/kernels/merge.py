@@ -12,8 +12,8 @@ LSE_TILE = 128
 FEW_SPLITS = 32
 MANY_PROGRAMS = 512
 HEADS_OF_MANY = 4
+SPLITS_OF_MANY = 8
 COLUMNS_OF_FEW = 32
-STAGES = 4
 
 
 def merge_tiles(num_row_heads: int, num_q_heads: int) -> tuple[int, int]:
@@ -21,7 +21,7 @@ def merge_tiles(num_row_heads: int, num_q_heads: int) -> tuple[int, int]:
 
     Few programs wait for memory: they share the columns of a head and take up to 32 splits at once; of more, 128 at a time
     make 4 dependent steps of 512 splits (128k tokens). Many programs keep the cores busy, and mostly have few splits
-    each: they take one after the other, a few loads ahead. The choice, and so the bits, depend on the number of rows,
+    each: they take eight at a time, mostly all. The choice, and so the bits, depend on the number of rows,
     those of a decode step's padding included, and the row's own splits alone.
     """
     if num_row_heads <= MANY_PROGRAMS:
@@ -29,7 +29,7 @@ def merge_tiles(num_row_heads: int, num_q_heads: int) -> tuple[int, int]:
     heads = next(
         heads for heads in range(HEADS_OF_MANY, 0, -1) if num_q_heads % heads == 0 and heads & (heads - 1) == 0
     )
-    return heads, 1
+    return heads, SPLITS_OF_MANY
 
 
 @triton.jit
@@ -60,7 +60,6 @@ def merge_kernel(
     COLUMNS: tl.constexpr,  # of one program
     SPLIT_TILE: tl.constexpr,
     FEW_SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -76,18 +75,17 @@ def merge_kernel(
     in_head = columns < HEAD_DIM
     acc = tl.zeros([HEADS, COLUMNS], tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    if SPLIT_TILE == 1:
+    lanes = tl.arange(0, SPLIT_TILE)
+    if SPLIT_TILE < FEW_SPLITS:
         peak = tl.full([HEADS], float("-inf"), tl.float32)
-        for split in tl.range(0, count, num_stages=STAGES):
-            at = split * NUM_Q_HEADS + heads
-            lse = tl.load(lse_row + at)
-            part = tl.load(out_row + at[:, None] * HEAD_DIM + columns[None, :], mask=in_head[None, :], other=0.0)
-            new_peak = tl.maximum(peak, lse)
+        for start in range(0, count, SPLIT_TILE):
+            lse, parts = read_splits(lse_row, out_row, start + lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+            new_peak = tl.maximum(peak, tl.max(lse, 0))
             base = finite(new_peak)
             old = tl.exp2((peak - base) * 1.4426950408889634)
-            weight = tl.exp2((lse - base) * 1.4426950408889634)
-            acc = acc * old[:, None] + part * weight[:, None]
-            total = total * old + weight
+            weights = tl.exp2((lse - base[None, :]) * 1.4426950408889634)
+            acc = acc * old[:, None] + tl.sum(weights[:, :, None] * parts, 0)
+            total = total * old + tl.sum(weights, 0)
             peak = new_peak
     elif count <= FEW_SPLITS:
         # One read of all, for loads that wait for nothing but each other.
@@ -98,7 +96,6 @@ def merge_kernel(
         acc = tl.sum(weights[:, :, None] * parts, 0)
         total = tl.sum(weights, 0)
     else:
-        lanes = tl.arange(0, SPLIT_TILE)
         peaks = tl.full([SPLIT_TILE, HEADS], float("-inf"), tl.float32)
         for start in range(0, count, SPLIT_TILE):
             at = (start + lanes)[:, None] * NUM_Q_HEADS + heads[None, :]
@@ -125,9 +122,11 @@ def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, out: Tensor)
         return
     heads, split_tile = merge_tiles(batch_size * num_q_heads, num_q_heads)
     block_d = next_power_of_2(head_dim)
-    columns = block_d if split_tile == 1 else min(block_d, COLUMNS_OF_FEW)
+    is_many = split_tile == SPLITS_OF_MANY
+    columns = block_d if is_many else min(block_d, COLUMNS_OF_FEW)
     merge_kernel[(batch_size, num_q_heads // heads, block_d // columns)](
         partial_out, partial_lse, ranges, out, NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim,
-        HEADS=heads, COLUMNS=columns, SPLIT_TILE=split_tile, FEW_SPLITS=FEW_SPLITS, STAGES=STAGES, num_warps=4,
+        HEADS=heads, COLUMNS=columns, SPLIT_TILE=split_tile, FEW_SPLITS=FEW_SPLITS,
+        num_warps=max(1, block_d // 128) if is_many else 4,
         **launch_options(out),
     )  # fmt: skip

@@ -58,6 +58,36 @@ def test_few_rows_through_a_projection(size, num_rows, num_tokens, activation, d
     check_rows_linear(size, num_rows, num_tokens, activation, dtype, "cuda")
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs compute capability 9"
+)
+@HALF_DTYPES
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("num_tokens", [33, 64, 100, 256])
+@pytest.mark.parametrize(
+    "size, num_rows", [(64, 21), (1024, 3072), (1024, 6144), (3072, 1024), (1152, 1000), (4096, 2560)]
+)
+def test_more_rows_through_a_projection(size, num_rows, num_tokens, activation, dtype):
+    from layer_kernel_cases import check_rows_linear
+
+    check_rows_linear(size, num_rows, num_tokens, activation, dtype, "cuda")
+
+
+@pytest.mark.parametrize("num_tokens", [33, 64, 96, 128, 256])
+@pytest.mark.parametrize("size, num_rows", [(2048, 1024), (3072, 1024), (4096, 2560), (9728, 2560), (1152, 1000)])
+def test_splits_of_columns_are_whole_boxes(size, num_rows, num_tokens):
+    from nanoinfer.kernels.layers import column_splits, rows_linear, takes_rows
+
+    x = torch.randn(num_tokens, size, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(num_rows, size, device="cuda", dtype=torch.bfloat16) * size**-0.5
+    if not takes_rows(x, weight):
+        pytest.skip("the library's")
+    splits = column_splits(size, num_rows, num_tokens)
+    got = rows_linear(x, weight, num_splits=splits).float()
+    want = x.float() @ weight.float().T
+    assert torch.allclose(got.sum(0) if splits > 1 else got, want, rtol=2e-2, atol=2e-2)
+
+
 @DTYPES
 @pytest.mark.parametrize(
     "size, num_rows, offset", [(48, 10, False), (4096, 2560, True), (9728, 2560, False), (600, 21, True)]
@@ -71,7 +101,7 @@ def test_one_row_added_to_the_sum(size, num_rows, offset, dtype):
 @HALF_DTYPES
 @pytest.mark.parametrize("scale", [1.0, 4000.0])
 @pytest.mark.parametrize("hidden_size", [480, 2560])
-@pytest.mark.parametrize("num_rows", [1, 2, 40])
+@pytest.mark.parametrize("num_rows", [1, 2, 40, 300])
 def test_a_norm_between_two_projections_is_whole(num_rows, hidden_size, scale, dtype):
     """Whoever leaves the division by rms(x) to the next projection must know that it divides, and that x fits the type."""
     from nanoinfer.layers import Linear, RMSNorm
@@ -154,7 +184,7 @@ class LayerSteps:
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0"
 )
-@pytest.mark.parametrize("num_rows, seq_len", [(1, 300), (1, 1100), (1, 20_000), (8, 700)])
+@pytest.mark.parametrize("num_rows, seq_len", [(1, 300), (1, 1100), (1, 20_000), (8, 700), (48, 500)])
 def test_kernels_that_start_early_give_the_bits_of_kernels_that_wait_their_turn(num_rows, seq_len, monkeypatch):
     from nanoinfer.kernels import pdl
 
@@ -205,6 +235,7 @@ def late(tensor: torch.Tensor) -> torch.Tensor:
         "vector_linear",
         "rows_linear",
         "rows_linear of 8",
+        "rows_linear of 48",
         "rows_linear's squares",
         "rms_norm",
         "rms_norm of a sum",
@@ -215,7 +246,7 @@ def late(tensor: torch.Tensor) -> torch.Tensor:
 def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
     from nanoinfer.kernels import layers as kernels
 
-    num_rows = 8 if kernel == "rows_linear of 8" else 1
+    num_rows = {"rows_linear of 8": 8, "rows_linear of 48": 48}.get(kernel, 1)
     step = LayerSteps(num_rows, 600, num_layers=1)
     step.run()  # compiles, and fills the partials
     kv, layer = step.pools[0], step.layers[0]
