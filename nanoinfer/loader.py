@@ -1,10 +1,9 @@
-"""From a checkpoint to a model on its device: find it, read its config, check it, and copy tensor by tensor."""
+"""From a checkpoint to a model on its device: find it, read its config, check it, and fill the weights."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
 from nanoinfer.models import DecoderModel, find_architecture, resolve
+from nanoinfer.weight_files import TensorEntry, read_tensors
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Not *.safetensors: some repositories hold the weights a second time in another layout (consolidated.safetensors).
 _WEIGHTS = ["model*.safetensors"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FILE_DTYPES = ("BF16", "F16", "F32", "F64")
+_FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # Models that come along with the package, by name.
 PACKAGED = {"recall": Path(__file__).parent / "recall" / "checkpoint"}
 # A progress bar for less than this would only flicker.
@@ -99,15 +99,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorEntry:
-    """Where a tensor lies, from the header of its file."""
-
-    name: str
-    path: Path
-    shape: tuple[int, ...]
-
-
 def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
     """All tensors of a checkpoint by name. Reads the headers alone: milliseconds for any size.
 
@@ -148,18 +139,28 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> list[TensorEntry]:
-    entries = []
     try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                tensor = file.get_slice(name)
-                if tensor.get_dtype() not in _FILE_DTYPES:
-                    raise ValueError(
-                        f"{name} in {path} has dtype {tensor.get_dtype()}: supported are {', '.join(_FILE_DTYPES)}"
-                    )
-                entries.append(TensorEntry(name=name, path=path, shape=tuple(tensor.get_shape())))
-    except (SafetensorError, OSError) as error:
+        with safe_open(path, framework="pt"):
+            pass  # it checked the header: the tensors' ranges fit their shapes and dtypes, and fill the file
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{path} is cut short or corrupt ({error}): download it again") from error
+    header.pop("__metadata__", None)
+    entries = []
+    for name, tensor in header.items():
+        if tensor["dtype"] not in _FILE_DTYPES:
+            raise ValueError(f"{name} in {path} has dtype {tensor['dtype']}: supported are {', '.join(_FILE_DTYPES)}")
+        entries.append(
+            TensorEntry(
+                name=name,
+                path=path,
+                shape=tuple(tensor["shape"]),
+                dtype=_FILE_DTYPES[tensor["dtype"]],
+                offset=8 + header_bytes + tensor["data_offsets"][0],
+            )
+        )
     return entries
 
 
@@ -189,15 +190,16 @@ def load_model(
     max_position: int | None = None,
     progress: bool = True,
 ) -> DecoderModel:
-    """Builds the model on `device` and fills it. Each weight is allocated once, there; no copy of all stays in host
-    memory: the files are mapped, and tensors go over one at a time, cast to `dtype` on the way.
+    """Builds the model on `device` and fills it. Each weight is allocated once, there, and cast to `dtype` on the way;
+    the host holds pieces of the files only, 64 MiB at a time.
 
     load_format: "auto" reads safetensors; "dummy" takes random weights, the same for the same seed and device kind.
     max_position: positions to make the position tables for; None: the config's.
     progress: show a bar where loading takes more than 2 s.
 
     Raises:
-        ValueError: the config or the files do not make a supported model. Nothing lies on the device then.
+        ValueError: the config or the files do not make a supported model: nothing lies on the device then. Or a file
+            cannot be read to its end, although its header could.
     """
     model_class = resolve(hf_config)
     spec = model_class.spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
@@ -253,18 +255,16 @@ def _check_head_repeats_embeddings(head: TensorEntry, embeddings: TensorEntry) -
 
 
 def _fill_from_files(model: DecoderModel, entries: dict[str, TensorEntry], progress: bool) -> None:
-    views = model.checkpoint_views()
-    by_file: dict[Path, list[str]] = {}
-    for name in views:
-        by_file.setdefault(entries[name].path, []).append(name)
+    targets = [(entries[name], view) for name, view in model.checkpoint_views().items()]
     with tqdm(
-        total=len(views), desc="loading weights", unit="tensor", delay=_PROGRESS_DELAY_S, disable=not progress
+        total=sum(entry.num_bytes for entry, _ in targets),
+        desc="loading weights",
+        unit="B",
+        unit_scale=True,
+        delay=_PROGRESS_DELAY_S,
+        disable=not progress,
     ) as bar:
-        for path, names in by_file.items():
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    views[name].copy_(file.get_tensor(name))
-                    bar.update()
+        read_tensors(targets, report=bar.update)
 
 
 def _fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:

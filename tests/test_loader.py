@@ -1,6 +1,7 @@
 """Finding, checking and filling a model, and what is said where that fails."""
 
 import json
+import os
 
 import huggingface_hub.errors
 import pytest
@@ -110,14 +111,14 @@ def test_a_tied_checkpoint_with_another_head_is_refused(tmp_path):
         load(directory)
 
 
-def test_progress_bar_counts_tensors_and_can_be_switched_off(tmp_path, monkeypatch, capsys):
+def test_progress_bar_counts_bytes_and_can_be_switched_off(tmp_path, monkeypatch, capsys):
     directory = make_checkpoint("llama", tmp_path)
     monkeypatch.setattr(loader, "_PROGRESS_DELAY_S", 0.0)
     config = load_config(directory)
     capsys.readouterr()
     model = load_model(directory, config, "auto", "cpu", progress=True)
-    count = len(model.checkpoint_views())
-    assert f"{count}/{count}" in capsys.readouterr().err
+    kilobytes = f"{sum(view.nbytes for view in model.checkpoint_views().values()) / 1e3:.0f}k"
+    assert f"100%|##########| {kilobytes}/{kilobytes}" in capsys.readouterr().err.replace("█", "#")
     load_model(directory, config, "auto", "cpu", progress=False)
     assert capsys.readouterr().err == ""
 
@@ -250,9 +251,12 @@ def test_hub_that_cannot_be_reached_is_reported_with_the_reason(error, monkeypat
 # The files
 
 
-def test_headers_alone_give_names_and_shapes(tmp_path):
-    entries = check_safetensors(make_checkpoint("qwen2", tmp_path, shards=3))
-    assert entries["model.layers.1.self_attn.k_proj.bias"].shape == (32,)
+def test_headers_alone_say_where_tensors_lie(tmp_path):
+    entries = check_safetensors(make_checkpoint("qwen2", tmp_path, shards=3, dtype=torch.float16))
+    entry = entries["model.layers.1.self_attn.k_proj.bias"]
+    assert entry.shape == (32,) and entry.dtype == torch.float16 and entry.num_bytes == 64
+    content = entry.path.read_bytes()[entry.offset : entry.offset + entry.num_bytes]
+    assert content == load_file(entry.path)[entry.name].numpy().tobytes()
     assert len({entry.path for entry in entries.values()}) >= 3
 
 
@@ -294,6 +298,33 @@ def test_truncated_file_is_refused(keep_bytes, tmp_path):
     path.write_bytes(path.read_bytes()[:keep_bytes])
     with pytest.raises(ValueError, match="model.safetensors is cut short or corrupt .*: download it again"):
         load(tmp_path)
+
+
+def test_a_file_cut_short_after_the_check_is_refused(tmp_path, monkeypatch):
+    path = make_checkpoint("llama", tmp_path) / "model.safetensors"
+    check_matches = loader._check_matches
+
+    def check_and_cut(*args):
+        check_matches(*args)
+        os.truncate(path, path.stat().st_size - 1)
+
+    monkeypatch.setattr(loader, "_check_matches", check_and_cut)
+    with pytest.raises(ValueError, match="model.safetensors is cut short: model.* needs bytes .*Download it again"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("begin, end", [(0, 1000), (4, 28), (-24, 0), (2**40, 2**40 + 24)])
+def test_ranges_that_do_not_fit_are_refused(begin, end, tmp_path):
+    path = make_checkpoint("llama", tmp_path) / "model.safetensors"
+    save_file({"a": torch.ones(6), "b": torch.ones(6)}, path)
+    content = path.read_bytes()
+    header_bytes = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_bytes])
+    header["a"]["data_offsets"] = [begin, end]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + header_bytes :])
+    with pytest.raises(ValueError, match="model.safetensors is cut short or corrupt"):
+        check_safetensors(tmp_path)
 
 
 def test_corrupt_header_is_refused(tmp_path):
