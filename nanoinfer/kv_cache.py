@@ -9,7 +9,8 @@ pool, or not yet anywhere:
 
 The tables say for each row and logical block where it lies; attention reads nothing else, so any mixture works. What
 lies in both pools is read on the GPU. Dropping that copy costs nothing, so whenever GPU blocks are wanted, full ones
-are dropped (`offload.Residency` says which), and when there is room again they come back as they pass the ring.
+are dropped (`offload.Residency` says which), and when there is room again they come back as they pass the ring. What a
+sequence leaves on the GPU when it ends stays there until the room is wanted, for the next one with that beginning.
 """
 
 from __future__ import annotations
@@ -136,9 +137,30 @@ class KVCache:
         row = self._take_row(sequence)
         self.host_table[row, : len(hits)] = hits
         self._reserve_host(sequence, reserve)
-        self._note_residency(row, first=len(hits), num_computed=len(hits) * self.block_size)
+        copies = self._find_copies(sequence, len(hits))
+        self.gpu_table[row, len(hits) - len(copies) : len(hits)] = copies
+        self._note_residency(row, first=len(hits) - len(copies), num_computed=len(hits) * self.block_size)
         self._promise_tail(row)
+        self._limit_residency()
         return True
+
+    def _find_copies(self, sequence: Sequence, count: int) -> list[int]:
+        """Takes up those of the first `count` blocks that ended sequences have left on the GPU; the last ones, as a row
+        keeps them."""
+        assert self.offload is not None
+        if count and self.offload.num_deferred_gpu:
+            self.offload.reclaim(wait=True)  # the newest block may be among them
+        return self.prefixes.find_copies(sequence, count, self.gpu_blocks)
+
+    def _leave_copies(self, sequence: Sequence) -> None:
+        """Lets others find the full blocks that an ended sequence has on the GPU."""
+        if self._window is not None:  # blocks that came back through the ring lack layers whose window had moved on
+            return
+        if sequence.finish_reason in (None, "abort"):  # of a failed step nobody knows what it wrote
+            return
+        first, full = int(self.residency.first[sequence.row]), int(self.residency.full[sequence.row])
+        copies = self.gpu_table[sequence.row, first:full].tolist()
+        self.prefixes.publish_copies(sequence, first, copies, self.gpu_blocks)
 
     def _has_offload_room(self, sequence: Sequence, num_host_blocks: int) -> bool:
         assert self.offload is not None
@@ -318,7 +340,8 @@ class KVCache:
         assert row is not None, "only an admitted sequence holds blocks"
         on_gpu, on_host = _present(self.gpu_table[row]), _present(self.host_table[row])
         if self.offload is not None:
-            self.offload.release_gpu(on_gpu)
+            self._leave_copies(sequence)
+            self.offload.release_gpu(on_gpu[::-1])  # a row keeps its newest blocks: the oldest are evicted first
             self.offload.release_host(on_host)
         else:
             assert not on_host, "resident mode holds no host blocks"

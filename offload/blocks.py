@@ -79,6 +79,10 @@ class BlockPool:
         self._references[block] = self._references.get(block, 0) + 1
         return block
 
+    def lookup_cached(self, key: Hashable) -> int | None:
+        """The same for a block that nobody holds: who takes it up is the only one."""
+        return self.lookup(key) if self._block_of.get(key) in self._cached else None
+
     def contains(self, key: Hashable) -> bool:
         """Whether a block is published under `key`; takes nothing."""
         return key in self._block_of
