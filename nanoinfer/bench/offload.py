@@ -17,6 +17,7 @@ from nanoinfer.bench.offload_options import Cases, add_arguments, check_task, en
 from nanoinfer.bench.options import default_shape, is_dummy, model_directory
 from nanoinfer.bench.report import explain, plot, table, write_json
 from nanoinfer.build import resolve_device
+from nanoinfer.command_line import run_command
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.llm import LLM
@@ -201,9 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_arguments(parser)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
+
+    def command() -> int:
         run(parser.parse_args(given), f"python bench_offload.py {shlex.join(given)}".strip())
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return run_command(parser.prog, command)

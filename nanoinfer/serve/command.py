@@ -11,13 +11,13 @@ import sys
 from typing import Any
 
 from nanoinfer import tuning_options
+from nanoinfer.command_line import INTERRUPTED
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import LLMEngine
 
 # Longer than the 5 s after which common clients close an idle connection: who closes it while the other one sends a
 # request breaks that request.
 _IDLE_SECONDS = 60
-_EXIT_CODE_OF_SIGINT = 130  # as of a process that the signal has ended
 _CLOSING_SECONDS = 5  # after the last request has ended, for its answer to be sent
 
 
@@ -124,7 +124,7 @@ def _start(engine: Any) -> None:
     except KeyboardInterrupt:
         _report("interrupted while the model was loaded")
         # The thread that loads cannot be stopped, and the interpreter's own way out aborts while it runs.
-        os._exit(_EXIT_CODE_OF_SIGINT)
+        os._exit(INTERRUPTED)
 
 
 def _serve(server: Any, listener: socket.socket, host: str, port: int) -> None:
