@@ -30,6 +30,8 @@ class RunReport:
 
     Attributes:
         what: what the run does.
+        is_reference: other runs are compared with it.
+        is_rounded: it was itself compared with the first reference, to rounding.
         facts: what it did: bytes streamed, blocks that stayed, switches.
         left_out: why it was not run, or why it does not count.
         failure: the error that ended it.
@@ -40,6 +42,7 @@ class RunReport:
     name: str
     what: str
     is_reference: bool = False
+    is_rounded: bool = False
     facts: list[str] = field(default_factory=list)
     left_out: str | None = None
     failure: str | None = None
@@ -60,7 +63,7 @@ class RunReport:
         if self.mismatches:
             return "DIFFERENT"
         if self.is_reference:
-            return "the reference"
+            return "the reference of the next, equal to the first to rounding" if self.is_rounded else "the reference"
         return "identical" if is_exact else f"equal to rounding (up to {self.largest_difference:.1e} of the largest)"
 
 
