@@ -4,8 +4,10 @@ import math
 import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from nanoinfer.errors import refuse_unknown_keywords
+from nanoinfer.unsupported import SAMPLING, refuse_unsupported
 
 # vLLM's threshold: a division by less would only blur the logits' differences, so such rows take the argmax.
 GREEDY_TEMPERATURE = 1e-5
@@ -13,14 +15,15 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
 
 
-@refuse_unknown_keywords
+@partial(refuse_unknown_keywords, known=lambda given: refuse_unsupported(given, SAMPLING))
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. One object may serve many requests: the engine never changes it.
 
     Raises:
         UnknownNameError: for a keyword that is not a field, with the nearest field.
-        ValueError: for a value out of its range, with the range and what to do.
+        ValueError: for a value out of its range, with the range and what to do, and for a parameter of vLLM's that asks
+            for what this engine does not have.
     """
 
     n: int = 1
