@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import nanoinfer
 from nanoinfer import planner
 from nanoinfer.bench import command as bench
-from nanoinfer.command_line import run_command
+from nanoinfer.command_line import Parser, length, run_command
 from nanoinfer.llm import LLM
 from nanoinfer.recall import command as recall
 from nanoinfer.sampling_params import SamplingParams
@@ -24,12 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `verify` returns 1 where it finds a difference, `plan` where something does not fit.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    name = " ".join(["nanoinfer", *given[:1]])
-    return run_command(name, lambda: _run(_parser().parse_args(bench.with_default(given)), given))
+    return run_command(_parser(), bench.with_default(given), lambda options: _run(options, given))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
+def _parser() -> Parser:
+    parser = Parser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
     parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     bench.add_commands(
@@ -64,7 +63,7 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="checkpoint directory or hub id")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=length, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int)
     parser.add_argument(
@@ -77,7 +76,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
-    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--max-model-len", type=length)
     parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
     parser.add_argument("--device", default="auto")
 

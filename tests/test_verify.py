@@ -367,7 +367,7 @@ def test_the_command_prints_the_report_and_returns_zero(paths, capsys, monkeypat
     [
         ([], "give either a model"),
         (["--shape", "tinny"], "did you mean 'tiny'?"),
-        (["--shape", "tiny", "--device", "cpu", "--context", "12"], "context=12 must be from 512"),
+        (["--shape", "tiny", "--device", "cpu", "--context", "12"], "--context 12 must be from 512"),
     ],
 )
 def test_errors_of_the_user_give_exit_code_two(capsys, arguments, message):

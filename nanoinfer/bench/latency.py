@@ -25,6 +25,7 @@ from nanoinfer.bench.options import (
 )
 from nanoinfer.bench.report import explain, paragraph, write_figures
 from nanoinfer.build import resolve_device
+from nanoinfer.command_line import length
 from nanoinfer.config import EngineConfig
 from nanoinfer.llm import LLM
 from nanoinfer.loader import load_config
@@ -39,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_engine_arguments(parser)
     add_mode_argument(parser)
-    parser.add_argument("--input-len", type=int, default=1024, help="tokens of each prompt (default: %(default)s)")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--input-len", type=length, default=1024, help="tokens of each prompt (default: %(default)s)")
+    parser.add_argument("--output-len", type=length, default=128, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences at once (default: %(default)s)")
     parser.add_argument("--num-iters", type=int, default=5, help="times that the batch runs (default: %(default)s)")
     parser.add_argument(

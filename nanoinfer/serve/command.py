@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from nanoinfer import tuning_options
-from nanoinfer.command_line import INTERRUPTED
+from nanoinfer.command_line import INTERRUPTED, length
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import LLMEngine
 
@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
-    parser.add_argument("--max-model-len", type=int, help="tokens of a prompt with its output")
+    parser.add_argument("--max-model-len", type=length, help="tokens of a prompt with its output")
     parser.add_argument("--max-num-seqs", type=int, help="sequences that run at once")
-    parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of one prefill step")
+    parser.add_argument("--max-num-batched-tokens", type=length, help="tokens of one prefill step")
     parser.add_argument("--block-size", type=int, default=defaults["block_size"], help="tokens per KV block")
     parser.add_argument("--dtype", default=defaults["dtype"])
     parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')

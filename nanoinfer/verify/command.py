@@ -7,6 +7,7 @@ import sys
 import tempfile
 
 from nanoinfer.bench.shapes import SHAPES, write_shape
+from nanoinfer.command_line import in_options, length
 from nanoinfer.config import EngineConfig
 from nanoinfer.verify.check import verify
 
@@ -18,10 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
     parser.add_argument(
-        "--context", type=int, help="prompt tokens of the longest request; default: what resident mode can hold"
+        "--context",
+        type=length,
+        help="prompt tokens of the longest request, such as 4k; default: what resident mode can hold",
     )
     parser.add_argument("--requests", type=int, default=4, help="requests of several lengths (default: %(default)s)")
-    parser.add_argument("--output-len", type=int, default=32, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--output-len", type=length, default=32, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--dtype", default=defaults["dtype"])
     parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
     parser.add_argument("--device", default=defaults["device"])
@@ -54,5 +57,5 @@ def run(options: argparse.Namespace) -> int:
             attention_backend=options.attention_backend,
             load_format="auto" if options.shape is None else "dummy",
         )
-    print(verdict.report())
+    print(in_options(verdict.report(), options.parser))
     return 0 if verdict.is_identical else 1
