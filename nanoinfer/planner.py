@@ -170,7 +170,8 @@ def plan(
     given = {"model": model, "gpu_memory_limit": gpu_memory, "host_memory_limit": host_memory, **arguments}
     config = EngineConfig.from_arguments(given)
     with tempfile.TemporaryDirectory() as directory:
-        hf_config = load_config(write_shape(str(model), directory) if model in SHAPES else model)
+        path = write_shape(str(model), directory) if model in SHAPES else model
+        hf_config = load_config(path, names=SHAPES)
     spec, layout = spec_and_layout(config, hf_config)
     host_available = memory_available_bytes()
     if host_memory is not None:

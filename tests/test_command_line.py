@@ -133,6 +133,22 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one_and_the_commands_us
     assert stop.value.code == 2 and re.search(message, capsys.readouterr().err.strip(), re.DOTALL)
 
 
+@pytest.mark.parametrize(
+    "arguments, guess",
+    [
+        (["plan", "qwen3-4", "--gpu-memory", "12GiB"], "'qwen3-4b'"),
+        (["plan", "reccall", "--gpu-memory", "12GiB"], "'recall'"),
+        (["generate", "recal", "--prompt", "x"], "'recall'"),
+        (["verify", "reccall"], "'recall'"),
+        (["bench", "latency", "recal"], "'recall'"),
+        (["eval", "recall", "recal"], "'recall'"),
+    ],
+)
+def test_a_mistyped_model_is_refused_with_the_nearest_one(arguments, guess, capsys):
+    assert cli.main(arguments) == 2
+    assert f"does not exist (did you mean {guess}?): give a directory" in capsys.readouterr().err
+
+
 def test_lengths_may_end_in_k():
     assert [length(text) for text in ("4096", "4k", " 128K ", "0", "-3")] == [4096, 4096, 131072, 0, -3]
     for text in ("", "k", "4.5k", "4m", "four"):
