@@ -7,10 +7,12 @@ import re
 import pytest
 import torch
 from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, random_prompts
+from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLM, EngineConfig, SamplingParams
 from nanoinfer.loader import load_config, resolve_dtype
+from nanoinfer.runner import ModelRunner
 from nanoinfer.unsupported import CHAT, ENGINE, GENERATE
 
 
@@ -116,6 +118,42 @@ def test_what_chat_of_vllm_takes_and_ours_does_not_is_refused_by_name(llm):
         llm.chat([{"role": "user", "content": "w3"}], **doing_without)
     with pytest.raises(ValueError, match="there is no tokenizer: set tokenizer="):
         llm.get_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def nan_path(tmp_path_factory):
+    """A checkpoint whose last norm holds one NaN, which reaches every logit."""
+    path = make_checkpoint("qwen3", tmp_path_factory.mktemp("nan"), num_layers=2)
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+@pytest.mark.parametrize("dtype, overflow", [("float32", "$"), ("float16", ", or the model overflows in float16")])
+def test_a_model_all_of_whose_logits_are_nan_says_so_for_every_prompt(nan_path, enable_cpu_offload, dtype, overflow):
+    message = (
+        "all logits of the first prompt are NaN: the checkpoint's weights are damaged .download it again." + overflow
+    )
+    with LLM(nan_path, **(COMMON | dict(enable_cpu_offload=enable_cpu_offload, dtype=dtype))) as llm:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                llm.generate([[5, 6, 7], [8]], SamplingParams(max_tokens=4), use_tqdm=False)
+            ends = [
+                output for output in llm.generate_stream([5, 6, 7], SamplingParams(max_tokens=4)) if output.finished
+            ]
+            assert [end.finish_reason for end in ends] == ["error"] and re.match(message, ends[0].error)
+        assert_pools_as_before(llm.engine)
+
+
+def test_the_logits_are_checked_once(path, monkeypatch):
+    checked, check = [], ModelRunner._check_logits
+    monkeypatch.setattr(ModelRunner, "_check_logits", lambda *arguments: checked.append(check(*arguments)))
+    with LLM(path, **COMMON) as llm:
+        for _ in range(3):
+            llm.generate([[5, 6], [7]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert len(checked) == 1
 
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
