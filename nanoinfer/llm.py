@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, counted
 from nanoinfer.engine import LLMEngine
 from nanoinfer.errors import refuse_unknown
 from nanoinfer.metrics import run_line
@@ -253,7 +253,9 @@ class LLM:
             )
         params = list(params)
         if len(params) != count:
-            raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or one for each prompt")
+            raise ValueError(
+                f"{len(params)} sampling_params for {counted(count, 'prompt')}: give one, or one for each prompt"
+            )
         for param in params:
             if not isinstance(param, SamplingParams):
                 raise ValueError(f"sampling_params holds a {type(param).__name__}: give SamplingParams(...)")

@@ -224,6 +224,7 @@ class _Forecaster:
         longest = _largest(lambda n: fits(n * self.layout.block_size, batch), self._max_blocks) * self.layout.block_size
         step = self._step(context, batch)
         if isinstance(step, str):
+            longest = min(longest, self.spec.max_position)
             known["longest_context"] = longest or None
             return Forecast(**known, problem=step, advice=self._advice_to_fit(context, batch, longest))
         resident = _largest(
@@ -329,6 +330,8 @@ class _Forecaster:
         found = []
         if longest:
             found.append(f"at most {longest:,} tokens of context for {_sequences(batch)}")
+        if context > self.spec.max_position:  # no memory helps
+            return tuple(found)
         fewer = _largest(lambda n: self._fits(context, n), batch)
         if fewer:
             found.append(f"a batch of at most {fewer} at {context:,} tokens")

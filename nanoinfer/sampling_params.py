@@ -44,7 +44,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Like presence_penalty, but as often as the token is in the output."""
     max_tokens: int | None = 16
-    """Generated tokens per completion, at most; None: as many as max_model_len and the KV pool leave."""
+    """Generated tokens per completion, at most; cut to what max_model_len leaves, as in vLLM. None: as many as max_model_len
+    and the KV pool leave."""
     min_tokens: int = 0
     """Generated tokens before end token, stop_token_ids or stop strings may end a completion."""
     stop: str | Iterable[str] | None = None
@@ -56,7 +57,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     seed: int | None = None
-    """Same seed, same prompt, same tokens, whatever else runs in the batch; None or -1: the engine draws one."""
+    """Same seed, same prompt, same tokens, whatever else runs in the batch; None or, as in vLLM, -1: the engine draws one."""
     logprobs: int | None = None
     """Return log-probabilities of the sampled token and of this many most likely ones; None: of none."""
 
@@ -110,7 +111,9 @@ class SamplingParams:
             self._set("seed", None)
         if self.seed is not None:
             self._set(
-                "seed", _integer("seed", self.seed, low=0, high=2**64 - 1, fix="use None to let the engine draw one")
+                "seed",
+                # What torch's generators take, and so vLLM.
+                _integer("seed", self.seed, low=-(2**63), high=2**64 - 1, fix="use None to let the engine draw one"),
             )
         if self.logprobs is not None:
             self._set(

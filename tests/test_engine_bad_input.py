@@ -244,7 +244,7 @@ def test_bad_sampling_params_are_refused(arguments, message):
 
 
 def test_a_wrong_number_or_kind_of_sampling_params_is_refused(llm):
-    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompt: "):
         llm.generate([[1]], [SamplingParams()] * 2)
     with pytest.raises(ValueError, match=r"sampling_params holds a dict: give SamplingParams\(...\)"):
         llm.generate([[1]], [{}])

@@ -362,6 +362,18 @@ def test_the_command_prints_the_report_and_returns_zero(paths, capsys, monkeypat
     assert "DIFFERENT in " in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_the_report_is_told_run_by_run(paths):
+    told, events = [], []
+
+    def make_runtime(name):
+        events.append((name, len(told)))
+        return SimulatedRuntime(poison=True)
+
+    verdict = verify(paths["llama"], **SMALL, make_runtime=make_runtime, tell=told.append)
+    assert events == [(name, 1 + number) for number, name in enumerate(RUNS)]
+    assert "\n".join([*told, "", verdict.line()]) == verdict.report()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

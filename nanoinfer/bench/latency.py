@@ -26,7 +26,7 @@ from nanoinfer.bench.options import (
 from nanoinfer.bench.report import explain, paragraph, write_figures
 from nanoinfer.build import resolve_device
 from nanoinfer.command_line import length
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, counted
 from nanoinfer.llm import LLM
 from nanoinfer.loader import load_config
 from nanoinfer.models import ModelSpec
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
     figures = summary(rows, spec, [options.input_len] * options.batch_size, options.output_len, floors)
     title = (
         f"{model_name(options, shape)}, {rows[-1].mode} mode: {options.batch_size} x {options.input_len} tokens in, "
-        f"{options.output_len} out, {options.num_iters} times"
+        f"{options.output_len} out, {counted(options.num_iters, 'time')}"
     )
     print(paragraph(title, _lines(figures)))
     print(explain(before, device))

@@ -12,7 +12,7 @@ from typing import Any
 
 from nanoinfer import tuning_options
 from nanoinfer.command_line import INTERRUPTED, length
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, counted
 from nanoinfer.engine import LLMEngine
 
 # Longer than the 5 s after which common clients close an idle connection: who closes it while the other one sends a
@@ -156,7 +156,8 @@ def _server_class(base: type) -> type:
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             self._engine.begin_shutdown()
-            _report(f"shutting down; {self._engine.num_streams} requests have {self._shutdown_timeout:g} s to end")
+            running = counted(self._engine.num_streams, "request")
+            _report(f"shutting down; {running} may run for {self._shutdown_timeout:g} s")
             draining = asyncio.create_task(self._engine.drain(self._shutdown_timeout))
             while not draining.done() and not self.force_exit:  # a second SIGINT forces it
                 await asyncio.wait({draining}, timeout=0.1)

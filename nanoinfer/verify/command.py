@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `nanoinfer verify`, prints the report and returns the exit code: 0 where all is equal, 1 if not.
+    """Runs `nanoinfer verify`, prints the report as it comes and returns the exit code: 0 where all is equal, 1 if not.
 
     Raises:
         ValueError: an option cannot be used.
@@ -49,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
             output_len=options.output_len,
             seed=options.seed,
             progress=sys.stderr.isatty(),
+            # As they come, into a pipe, too: all runs together take long.
+            tell=lambda text: print(in_options(text, options.parser), flush=True),
             gpu_memory_limit=options.gpu_memory,
             host_memory_limit=options.host_memory,
             dtype=options.dtype,
@@ -57,5 +59,5 @@ def run(options: argparse.Namespace) -> int:
             attention_backend=options.attention_backend,
             load_format="auto" if options.shape is None else "dummy",
         )
-    print(in_options(verdict.report(), options.parser))
+    print(f"\n{verdict.line()}")
     return 0 if verdict.is_identical else 1

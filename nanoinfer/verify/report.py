@@ -66,6 +66,13 @@ class RunReport:
             return "the reference of the next, equal to the first to rounding" if self.is_rounded else "the reference"
         return "identical" if is_exact else f"equal to rounding (up to {self.largest_difference:.1e} of the largest)"
 
+    def lines(self, is_exact: bool) -> list[str]:
+        """The run in the report: its result, what it did, and each difference."""
+        lines = [f"{self.name:<10}{self.what}: {self.result(is_exact)}"]
+        if self.facts and self.left_out is None:
+            lines.append(f"{'':<10}{', '.join(self.facts)}")
+        return lines + [f"{'':<10}{mismatch}" for mismatch in self.mismatches]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -103,8 +110,5 @@ class Verdict:
         """Everything: what was compared, each run, each difference, and the verdict in the last line."""
         lines = [*self.setting, ""]
         for run in self.runs:
-            lines.append(f"{run.name:<10}{run.what}: {run.result(self.is_exact)}")
-            if run.facts and run.left_out is None:
-                lines.append(f"{'':<10}{', '.join(run.facts)}")
-            lines += [f"{'':<10}{mismatch}" for mismatch in run.mismatches]
+            lines += run.lines(self.is_exact)
         return "\n".join([*lines, "", self.line()])
