@@ -67,7 +67,7 @@ def _hint(name: str, known: Collection[str]) -> str:
 
 
 def length(text: str) -> int:
-    """For `type=` of an option: a whole number of tokens, where "4k" is 4096. Whether it is large enough is not checked."""
+    """For `type=` of an option: a whole number of tokens, where "4k" is 4096. It may yet be too small."""
     match = re.fullmatch(r"\s*(-?[0-9]+)([kK]?)\s*", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, such as 4096, or 4k for the same")
@@ -80,7 +80,8 @@ def in_options(text: str, parser: argparse.ArgumentParser) -> str:
     An argument for which the command has no option keeps its name.
     """
     known = parser._option_string_actions
-    options = {action.dest: option for option, action in known.items() if option.startswith("--")}
+    # Of `--name` and `--no-name` the first.
+    options = {action.dest: option for option, action in reversed(known.items()) if option.startswith("--")}
     for argument, names in _OPTIONS.items():
         found = [name for name in names if name in known]
         if found:

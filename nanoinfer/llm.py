@@ -77,7 +77,7 @@ class LLM:
                 {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: one for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
             use_tqdm: show progress.
-            unsupported: what vLLM has and this engine does not, such as `lora_request`, with values that mean doing without.
+            unsupported: what vLLM has and this engine does not, such as `lora_request`: values that mean doing without.
 
         Returns:
             One output per prompt, in their order.

@@ -44,8 +44,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Like presence_penalty, but as often as the token is in the output."""
     max_tokens: int | None = 16
-    """Generated tokens per completion, at most; cut to what max_model_len leaves, as in vLLM. None: as many as max_model_len
-    and the KV pool leave."""
+    """Generated tokens per completion, at most; cut to what max_model_len leaves, as in vLLM. None: as many as
+    max_model_len and the KV pool leave."""
     min_tokens: int = 0
     """Generated tokens before end token, stop_token_ids or stop strings may end a completion."""
     stop: str | Iterable[str] | None = None
@@ -57,7 +57,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     seed: int | None = None
-    """Same seed, same prompt, same tokens, whatever else runs in the batch; None or, as in vLLM, -1: the engine draws one."""
+    """Same seed, same prompt, same tokens, whatever else runs in the batch; None and, as in vLLM, -1: the engine draws
+    one."""
     logprobs: int | None = None
     """Return log-probabilities of the sampled token and of this many most likely ones; None: of none."""
 

@@ -20,9 +20,15 @@ ENDLESS = ["--device", "cpu", "--context", "1024", "--output-len", "20000", "--m
 
 
 def start(command):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts what runs in the background with SIGINT ignored, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -71,6 +77,7 @@ def small_parser():
     parser.add_argument("--prefill-chunk")
     parser.add_argument("--num-ring-slots")
     parser.add_argument("--dtype")
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     return parser
 
 
@@ -103,6 +110,7 @@ def test_an_error_of_ours_is_not_hidden():
         ("lower max_num_batched_tokens=256 or max_num_seqs=1", "lower --prefill-chunk 256 or --batch 1"),
         ("context=5 must be", "--context 5 must be"),
         ("dtype is 'x', it must be", "--dtype is 'x', it must be"),
+        ("leave enable_prefix_caching out", "leave --enable-prefix-caching out"),
         # Ordinary words, parts of other names and of paths, and what the command has no option for.
         ("lower the context or the batch", "lower the context or the batch"),
         ("my_num_ring_slots and /num_ring_slots/x", "my_num_ring_slots and /num_ring_slots/x"),
@@ -147,6 +155,12 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one_and_the_commands_us
 def test_a_mistyped_model_is_refused_with_the_nearest_one(arguments, guess, capsys):
     assert cli.main(arguments) == 2
     assert f"does not exist (did you mean {guess}?): give a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["verify"], ["bench", "latency"], ["bench", "throughput"], ["bench", "offload"]])
+def test_a_shape_in_the_place_of_a_checkpoint_is_refused_with_its_option(command, capsys):
+    assert cli.main([*command, "qwen3-4b"]) == 2
+    assert "'qwen3-4b' is a shape, which has random weights: give --shape qwen3-4b, or a" in capsys.readouterr().err
 
 
 def test_lengths_may_end_in_k():

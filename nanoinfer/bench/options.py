@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from nanoinfer import tuning_options
-from nanoinfer.bench.shapes import SHAPES, write_shape
+from nanoinfer.bench.shapes import SHAPES, refuse_shape, write_shape
 from nanoinfer.command_line import length
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import nearest
@@ -105,9 +105,10 @@ def model_directory(options: argparse.Namespace, shape: str) -> Iterator[str]:
     """The checkpoint that the options name, or a directory with the config of their shape, else of `shape`.
 
     Raises:
-        ValueError: there is no such shape.
+        ValueError: there is no such shape, or one is given as a checkpoint.
     """
     if not is_dummy(options):
+        refuse_shape(options.model or options.checkpoint)
         yield options.model or options.checkpoint
         return
     with tempfile.TemporaryDirectory() as directory:

@@ -6,7 +6,7 @@ import argparse
 import sys
 import tempfile
 
-from nanoinfer.bench.shapes import SHAPES, write_shape
+from nanoinfer.bench.shapes import SHAPES, refuse_shape, write_shape
 from nanoinfer.command_line import in_options, length
 from nanoinfer.config import EngineConfig
 from nanoinfer.verify.check import verify
@@ -40,6 +40,8 @@ def run(options: argparse.Namespace) -> int:
     """
     if (options.model is None) == (options.shape is None):
         raise ValueError("give either a model (checkpoint directory or hub id) or --shape")
+    if options.model is not None:
+        refuse_shape(options.model)
     with tempfile.TemporaryDirectory() as directory:
         model = options.model if options.shape is None else str(write_shape(options.shape, directory))
         verdict = verify(
