@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import nanoinfer
 from nanoinfer import planner
 from nanoinfer.bench import command as bench
+from nanoinfer.command_line import Parser, length, run_command
 from nanoinfer.llm import LLM
 from nanoinfer.recall import command as recall
 from nanoinfer.sampling_params import SamplingParams
@@ -18,11 +19,16 @@ from nanoinfer.verify import command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `nanoinfer ...`; errors of the user are one line on stderr and exit code 2.
+    """Runs `nanoinfer ...` and returns its exit status; see `command_line.run_command`.
 
     `verify` returns 1 where it finds a difference, `plan` where something does not fit.
     """
-    parser = argparse.ArgumentParser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return run_command(_parser(), bench.with_default(given), lambda options: _run(options, given))
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
     parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     bench.add_commands(
@@ -34,31 +40,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planner.add_arguments(commands.add_parser("plan", help="what fits and how fast it can be, without GPU or weights"))
     serve.add_arguments(commands.add_parser("serve", help="an HTTP server with OpenAI's API"))
     verify.add_arguments(commands.add_parser("verify", help="compare offload with resident mode, bit for bit"))
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(bench.with_default(given))
-    try:
-        if options.command == "bench":
-            bench.run(options, f"nanoinfer {shlex.join(given)}")
-        elif options.command == "eval":
-            recall.run(options, f"nanoinfer {shlex.join(given)}")
-        elif options.command == "plan":
-            return planner.run(options)
-        elif options.command == "serve":
-            return serve.run(options)
-        elif options.command == "verify":
-            return verify.run(options)
-        else:
-            _generate(options)
-    except (ValueError, MemoryError, OSError) as error:
-        print(f"nanoinfer {options.command}: {error}", file=sys.stderr)
-        return 2
+    return parser
+
+
+def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
+    command_line = f"nanoinfer {shlex.join(given)}"
+    if options.command == "plan":
+        return planner.run(options)
+    if options.command == "serve":
+        return serve.run(options)
+    if options.command == "verify":
+        return verify.run(options)
+    if options.command == "bench":
+        bench.run(options, command_line)
+    elif options.command == "eval":
+        recall.run(options, command_line)
+    else:
+        _generate(options)
     return 0
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="checkpoint directory or hub id")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=length, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int)
     parser.add_argument(
@@ -71,7 +76,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
-    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--max-model-len", type=length)
     parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
     parser.add_argument("--device", default="auto")
 
@@ -90,10 +95,14 @@ def _generate(options: argparse.Namespace) -> None:
         device=options.device,
         progress_bar=sys.stderr.isatty(),
     ) as llm:
-        for output in llm.generate_stream(options.prompt, params):
-            if output.error is not None:
-                raise ValueError(output.error)
-            print(output.text_delta, end="", flush=True)
+        try:
+            for output in llm.generate_stream(options.prompt, params):
+                if output.error is not None:
+                    raise ValueError(output.error)
+                print(output.text_delta, end="", flush=True)
+        except KeyboardInterrupt:
+            print()  # what says so gets a line of its own
+            raise
     print()
 
 

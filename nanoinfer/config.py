@@ -8,19 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import nearest, refuse_unknown
+from nanoinfer.unsupported import ENGINE, refuse_unsupported
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
-# Arguments of vLLM's LLM with which programs name the only thing that there is here.
-_ONLY = {
-    "tensor_parallel_size": (1, "one GPU per engine"),
-    "pipeline_parallel_size": (1, "one GPU per engine"),
-    "trust_remote_code": (False, "no code of a checkpoint is run"),
-    "quantization": (None, "weights are bfloat16, float16 or float32"),
-    "revision": (None, "give the directory of another revision"),
-}
 
 
 def parse_bytes(value: int | float | str, name: str) -> int:
@@ -45,6 +36,11 @@ def format_gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things as text: "1 request", "2,000 requests"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def is_share(value: int | float | str | None) -> bool:
     """Whether a memory limit is meant as a share of the memory: a float above 0 and at most 1."""
     return isinstance(value, float) and 0 < value <= 1
@@ -58,7 +54,7 @@ class EngineConfig:
         model: local directory of a Hugging Face checkpoint, or a hub id.
         tokenizer: directory or hub id of the tokenizer; None takes the model's.
         skip_tokenizer_init: True works on token ids only.
-        dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
+        dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float").
         kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its bytes
             on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
         generation_config: "auto": who leaves out sampling parameters gets those of the checkpoint's
@@ -136,7 +132,7 @@ class EngineConfig:
             raise ValueError(f"model={self.model!r} must be a checkpoint's directory or a hub id")
         if not isinstance(self.device, str):
             raise ValueError(f'device={self.device!r} must be text: "auto", "cuda", "cuda:1" or "cpu"')
-        self._one_of("dtype", ("auto", "bfloat16", "float16", "float32"))
+        self._one_of("dtype", ("auto", "bfloat16", "float16", "float32", "half", "float"))
         self._one_of("kv_cache_dtype", ("auto", "fp8"))
         self._one_of("generation_config", ("auto", "vllm"))
         self._one_of("load_format", ("auto", "dummy"))
@@ -172,15 +168,11 @@ class EngineConfig:
 
         Raises:
             UnknownNameError: an argument that does not exist.
-            ValueError: a value that is not allowed.
+            ValueError: a value that is not allowed, or an argument of vLLM's that asks for what this engine does not have.
         """
-        refuse_unknown(arguments, [*(field.name for field in fields(cls)), *_ONLY], "LLM")
-        for name, (value, reason) in _ONLY.items():
-            if arguments.get(name, value) != value:
-                raise ValueError(
-                    f"{name}={arguments[name]!r} is not supported, but for {value!r} ({reason}): leave it out"
-                )
-        return cls(**{name: value for name, value in arguments.items() if name not in _ONLY})
+        arguments = refuse_unsupported(arguments, ENGINE)
+        refuse_unknown(arguments, [field.name for field in fields(cls)], "LLM")
+        return cls(**arguments)
 
     @property
     def may_offload(self) -> bool:

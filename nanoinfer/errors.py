@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 
 class UnknownNameError(TypeError, ValueError):
@@ -45,8 +45,11 @@ def refuse_unknown(given: Iterable[str], allowed: Collection[str], what: str) ->
         raise UnknownNameError(f"{what} got an unknown argument {name!r}{hint} Allowed: {', '.join(allowed)}.")
 
 
-def refuse_unknown_keywords(cls: type) -> type:
-    """Class decorator for a keyword-only dataclass: unknown keywords are refused with the nearest field's name."""
+def refuse_unknown_keywords(cls: type, known: Callable[[dict], dict] = dict) -> type:
+    """For a keyword-only dataclass, as its decorator, too: unknown keywords are refused with the nearest field's name.
+
+    known: takes out what is no field and yet not unknown, or refuses it.
+    """
     generated_init = cls.__init__
     names = tuple(field.name for field in dataclasses.fields(cls) if field.init)
 
@@ -57,6 +60,7 @@ def refuse_unknown_keywords(cls: type) -> type:
                 f"{cls.__name__} got {len(args)} positional argument(s), it takes keywords only: "
                 f"name them, as in {cls.__name__}({names[0]}=...)."
             )
+        kwargs = known(kwargs)
         refuse_unknown(kwargs, names, cls.__name__)
         generated_init(self, **kwargs)
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, counted
 from nanoinfer.engine import LLMEngine
+from nanoinfer.errors import refuse_unknown
 from nanoinfer.metrics import run_line
 from nanoinfer.outputs import RequestOutput, StreamOutput
 from nanoinfer.prompts import Prompt, as_list, check_chat, conversation, encode_chat
 from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.unsupported import CHAT, GENERATE, Table, refuse_unsupported
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -60,7 +64,11 @@ class LLM:
         return self.engine.mode
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        **unsupported: Any,
     ) -> list[RequestOutput]:
         """Completes each prompt.
 
@@ -69,13 +77,15 @@ class LLM:
                 {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: one for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
             use_tqdm: show progress.
+            unsupported: what vLLM has and this engine does not, such as `lora_request`: values that mean doing without.
 
         Returns:
             One output per prompt, in their order.
 
         Raises:
-            ValueError: a prompt or its parameters cannot be used. No prompt runs then.
+            ValueError: a prompt, its parameters or an argument cannot be used. No prompt runs then.
         """
+        _refuse(unsupported, GENERATE, LLM.generate)
         prompts = as_list(prompts)
         params = self._one_each(sampling_params, len(prompts))
         token_ids = [self._check(prompt, i, len(prompts)) for i, prompt in enumerate(prompts)]
@@ -137,16 +147,19 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        **unsupported: Any,
     ) -> list[RequestOutput]:
         """Completes conversations through the tokenizer's chat template.
 
         Args:
             messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations. A content is
                 text or a list of text parts; an assistant's may be None.
+            unsupported: as in `generate`.
 
         Raises:
             ValueError: there is no tokenizer, it has no chat template, or the messages are not what it takes.
         """
+        _refuse(unsupported, CHAT, LLM.chat)
         check_chat(self.engine.tokenizer)
         are_many = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         prompts = [
@@ -154,6 +167,16 @@ class LLM:
             for one in (messages if are_many else [messages])
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """transformers' tokenizer.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.engine.tokenizer is None:
+            raise ValueError("there is no tokenizer: set tokenizer=..., and leave skip_tokenizer_init out")
+        return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, unless `generation_config` is "vllm"."""
@@ -230,7 +253,9 @@ class LLM:
             )
         params = list(params)
         if len(params) != count:
-            raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one, or one for each prompt")
+            raise ValueError(
+                f"{len(params)} sampling_params for {counted(count, 'prompt')}: give one, or one for each prompt"
+            )
         for param in params:
             if not isinstance(param, SamplingParams):
                 raise ValueError(f"sampling_params holds a {type(param).__name__}: give SamplingParams(...)")
@@ -274,6 +299,12 @@ class _Stream:
             output = self.request.stream_output(sequence)
             self.put(output if error is None else replace(output, finish_reason="error", error=_text(error)))
         return bool(aborted)
+
+
+def _refuse(unsupported: dict[str, Any], table: Table, method: Callable) -> None:
+    """Raises ValueError where keywords are unknown, or ask for what this engine does not have."""
+    allowed = [name for name in inspect.signature(method).parameters if name not in ("self", "unsupported")]
+    refuse_unknown(refuse_unsupported(unsupported, table), allowed, method.__name__)
 
 
 def _was_aborted(request: Request) -> bool:

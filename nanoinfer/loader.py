@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
+from nanoinfer.errors import nearest
 from nanoinfer.models import DecoderModel, find_architecture, resolve
 from nanoinfer.weight_files import TensorEntry, read_tensors
 
@@ -29,13 +31,15 @@ PACKAGED = {"recall": Path(__file__).parent / "recall" / "checkpoint"}
 _PROGRESS_DELAY_S = 2.0
 
 
-def find_model(model: str | Path, *, weights: bool = True) -> Path:
+def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] = ()) -> Path:
     """The local directory of a checkpoint: `model` itself, one that comes along, or the download of a hub id.
 
-    weights: False downloads config and tokenizer only.
+    Args:
+        weights: False downloads config and tokenizer only.
+        names: what the caller takes in place of a checkpoint.
 
     Raises:
-        ValueError: no such directory, or the hub does not give it.
+        ValueError: no such directory, or the hub does not give it; names the nearest name.
     """
     path = Path(model).expanduser()
     packaged = PACKAGED.get(str(model))
@@ -47,10 +51,12 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
     if path.exists():
         raise ValueError(f"model {str(model)!r} is a file: give the directory that holds config.json")
     if not _HUB_ID.fullmatch(str(model)):
-        packaged = "".join(f", or {name!r}, which comes along" for name, path in PACKAGED.items() if path.is_dir())
+        packaged = [name for name, path in PACKAGED.items() if path.is_dir()]
+        guess = nearest(str(model), [*packaged, *names])
+        hint = f" (did you mean {guess!r}?)" if guess else ""
         raise ValueError(
-            f"model {str(model)!r} does not exist: give a directory with config.json, a hub id such as Qwen/Qwen3-4B"
-            f"{packaged}"
+            f"model {str(model)!r} does not exist{hint}: give a directory with config.json, a hub id such as Qwen/Qwen3-4B"
+            + "".join(f", or {name!r}, which comes along" for name in packaged)
         )
     try:
         patterns = _CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
@@ -62,13 +68,15 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
         ) from error
 
 
-def load_config(model: str | Path) -> PretrainedConfig:
+def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedConfig:
     """The checkpoint's config, read by transformers; no code of the checkpoint runs.
+
+    names: as in `find_model`.
 
     Raises:
         ValueError: the model or its config.json is missing, not readable, or of an unsupported architecture.
     """
-    model_dir = find_model(model, weights=False)
+    model_dir = find_model(model, weights=False, names=names)
     path = model_dir / "config.json"
     if not path.is_file():
         raise ValueError(f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint")

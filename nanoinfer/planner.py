@@ -20,6 +20,7 @@ import torch
 from nanoinfer.bench.floors import bytes_read_per_step
 from nanoinfer.bench.shapes import SHAPES, write_shape
 from nanoinfer.build import spec_and_layout
+from nanoinfer.command_line import in_options, length
 from nanoinfer.config import EngineConfig, format_gib, parse_bytes
 from nanoinfer.loader import load_config
 from nanoinfer.memory import GIB, MemoryPlan, gpu_budget, make_plan
@@ -169,7 +170,8 @@ def plan(
     given = {"model": model, "gpu_memory_limit": gpu_memory, "host_memory_limit": host_memory, **arguments}
     config = EngineConfig.from_arguments(given)
     with tempfile.TemporaryDirectory() as directory:
-        hf_config = load_config(write_shape(str(model), directory) if model in SHAPES else model)
+        path = write_shape(str(model), directory) if model in SHAPES else model
+        hf_config = load_config(path, names=SHAPES)
     spec, layout = spec_and_layout(config, hf_config)
     host_available = memory_available_bytes()
     if host_memory is not None:
@@ -222,6 +224,7 @@ class _Forecaster:
         longest = _largest(lambda n: fits(n * self.layout.block_size, batch), self._max_blocks) * self.layout.block_size
         step = self._step(context, batch)
         if isinstance(step, str):
+            longest = min(longest, self.spec.max_position)
             known["longest_context"] = longest or None
             return Forecast(**known, problem=step, advice=self._advice_to_fit(context, batch, longest))
         resident = _largest(
@@ -327,6 +330,8 @@ class _Forecaster:
         found = []
         if longest:
             found.append(f"at most {longest:,} tokens of context for {_sequences(batch)}")
+        if context > self.spec.max_position:  # no memory helps
+            return tuple(found)
         fewer = _largest(lambda n: self._fits(context, n), batch)
         if fewer:
             found.append(f"a batch of at most {fewer} at {context:,} tokens")
@@ -406,7 +411,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=f"checkpoint directory, hub id, or a shape: {', '.join(SHAPES)}")
     parser.add_argument("--gpu-memory", help='such as "12GiB"; default: this machine\'s')
     parser.add_argument("--host-memory", help='such as "64GiB"; default: what is available here')
-    parser.add_argument("--context", type=int, help="tokens of each sequence, output included")
+    parser.add_argument("--context", type=length, help="tokens of each sequence, output included, such as 32k")
     parser.add_argument("--batch", type=int, default=1, help="sequences at once")
     parser.add_argument("--link-gbps", type=float, default=DEFAULT_LINK_GBPS, help="host to GPU, GB/s (default 25)")
     parser.add_argument("--device-gbps", type=float, help="the GPU's memory, GB/s")
@@ -415,7 +420,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
     parser.add_argument("--block-size", type=int)
-    parser.add_argument("--prefill-chunk", type=int, help="tokens of one prefill step")
+    parser.add_argument("--prefill-chunk", type=length, help="tokens of one prefill step")
     parser.add_argument("--num-ring-slots", type=int)
     parser.add_argument("--ring-slot-bytes")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
@@ -444,5 +449,5 @@ def run(options: argparse.Namespace) -> int:
         device_gbps=options.device_gbps,
         **arguments,
     )
-    print(forecast.to_json() if options.json else forecast.report())
+    print(forecast.to_json() if options.json else in_options(forecast.report(), options.parser))
     return 0 if forecast.fits else 1

@@ -40,15 +40,18 @@ class PendingTokens:
 
     Attributes:
         sequences: those that get a token; each one's `num_pending` counts it until it is read.
+        check: raises where what was read is no use.
     """
 
     def __init__(self, sequences: list[Sequence], tokens: torch.Tensor, logprobs: list[torch.Tensor], done: Event):
         self.sequences = sequences
         self._tokens, self._logprobs, self._done = tokens, logprobs, done
+        self.check: Callable[[], None] = lambda: None
 
     def read(self) -> SampledTokens:
         """Waits until the step has run."""
         self._done.synchronize("host.read_after_step")
+        self.check()
         logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * len(self.sequences)
         wanted = [i for i, sequence in enumerate(self.sequences) if sequence.params.logprobs is not None]
         if wanted:
@@ -143,6 +146,7 @@ class ModelRunner:
         )
         self._offload: OffloadEngine | None = None  # kept between switches, since graphs hold the ring's addresses
         self._arena: HostArena | None = None
+        self._are_logits_sound = False  # not known yet
         self._tokens_host = deque(
             (runtime.staging(self.decode_program.tokens.numel(), torch.int64), runtime.event()) for _ in range(2)
         )
@@ -315,7 +319,27 @@ class ModelRunner:
             self.sampling.sample(logits[0], step.last_rows, tokens)
 
         self.compute.run(choose)
-        return self._read_back(sequences, self._prefill_tokens, lambda: logits[0])
+        if self._are_logits_sound:
+            return self._read_back(sequences, self._prefill_tokens, lambda: logits[0])
+        are_nan: list[torch.Tensor] = []
+        self.compute.run(lambda: are_nan.append(logits[0][0].isnan().all()))
+        pending = self._read_back(sequences, self._prefill_tokens, lambda: logits[0])
+        pending.check = lambda: self._check_logits(are_nan[0])
+        return pending
+
+    def _check_logits(self, are_nan: torch.Tensor) -> None:
+        """Once in an engine's life, so that no later step waits for it: a broken checkpoint is broken from the start.
+
+        Raises:
+            ValueError: every logit is NaN. A token drawn from such is always the first of the vocabulary.
+        """
+        if are_nan.item():
+            overflow = ', or the model overflows in float16 (set dtype="bfloat16" or "float32")'
+            raise ValueError(
+                "all logits of the first prompt are NaN: the checkpoint's weights are damaged (download it again)"
+                + (overflow if self.model.spec.dtype == torch.float16 else "")
+            )
+        self._are_logits_sound = True
 
     @contextmanager
     def _timed(self, timeline: Timeline | None) -> Iterator[None]:

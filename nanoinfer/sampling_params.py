@@ -4,8 +4,10 @@ import math
 import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from nanoinfer.errors import refuse_unknown_keywords
+from nanoinfer.unsupported import SAMPLING, refuse_unsupported
 
 # vLLM's threshold: a division by less would only blur the logits' differences, so such rows take the argmax.
 GREEDY_TEMPERATURE = 1e-5
@@ -13,14 +15,15 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
 
 
-@refuse_unknown_keywords
+@partial(refuse_unknown_keywords, known=lambda given: refuse_unsupported(given, SAMPLING))
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. One object may serve many requests: the engine never changes it.
 
     Raises:
         UnknownNameError: for a keyword that is not a field, with the nearest field.
-        ValueError: for a value out of its range, with the range and what to do.
+        ValueError: for a value out of its range, with the range and what to do, and for a parameter of vLLM's that asks
+            for what this engine does not have.
     """
 
     n: int = 1
@@ -41,7 +44,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Like presence_penalty, but as often as the token is in the output."""
     max_tokens: int | None = 16
-    """Generated tokens per completion, at most; None: as many as max_model_len and the KV pool leave."""
+    """Generated tokens per completion, at most; cut to what max_model_len leaves, as in vLLM. None: as many as
+    max_model_len and the KV pool leave."""
     min_tokens: int = 0
     """Generated tokens before end token, stop_token_ids or stop strings may end a completion."""
     stop: str | Iterable[str] | None = None
@@ -53,7 +57,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     seed: int | None = None
-    """Same seed, same prompt, same tokens, whatever else runs in the batch; None or -1: the engine draws one."""
+    """Same seed, same prompt, same tokens, whatever else runs in the batch; None and, as in vLLM, -1: the engine draws
+    one."""
     logprobs: int | None = None
     """Return log-probabilities of the sampled token and of this many most likely ones; None: of none."""
 
@@ -107,7 +112,9 @@ class SamplingParams:
             self._set("seed", None)
         if self.seed is not None:
             self._set(
-                "seed", _integer("seed", self.seed, low=0, high=2**64 - 1, fix="use None to let the engine draw one")
+                "seed",
+                # What torch's generators take, and so vLLM.
+                _integer("seed", self.seed, low=-(2**63), high=2**64 - 1, fix="use None to let the engine draw one"),
             )
         if self.logprobs is not None:
             self._set(

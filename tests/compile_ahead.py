@@ -1,12 +1,13 @@
 """Kernels compiled ahead for a GPU that need not be there; run by test_kernels_compile.py in a process of its own."""
 
+import itertools
 import threading
 
 import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.runtime import _async_compile, driver
 from triton.runtime.jit import JITFunction
 
 
@@ -27,6 +28,9 @@ class NoGpu:
     def load_binary(self, name, binary, shared, device):
         return object(), object(), 16, 0, 1024
 
+    def unload_module(self, module):
+        pass
+
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
 
@@ -39,6 +43,7 @@ class NoGpu:
 
 driver.set_active(gpu := NoGpu())
 
+from nanoinfer.kernels import ahead
 from nanoinfer.kernels.ahead import compile_ahead
 
 
@@ -75,3 +80,36 @@ try:
     broken_kernel.warmup(x, SIZE=16, grid=(1,))
 except triton.CompilationError:
     print("refused")
+
+
+# An interruption, while kernels are asked for or while they are waited for: every launch afterwards runs its kernel.
+@triton.jit
+def add_kernel(x, SIZE: tl.constexpr, ADDED: tl.constexpr):
+    at = x + tl.arange(0, SIZE)
+    tl.store(at, ADDED + tl.load(at))
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+added, ahead.MAX_THREADS = itertools.count(), 1
+for interrupt_inside in (True, False):
+    wait, num_launchers, values = _async_compile.as_completed, len(gpu.launchers), [next(added) for _ in range(8)]
+    _async_compile.as_completed = interrupt
+    try:
+        with compile_ahead(x.device):
+            for value in values:
+                add_kernel[(1,)](x, SIZE=16, ADDED=value)
+            if interrupt_inside:
+                interrupt()
+    except KeyboardInterrupt:
+        print("interrupted")
+    _async_compile.as_completed = wait
+    assert JITFunction.run is run and _async_compile.active_mode.get() is None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
+    assert len(gpu.launchers) - num_launchers < len(values), "what nobody waits for is not compiled"
+    gpu.launches.clear()
+    for value in values:
+        add_kernel[(1,)](x, SIZE=16, ADDED=value)
+    assert len(gpu.launches) == len(values), gpu.launches

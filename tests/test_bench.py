@@ -1,6 +1,5 @@
 """The benchmark and the command line, on the CPU with the tiny shape."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from nanoinfer.bench.floors import Floors, bytes_read_per_step
 from nanoinfer.bench.measure import Row, compare
 from nanoinfer.bench.offload import main
 from nanoinfer.bench.report import COLUMNS, table
+from nanoinfer.command_line import Parser
 
 TINY = ["--shape", "tiny", "--context", "64,300", "--batch", "1,2", "--output-len", "6", "--no-progress"]
 TINY += ["--block-size", "32", "--device", "cpu"]
@@ -26,7 +26,7 @@ GPU_BENCH = [sys.executable, str(ROOT / "tools" / "gpu_bench.py")]
 
 def rows_of(*arguments):
     """The benchmark's rows, tokens included, by mode, batch and context."""
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     offload_options.add_arguments(parser)
     rows = offload.run(parser.parse_args([*TINY, *arguments]), "a test")
     return {(row.mode, row.batch, row.context): row for row in rows}
@@ -186,13 +186,13 @@ def test_a_failed_case_leaves_no_request_behind(tmp_path):
         (["--output-len", "0"], "--output-len 0 must be at least 1"),
         (["--mode", ","], "--mode ',' names no mode"),
         (["--check", "--mode", "resident"], "--check compares our modes, --mode is resident: name two"),
-        (["--max-num-seqs", "0"], "max_num_seqs=0 must be a whole number of at least 1"),
-        (["--num-ring-slots", "1"], "num_ring_slots=1 must be a whole number of at least 2"),
-        (["--attention-backend", "tritn"], "attention_backend='tritn' is not one of"),
-        (["--gpu-memory", "12Gib of it"], "gpu_memory_limit='12Gib of it' is no size"),
+        (["--max-num-seqs", "0"], "--max-num-seqs 0 must be a whole number of at least 1"),
+        (["--num-ring-slots", "1"], "--num-ring-slots 1 must be a whole number of at least 2"),
+        (["--attention-backend", "tritn"], "--attention-backend 'tritn' is not one of"),
+        (["--gpu-memory", "12Gib of it"], "--gpu-memory '12Gib of it' is no size"),
         (["--model", "/no/such/model"], "model '/no/such/model' does not exist"),
         (["--json", "/no/such/directory/x.json"], "the directory of '/no/such/directory/x.json' does not exist"),
-        (["--device", "abacus"], "device='abacus' is no device"),
+        (["--device", "abacus"], "--device 'abacus' is no device"),
     ],
 )
 def test_a_bad_option_is_one_line_before_anything_runs(arguments, message, capsys):

@@ -140,11 +140,11 @@ def test_throughput_says_what_prefix_cache_and_prefill_graphs_did(tmp_path, caps
 def test_the_engines_settings_are_options(command, capsys):
     given = ["--capture-num-tokens", "none", "--cuda-graph-batch-sizes", "staged", "--gpu-memory-utilization", "0.5"]
     assert cli.main([*command, *given, "--num-ring-slots", "1"]) == 2
-    assert "num_ring_slots=1 must be" in capsys.readouterr().err
+    assert "--num-ring-slots 1 must be" in capsys.readouterr().err
     assert cli.main([*command, "--cuda-graph-batch-sizes", "1,0"]) == 2
-    assert "cuda_graph_batch_sizes=[1, 0] must be" in capsys.readouterr().err
+    assert "--cuda-graph-batch-sizes [1, 0] must be" in capsys.readouterr().err
     assert cli.main([*command, "--gpu-memory-utilization", "1.5"]) == 2
-    assert "gpu_memory_utilization=1.5 must be" in capsys.readouterr().err
+    assert "--gpu-memory-utilization 1.5 must be" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main([*command, "--capture-num-tokens", "16,many"])
     assert "'16,many' must be whole numbers, such as 16,64,256, or \"none\"" in capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_a_full_gpu_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(latency, "measure", fail)
     assert cli.main(LATENCY) == 2
     assert capsys.readouterr().err == (
-        "nanoinfer bench: CUDA out of memory. Lower --gpu-memory, or end what else runs on the GPU\n"
+        "nanoinfer bench latency: CUDA out of memory. Lower --gpu-memory, or end what else runs on the GPU\n"
     )
 
 
@@ -205,8 +205,8 @@ def test_a_full_gpu_is_one_line(monkeypatch, capsys):
             ["--output-json", "/no/such/place/x.json"],
             "the directory of '/no/such/place/x.json' does not exist",
         ),
-        ("latency", ["--max-num-seqs", "0"], "max_num_seqs=0 must be a whole number of at least 1"),
-        ("latency", ["--max-num-seqs", "1", "--batch-size", "2", "--shape", "tiny"], "max_num_seqs is 1, raise it"),
+        ("latency", ["--max-num-seqs", "0"], "--max-num-seqs 0 must be a whole number of at least 1"),
+        ("latency", ["--max-num-seqs", "1", "--batch-size", "2", "--shape", "tiny"], "--max-num-seqs is 1, raise it"),
         ("throughput", ["--num-prompts", "0"], "--num-prompts 0 must be at least 1"),
         ("throughput", ["--input-len", "9-3"], "--input-len '9-3' must be a number of at least 1 or a range"),
         ("throughput", ["--input-len", "1-2-3"], "--input-len '1-2-3' must be a number of at least 1 or a range"),
@@ -215,8 +215,8 @@ def test_a_full_gpu_is_one_line(monkeypatch, capsys):
         ("throughput", ["--temperature", "-1"], "temperature"),
         ("throughput", ["--shape", "tinny"], "shape 'tinny' is not known (did you mean 'tiny'?)"),
         ("throughput", ["/no/such/model"], "model '/no/such/model' does not exist"),
-        ("throughput", ["--gpu-memory", "much"], "gpu_memory_limit='much' is no size"),
-        ("throughput", ["--device", "abacus"], "device='abacus' is no device"),
+        ("throughput", ["--gpu-memory", "much"], "--gpu-memory 'much' is no size"),
+        ("throughput", ["--device", "abacus"], "--device 'abacus' is no device"),
     ],
 )
 def test_a_bad_option_is_one_line(command, arguments, message, capsys):

@@ -5,10 +5,15 @@ import math
 import re
 
 import pytest
+import torch
 from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, random_prompts
+from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, EngineConfig, SamplingParams
+from nanoinfer.loader import load_config, resolve_dtype
+from nanoinfer.runner import ModelRunner
+from nanoinfer.unsupported import CHAT, ENGINE, GENERATE
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,7 @@ def llm(path):
         (dict(block_size=8), "block_size=8 must be a whole number of at least 16"),
         (dict(device="cuda"), 'device=\'cuda\', but torch sees 0 CUDA devices: give "cpu" or "auto"'),
         (dict(device="tpu"), "device='tpu' is no"),
-        (dict(dtype="fp32"), "dtype='fp32' is not one of auto, bfloat16, float16, float32"),
+        (dict(dtype="fp32"), "dtype='fp32' is not one of auto, bfloat16, float16, float32, half, float"),
         (dict(load_format="dumy"), r"load_format='dumy' is not one of auto, dummy \(did you mean 'dummy'\?\)"),
         (dict(attention_backend="trition"), r"did you mean 'triton'"),
         (dict(gpu_memory_limit="12GIBI"), "gpu_memory_limit='12GIBI' is no size"),
@@ -47,7 +52,12 @@ def llm(path):
         (dict(host_memory_limit=1000, enable_cpu_offload=True), "holds 0 KV blocks .* 384 tokens need 24: give at"),
         (dict(tensor_parallel_size=2), "tensor_parallel_size=2 is not supported, but for 1"),
         (dict(trust_remote_code=True), "trust_remote_code=True is not supported, but for False"),
-        (dict(quantization="awq"), "quantization='awq' is not supported, but for None"),
+        (dict(quantization="awq"), "quantization='awq' is not supported: weights are bfloat16"),
+        (dict(enable_lora=True), "enable_lora=True is not supported, but for False: merge the adapter"),
+        (dict(enable_lora=0), "enable_lora=0 is not supported"),
+        (dict(cpu_offload_gb=8), "cpu_offload_gb=8 .*it offloads weights.*enable_cpu_offload=True moves the KV cache"),
+        (dict(swap_space=16), "swap_space=16 is not supported, but for 0: host_memory_limit"),
+        (dict(speculative_config={"model": "x"}), "speculative_config={'model': 'x'} is not supported: there is no"),
         (dict(tokenizer="/nowhere", skip_tokenizer_init=False), "tokenizer '/nowhere' cannot be loaded"),
     ],
 )
@@ -57,7 +67,93 @@ def test_a_bad_setting_is_refused(path, arguments, message):
 
 
 def test_vllms_arguments_may_name_the_only_thing_there_is(path):
-    LLM(path, tensor_parallel_size=1, trust_remote_code=False, quantization=None, **COMMON).close()
+    doing_without = {name: (*values, None)[0] for name, (values, _) in ENGINE.items()}
+    assert {
+        "tensor_parallel_size": 1,
+        "trust_remote_code": False,
+        "quantization": None,
+    }.items() <= doing_without.items()
+    LLM(path, **doing_without, **COMMON).close()
+    LLM(path, cpu_offload_gb=0.0, swap_space=4, **COMMON).close()
+
+
+def test_what_is_not_supported_is_no_argument_of_ours():
+    assert not ENGINE.keys() & EngineConfig.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("name, dtype", [("half", torch.float16), ("float", torch.float32)])
+def test_vllms_short_names_of_dtypes_are_taken(path, name, dtype):
+    assert EngineConfig(model=path, dtype=name).dtype == name
+    assert resolve_dtype(name, load_config(path)) == dtype
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(lora_request=object()), "lora_request=<object .* is not supported: merge the adapter"),
+        (dict(priority=[1]), r"priority=\[1\] is not supported, but for 0: requests are taken first come"),
+        (
+            dict(use_tqmd=False),
+            "generate got an unknown argument 'use_tqmd': did you mean 'use_tqdm'.* Allowed: prompts, ",
+        ),
+    ],
+)
+def test_what_generate_of_vllm_takes_and_ours_does_not_is_refused_by_name(llm, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate([[5]], **arguments)
+    greedy = SamplingParams(temperature=0, max_tokens=1)
+    doing_without = {name: (*values, None)[0] for name, (values, _) in GENERATE.items()}
+    assert len(llm.generate([[5]], greedy, use_tqdm=False, **doing_without)[0].outputs[0].token_ids) == 1
+
+
+def test_what_chat_of_vllm_takes_and_ours_does_not_is_refused_by_name(llm):
+    with pytest.raises(
+        ValueError, match="tools=.* is not supported, but for .*: render the conversation with get_tokeni"
+    ):
+        llm.chat([{"role": "user", "content": "w3"}], tools=[{}])
+    with pytest.raises(ValueError, match="chat got an unknown argument 'mesages': did you mean 'messages'"):
+        llm.chat([{"role": "user", "content": "w3"}], mesages=[])
+    doing_without = {name: (*values, None)[0] for name, (values, _) in CHAT.items()}
+    with pytest.raises(ValueError, match="chat needs a chat template, but there is no tokenizer"):
+        llm.chat([{"role": "user", "content": "w3"}], **doing_without)
+    with pytest.raises(ValueError, match="there is no tokenizer: set tokenizer="):
+        llm.get_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def nan_path(tmp_path_factory):
+    """A checkpoint whose last norm holds one NaN, which reaches every logit."""
+    path = make_checkpoint("qwen3", tmp_path_factory.mktemp("nan"), num_layers=2)
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+@pytest.mark.parametrize("dtype, overflow", [("float32", "$"), ("float16", ", or the model overflows in float16")])
+def test_a_model_all_of_whose_logits_are_nan_says_so_for_every_prompt(nan_path, enable_cpu_offload, dtype, overflow):
+    message = (
+        "all logits of the first prompt are NaN: the checkpoint's weights are damaged .download it again." + overflow
+    )
+    with LLM(nan_path, **(COMMON | dict(enable_cpu_offload=enable_cpu_offload, dtype=dtype))) as llm:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                llm.generate([[5, 6, 7], [8]], SamplingParams(max_tokens=4), use_tqdm=False)
+            ends = [
+                output for output in llm.generate_stream([5, 6, 7], SamplingParams(max_tokens=4)) if output.finished
+            ]
+            assert [end.finish_reason for end in ends] == ["error"] and re.match(message, ends[0].error)
+        assert_pools_as_before(llm.engine)
+
+
+def test_the_logits_are_checked_once(path, monkeypatch):
+    checked, check = [], ModelRunner._check_logits
+    monkeypatch.setattr(ModelRunner, "_check_logits", lambda *arguments: checked.append(check(*arguments)))
+    with LLM(path, **COMMON) as llm:
+        for _ in range(3):
+            llm.generate([[5, 6], [7]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert len(checked) == 1
 
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
@@ -148,7 +244,7 @@ def test_bad_sampling_params_are_refused(arguments, message):
 
 
 def test_a_wrong_number_or_kind_of_sampling_params_is_refused(llm):
-    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompt: "):
         llm.generate([[1]], [SamplingParams()] * 2)
     with pytest.raises(ValueError, match=r"sampling_params holds a dict: give SamplingParams\(...\)"):
         llm.generate([[1]], [{}])

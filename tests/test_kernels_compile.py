@@ -36,5 +36,5 @@ def test_every_kernel_compiles(architecture, tmp_path):
     assert set(run_compiler("compile_kernels.py", tmp_path, str(architecture)).split()) == wanted
 
 
-def test_kernels_are_compiled_ahead_without_being_run(tmp_path):
-    assert run_compiler("compile_ahead.py", tmp_path) == "refused\n"
+def test_kernels_are_compiled_ahead_without_being_run_and_an_interruption_leaves_nothing_behind(tmp_path):
+    assert run_compiler("compile_ahead.py", tmp_path) == "refused\ninterrupted\ninterrupted\n"

@@ -108,6 +108,21 @@ def test_without_max_tokens_a_completion_uses_what_model_length_and_pool_leave(l
     assert_pools_as_before(llm.engine)
 
 
+def test_more_tokens_than_the_model_length_leaves_are_cut_to_that_as_in_vllm(llm):
+    params = SamplingParams(temperature=0, max_tokens=10**9, ignore_eos=True)
+    (output,) = llm.generate([5] * 380, params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == llm.engine.plan.max_model_len - 380
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_negative_seed_is_one_of_its_own(llm):
+    def drawn(seed):
+        params = SamplingParams(seed=seed, max_tokens=12, ignore_eos=True)
+        return llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    assert drawn(-5) == drawn(-5) == drawn(2**64 - 5) != drawn(5)
+
+
 @pytest.mark.parametrize("prompt", [[1.5], [np.float64(3)], [float("nan"), 3]])
 def test_one_prompt_whose_tokens_are_no_whole_numbers_is_refused(llm, prompt):
     with pytest.raises(ValueError, match=re.escape(f"prompt token {prompt[0]!r} is outside the vocabulary")):

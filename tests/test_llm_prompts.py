@@ -29,6 +29,10 @@ def test_text_may_come_in_a_dict(llm):
     assert output.prompt_token_ids == [20, 21]
 
 
+def test_the_tokenizer_is_there_for_prompts_that_come_as_ids(llm):
+    assert llm.get_tokenizer().encode("w20 w21") == [20, 21]
+
+
 def test_a_list_of_numpy_integers_is_one_of_token_ids(llm):
     outputs = llm.generate(list(np.array([20, 21])), GREEDY, use_tqdm=False)
     outputs += llm.generate([[np.int32(20), 21]], GREEDY, use_tqdm=False)

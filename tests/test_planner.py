@@ -76,6 +76,18 @@ def test_what_does_not_fit_says_why_and_what_would():
     assert nanoinfer.plan("qwen3-4b", context=131_072, batch=3, **QWEN3_4B).fits
 
 
+def test_beyond_the_models_positions_no_memory_is_recommended():
+    limits = dict(gpu_memory="12GiB", host_memory="640GiB")
+    forecast = nanoinfer.plan("recall", context=131_072, **limits)
+    assert "beyond the model's own limit of 66560 positions" in forecast.problem
+    assert forecast.advice == ("at most 66,560 tokens of context for one sequence",)
+    assert nanoinfer.plan("recall", context=66_560, **limits).fits and forecast.longest_context == 66_560
+    # Less memory than the model's own limit needs: what fits is less, too, and is said.
+    forecast = nanoinfer.plan("recall", context=131_072, gpu_memory="200MiB", host_memory="100MiB")
+    longest = forecast.longest_context
+    assert 0 < longest < 66_560 and forecast.advice == (f"at most {longest:,} tokens of context for one sequence",)
+
+
 def test_an_engine_has_what_was_forecast(tmp_path):
     path = make_checkpoint("qwen3", tmp_path)
     arguments = {name: COMMON[name] for name in ("block_size", "max_num_batched_tokens", "num_ring_slots", "dtype")}

@@ -9,6 +9,7 @@ import pytest
 from nanoinfer.errors import UnknownNameError, nearest, refuse_unknown
 from nanoinfer.outputs import CompletionOutput
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.unsupported import SAMPLING
 
 
 def test_defaults_are_those_of_vllm():
@@ -90,10 +91,10 @@ def test_vllms_neutral_values_are_taken():
         ("stop_token_ids", 12, "a list of token ids, integers >= 0"),
         ("ignore_eos", 1, "True or False"),
         ("skip_special_tokens", 0, "True or False"),
-        ("seed", 1.0, "an integer in [0, 18446744073709551615]"),
-        ("seed", -2, "an integer in [0, 18446744073709551615]"),
-        ("seed", 2**64, "an integer in [0, 18446744073709551615]"),
-        ("seed", True, "an integer in [0, 18446744073709551615]"),
+        ("seed", 1.0, "an integer in [-9223372036854775808, 18446744073709551615]"),
+        ("seed", -(2**63) - 1, "an integer in [-9223372036854775808, 18446744073709551615]"),
+        ("seed", 2**64, "an integer in [-9223372036854775808, 18446744073709551615]"),
+        ("seed", True, "an integer in [-9223372036854775808, 18446744073709551615]"),
         ("logprobs", -1, "an integer in [0, 20]"),
         ("logprobs", 21, "an integer in [0, 20]"),
         ("logprobs", True, "an integer in [0, 20]"),
@@ -121,6 +122,8 @@ def test_min_tokens_above_max_tokens_are_refused_with_both_values():
         {"presence_penalty": -2, "frequency_penalty": 2},
         {"seed": 0},
         {"seed": 2**64 - 1},
+        {"seed": -2},
+        {"seed": -(2**63)},
         {"logprobs": 20},
         {"max_tokens": 10**9},
         {"top_k": 10**6},
@@ -166,6 +169,28 @@ def test_an_unknown_argument_is_refused_with_the_nearest_name(kind):
         "Allowed: n, temperature, .*logprobs\\.",
     ):
         SamplingParams(temprature=0.5)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(best_of=3), "best_of=3 is not supported, but for 1: all n completions are returned"),
+        (dict(prompt_logprobs=0), "prompt_logprobs=0 is not supported: logprobs are those of generated tokens"),
+        (dict(logit_bias={5: -100}), r"logit_bias=\{5: -100\} is not supported, but for \{\}: leave it out"),
+        (dict(use_beam_search=True), "use_beam_search=True is not supported, but for False: use n and sampling"),
+        (dict(structured_outputs=[1]), r"structured_outputs=\[1\] is not supported"),
+    ],
+)
+def test_what_vllm_has_and_this_engine_does_not_is_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SamplingParams(**arguments)
+
+
+def test_what_is_not_supported_may_be_given_with_values_that_mean_doing_without():
+    assert not SAMPLING.keys() & SamplingParams.__dataclass_fields__.keys()
+    neutral = {name: (*values, None)[0] for name, (values, _) in SAMPLING.items()}
+    assert SamplingParams(temperature=0, **neutral) == SamplingParams(temperature=0)
+    assert SamplingParams(length_penalty=1.0) == SamplingParams(**dict.fromkeys(SAMPLING))
 
 
 def test_positional_arguments_are_refused():

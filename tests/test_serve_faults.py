@@ -115,7 +115,7 @@ REFUSED = {
     "huge top_k": (dict(prompt=[5], top_k=2**70), "top_k", "top_k"),
     "min_p": (dict(prompt=[5], min_p=2), "min_p is 2", "min_p"),
     "penalty": (dict(prompt=[5], repetition_penalty=0), "repetition_penalty is 0", "repetition_penalty"),
-    "negative seed": (dict(prompt=[5], seed=-2), "seed is -2", "seed"),
+    "negative seed": (dict(prompt=[5], seed=-(2**63) - 1), "seed is -9223372036854775809", "seed"),
     "seed": (dict(prompt=[5], seed=2**64), "seed is", "seed"),
     "empty stop": (dict(prompt=[5], stop=[""]), "stop is ['']", "stop"),
     "stop of numbers": (dict(prompt=[5], stop=[5]), "stop", "stop"),

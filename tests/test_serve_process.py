@@ -175,7 +175,7 @@ def test_sigterm_lets_running_requests_end(path):
         while samples(server, "num_requests_running") < 2:
             time.sleep(0.005)
         server.signal(signal.SIGTERM)
-        assert "2 requests have 60 s to end" in server.wait_for("shutting down")
+        assert "2 requests may run for 60 s" in server.wait_for("shutting down")
         assert httpx.get(f"{server.url}/health").status_code == 503
         response = httpx.post(f"{server.url}/v1/completions", json=body)
         assert response.status_code == 503 and response.json()["error"]["code"] == "shutting_down"

@@ -103,9 +103,10 @@ def test_clean_engines_are_identical_in_every_mode(paths, name):
     assert verdict.line() == f"identical: {4 * tokens} tokens and {4 * tokens * 160:,} logits in 6 runs"
     facts = {run.name: run.facts for run in verdict.runs}
     assert [run.name for run in verdict.runs if run.is_reference] == REFERENCES
-    assert all(bool(facts[run]) == (run not in REFERENCES) for run in RUNS)
-    assert all(facts[run][0] != "0.0 MiB streamed" for run in RUNS if run not in REFERENCES)
-    assert facts["streamed"][1] == "at most 0 full blocks stayed on the GPU"
+    assert all(bool(facts[run]) == (run != "resident") for run in RUNS)
+    assert all(facts[run][0] != "0.0 MiB streamed" for run in RUNS if run != "resident")
+    assert facts["streamed"][1] == facts["pairs"][1] == "at most 0 full blocks stayed on the GPU"
+    assert "two requests at a time: the reference of the next, equal to the first to rounding\n" in verdict.report()
     assert int(facts["mixture"][1].split()[2]) > 1
     assert [fact.split()[1] for fact in facts["switch"][2:]] == ["offload", "resident", "offload"]
     assert facts["switch"][2].endswith("(1 in prefill)")
@@ -125,11 +126,13 @@ def test_any_number_of_requests_can_be_compared(paths, num_requests):
         ("mixture", corrupt_one_byte_of_each),
         ("switch", corrupt_one_byte_of_each),
         ("auto", corrupt_one_byte_of_each),
+        ("pairs", corrupt_one_byte_of_each),
     ],
 )
 def test_a_spoiled_host_block_is_found(paths, name, spoil):
     verdict = verify(paths["qwen3"], **SMALL, make_runtime=only_in(name, lambda: CorruptingRuntime(spoil)))
-    assert verdict.line() == f"DIFFERENT in {name}", verdict.report()
+    # A wrong reference is found itself, and makes the run that is compared with it differ.
+    assert verdict.line() == f"DIFFERENT in {'pairs, auto' if name == 'pairs' else name}", verdict.report()
     wrong = {run.name: run for run in verdict.runs}[name]
     assert wrong.mismatches[0].position is not None and " instead of " in wrong.mismatches[0].text
     assert str(wrong.mismatches[0]) in verdict.report()
@@ -218,19 +221,17 @@ def test_a_resident_pool_that_is_too_small_is_left_out_and_said(paths):
     assert verdict.is_identical and runs["streamed"].is_reference, verdict.report()
     assert "fit" in runs["resident"].left_out or "too small" in runs["resident"].left_out
     assert runs["switch"].left_out is not None
-    assert "left out: resident, switch" in verdict.line()
+    assert "(left out: resident, switch)" in verdict.line(), "what needs no room is compared: auto, too"
     assert f"left out: {runs['resident'].left_out}" in verdict.report()
 
 
 def test_auto_is_left_out_and_said_where_its_reference_gave_nothing(paths):
-    def make_runtime(name):
-        if name == "pairs":
-            raise ValueError("too small")
-        return SimulatedRuntime(poison=True)
+    def fail(written):
+        raise RuntimeError("a device error")
 
-    verdict = verify(paths["qwen3"], **SMALL, make_runtime=make_runtime)
-    assert verdict.is_identical and verdict.line().endswith("in 4 runs (left out: pairs, auto)"), verdict.report()
-    assert "nothing to compare it with, since 'pairs' gave nothing" in verdict.report()
+    verdict = verify(paths["qwen3"], **SMALL, make_runtime=only_in("pairs", lambda: CorruptingRuntime(fail)))
+    assert verdict.line() == "DIFFERENT in pairs" and "FAILED: RuntimeError: a device error" in verdict.report()
+    assert "left out: there is nothing to compare it with, since 'pairs' gave nothing" in verdict.report()
 
 
 def test_the_default_context_is_what_resident_mode_holds(paths):
@@ -361,12 +362,24 @@ def test_the_command_prints_the_report_and_returns_zero(paths, capsys, monkeypat
     assert "DIFFERENT in " in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_the_report_is_told_run_by_run(paths):
+    told, events = [], []
+
+    def make_runtime(name):
+        events.append((name, len(told)))
+        return SimulatedRuntime(poison=True)
+
+    verdict = verify(paths["llama"], **SMALL, make_runtime=make_runtime, tell=told.append)
+    assert events == [(name, 1 + number) for number, name in enumerate(RUNS)]
+    assert "\n".join([*told, "", verdict.line()]) == verdict.report()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ([], "give either a model"),
         (["--shape", "tinny"], "did you mean 'tiny'?"),
-        (["--shape", "tiny", "--device", "cpu", "--context", "12"], "context=12 must be from 512"),
+        (["--shape", "tiny", "--device", "cpu", "--context", "12"], "--context 12 must be from 512"),
     ],
 )
 def test_errors_of_the_user_give_exit_code_two(capsys, arguments, message):

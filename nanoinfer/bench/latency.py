@@ -25,7 +25,8 @@ from nanoinfer.bench.options import (
 )
 from nanoinfer.bench.report import explain, paragraph, write_figures
 from nanoinfer.build import resolve_device
-from nanoinfer.config import EngineConfig
+from nanoinfer.command_line import length
+from nanoinfer.config import EngineConfig, counted
 from nanoinfer.llm import LLM
 from nanoinfer.loader import load_config
 from nanoinfer.models import ModelSpec
@@ -39,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_engine_arguments(parser)
     add_mode_argument(parser)
-    parser.add_argument("--input-len", type=int, default=1024, help="tokens of each prompt (default: %(default)s)")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--input-len", type=length, default=1024, help="tokens of each prompt (default: %(default)s)")
+    parser.add_argument("--output-len", type=length, default=128, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences at once (default: %(default)s)")
     parser.add_argument("--num-iters", type=int, default=5, help="times that the batch runs (default: %(default)s)")
     parser.add_argument(
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
     figures = summary(rows, spec, [options.input_len] * options.batch_size, options.output_len, floors)
     title = (
         f"{model_name(options, shape)}, {rows[-1].mode} mode: {options.batch_size} x {options.input_len} tokens in, "
-        f"{options.output_len} out, {options.num_iters} times"
+        f"{options.output_len} out, {counted(options.num_iters, 'time')}"
     )
     print(paragraph(title, _lines(figures)))
     print(explain(before, device))

@@ -17,6 +17,7 @@ from nanoinfer.bench.offload_options import Cases, add_arguments, check_task, en
 from nanoinfer.bench.options import default_shape, is_dummy, model_directory
 from nanoinfer.bench.report import explain, plot, table, write_json
 from nanoinfer.build import resolve_device
+from nanoinfer.command_line import Parser, in_options, run_command
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import LLMEngine
 from nanoinfer.llm import LLM
@@ -182,7 +183,7 @@ def run(options: argparse.Namespace, command: str) -> list[Row] | dict[str, reca
         rows = [row for mode in cases.modes for row in this_run.rows(mode)]
     if cases.check:
         compare(rows)
-    print(table(rows))
+    print(in_options(table(rows), options.parser))
     print(explain(floors, device))
     if options.json:
         write_json(options.json, rows, floors, device, command)
@@ -195,15 +196,15 @@ def run(options: argparse.Namespace, command: str) -> list[Row] | dict[str, reca
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of `python bench_offload.py`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="bench_offload.py",
         description="Decode with the KV cache in host memory against the GPU, with the floors of this machine.",
     )
     add_arguments(parser)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        run(parser.parse_args(given), f"python bench_offload.py {shlex.join(given)}".strip())
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    def command(options: argparse.Namespace) -> int:
+        run(options, f"python bench_offload.py {shlex.join(given)}".strip())
+        return 0
+
+    return run_command(parser, given, command)

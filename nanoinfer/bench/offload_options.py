@@ -17,6 +17,7 @@ from nanoinfer.bench.options import (
     mode_names,
     shared_engine_arguments,
 )
+from nanoinfer.command_line import length
 from nanoinfer.recall import options as recall
 
 # What each task does not use. These options have no default, so that it is known whether they were given.
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", help="prompt tokens, such as 1k,8k,32k (k = 1024)")
     parser.add_argument("--batch", help="sequences at once, such as 1,8 (default: 1)")
-    parser.add_argument("--output-len", type=int, help=f"tokens to generate (default: {DEFAULT_OUTPUT_LEN})")
+    parser.add_argument("--output-len", type=length, help=f"tokens to generate (default: {DEFAULT_OUTPUT_LEN})")
     parser.add_argument(
         "--mode",
         help="streamed = offload with every full block in host memory, offload = with what fits on the GPU, auto = "

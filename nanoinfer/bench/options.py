@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from nanoinfer import tuning_options
-from nanoinfer.bench.shapes import SHAPES, write_shape
+from nanoinfer.bench.shapes import SHAPES, refuse_shape, write_shape
+from nanoinfer.command_line import length
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import nearest
 
@@ -46,7 +47,7 @@ def add_engine_arguments(
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
     parser.add_argument("--block-size", type=int, default=defaults["block_size"], help="tokens per KV block")
     parser.add_argument("--max-num-seqs", type=int, help="sequences that run at once; default: as the benchmark needs")
-    parser.add_argument("--prefill-chunk", type=int, help="tokens of one prefill step")
+    parser.add_argument("--prefill-chunk", type=length, help="tokens of one prefill step")
     parser.add_argument("--attention-backend", default=defaults["attention_backend"])
     parser.add_argument("--dtype", default=defaults["dtype"])
     parser.add_argument("--kv-cache-dtype", default="auto", help=kv_cache_dtype_help)
@@ -104,9 +105,10 @@ def model_directory(options: argparse.Namespace, shape: str) -> Iterator[str]:
     """The checkpoint that the options name, or a directory with the config of their shape, else of `shape`.
 
     Raises:
-        ValueError: there is no such shape.
+        ValueError: there is no such shape, or one is given as a checkpoint.
     """
     if not is_dummy(options):
+        refuse_shape(options.model or options.checkpoint)
         yield options.model or options.checkpoint
         return
     with tempfile.TemporaryDirectory() as directory:
@@ -168,12 +170,12 @@ def check_at_least(options: argparse.Namespace, **minima: int) -> None:
 
 
 def count(text: str) -> int | None:
-    """A whole number of at least 1, where "2k" is 2048; None: the text is no such number."""
-    text = text.strip().lower()
-    factor, digits = (1024, text[:-1]) if text.endswith("k") else (1, text)
-    if not (digits.isascii() and digits.isdigit()) or int(digits) < 1:
+    """A `length` of at least 1; None: the text is no such number."""
+    try:
+        found = length(text)
+    except argparse.ArgumentTypeError:
         return None
-    return int(digits) * factor
+    return found if found >= 1 else None
 
 
 def bounds(text: str, option: str) -> tuple[int, int]:

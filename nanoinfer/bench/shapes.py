@@ -67,6 +67,12 @@ SHAPES: dict[str, dict] = {
 }
 
 
+def refuse_shape(model: str) -> None:
+    """Raises ValueError where a shape's name stands in the place of a checkpoint."""
+    if model in SHAPES and not Path(model).exists():
+        raise ValueError(f"{model!r} is a shape, which has random weights: give --shape {model}, or a checkpoint")
+
+
 def write_shape(name: str, directory: str | Path) -> Path:
     """Writes the shape's config.json into `directory`, for `LLM(directory, load_format="dummy")`.
 

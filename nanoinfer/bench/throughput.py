@@ -24,7 +24,7 @@ from nanoinfer.bench.options import (
 )
 from nanoinfer.bench.report import paragraph, write_figures
 from nanoinfer.build import resolve_device, spec_and_layout
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, counted
 from nanoinfer.llm import LLM
 from nanoinfer.loader import load_config
 from nanoinfer.sampling_params import SamplingParams
@@ -164,8 +164,8 @@ def run(options: argparse.Namespace, command: str) -> dict:
         finally:
             release(llm)
     title = (
-        f"{model_name(options, shape)}, {figures['mode']} mode: {options.num_prompts} requests of {options.input_len} "
-        f"tokens in and {options.output_len} out, temperature {options.temperature:g}"
+        f"{model_name(options, shape)}, {figures['mode']} mode: {counted(options.num_prompts, 'request')} of "
+        f"{options.input_len} tokens in and {options.output_len} out, temperature {options.temperature:g}"
     )
     print(paragraph(title, _lines(figures)))
     if options.output_json:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 import triton
+from triton.runtime._async_compile import FutureKernel, active_mode
 from triton.runtime.jit import JITFunction
 
 MAX_THREADS = 16
@@ -37,22 +38,42 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
     """Inside, this thread's launch of a Triton kernel begins to compile it, and runs nothing; at the end all can run.
 
     What a launch would have written keeps what it holds. Most of a compilation runs without Python's lock, so threads
-    help. A kernel that does not compile says so when it is launched outside.
+    help. A kernel that does not compile says so when it is launched outside. What is raised inside, a Ctrl-C too, goes on
+    when the kernels that compile just now are done; the others are compiled when they are launched.
 
     Args:
         device: where the kernels will run.
     """
     this_thread = threading.get_ident()
+    launched: set[JITFunction] = set()
 
     def compile_only(self: JITFunction, *args, grid, warmup, **kwargs):
         # Another engine, in a thread of its own, must not lose a launch.
-        return run(self, *args, grid=grid, warmup=warmup or threading.get_ident() == this_thread, **kwargs)
+        if threading.get_ident() == this_thread:
+            launched.add(self)
+            warmup = True
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    with _ONE_AT_A_TIME, _Compilers(device) as executor:
-        run = JITFunction.run
-        JITFunction.run = compile_only
+    with _ONE_AT_A_TIME:
+        executor, run, mode_before = _Compilers(device), JITFunction.run, active_mode.get()
+        mode = triton.AsyncCompileMode(executor, ignore_errors=True)
         try:
-            with triton.AsyncCompileMode(executor, ignore_errors=True):
-                yield
+            JITFunction.run = compile_only
+            mode.__enter__()
+            yield
+            mode.__exit__(None, None, None)  # waits for every kernel
         finally:
+            # Not left to the mode: it would wait for kernels that nobody wants after an interruption (for good, if they
+            # are cancelled), and triton 3.6 and 3.7 stay in it where the wait is interrupted: no launch would run again.
+            active_mode.set(mode_before)
             JITFunction.run = run
+            for function in launched:
+                _forget_unfinished(function)
+            executor.shutdown(cancel_futures=True)
+
+
+def _forget_unfinished(function: JITFunction) -> None:
+    """The next launch compiles what is not ready, instead of asking a future that was cancelled or failed."""
+    for kernels, *_ in function.device_caches.values():
+        for key in [key for key, kernel in kernels.items() if isinstance(kernel, FutureKernel)]:
+            kernels.pop(key, None)

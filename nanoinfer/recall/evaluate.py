@@ -26,7 +26,7 @@ class Grid:
     Attributes:
         lengths: tokens of a context, with question and answer, ascending.
         depths: where the facts lie, from 0 (begin) to 1 (end), ascending.
-        num_questions: in each cell, rounded up to whole documents.
+        num_questions: in each cell; a multiple of `FACTS_PER_PLACE`, which makes whole documents.
         seed: of the documents; the same seed asks the same.
     """
 
@@ -44,21 +44,21 @@ class Grid:
                 raise ValueError(f"--depths: {depth} is not between 0 (begin) and 1 (end)")
         if not self.lengths or not self.depths or self.num_questions < 1:
             raise ValueError("give at least one length, one depth and one question")
+        if self.num_questions % FACTS_PER_PLACE:
+            raise ValueError(
+                f"--questions {self.num_questions} must be a multiple of {FACTS_PER_PLACE}, the questions about one place "
+                "of a document"
+            )
 
     @property
     def num_documents(self) -> int:
         """Of one length."""
-        return -(-self.num_questions // FACTS_PER_PLACE)
-
-    @property
-    def questions_per_cell(self) -> int:
-        """`num_questions` in whole documents."""
-        return self.num_documents * FACTS_PER_PLACE
+        return self.num_questions // FACTS_PER_PLACE
 
     @property
     def num_asked(self) -> int:
         """Questions in all."""
-        return len(self.lengths) * len(self.depths) * self.questions_per_cell
+        return len(self.lengths) * len(self.depths) * self.num_questions
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def evaluate(answers: Answers, exam: Exam, *, progress: bool = True, label: str 
     before it launches the next, and the other documents shall be answered as users' prompts are.
     """
     grid = exam.grid
-    scores = Scores([[0] * len(grid.depths) for _ in grid.lengths], grid.questions_per_cell)
+    scores = Scores([[0] * len(grid.depths) for _ in grid.lengths], grid.num_questions)
     with tqdm(total=grid.num_asked, desc=label or "recall", unit="question", disable=not progress) as bar:
         for row, (length, papers) in enumerate(zip(grid.lengths, exam.papers, strict=True)):
             bar.set_postfix_str(f"{length} tokens")

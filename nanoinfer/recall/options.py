@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_grid_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the questions, which have no defaults: `bench_offload.py` tells whether they were given."""
     parser.add_argument("--depths", help=f"where facts lie (default: {DEFAULT_DEPTHS})")
-    parser.add_argument("--questions", type=int, help=f"in each cell (default: {DEFAULT_QUESTIONS})")
+    parser.add_argument("--questions", type=int, help=f"in each cell, a multiple of 5 (default: {DEFAULT_QUESTIONS})")
 
 
 @dataclass(frozen=True)

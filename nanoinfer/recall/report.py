@@ -23,7 +23,7 @@ def table(results: dict[str, Scores], grid: Grid) -> str:
             streamed = scores.streamed_bytes[row] / 1e6
             lines.append(f"{name:<{width}}  {length:>7,}  {cells}  {error:>14}  {streamed:>11,.1f}")
     lines.append(
-        f"share of right answers, {grid.questions_per_cell} questions a cell; log-prob error: the largest difference from "
+        f"share of right answers, {grid.num_questions} questions a cell; log-prob error: the largest difference from "
         f"{first}'s among the {NUM_LOGPROBS} likeliest tokens at each place of the first document's answers; streamed: KV "
         "read from host memory"
     )
@@ -64,7 +64,7 @@ def figures(results: dict[str, Scores], grid: Grid) -> dict:
         "depths": list(grid.depths),
         "seed": grid.seed,
         "questions": grid.num_asked,
-        "questions_per_cell": grid.questions_per_cell,
+        "questions_per_cell": grid.num_questions,
         "results": {
             name: {
                 "accuracy": scores.accuracy,

@@ -11,13 +11,13 @@ import sys
 from typing import Any
 
 from nanoinfer import tuning_options
-from nanoinfer.config import EngineConfig
+from nanoinfer.command_line import INTERRUPTED, length
+from nanoinfer.config import EngineConfig, counted
 from nanoinfer.engine import LLMEngine
 
 # Longer than the 5 s after which common clients close an idle connection: who closes it while the other one sends a
 # request breaks that request.
 _IDLE_SECONDS = 60
-_EXIT_CODE_OF_SIGINT = 130  # as of a process that the signal has ended
 _CLOSING_SECONDS = 5  # after the last request has ended, for its answer to be sent
 
 
@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
-    parser.add_argument("--max-model-len", type=int, help="tokens of a prompt with its output")
+    parser.add_argument("--max-model-len", type=length, help="tokens of a prompt with its output")
     parser.add_argument("--max-num-seqs", type=int, help="sequences that run at once")
-    parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of one prefill step")
+    parser.add_argument("--max-num-batched-tokens", type=length, help="tokens of one prefill step")
     parser.add_argument("--block-size", type=int, default=defaults["block_size"], help="tokens per KV block")
     parser.add_argument("--dtype", default=defaults["dtype"])
     parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
@@ -124,7 +124,7 @@ def _start(engine: Any) -> None:
     except KeyboardInterrupt:
         _report("interrupted while the model was loaded")
         # The thread that loads cannot be stopped, and the interpreter's own way out aborts while it runs.
-        os._exit(_EXIT_CODE_OF_SIGINT)
+        os._exit(INTERRUPTED)
 
 
 def _serve(server: Any, listener: socket.socket, host: str, port: int) -> None:
@@ -156,7 +156,8 @@ def _server_class(base: type) -> type:
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             self._engine.begin_shutdown()
-            _report(f"shutting down; {self._engine.num_streams} requests have {self._shutdown_timeout:g} s to end")
+            running = counted(self._engine.num_streams, "request")
+            _report(f"shutting down; {running} may run for {self._shutdown_timeout:g} s")
             draining = asyncio.create_task(self._engine.drain(self._shutdown_timeout))
             while not draining.done() and not self.force_exit:  # a second SIGINT forces it
                 await asyncio.wait({draining}, timeout=0.1)

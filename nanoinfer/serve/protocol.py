@@ -12,6 +12,7 @@ from nanoinfer.errors import nearest
 from nanoinfer.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
+from nanoinfer.unsupported import SAMPLING, refusal
 
 MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
 MAX_STOP_STRINGS = 64  # each is searched for in every token's text
@@ -27,8 +28,7 @@ IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls".split()
 )
 # Fields of the API that are not supported: the values that mean the same as leaving the field out, and what to do.
-_UNSUPPORTED: dict[str, tuple[tuple, str]] = {
-    "logit_bias": (({},), "leave it out"),
+_UNSUPPORTED = SAMPLING | {
     "suffix": (("",), "leave it out"),
     "response_format": (({"type": "text"},), "only text is generated"),
     "tools": (([],), "leave it out"),
@@ -41,23 +41,15 @@ _UNSUPPORTED: dict[str, tuple[tuple, str]] = {
     "reasoning_effort": ((), "use chat_template_kwargs if the model's chat template has a switch"),
     "verbosity": ((), "leave it out"),
     "web_search_options": ((), "leave it out"),
-    "use_beam_search": ((False,), "use n and sampling"),
-    "length_penalty": ((1,), "leave it out"),
-    "prompt_logprobs": ((), "logprobs are those of generated tokens"),
-    "truncate_prompt_tokens": ((), "shorten the prompt"),
-    "allowed_token_ids": ((), "leave it out"),
-    "bad_words": (([],), "leave it out"),
-    "spaces_between_special_tokens": ((True,), "leave it out"),
-    "include_stop_str_in_output": ((False,), "add the stop_reason of the answer yourself"),
     "priority": ((0,), "requests are taken first come, first served"),
     "cache_salt": ((), "the prefix cache is one for all requests"),
     "continue_final_message": ((False,), "use /v1/completions with a finished prompt"),
-    "structured_outputs": ((), "leave it out"),
     "guided_json": ((), "leave it out"),
     "guided_regex": ((), "leave it out"),
     "guided_choice": ((), "leave it out"),
     "guided_grammar": ((), "leave it out"),
 }
+
 
 Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 
@@ -324,12 +316,8 @@ def parse(kind: type[R], body: bytes) -> R:
     fields = kind.model_fields
     for name, value in given.items():
         if name in _UNSUPPORTED and name not in fields:
-            neutral, hint = _UNSUPPORTED[name]
-            if value is not None and value not in neutral:
-                only = f", but for {json.dumps(neutral[0])}" if neutral else ""
-                raise BadRequestError(
-                    f"{name}={_shown(value)} is not supported{only}: {hint}", param=name, code="unsupported_parameter"
-                )
+            if message := refusal(name, value, _UNSUPPORTED, _shown, json.dumps):
+                raise BadRequestError(message, param=name, code="unsupported_parameter")
         elif name not in fields and name not in IGNORED:
             _refuse_unknown(name, fields, "the request")
     for name in given.get("stream_options") or () if isinstance(given.get("stream_options"), dict) else ():

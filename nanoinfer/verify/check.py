@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nanoinfer.build import resolve_device
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, counted
 from nanoinfer.memory import MemoryPlan
 from nanoinfer.verify.record import Recorded, compare
 from nanoinfer.verify.report import RunReport, Verdict
@@ -18,8 +18,8 @@ from nanoinfer.verify.workload import Machine, Workload, choose_workload, worklo
 from offload import CudaRuntime, Runtime, SimulatedRuntime
 
 MAX_LOGITS_BYTES = 4 * 2**30
-# Without fixed splits logits may differ by this share of the row's largest: a few times what a type's rounding adds up
-# to over the layers, and far less than another block's keys would change.
+# Without fixed splits, or with other matrix kernels, logits may differ by this share of the row's largest: a few times
+# what a type's rounding adds up to over the layers, and far less than another block's keys would change.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 # Arguments that make the runs what they are.
 OWN_ARGUMENTS = (
@@ -43,6 +43,7 @@ def verify(
     seed: int = 0,
     make_runtime: Callable[[str], Runtime] | None = None,
     progress: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
     **engine_arguments: Any,
 ) -> Verdict:
     """Runs the same requests resident, streamed, as a mixture, with switches and with "auto", and compares them.
@@ -56,6 +57,7 @@ def verify(
         seed: of prompts and sampling, and of random weights.
         make_runtime: makes a run's runtime from the run's name; None: the device's own, with poison.
         progress: show progress bars.
+        tell: gets the parts of the report as soon as they are known: the setting, and each run.
         engine_arguments: fields of `nanoinfer.EngineConfig`, but for those that differ from run to run.
 
     Raises:
@@ -82,7 +84,9 @@ def verify(
     make_runtime = make_runtime or (
         lambda name: CudaRuntime(device, poison=True) if device.type == "cuda" else SimulatedRuntime(poison=True)
     )
-    tolerance = None if machine.is_exact else ROUNDING[machine.spec.dtype]
+    rounding = ROUNDING[machine.spec.dtype]
+    setting = describe(machine, workload, plan)
+    tell("\n".join([*setting, ""]))
     reports: list[RunReport] = []
     references: dict[str, Recorded] = {}
     runs = make_runs(workload, plan)
@@ -92,14 +96,16 @@ def verify(
         reports.append(report)
         if run.reference and run.reference not in references:
             report.left_out = f"there is nothing to compare it with, since {run.reference!r} gave nothing"
-            continue
-        found = attempt(run, common | run.arguments, workload, make_runtime, report)
-        if found is None:
-            continue
-        name = run.name if run.name in own_references else run.reference
-        report.is_reference = references.setdefault(name, found) is found
-        compare(references[name], found, report, tolerance)
-    return Verdict(setting=describe(machine, workload, plan), runs=reports, is_exact=machine.is_exact)
+        elif (found := attempt(run, common | run.arguments, workload, make_runtime, report)) is not None:
+            reference = references.setdefault(run.reference, found)
+            has_other_rows = run.name in own_references
+            if has_other_rows:
+                references[run.name] = found
+            report.is_reference = has_other_rows or reference is found
+            report.is_rounded = has_other_rows and reference is not found
+            compare(reference, found, report, None if machine.is_exact and not has_other_rows else rounding)
+        tell("\n".join(report.lines(machine.is_exact)))
+    return Verdict(setting=setting, runs=reports, is_exact=machine.is_exact)
 
 
 def _check_arguments(num_requests: int, context: int | None, output_len: int, engine_arguments: dict[str, Any]) -> None:
@@ -128,7 +134,7 @@ def describe(machine: Machine, workload: Workload, plan: MemoryPlan) -> list[str
         f"{spec.architecture} ({weights}), {str(spec.dtype).removeprefix('torch.')}, {_device_name(machine.device)}, "
         f"attention backend {machine.backend_name!r}, KV blocks of {config.block_size} tokens "
         f"({plan.block_bytes / 2**20:.2f} MiB)",
-        f"{len(workload.prompts)} requests: prompts of {lengths} tokens, {workload.num_tokens} generated tokens, "
+        f"{counted(len(workload.prompts), 'request')}: prompts of {lengths} tokens, {workload.num_tokens} generated tokens, "
         f"{num_greedy} greedy and {len(workload.params) - num_greedy} sampled with a seed",
         f"compared: {compared}",
         "freed ring slots and freed KV blocks of both pools are filled with NaN",

@@ -6,7 +6,8 @@ import argparse
 import sys
 import tempfile
 
-from nanoinfer.bench.shapes import SHAPES, write_shape
+from nanoinfer.bench.shapes import SHAPES, refuse_shape, write_shape
+from nanoinfer.command_line import in_options, length
 from nanoinfer.config import EngineConfig
 from nanoinfer.verify.check import verify
 
@@ -18,10 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
     parser.add_argument(
-        "--context", type=int, help="prompt tokens of the longest request; default: what resident mode can hold"
+        "--context",
+        type=length,
+        help="prompt tokens of the longest request, such as 4k; default: what resident mode can hold",
     )
     parser.add_argument("--requests", type=int, default=4, help="requests of several lengths (default: %(default)s)")
-    parser.add_argument("--output-len", type=int, default=32, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--output-len", type=length, default=32, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--dtype", default=defaults["dtype"])
     parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
     parser.add_argument("--device", default=defaults["device"])
@@ -30,13 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `nanoinfer verify`, prints the report and returns the exit code: 0 where all is equal, 1 if not.
+    """Runs `nanoinfer verify`, prints the report as it comes and returns the exit code: 0 where all is equal, 1 if not.
 
     Raises:
         ValueError: an option cannot be used.
     """
     if (options.model is None) == (options.shape is None):
         raise ValueError("give either a model (checkpoint directory or hub id) or --shape")
+    if options.model is not None:
+        refuse_shape(options.model)
     with tempfile.TemporaryDirectory() as directory:
         model = options.model if options.shape is None else str(write_shape(options.shape, directory))
         verdict = verify(
@@ -46,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
             output_len=options.output_len,
             seed=options.seed,
             progress=sys.stderr.isatty(),
+            # As they come, into a pipe, too: all runs together take long.
+            tell=lambda text: print(in_options(text, options.parser), flush=True),
             gpu_memory_limit=options.gpu_memory,
             host_memory_limit=options.host_memory,
             dtype=options.dtype,
@@ -54,5 +61,5 @@ def run(options: argparse.Namespace) -> int:
             attention_backend=options.attention_backend,
             load_format="auto" if options.shape is None else "dummy",
         )
-    print(verdict.report())
+    print(f"\n{verdict.line()}")
     return 0 if verdict.is_identical else 1

@@ -30,6 +30,8 @@ class RunReport:
 
     Attributes:
         what: what the run does.
+        is_reference: other runs are compared with it.
+        is_rounded: it was itself compared with the first reference, to rounding.
         facts: what it did: bytes streamed, blocks that stayed, switches.
         left_out: why it was not run, or why it does not count.
         failure: the error that ended it.
@@ -40,6 +42,7 @@ class RunReport:
     name: str
     what: str
     is_reference: bool = False
+    is_rounded: bool = False
     facts: list[str] = field(default_factory=list)
     left_out: str | None = None
     failure: str | None = None
@@ -60,8 +63,15 @@ class RunReport:
         if self.mismatches:
             return "DIFFERENT"
         if self.is_reference:
-            return "the reference"
+            return "the reference of the next, equal to the first to rounding" if self.is_rounded else "the reference"
         return "identical" if is_exact else f"equal to rounding (up to {self.largest_difference:.1e} of the largest)"
+
+    def lines(self, is_exact: bool) -> list[str]:
+        """The run in the report: its result, what it did, and each difference."""
+        lines = [f"{self.name:<10}{self.what}: {self.result(is_exact)}"]
+        if self.facts and self.left_out is None:
+            lines.append(f"{'':<10}{', '.join(self.facts)}")
+        return lines + [f"{'':<10}{mismatch}" for mismatch in self.mismatches]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +110,5 @@ class Verdict:
         """Everything: what was compared, each run, each difference, and the verdict in the last line."""
         lines = [*self.setting, ""]
         for run in self.runs:
-            lines.append(f"{run.name:<10}{run.what}: {run.result(self.is_exact)}")
-            if run.facts and run.left_out is None:
-                lines.append(f"{'':<10}{', '.join(run.facts)}")
-            lines += [f"{'':<10}{mismatch}" for mismatch in run.mismatches]
+            lines += run.lines(self.is_exact)
         return "\n".join([*lines, "", self.line()])

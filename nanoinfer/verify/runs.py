@@ -27,7 +27,8 @@ class Run:
     """One engine's arguments; `switches` changes the mode while requests run.
 
     Attributes:
-        reference: the run that it is compared with; "": the first one that gave something.
+        reference: the run that it is compared with; "": the first one that gave something. A run that another one is
+            compared with is itself equal to the first to rounding only.
     """
 
     name: str
@@ -46,12 +47,14 @@ def make_runs(workload: Workload, plan: MemoryPlan) -> list[Run]:
     num_crowded = min(2, workload.num_rows)
     chunk = workload.prefill_tokens // workload.block_size
     crowded = max(sum(workload.prompt_blocks[:num_crowded]), chunk + max(2, num_crowded))
-    # A step of other rows takes other matrix kernels, and other last bits: fewer rows need a reference of their own.
+    # A step of other rows takes other matrix kernels, and other last bits: fewer rows need a reference of their own. It
+    # streams, so that it fits on every GPU.
+    fewer_rows = dict(max_num_seqs=num_crowded, cuda_graph_batch_sizes=[num_crowded])
     pairs, at_a_time = [], ""
     if num_crowded < workload.num_rows:
         at_a_time = ", two requests at a time"
-        arguments = dict(enable_cpu_offload=False, max_num_seqs=num_crowded, cuda_graph_batch_sizes=[num_crowded])
-        pairs = [Run("pairs", f"resident mode{at_a_time}", arguments, min_gpu_blocks=workload.most_blocks(num_crowded))]
+        arguments = dict(enable_cpu_offload=True, resident_kv_limit=0) | fewer_rows
+        pairs = [Run("pairs", f"every full block streams{at_a_time}", arguments, is_required=True)]
     return [
         Run(
             "resident", "every KV block on the GPU", dict(enable_cpu_offload=False), min_gpu_blocks=workload.num_blocks
@@ -82,8 +85,7 @@ def make_runs(workload: Workload, plan: MemoryPlan) -> list[Run]:
             dict(
                 enable_cpu_offload="auto",
                 resident_kv_limit=0,
-                max_num_seqs=num_crowded,
-                cuda_graph_batch_sizes=[num_crowded],
+                **fewer_rows,
                 num_gpu_blocks_override=crowded + 1,  # and the scratch block
             ),
             reference=pairs[0].name if pairs else "",

@@ -53,15 +53,11 @@ class Workload:
     @property
     def num_blocks(self) -> int:
         """KV blocks that the requests of all rows can hold at once."""
-        return self.most_blocks(self.num_rows)
-
-    def most_blocks(self, num_rows: int) -> int:
-        """KV blocks that this many requests can hold at once."""
         blocks = [
             -(-(len(prompt) + params.max_tokens) // self.block_size)
             for prompt, params in zip(self.prompts, self.params, strict=True)
         ]
-        return sum(sorted(blocks)[-num_rows:])
+        return sum(sorted(blocks)[-self.num_rows :])
 
     @property
     def prompt_blocks(self) -> list[int]:
