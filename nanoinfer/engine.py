@@ -197,13 +197,16 @@ class LLMEngine:
     @torch.inference_mode()
     def abort(self, request_id: str) -> bool:
         """Ends a request and gives back what it holds; False if there is no such request."""
+        return self._end(request_id)
+
+    def _end(self, request_id: str, *, has_failed: bool = False) -> bool:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
         request.abort()
         for sequence in request.sequences:
             if not sequence.is_finished:
-                self.scheduler.remove(sequence)
+                self.scheduler.remove(sequence, has_failed=has_failed)
         return True
 
     @property
@@ -272,7 +275,7 @@ class LLMEngine:
         """Ends the requests of a step that failed, once nothing of it is in flight."""
         self.runner.recover()
         for request_id in {sequence.request_id for sequence in batch.sequences}:
-            self.abort(request_id)
+            self._end(request_id, has_failed=True)
 
     def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
         begin, streamed_before = time.perf_counter(), self._streamed_bytes()

@@ -137,30 +137,37 @@ class KVCache:
         row = self._take_row(sequence)
         self.host_table[row, : len(hits)] = hits
         self._reserve_host(sequence, reserve)
-        copies = self._find_copies(sequence, len(hits))
+        copies = self._find_copies(hits)
         self.gpu_table[row, len(hits) - len(copies) : len(hits)] = copies
         self._note_residency(row, first=len(hits) - len(copies), num_computed=len(hits) * self.block_size)
         self._promise_tail(row)
         self._limit_residency()
         return True
 
-    def _find_copies(self, sequence: Sequence, count: int) -> list[int]:
-        """Takes up those of the first `count` blocks that ended sequences have left on the GPU; the last ones, as a row
-        keeps them."""
+    def _find_copies(self, host_blocks: list[int]) -> list[int]:
+        """Takes up the GPU blocks that ended sequences have left of these: of the last ones, as a row keeps its newest."""
         assert self.offload is not None
-        if count and self.offload.num_deferred_gpu:
-            self.offload.reclaim(wait=True)  # the newest block may be among them
-        return self.prefixes.find_copies(sequence, count, self.gpu_blocks)
+        copies: list[int] = []
+        for host_block in reversed(host_blocks):
+            copy = self.gpu_blocks.published(host_block)
+            if copy is None or not (self.offload.take_back_gpu(copy) or self.gpu_blocks.claim(copy)):
+                break
+            self.gpu_blocks.forget(host_block)  # so that resident mode can publish it under its tokens
+            copies.append(copy)
+        return copies[::-1]
 
-    def _leave_copies(self, sequence: Sequence) -> None:
-        """Lets others find the full blocks that an ended sequence has on the GPU."""
-        if self._window is not None:  # blocks that came back through the ring lack layers whose window had moved on
-            return
-        if sequence.finish_reason in (None, "abort"):  # of a failed step nobody knows what it wrote
-            return
-        first, full = int(self.residency.first[sequence.row]), int(self.residency.full[sequence.row])
-        copies = self.gpu_table[sequence.row, first:full].tolist()
-        self.prefixes.publish_copies(sequence, first, copies, self.gpu_blocks)
+    def _leave_copies(self, row: int) -> None:
+        """The row's GPU blocks can be found by the number of the host block that each is a copy of.
+
+        That number is forgotten when the host block is handed out again. Tokens would not do: two sequences with one
+        beginning may each have computed it, in other chunks, and only one of them is the host's.
+        """
+        if self.offload is None or self._window is not None:
+            return  # blocks that came back through the ring lack layers whose window had moved on
+        for block in range(int(self.residency.first[row]), int(self.residency.full[row])):
+            host_block = int(self.host_table[row, block])
+            if self.offload.host.blocks.is_published(host_block):
+                self.gpu_blocks.publish(int(self.gpu_table[row, block]), host_block)
 
     def _has_offload_room(self, sequence: Sequence, num_host_blocks: int) -> bool:
         assert self.offload is not None
@@ -250,7 +257,13 @@ class KVCache:
         assert self.offload is not None
         if count > self.offload.host.blocks.num_free:
             self.offload.reclaim(wait=True)
-        return self.offload.host.blocks.allocate(count)
+        return self._allocate_host(self.offload, count)
+
+    def _allocate_host(self, offload: OffloadEngine, count: int) -> list[int]:
+        blocks = offload.host.blocks.allocate(count)
+        for block in blocks:
+            self.gpu_blocks.forget(block)  # what was left on the GPU is a copy of something else
+        return blocks
 
     def _promise_tail(self, row: int) -> None:
         """The row has no block that is partly full: it is sure to get a GPU block when it grows."""
@@ -334,13 +347,18 @@ class KVCache:
         if self._max_resident_blocks is not None:
             self._drop(self.residency.num_resident - self._max_resident_blocks)
 
-    def release(self, sequence: Sequence) -> None:
-        """Gives back the row and every block of an admitted sequence."""
+    def release(self, sequence: Sequence, *, leave_copies: bool = False) -> None:
+        """Gives back the row and every block of an admitted sequence.
+
+        leave_copies: the next sequence with its beginning may find what lies on the GPU; not after a step that failed, of
+        which nobody knows what it wrote.
+        """
         row = sequence.row
         assert row is not None, "only an admitted sequence holds blocks"
+        if leave_copies:
+            self._leave_copies(row)
         on_gpu, on_host = _present(self.gpu_table[row]), _present(self.host_table[row])
         if self.offload is not None:
-            self._leave_copies(sequence)
             self.offload.release_gpu(on_gpu[::-1])  # a row keeps its newest blocks: the oldest are evicted first
             self.offload.release_host(on_host)
         else:
@@ -427,7 +445,7 @@ class KVCache:
         needed = sum(sequence.max_num_tokens // self.block_size for sequence in sequences)
         self._check_room("offload", "can grow to", needed, "host", offload.host.blocks)
         full = {sequence.row: sequence.num_computed // self.block_size for sequence in sequences}
-        on_host = {row: offload.host.blocks.allocate(count) for row, count in full.items()}
+        on_host = {row: self._allocate_host(offload, count) for row, count in full.items()}
         pairs = [
             pair
             for row, blocks in on_host.items()
@@ -465,13 +483,14 @@ class KVCache:
             )
 
     def _leave_shared_blocks(self, row: int) -> int:
-        """Gives back the row's leading GPU blocks that other rows hold too, so that dropping a block frees it.
+        """Gives back the row's GPU blocks up to the last one that other rows hold too, so that dropping one frees it.
 
         Returns:
             The first block that the row keeps.
         """
         held = _present(self.gpu_table[row])
-        num_shared = next((i for i, block in enumerate(held) if self.gpu_blocks.references(block) == 1), len(held))
+        is_shared = [self.gpu_blocks.references(block) > 1 for block in held]
+        num_shared = max((i + 1 for i, shared in enumerate(is_shared) if shared), default=0)
         # At once, although they are being stored: another row holds them on, and the next row must see that.
         self.gpu_blocks.release(held[:num_shared])
         self.gpu_table[row, :num_shared] = NO_BLOCK

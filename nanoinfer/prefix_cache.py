@@ -64,22 +64,6 @@ class PrefixCache:
             pool.publish(int(table_row[s]), keys[s])
         sequence.num_published = known
 
-    def publish_copies(self, sequence: Sequence, begin: int, copies: list[int], pool: BlockPool) -> None:
-        """Offers copies of the sequence's published blocks, from the one at `begin` on, that lie in another pool."""
-        for block, key in zip(copies, self._keys(sequence, sequence.num_published)[begin:], strict=False):
-            pool.publish(block, key)
-
-    def find_copies(self, sequence: Sequence, count: int, pool: BlockPool) -> list[int]:
-        """Takes up copies, that nobody holds, of the last ones of the sequence's first `count` blocks: down to the first
-        that has none."""
-        copies = []
-        for key in reversed(self._keys(sequence, count)):
-            block = pool.lookup_cached(key)
-            if block is None:
-                break
-            copies.append(block)
-        return copies[::-1]
-
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
         """Keys of the first `count` logical blocks: each is a digest of its tokens and of the key before it."""
         keys = sequence.block_keys

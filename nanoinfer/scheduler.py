@@ -84,10 +84,10 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and gives back what it holds."""
+    def remove(self, sequence: Sequence, *, has_failed: bool = False) -> None:
+        """Takes a sequence out, wherever it is, and gives back what it holds; has_failed: what it holds may be anything."""
         if sequence.row is not None:
-            self._kv_cache.release(sequence)
+            self._kv_cache.release(sequence, leave_copies=not has_failed)
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)

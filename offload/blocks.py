@@ -79,9 +79,31 @@ class BlockPool:
         self._references[block] = self._references.get(block, 0) + 1
         return block
 
-    def lookup_cached(self, key: Hashable) -> int | None:
-        """The same for a block that nobody holds: who takes it up is the only one."""
-        return self.lookup(key) if self._block_of.get(key) in self._cached else None
+    def claim(self, block: int) -> bool:
+        """Holds a published block that nobody holds; False: somebody does."""
+        if block not in self._cached:
+            return False
+        del self._cached[block]
+        self._references[block] = 1
+        return True
+
+    def published(self, key: Hashable) -> int | None:
+        """The block published under `key`, or None; takes nothing."""
+        return self._block_of.get(key)
+
+    def is_published(self, block: int) -> bool:
+        """Whether the block can be found by a key."""
+        return block in self._key_of
+
+    def forget(self, key: Hashable) -> None:
+        """Nobody finds the block published under `key` any more, if there is one."""
+        block = self.published(key)
+        if block is None:
+            return
+        self._forget(block)
+        if block in self._cached:
+            del self._cached[block]
+            heapq.heappush(self._free, block)
 
     def contains(self, key: Hashable) -> bool:
         """Whether a block is published under `key`; takes nothing."""

@@ -209,6 +209,17 @@ class OffloadEngine:
         self._reclaim(self._deferred_gpu, self._gpu_blocks, "gpu_block.reuse_after_write_through", wait)
         self._reclaim(self._deferred_host, self.host.blocks, "host_block.reuse_after_copies", wait)
 
+    def take_back_gpu(self, block: int) -> bool:
+        """Holds on to a released GPU block that a write-through still reads; False: it is not on its way to the pool.
+
+        It may be read at once. When it is released again, that write-through is waited for as before.
+        """
+        for deferred in self._deferred_gpu:
+            if block in deferred.blocks:
+                deferred.blocks.remove(block)
+                return True
+        return False
+
     @property
     def num_deferred_gpu(self) -> int:
         """GPU blocks released that a copy may still read."""

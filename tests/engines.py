@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.kv_cache import NO_BLOCK
@@ -114,6 +115,10 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
         assert offload.host.blocks.num_used == 0
         assert offload.host.blocks.num_free == offload.host.blocks.num_blocks
         assert offload.num_deferred_gpu == offload.num_deferred_host == 0
+        for key, on_gpu in kv_cache.gpu_blocks._block_of.items():
+            if isinstance(key, int):  # a number of a host block, of which it is a copy; others are digests of tokens
+                pairs = [(kv_cache.gpu_kv[i, on_gpu], offload.host.block(i, key)) for i in range(len(kv_cache.gpu_kv))]
+                assert all(torch.equal(copy.cpu(), block) for copy, block in pairs), f"host block {key} is another one"
     assert kv_cache.gpu_blocks.num_used == 0 and kv_cache.gpu_blocks.num_free == kv_cache.gpu_blocks.num_blocks
     assert kv_cache.num_free_rows == len(kv_cache.gpu_table)
     assert kv_cache._num_reserved_host == 0 and not kv_cache._rows_without_tail

@@ -7,6 +7,8 @@ are cut so that there is about one program for each core, and start early (see `
 Rounding follows `nanoinfer.layers`.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -135,6 +137,11 @@ def tile_splits(size: int, num_rows: int, num_tokens: int) -> int:
 
 def takes_tiles(num_tokens: int, weight: Tensor) -> bool:
     """Whether this kernel is there on the weight's GPU and, for so many rows of x, faster than the library."""
-    if torch.cuda.get_device_capability(weight.device)[0] != CAPABILITY:
+    if _capability(weight.device) != CAPABILITY:
         return False
     return num_tokens <= (MAX_ROWS if weight.numel() <= LARGE_WEIGHT else ROWS_OF_LARGE)
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
