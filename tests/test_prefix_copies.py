@@ -30,6 +30,15 @@ def play(engine, prompts, at_step=None, params=PARAMS):
     return outcomes, streamed
 
 
+def half_way(path, prompt):
+    """An engine with a request, "first", that has some of its tokens."""
+    engine = make_engine(path, SimulatedRuntime(), **ROOMY)
+    engine.add_request("first", prompt, PARAMS)
+    for _ in range(8):
+        engine.step()
+    return engine
+
+
 @pytest.mark.parametrize("num_tokens", [13, 20])
 @pytest.mark.parametrize("seed", [None, *range(6)])
 def test_a_beginning_that_is_still_on_the_gpu_does_not_stream(path, seed, num_tokens):
@@ -44,6 +53,25 @@ def test_a_beginning_that_is_still_on_the_gpu_does_not_stream(path, seed, num_to
     # Of 180 tokens and the generated ones 12 blocks are known: the next turn finds them all, the last prompt 10.
     assert engine.stats()["prefix_cache_hit_tokens"] == 16 * (12 + 10)
     assert_pools_as_before(engine)
+
+
+def test_a_block_that_is_taken_back_and_dropped_still_waits_for_its_write_through(path):
+    """Who gets it next would overwrite what is being sent to the host."""
+    num_deferred = 0
+    for seed in range(8):
+        engine = make_engine(path, SimulatedRuntime(seed), **ROOMY)
+        play(engine, [BEGINNING + ENDS[0]], params=replace(PARAMS, max_tokens=13))
+        offload, pool = engine.runner.offload, engine.runner.kv_cache.gpu_blocks
+        waiting = [deferred for deferred in offload._deferred_gpu if not deferred.events[0].is_reached]
+        for block in [deferred.blocks[0] for deferred in waiting[:1]]:
+            num_free, num_deferred = pool.num_free, num_deferred + 1
+            assert offload.take_back_gpu(block) and not offload.take_back_gpu(block)
+            offload.release_gpu([block])
+            assert pool.num_free == num_free and pool.references(block) == 1, "handed out while it is read"
+            offload.reclaim(wait=True)
+            assert pool.references(block) == 0 and not offload.take_back_gpu(block)
+        assert_pools_as_before(engine)
+    assert num_deferred
 
 
 def test_only_what_lost_its_room_streams_the_oldest_blocks_first(path):
@@ -84,10 +112,7 @@ def test_sequences_that_run_beside_each_other_do_not_share_a_copy(path):
 def test_what_a_failed_step_leaves_is_not_taken_up(path, monkeypatch):
     prompts = [BEGINNING + ENDS[0], BEGINNING + ENDS[1]]
     wanted, _ = play(make_engine(path), prompts[1:])
-    engine = make_engine(path, SimulatedRuntime(), **ROOMY)
-    engine.add_request("first", prompts[0], PARAMS)
-    for _ in range(8):
-        engine.step()
+    engine = half_way(path, prompts[0])
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner.offload, "run", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -101,10 +126,7 @@ def test_what_a_failed_step_leaves_is_not_taken_up(path, monkeypatch):
 def test_what_an_aborted_request_leaves_is_taken_up(path):
     prompts = [BEGINNING + ENDS[0], BEGINNING + ENDS[1]]
     wanted, _ = play(make_engine(path), prompts[1:])
-    engine = make_engine(path, SimulatedRuntime(), **ROOMY)
-    engine.add_request("first", prompts[0], PARAMS)
-    for _ in range(8):
-        engine.step()
+    engine = half_way(path, prompts[0])
     engine.abort("first")
     assert play(engine, prompts[1:]) == (wanted, [0]) and engine.stats()["prefix_cache_hit_tokens"] == 160
     assert_pools_as_before(engine)
