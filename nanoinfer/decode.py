@@ -264,6 +264,12 @@ class DecodeProgram:
         for splits in self._splits:
             splits.set(self._compute, NO_SPLITS)
 
+    def forget_tables(self) -> None:
+        """After an exception: the tables on the device may hold anything, and are uploaded again."""
+        self._last_splits = None
+        for table in [self._batch_rows, *self._splits, *self._records]:
+            table.forget()
+
     # Steps
 
     def padded_size(self, count: int) -> int:

@@ -26,12 +26,13 @@ class DeviceTable:
         values = values.reshape(-1)
         if len(values) == 0 or np.array_equal(values, self._last[: len(values)]):
             return
+        self.forget()  # first: an upload that fails half-way may have changed the table
         self._staging.acquire().numpy()[: len(values)] = values
         self._staging.upload(stream, self.tensor[: len(values)])
         self._last = values.astype(np.int32, copy=True)
 
     def forget(self) -> None:
-        """The device writes to the table, too: what the host put there before is no reason to upload nothing."""
+        """What the host put there before is no reason to upload nothing: the table may hold something else."""
         self._last = np.zeros(0, dtype=np.int32)
 
 
@@ -52,6 +53,10 @@ class SplitTables:
         self.ranges, self.splits_per_block = tensor[: max_batch + 1], tensor[max_batch + 1 : 2 * max_batch + 1]
         self.items = tensor[self._begin_of_items :]
         self.splits_per_block.fill_(1)
+
+    def forget(self) -> None:
+        """See `DeviceTable.forget`."""
+        self._table.forget()
 
     def set(self, stream: Stream, lists: SplitLists) -> None:
         """For all work enqueued on `stream` from here on. Rows beyond those of the lists have no splits."""
@@ -97,10 +102,10 @@ class RowState:
             token = ON_DEVICE if sequence.num_pending else sequence.token_ids[-1]
             line[:3] = sequence.row, token, sequence.num_tokens
             np.maximum(kv_cache.gpu_table[sequence.row], 0, out=line[3:])
-            kv_cache.changed_rows.discard(sequence.row)
         updates = self._updates[: count * self._width]
         self._staging.upload(stream, updates)
         stream.run(lambda: self._apply(updates.view(count, self._width)))
+        kv_cache.changed_rows.difference_update(sequence.row for sequence in changed)
         return True
 
     def _apply(self, lines: torch.Tensor) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +23,7 @@ from nanoinfer.runner import PendingTokens
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.sampling_state import MAX_BANNED
 from nanoinfer.scheduler import DecodeBatch, PrefillBatch, Scheduler
-from nanoinfer.sequence import Sequence
+from nanoinfer.sequence import Sequence, SequenceState
 from offload import Runtime, Timeline
 from offload.pinned import PinError
 
@@ -83,6 +85,9 @@ class LLMEngine:
         self._offload_error: Exception | None = None  # why "auto" could not enter offload mode
         self._in_flight: _InFlight | None = None
         self._outputs: list[StreamOutput] = []  # read and not returned yet
+        self._at_risk: list[Sequence] = []  # an exception now would leave nobody knows what of these
+        self._is_whole = True  # False while anything changes
+        self._is_recovering = False
         try:
             if config.enable_cpu_offload is True:
                 self.runner.switch_mode("offload", [])
@@ -166,8 +171,10 @@ class LLMEngine:
             sequence = Sequence(self._next_sequence_id, request_id, index, token_ids, params, seed, max_tokens)
             self._next_sequence_id += 1
             request.add_sequence(sequence)
-            self.scheduler.add(sequence)
-        self._requests[request_id] = request
+        with self._changing():
+            self._requests[request_id] = request
+            for sequence in request.sequences:
+                self.scheduler.add(sequence)
         return request
 
     def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
@@ -197,16 +204,12 @@ class LLMEngine:
     @torch.inference_mode()
     def abort(self, request_id: str) -> bool:
         """Ends a request and gives back what it holds; False if there is no such request."""
-        return self._end(request_id)
-
-    def _end(self, request_id: str, *, has_failed: bool = False) -> bool:
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return False
-        request.abort()
-        for sequence in request.sequences:
-            if not sequence.is_finished:
-                self.scheduler.remove(sequence, has_failed=has_failed)
+        with self._changing():
+            request = self._requests.get(request_id)
+            if request is None:
+                return False
+            request.abort()
+            self._remove_ended([request])
         return True
 
     @property
@@ -225,57 +228,111 @@ class LLMEngine:
         Returns:
             What each sequence gained whose token was read.
 
+        A request that fails by itself, in its detokenizer say, ends alone: its output has `finish_reason="error"`.
+
         Raises:
-            Exception: whatever went wrong on the device. The requests of the failed step are aborted then, and the
-                engine can go on with the others.
+            Exception: whatever went wrong on the device, or in planning. The requests of the failed step are aborted
+                then, and the engine goes on with the others. What was read before is returned by the next call.
         """
+        with self._changing():
+            self._advance()
+        outputs = self._outputs.copy()
+        return (self._outputs.clear(), outputs)[1]  # in one line: an interrupt loses no output
+
+    def _advance(self) -> None:
         begin = time.perf_counter()
         batch = self.scheduler.schedule()
         self._trace_host("schedule", begin)
-        before, self._in_flight = self._in_flight, None
-        # What was read is kept in `_outputs` until it is returned: if something fails, the next call returns it.
+        before = self._in_flight
         if batch is None:
             if before is not None:
-                self._outputs += self._take(before)
+                self._take(before)
             elif self.scheduler.has_work:
                 self._refuse_first_waiting()
-            return self._read_outputs()
-        try:
-            launched = self._launch(batch)
-        except BaseException:
-            self._abandon(batch)
-            if before is not None:  # unharmed
-                self._outputs += self._take(before)
-            raise
+            return
+        self._at_risk = batch.sequences
+        launched = self._launch(batch)
         if before is not None:
-            self._outputs += self._take(before, launched)
+            self._take(before, launched)
         if any(sequence.params.logprobs is not None for sequence in launched.tokens.sequences):
             # log-probabilities are too large to keep a step's worth of them
-            self._outputs += self._take(launched)
+            self._take(launched)
         elif any(not sequence.is_finished for sequence in batch.sequences):
             self._in_flight = launched
-        return self._read_outputs()
 
-    def _read_outputs(self) -> list[StreamOutput]:
-        outputs, self._outputs = self._outputs, []
-        return outputs
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """For whatever changes requests, pools or tables: an exception at any line of it leaves them whole."""
+        if not self._is_whole:  # a recovery was interrupted
+            self._recover()
+        self._is_whole = False
+        try:
+            yield
+        except BaseException:
+            self._recover()
+            raise
+        self._at_risk = []
+        self._is_whole = True
+
+    def _recover(self) -> None:
+        """Goes on with the requests that an exception has not touched.
+
+        The tokens of a step in flight are read: it is unharmed. The requests of the step that failed are aborted. Then
+        everything else (rows, tables, pools, promises, queues) is rebuilt from those that are left.
+
+        May itself be interrupted and called again: every request that has begun is aborted then.
+        """
+        has_begun_before, self._is_recovering = self._is_recovering, True
+        is_sound = self.runner.settle() and not has_begun_before
+        step, self._in_flight = self._in_flight, None
+        if step is not None and is_sound:
+            try:
+                self._read_tokens(step)
+            except Exception:
+                self._at_risk = [*self._at_risk, *step.tokens.sequences]
+        if not is_sound:
+            self._at_risk = [s for s in self._sequences() if s.state is not SequenceState.WAITING or s.num_pending]
+        for sequence in [*self._at_risk, *(s for s in self._sequences() if s.num_pending)]:
+            if sequence.request_id in self._requests:
+                self._requests[sequence.request_id].abort()
+        self.scheduler.recover([s for s in self._sequences() if s.finish_reason is None])
+        for sequence in self._sequences():
+            if sequence.finish_reason is not None:
+                sequence.state, sequence.row, sequence.saved = SequenceState.FINISHED, None, None
+        self._requests = {name: request for name, request in self._requests.items() if not request.is_finished}
+        self.runner.recover(self.scheduler.running)
+        self._at_risk = []
+        self._is_recovering = False
+        self._is_whole = True
+
+    def _sequences(self) -> list[Sequence]:
+        """Those of all requests."""
+        return [sequence for request in self._requests.values() for sequence in request.sequences]
 
     def _refuse_first_waiting(self) -> None:
         """With "auto", requests are taken that only the host can hold, before it is known that it can be used."""
         assert self._offload_error is not None, "nothing can run, although every block is free"
         sequence = self.scheduler.waiting[0]
-        self.abort(sequence.request_id)
-        raise MemoryError(
-            f"request {sequence.request_id!r} was aborted: it has {sequence.num_tokens} tokens, the GPU's KV pool holds "
+        error = MemoryError(
+            f"request {sequence.request_id!r} cannot run: it has {sequence.num_tokens} tokens, the GPU's KV pool holds "
             f"{self.max_sequence_tokens('resident')} and the host's cannot be used ({self._offload_error}): lower "
             "max_tokens, shorten the prompt or raise gpu_memory_limit"
         )
+        self._fail(self._requests[sequence.request_id], error)
+        self._remove_ended([self._requests[sequence.request_id]])
 
-    def _abandon(self, batch: PrefillBatch | DecodeBatch) -> None:
-        """Ends the requests of a step that failed, once nothing of it is in flight."""
-        self.runner.recover()
-        for request_id in {sequence.request_id for sequence in batch.sequences}:
-            self._end(request_id, has_failed=True)
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Ends a request because of an error of its own."""
+        self._outputs += request.fail(error)
+
+    def _remove_ended(self, requests: Iterable[Request]) -> None:
+        """Gives back what ended sequences hold."""
+        for request in requests:
+            for sequence in request.sequences:
+                if sequence.finish_reason is not None and not sequence.is_finished:
+                    self.scheduler.remove(sequence)
+            if request.is_finished:
+                self._requests.pop(request.request_id, None)
 
     def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
         begin, streamed_before = time.perf_counter(), self._streamed_bytes()
@@ -294,41 +351,46 @@ class LLMEngine:
         if self.meter.trace is not None:
             self.meter.trace.host(name, begin)
 
-    def _take(self, step: _InFlight, behind: _InFlight | None = None) -> list[StreamOutput]:
-        """Waits for a step and hands out its tokens; those of sequences that have ended meanwhile are dropped.
+    def _take(self, step: _InFlight, behind: _InFlight | None = None) -> None:
+        """Waits for a step, hands out its tokens and gives back what ended sequences hold.
 
-        If that fails, its requests are ended, and those of the step `behind` it, which counts on its tokens.
+        If that fails, its requests are at risk, and those of the step `behind` it, which counts on its tokens.
         """
-        try:
-            return self._hand_out(step)
-        except BaseException:
-            for failed in (step, behind):
-                if failed is not None:
-                    self._abandon(failed.batch)
-            raise
+        self._at_risk = [*step.tokens.sequences, *([] if behind is None else behind.batch.sequences)]
+        self._in_flight = None
+        self._read_tokens(step)
+        begin = time.perf_counter()
+        sequences = step.tokens.sequences
+        names = {sequence.request_id for sequence in sequences if sequence.finish_reason is not None}
+        self._remove_ended([self._requests[name] for name in names if name in self._requests])
+        for sequence in sequences:
+            if sequence.row is not None:
+                self.runner.kv_cache.publish(sequence)
+        self._trace_host("give back and publish", begin)
 
-    def _hand_out(self, step: _InFlight) -> list[StreamOutput]:
+    def _read_tokens(self, step: _InFlight) -> None:
+        """Waits for a step and hands out its tokens; those of sequences that have ended meanwhile are dropped."""
         begin = time.perf_counter()
         sampled = step.tokens.read()
         read = time.perf_counter()
         self._trace_host("wait for tokens", begin)
         self._count(step, read, read - begin)
-        outputs = []
-        for sequence, token_id, logprobs in zip(step.tokens.sequences, sampled.tokens, sampled.logprobs, strict=True):
+        found = zip(step.tokens.sequences, sampled.tokens, sampled.logprobs, sampled.errors, strict=True)
+        for sequence, token_id, logprobs, error in found:
             sequence.num_pending -= 1
-            if sequence.is_finished:
+            if sequence.finish_reason is not None:
                 continue
             request = self._requests[sequence.request_id]
-            request.take(sequence, token_id, logprobs, read)
-            outputs.append(request.stream_output(sequence))
-            if sequence.finish_reason is not None:
-                self.scheduler.remove(sequence)
-                if request.is_finished:
-                    del self._requests[request.request_id]
-            elif sequence.row is not None:
-                self.runner.kv_cache.publish(sequence)
+            try:
+                if error is not None:
+                    raise error
+                request.take(sequence, token_id, logprobs, read)
+                output = request.stream_output(sequence)
+            except Exception as failure:
+                self._fail(request, failure)
+                continue
+            self._outputs.append(output)
         self._trace_host("take tokens", read)
-        return outputs
 
     # Modes and statistics
 
@@ -355,7 +417,9 @@ class LLMEngine:
                 f"mode's pool holds {capacity}: raise "
                 f"{'host_memory_limit' if mode == 'offload' else 'gpu_memory_limit'} or wait until it has ended"
             )
-        self.runner.switch_mode(mode, self.scheduler.running)
+        self.runner.check_switch(mode, self.scheduler.running)  # refused out here, where nothing has changed
+        with self._changing():
+            self.runner.switch_mode(mode, self.scheduler.running)
 
     def _enter_offload(self) -> bool:
         """For "auto": goes on in offload mode, if the host can hold what runs."""
@@ -417,7 +481,8 @@ class LLMEngine:
         decode, prefill = self.meter.times, self.runner.prefill_program.pieces.counters
         gpu_blocks, offload = runner.kv_cache.gpu_blocks, runner.offload
         if offload is not None:
-            offload.reclaim()
+            with self._changing():
+                offload.reclaim()
         host_blocks = None if offload is None else offload.host.blocks
         transfer = None if offload is None else offload.counters
         return {
@@ -473,8 +538,9 @@ class LLMEngine:
 
     def close(self) -> None:
         """Aborts what runs and gives back device and host memory; the engine cannot be used afterwards."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
+        for request in self._requests.values():
+            request.abort()
+        self._requests.clear()
         self._in_flight = None
         self.runner.close()
         del self.runner, self.scheduler

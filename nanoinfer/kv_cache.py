@@ -15,6 +15,8 @@ sequence leaves on the GPU when it ends stays there until the room is wanted, fo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -23,9 +25,32 @@ from nanoinfer.prefix_cache import PrefixCache
 from nanoinfer.saved_kv import SavedKV
 from nanoinfer.sequence import Sequence
 from offload import BlockPool, KVLayout, OffloadEngine, Residency, Runtime, Stream
+from offload.engine import STORE_GROUP
 from offload.residency import MAX_PROMOTED, promotion_margin
 
 NO_BLOCK = -1
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Why a sequence was not admitted: it stays so until enough blocks were given back, or more of its prefix is known.
+
+    Attributes:
+        pool: in which its prefix was looked for.
+        next_key: of the first block that was not found; None where all that may be were.
+        num_given_back: `KVCache._num_given_back` at which there may be room.
+    """
+
+    sequence: Sequence
+    pool: BlockPool
+    next_key: bytes | None
+    num_given_back: int
+
+    def holds(self, sequence: Sequence, pool: BlockPool, num_given_back: int) -> bool:
+        """Whether `sequence` need not be tried again."""
+        if sequence is not self.sequence or pool is not self.pool or num_given_back >= self.num_given_back:
+            return False
+        return self.next_key is None or pool.published(self.next_key) is None
 
 
 class KVCache:
@@ -73,6 +98,8 @@ class KVCache:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_reserved_host = 0
         self._num_reserved_splits = 0
+        self._num_given_back = 0  # blocks and promises of blocks that sequences gave back, ever
+        self._refusal: _Refusal | None = None  # of the newest sequence that found no room
         self._rows_without_tail: set[int] = set()  # offload: rows to which a GPU block is promised
         self.residency = Residency(max_num_seqs)
         self._max_resident_blocks = max_resident_blocks
@@ -88,8 +115,8 @@ class KVCache:
     def admit(self, sequence: Sequence) -> bool:
         """Gives the sequence a row and its blocks (resident) or a promise of them (offload), if there is room.
 
-        Takes up blocks of an equal prefix, or the KV saved at preemption. Returns False, with nothing changed, if
-        there is no room.
+        Takes up blocks of an equal prefix, or the KV saved at preemption, which the caller drops once the sequence counts
+        as running. Returns False, with nothing changed, if there is no room.
         """
         if not self._free_rows:
             return False
@@ -97,43 +124,46 @@ class KVCache:
         if self._num_reserved_splits + self._num_blocks(sequence.max_num_tokens) > self.max_splits:
             return False
         if sequence.saved is not None:
-            try:
-                admitted = self._admit_saved(sequence)
-            except BaseException:
-                if sequence.row is not None:
-                    self.release(sequence)  # `saved` is whole still
-                raise
+            admitted = self._admit_saved(sequence)
             if admitted:
                 self.publish(sequence)  # its blocks are others now; `commit` publishes those that become full
             return admitted
-        hits = self.prefixes.find(sequence, self._home()[1])
-        if self.offload is not None:
-            admitted = self._admit_offload(sequence, hits)
-        else:
-            admitted = self._admit_resident(sequence, hits)
-        if admitted:
-            sequence.num_computed = sequence.num_cached = len(hits) * self.block_size
-            sequence.num_published = len(hits)
-            self.prefixes.count(sequence, len(hits))
-        return admitted
+        if self._refusal is not None and self._refusal.holds(sequence, self._home()[1], self._num_given_back):
+            return False
+        hits = self._admit_resident(sequence) if self.offload is None else self._admit_offload(sequence)
+        if hits is None:
+            return False
+        sequence.num_computed = sequence.num_cached = len(hits) * self.block_size
+        sequence.num_published = len(hits)
+        self.prefixes.count(sequence, len(hits))
+        return True
 
-    def _admit_resident(self, sequence: Sequence, hits: list[int]) -> bool:
+    def _admit_resident(self, sequence: Sequence) -> list[int] | None:
+        """Returns the blocks of the sequence's prefix that were found, or None if there is no room."""
+        hits = self.prefixes.find(sequence, self.gpu_blocks)
         missing = self._num_blocks(sequence.num_tokens) - len(hits)
         if missing > self.gpu_blocks.num_free:
-            self.gpu_blocks.release(hits)
-            return False
+            self._refuse(sequence, hits, self.gpu_blocks, missing - self.gpu_blocks.num_free)
+            return None
         row = self._take_row(sequence)
         blocks = hits + self.gpu_blocks.allocate(missing)
         self.gpu_table[row, : len(blocks)] = blocks
-        return True
+        return hits
 
-    def _admit_offload(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Promises every host block that the sequence can ever fill, so it never has to give way later."""
+    def _admit_offload(self, sequence: Sequence) -> list[int] | None:
+        """Promises every host block that the sequence can ever fill, so it never has to give way later.
+
+        Returns as `_admit_resident`.
+        """
         assert self.offload is not None
+        if not self._has_gpu_room(sequence):
+            return None
+        host = self.offload.host.blocks
+        hits = self.prefixes.find(sequence, host)
         reserve = sequence.max_num_tokens // self.block_size - len(hits)
-        if not self._has_offload_room(sequence, reserve):
-            self.offload.host.blocks.release(hits)
-            return False
+        if reserve > self._num_unpromised_host:
+            self._refuse(sequence, hits, host, reserve - self._num_unpromised_host)
+            return None
         row = self._take_row(sequence)
         self.host_table[row, : len(hits)] = hits
         self._reserve_host(sequence, reserve)
@@ -142,7 +172,13 @@ class KVCache:
         self._note_residency(row, first=len(hits) - len(copies), num_computed=len(hits) * self.block_size)
         self._promise_tail(row)
         self._limit_residency()
-        return True
+        return hits
+
+    def _refuse(self, sequence: Sequence, hits: list[int], pool: BlockPool, num_short: int) -> None:
+        """Gives back the prefix that was found, and remembers what would have to change: looking it up takes long."""
+        next_key = self.prefixes.key_behind(sequence, len(hits))
+        pool.release(hits)
+        self._refusal = _Refusal(sequence, pool, next_key, self._num_given_back + num_short)
 
     def _find_copies(self, host_blocks: list[int]) -> list[int]:
         """Takes up the GPU blocks that ended sequences have left of these: of the last ones, as a row keeps its newest."""
@@ -169,14 +205,14 @@ class KVCache:
             if self.offload.host.blocks.is_published(host_block):
                 self.gpu_blocks.publish(int(self.gpu_table[row, block]), host_block)
 
-    def _has_offload_room(self, sequence: Sequence, num_host_blocks: int) -> bool:
+    @property
+    def _num_unpromised_host(self) -> int:
+        """Host blocks that are free, or will be when copies have run, and promised to nobody."""
         assert self.offload is not None
-        host = self.offload.host.blocks
-        if num_host_blocks > host.num_free + self.offload.num_deferred_host - self._num_reserved_host:
-            return False
-        if self.num_obtainable < 1:
-            return False
-        return not self._only_if_faster or self._keeps_throughput(sequence)
+        return self.offload.host.blocks.num_free + self.offload.num_deferred_host - self._num_reserved_host
+
+    def _has_gpu_room(self, sequence: Sequence) -> bool:
+        return self.num_obtainable >= 1 and (not self._only_if_faster or self._keeps_throughput(sequence))
 
     def _keeps_throughput(self, sequence: Sequence) -> bool:
         """Whether one sequence more does not lower the tokens per second of all.
@@ -249,14 +285,14 @@ class KVCache:
         """Hands out GPU blocks; in offload mode drops full ones and waits for copies, if need be."""
         if self.offload is not None:
             self._drop(count - self.gpu_room)
-            self.offload.reclaim(wait=count > self.gpu_blocks.num_free)
+            self.offload.reclaim()
+            self.offload.wait_for_gpu(count)
         return self.gpu_blocks.allocate(count)
 
     def _take_host(self, count: int) -> list[int]:
         """Hands out promised host blocks; waits for copies, if need be."""
         assert self.offload is not None
-        if count > self.offload.host.blocks.num_free:
-            self.offload.reclaim(wait=True)
+        self.offload.wait_for_host(count)
         return self._allocate_host(self.offload, count)
 
     def _allocate_host(self, offload: OffloadEngine, count: int) -> list[int]:
@@ -269,6 +305,11 @@ class KVCache:
         """The row has no block that is partly full: it is sure to get a GPU block when it grows."""
         self._rows_without_tail.add(row)
         self._drop(-self.gpu_room)
+
+    def _lacks_tail(self, sequence: Sequence) -> bool:
+        """Whether the block behind the last full one, into which the next token goes, is not there yet."""
+        tail = sequence.num_computed // self.block_size
+        return tail == self.gpu_table.shape[1] or self.gpu_table[sequence.row, tail] == NO_BLOCK
 
     def _drop(self, count: int) -> None:
         """Drops the GPU copies of full blocks that the host has too."""
@@ -339,7 +380,7 @@ class KVCache:
         if self.offload is None:
             return
         self._note_residency(row, int(self.residency.first[row]), end)
-        if end % self.block_size == 0 and self.gpu_table[row, is_full : is_full + 1].max(initial=NO_BLOCK) == NO_BLOCK:
+        if self._lacks_tail(sequence):
             self._promise_tail(row)
         self._limit_residency()
 
@@ -366,6 +407,7 @@ class KVCache:
             self._poison_gpu(self.gpu_blocks.release(on_gpu))
         self.gpu_table[row] = NO_BLOCK
         self.host_table[row] = NO_BLOCK
+        self._num_given_back += len(on_gpu) + len(on_host) + sequence.num_reserved_host
         self._num_reserved_host -= sequence.num_reserved_host
         sequence.num_reserved_host = 0
         self._num_reserved_splits -= self._num_blocks(sequence.max_num_tokens)
@@ -400,7 +442,8 @@ class KVCache:
         num_saved = sequence.saved.num_blocks
         if self.offload is not None:
             num_full = sequence.num_computed // self.block_size
-            if not self._has_offload_room(sequence, sequence.max_num_tokens // self.block_size):
+            needed = sequence.max_num_tokens // self.block_size
+            if not self._has_gpu_room(sequence) or needed > self._num_unpromised_host:
                 return False
             row = self._take_row(sequence)
             self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - num_full)
@@ -427,7 +470,6 @@ class KVCache:
             num_full, num_saved, lambda layer, place: self.gpu_kv[layer, int(self.gpu_table[row, place])]
         )
         self._runtime.synchronize()
-        sequence.saved = None
         return True
 
     # The switch
@@ -440,45 +482,65 @@ class KVCache:
             PinError: the host pool cannot be used; nothing changes.
         """
         assert self.offload is None
-        offload.host.check()  # with nothing to store, the first step would notice, and fail
-        offload.drain()
-        needed = sum(sequence.max_num_tokens // self.block_size for sequence in sequences)
-        self._check_room("offload", "can grow to", needed, "host", offload.host.blocks)
+        self.check_offload(offload, sequences)
         full = {sequence.row: sequence.num_computed // self.block_size for sequence in sequences}
-        on_host = {row: self._allocate_host(offload, count) for row, count in full.items()}
-        pairs = [
-            pair
-            for row, blocks in on_host.items()
-            for pair in zip(self.gpu_table[row, : len(blocks)].tolist(), blocks, strict=True)
-        ]
+        pairs = self._pairs_to_store(offload, full)
         try:
             offload.store(pairs)
         except BaseException:
             offload.drain()
-            for blocks in on_host.values():
-                offload.host.blocks.release(blocks)
+            offload.host.blocks.release(host_block for _, host_block in pairs)
             raise
-        self.offload = offload
+        host_blocks = dict(pairs)
+        for row, count in full.items():
+            self.host_table[row, :count] = [host_blocks[block] for block in self.gpu_table[row, :count].tolist()]
+        self.offload = offload  # from here on every full block lies on the host
+        offload.host.blocks.hold(block for row in full for block in _present(self.host_table[row]))
+        offload.host.blocks.release(host_blocks.values())
+        self._refusal = None
         for sequence in sequences:
             row = sequence.row
-            self.host_table[row, : full[row]] = on_host[row]
             self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - full[row])
             self._note_residency(row, self._leave_shared_blocks(row), sequence.num_computed)
             self.changed_rows.add(row)
             sequence.num_published = 0
         for sequence in sequences:
-            if self.gpu_table[sequence.row, full[sequence.row]] == NO_BLOCK:
+            if self._lacks_tail(sequence):
                 self._promise_tail(sequence.row)
             self.publish(sequence)
         self._limit_residency()
 
-    def _check_room(self, mode: str, what: str, needed: int, name: str, pool: BlockPool) -> None:
-        if needed > pool.num_free:
+    def check_offload(self, offload: OffloadEngine, sequences: list[Sequence]) -> None:
+        """Raises as `switch_to_offload` does where that cannot be, with nothing changed and nothing waited for."""
+        offload.host.check()  # with nothing to store, the first step would notice, and fail
+        needed = sum(sequence.max_num_tokens // self.block_size for sequence in sequences)
+        self._check_room("offload", "can grow to", needed, "host", offload.host.blocks)
+
+    def _pairs_to_store(self, offload: OffloadEngine, full: dict[int, int]) -> list[tuple[int, int]]:
+        """(GPU block, host block) of the first `full[row]` blocks of each row, those that rows share only once.
+
+        The oldest come first, a stretch of each row in turn: they are dropped first, and whoever drops them waits for
+        their copies.
+        """
+        longest = max(full.values(), default=0)
+        stretches = [
+            self.gpu_table[row, begin : min(begin + STORE_GROUP, count)].tolist()
+            for begin in range(0, longest, STORE_GROUP)
+            for row, count in full.items()
+        ]
+        gpu_blocks = list(dict.fromkeys(block for stretch in stretches for block in stretch))
+        return list(zip(gpu_blocks, self._allocate_host(offload, len(gpu_blocks)), strict=True))
+
+    def _check_room(
+        self, mode: str, what: str, needed: int, name: str, pool: BlockPool, num_deferred: int = 0
+    ) -> None:
+        num_free = pool.num_free + num_deferred
+        if needed > num_free:
             block_bytes = self.layout.block_bytes
             raise ValueError(
                 f"switch to {mode} refused: the running sequences {what} {needed} KV blocks "
-                f"({format_gib(needed * block_bytes)} GiB), the {name} pool has {pool.num_free} free "
-                f"({format_gib(pool.num_free * block_bytes)} GiB): raise {name.lower()}_memory_limit or wait until some "
+                f"({format_gib(needed * block_bytes)} GiB), the {name} pool has {num_free} free "
+                f"({format_gib(num_free * block_bytes)} GiB): raise {name.lower()}_memory_limit or wait until some "
                 "have ended"
             )
 
@@ -488,13 +550,17 @@ class KVCache:
         Returns:
             The first block that the row keeps.
         """
+        assert self.offload is not None
         held = _present(self.gpu_table[row])
         is_shared = [self.gpu_blocks.references(block) > 1 for block in held]
-        num_shared = max((i + 1 for i, shared in enumerate(is_shared) if shared), default=0)
-        # At once, although they are being stored: another row holds them on, and the next row must see that.
-        self.gpu_blocks.release(held[:num_shared])
-        self.gpu_table[row, :num_shared] = NO_BLOCK
-        return num_shared
+        num_left = max((i + 1 for i, shared in enumerate(is_shared) if shared), default=0)
+        left = list(zip(held[:num_left], is_shared, strict=False))
+        # The shared ones at once, although they are being stored: another row holds them on, and must see that it holds
+        # them alone. Nobody holds the others: they are free only when they have been stored.
+        self.gpu_blocks.release(block for block, shared in left if shared)
+        self.offload.release_gpu([block for block, shared in left if not shared])
+        self.gpu_table[row, :num_left] = NO_BLOCK
+        return num_left
 
     def switch_to_resident(self, sequences: list[Sequence]) -> None:
         """Brings every host block of the running sequences into the GPU pool.
@@ -504,24 +570,23 @@ class KVCache:
         """
         offload = self.offload
         assert offload is not None
+        self.check_resident(sequences)
         offload.drain()
-        wanted = {}
+        pairs, tables = [], {}
         for sequence in sequences:
-            table = self.gpu_table[sequence.row, : self._num_blocks(sequence.num_tokens)]
-            wanted[sequence.sequence_id] = np.flatnonzero(table == NO_BLOCK)
-        needed = sum(len(blocks) for blocks in wanted.values())
-        self._check_room("resident", "still need", needed, "GPU", self.gpu_blocks)
-        pairs = []
-        for sequence in sequences:
-            row, missing = sequence.row, wanted[sequence.sequence_id]
-            self.gpu_table[row, missing] = self.gpu_blocks.allocate(len(missing))
+            row, missing = sequence.row, self._missing(sequence)
+            tables[row] = self.gpu_table[row].copy()
+            tables[row][missing] = self.gpu_blocks.allocate(len(missing))
             on_host = np.flatnonzero(self.host_table[row] != NO_BLOCK)
             if self._window is None:
                 on_host = np.intersect1d(on_host, missing, assume_unique=True)
             # else: blocks that came back through the ring lack the layers whose window had moved on
-            pairs += zip(self.gpu_table[row, on_host].tolist(), self.host_table[row, on_host].tolist(), strict=True)
-            self.changed_rows.add(row)
+            pairs += zip(tables[row][on_host].tolist(), self.host_table[row, on_host].tolist(), strict=True)
         offload.load(pairs)
+        for row, table in tables.items():  # with content now, so in either mode a row may say that it holds it
+            self.gpu_table[row] = table
+            self.changed_rows.add(row)
+        self.offload = self._refusal = None
         for sequence in sequences:
             offload.release_host(_present(self.host_table[sequence.row]))
             self.host_table[sequence.row] = NO_BLOCK
@@ -530,10 +595,72 @@ class KVCache:
             self.residency.clear(sequence.row)
             sequence.num_published = 0
         self._rows_without_tail.clear()
-        self.offload = None
         offload.drain()
         for sequence in sequences:
             self.publish(sequence)
+
+    def check_resident(self, sequences: list[Sequence]) -> None:
+        """Raises as `switch_to_resident` does where that cannot be, with nothing changed and nothing waited for."""
+        needed = sum(len(self._missing(sequence)) for sequence in sequences)
+        self._check_room("resident", "still need", needed, "GPU", self.gpu_blocks, self.offload.num_deferred_gpu)
+
+    def _missing(self, sequence: Sequence) -> np.ndarray:
+        """The logical blocks of the sequence that do not lie on the GPU, up to its last token."""
+        return np.flatnonzero(self.gpu_table[sequence.row, : self._num_blocks(sequence.num_tokens)] == NO_BLOCK)
+
+    # Recovery
+
+    def recover(self, sequences: list[Sequence], offload: OffloadEngine | None) -> None:
+        """Rebuilds rows, tables, pools and promises from what the given admitted sequences hold.
+
+        After an exception in the middle of anything, once nothing is in flight: of the old state only the sequences'
+        lines of the tables are read, and their tokens. Whatever else was held is free then, and no block is published
+        but theirs. May be interrupted and called again.
+
+        Args:
+            sequences: those that go on, none of which took part in a step that failed.
+            offload: the engine of offload mode, in whichever mode this is.
+        """
+        rows = [sequence.row for sequence in sequences]
+        others = np.setdiff1d(np.arange(len(self.gpu_table)), rows)
+        self.gpu_table[others] = self.host_table[others] = NO_BLOCK
+        self._free_rows = others[::-1].tolist()
+        self._rows_without_tail = set()
+        self._num_reserved_host = self._num_reserved_splits = 0
+        self._refusal = None
+        for row in others.tolist():
+            self.residency.clear(row)
+        for sequence in sequences:
+            self._recover_row(sequence)
+        self.gpu_blocks.rebuild(self.gpu_table[self.gpu_table != NO_BLOCK].tolist())
+        if offload is not None:
+            offload.recover()
+            offload.host.blocks.rebuild(self.host_table[self.host_table != NO_BLOCK].tolist())
+        for sequence in sequences:
+            sequence.num_published = 0
+            self.publish(sequence)
+        if self.offload is not None:
+            self._drop(-self.gpu_room)
+            self._limit_residency()
+        self.changed_rows = set(rows)
+
+    def _recover_row(self, sequence: Sequence) -> None:
+        """What follows from the row's lines of the tables and from its number of computed tokens."""
+        row, full = sequence.row, sequence.num_computed // self.block_size
+        self._num_reserved_splits += self._num_blocks(sequence.max_num_tokens)
+        sequence.num_reserved_host = 0
+        if self.offload is None:
+            self.host_table[row] = NO_BLOCK
+            self.residency.clear(row)
+            return
+        self.host_table[row, full:] = NO_BLOCK
+        self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - full)
+        missing = np.flatnonzero(self.gpu_table[row, :full] == NO_BLOCK)
+        first = int(missing[-1]) + 1 if len(missing) else 0
+        self.gpu_table[row, :first] = NO_BLOCK
+        self._note_residency(row, first, sequence.num_computed)
+        if self._lacks_tail(sequence):
+            self._rows_without_tail.add(row)
 
     def publish(self, sequence: Sequence) -> None:
         """Offers the full blocks of an admitted sequence whose tokens are known to others with an equal beginning."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,28 +84,44 @@ class LLM:
         Returns:
             One output per prompt, in their order.
 
+        A request that fails while it runs fails alone: its output has `finish_reason="error"` and says why in `error`,
+        and a warning names it. Where no other is left, its exception is raised instead.
+
         Raises:
             ValueError: a prompt, its parameters or an argument cannot be used. No prompt runs then.
         """
         _refuse(unsupported, GENERATE, LLM.generate)
         prompts = as_list(prompts)
         params = self._one_each(sampling_params, len(prompts))
-        token_ids = [self._check(prompt, i, len(prompts)) for i, prompt in enumerate(prompts)]
+        token_ids = []
+        for place, prompt in enumerate(prompts):
+            with _naming(place, len(prompts)):
+                token_ids.append(self.engine.tokenize(prompt))
         before = self.engine.meter.snapshot()
+        ids = [self._new_id() for _ in prompts]
         requests = []
         try:
-            for prompt, param, ids in zip(prompts, params, token_ids, strict=True):
-                requests.append(self._add(prompt, param, ids, len(requests), len(prompts)))
-            with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
-                while not all(request.is_finished for request in requests):
-                    self._step(requests)
-                    bar.update(sum(request.is_finished for request in requests) - bar.n)
+            for place, (request_id, *arguments) in enumerate(zip(ids, prompts, params, token_ids, strict=True)):
+                with _naming(place, len(prompts)):
+                    requests.append(self.engine.add_request(request_id, *arguments))
+            self._run(requests, use_tqdm)
             if use_tqdm and self.engine.config.progress_bar:
                 _report(run_line(self.engine, before))
         finally:
-            for request in requests:
-                self.engine.abort(request.request_id)  # those that an exception left behind
+            for request_id in ids:
+                self.engine.abort(request_id)  # those that an exception left behind
+        _report_failures(requests)
         return [request.output() for request in requests]
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+        """Runs steps until all of the requests have ended."""
+        running = {request.request_id: request for request in requests}
+        with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
+            while running and self.engine.has_work:
+                for output in self._step(requests):
+                    if output.finished and output.request_id in running and running[output.request_id].is_finished:
+                        del running[output.request_id]
+                        bar.update()
 
     def generate_stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
@@ -218,8 +236,8 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _step(self, requests: Sequence[Request] = ()) -> None:
-        """Runs a step and hands its outputs to the streams that they belong to.
+    def _step(self, requests: Sequence[Request] = ()) -> list[StreamOutput]:
+        """Runs a step, hands its outputs to the streams that they belong to, and returns them.
 
         Raises:
             Exception: the step failed, and ended one of `requests`, or none at all. A stream whose requests it ended reads
@@ -233,10 +251,11 @@ class LLM:
             is_mine = any(_was_aborted(request) for request in requests)
             if is_mine or not num_ended or not isinstance(error, Exception):
                 raise
-            return
+            return []
         for output in outputs:
             if output.request_id in self._streams:
                 self._streams[output.request_id].put(output)
+        return outputs
 
     def _new_id(self) -> str:
         self._next_request += 1
@@ -261,17 +280,23 @@ class LLM:
                 raise ValueError(f"sampling_params holds a {type(param).__name__}: give SamplingParams(...)")
         return params
 
-    def _check(self, prompt: Prompt, place: int, count: int) -> list[int]:
-        try:
-            return self.engine.tokenize(prompt)
-        except ValueError as error:
-            raise ValueError(_placed(error, place, count)) from error
 
-    def _add(self, prompt: Prompt, params: SamplingParams, token_ids: list[int], place: int, count: int) -> Request:
-        try:
-            return self.engine.add_request(self._new_id(), prompt, params, token_ids)
-        except ValueError as error:
-            raise ValueError(_placed(error, place, count)) from error
+@contextmanager
+def _naming(place: int, count: int) -> Iterator[None]:
+    """Errors of one prompt of several say which it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"prompt {place} of {count}: {error}" if count > 1 else str(error)) from error
+
+
+def _report_failures(requests: list[Request]) -> None:
+    """Warns of requests that failed among others; raises where all did."""
+    failed = [(place, request) for place, request in enumerate(requests) if request.failure is not None]
+    if failed and len(failed) == len(requests):
+        raise failed[0][1].failure
+    for place, request in failed:
+        warnings.warn(f"prompt {place} of {len(requests)} failed: {request.error}", stacklevel=3)
 
 
 class _Stream:
@@ -325,10 +350,6 @@ def _refused(request_id: str, error: ValueError) -> StreamOutput:
 
 def _text(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def _placed(error: ValueError, place: int, count: int) -> str:
-    return f"prompt {place} of {count}: {error}" if count > 1 else str(error)
 
 
 def _report(text: str) -> None:

@@ -61,7 +61,7 @@ class CompletionOutput:
     """Per generated token: token id -> Logprob, of the sampled token and of the most likely ones."""
     finish_reason: FinishReason | None = None
     """None: not finished; "stop": a stop token or stop string; "length": max_tokens or max_model_len; "abort"; "error":
-    refused (streams only)."""
+    the request failed, alone, and its output says why."""
     stop_reason: int | str | None = None
     """The stop string or the id from stop_token_ids that ended it; None for the model's own end token."""
 
@@ -83,6 +83,8 @@ class RequestOutput:
     finished: bool = False
     """True when every completion is."""
     metrics: RequestMetrics | None = None
+    error: str | None = None
+    """With a completion whose finish_reason is "error": why this request failed; its neighbours went on."""
 
 
 @dataclass(kw_only=True, slots=True)  # not frozen: one is made for each token, and freezing costs most of it

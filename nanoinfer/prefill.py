@@ -127,6 +127,10 @@ class PrefillProgram:
             lengths=lengths,
         )
 
+    def forget_tables(self) -> None:
+        """After an exception: the table on the device may hold anything, and is uploaded again."""
+        self._table.forget()
+
     def capture(self, progress: Callable[[str], None]) -> None:
         """Captures the pieces of small steps; see `PrefillPieces.capture`."""
         self.pieces.capture(progress)

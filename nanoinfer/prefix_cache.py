@@ -38,6 +38,12 @@ class PrefixCache:
             hits.append(block)
         return hits
 
+    def key_behind(self, sequence: Sequence, num_hits: int) -> bytes | None:
+        """The key of the first block that `find` did not find; None if it found all that may be."""
+        if not self._is_enabled or num_hits == (sequence.num_tokens - 1) // self._block_size:
+            return None
+        return self._keys(sequence, num_hits + 1)[-1]
+
     def count(self, sequence: Sequence, num_hits: int) -> None:
         """Notes that a sequence was admitted with so many blocks found."""
         if self._is_enabled:

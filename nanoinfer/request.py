@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nanoinfer.detokenizer import Detokenizer, Tokenizer, token_text
-from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
+from nanoinfer.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, StreamOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.sequence import Sequence
 
@@ -40,6 +40,7 @@ class Request:
     first_token: float | None = None
     last_token: float | None = None
     completions: list[_Completion] = field(default_factory=list)
+    failure: Exception | None = None  # why its completions have the finish reason "error"
 
     def add_sequence(self, sequence: Sequence) -> None:
         detokenizer = Detokenizer(
@@ -96,10 +97,28 @@ class Request:
 
     def abort(self) -> None:
         """Ends every completion that still runs."""
-        for completion in self.completions:
-            if completion.sequence.finish_reason is None:
-                completion.sequence.finish_reason = "abort"
+        self._end_all("abort")
+
+    def fail(self, error: Exception) -> list[StreamOutput]:
+        """Ends every completion that still runs because of an error of this request; the last outputs of these."""
+        self.failure = error
+        return [replace(self.stream_output(sequence), error=self.error) for sequence in self._end_all("error")]
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong with this request, in words; None: nothing."""
+        return None if self.failure is None else str(self.failure) or type(self.failure).__name__
+
+    def _end_all(self, reason: FinishReason) -> list[Sequence]:
+        """Ends every completion that still runs; returns their sequences."""
+        ended = [completion for completion in self.completions if completion.sequence.finish_reason is None]
+        for completion in ended:
+            completion.sequence.finish_reason = reason
+            try:
                 completion.text_delta += completion.detokenizer.flush()
+            except Exception:  # a tokenizer that fails may be why the request ends: the text ends earlier then
+                pass
+        return [completion.sequence for completion in ended]
 
     def _take_logprobs(
         self, sequence: Sequence, token_id: int, logprobs: tuple[float, int, list[float], list[int]]
@@ -122,6 +141,7 @@ class Request:
             outputs=[self._completion_output(completion) for completion in self.completions],
             finished=self.is_finished,
             metrics=self.metrics(),
+            error=self.error,
         )
 
     def _completion_output(self, completion: _Completion) -> CompletionOutput:

@@ -40,24 +40,23 @@ class PendingTokens:
 
     Attributes:
         sequences: those that get a token; each one's `num_pending` counts it until it is read.
-        check: raises where what was read is no use.
+        check: says of each of them, once the step has run, why its token is no use; None: it is.
     """
 
     def __init__(self, sequences: list[Sequence], tokens: torch.Tensor, logprobs: list[torch.Tensor], done: Event):
         self.sequences = sequences
         self._tokens, self._logprobs, self._done = tokens, logprobs, done
-        self.check: Callable[[], None] = lambda: None
+        self.check: Callable[[], list[Exception | None]] = lambda: [None] * len(sequences)
 
     def read(self) -> SampledTokens:
         """Waits until the step has run."""
         self._done.synchronize("host.read_after_step")
-        self.check()
         logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * len(self.sequences)
         wanted = [i for i, sequence in enumerate(self.sequences) if sequence.params.logprobs is not None]
         if wanted:
             for i, *values in zip(wanted, *(tensor.tolist() for tensor in self._logprobs), strict=True):
                 logprobs[i] = tuple(values)
-        return SampledTokens(self._tokens[: len(self.sequences)].tolist(), logprobs)
+        return SampledTokens(self._tokens[: len(self.sequences)].tolist(), logprobs, self.check())
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,12 @@ class SampledTokens:
 
     Attributes:
         logprobs: per sequence, None or (log-probability of the token, its rank, top values, top ids).
+        errors: per sequence, why its token is no use; None: it is.
     """
 
     tokens: list[int]
     logprobs: list[tuple[float, int, list[float], list[int]] | None]
+    errors: list[Exception | None]
 
 
 class ModelRunner:
@@ -173,13 +174,21 @@ class ModelRunner:
         """
         if mode == self.mode:
             return
+        self.check_switch(mode, sequences)
         with self.compute.current():
             if mode == "offload":
-                type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
                 self.kv_cache.switch_to_offload(self._get_offload(), sequences)
             else:
                 self.kv_cache.switch_to_resident(sequences)
             self.capture()
+
+    def check_switch(self, mode: str, sequences: list[Sequence]) -> None:
+        """Raises as `switch_mode` does where that cannot be, with nothing changed."""
+        if mode == "offload":
+            type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
+            self.kv_cache.check_offload(self._get_offload(), sequences)
+        else:
+            self.kv_cache.check_resident(sequences)
 
     @property
     def may_spill(self) -> bool:
@@ -322,24 +331,24 @@ class ModelRunner:
         if self._are_logits_sound:
             return self._read_back(sequences, self._prefill_tokens, lambda: logits[0])
         are_nan: list[torch.Tensor] = []
-        self.compute.run(lambda: are_nan.append(logits[0][0].isnan().all()))
+        self.compute.run(lambda: are_nan.append(logits[0].isnan().all(dim=-1)))
         pending = self._read_back(sequences, self._prefill_tokens, lambda: logits[0])
         pending.check = lambda: self._check_logits(are_nan[0])
         return pending
 
-    def _check_logits(self, are_nan: torch.Tensor) -> None:
-        """Once in an engine's life, so that no later step waits for it: a broken checkpoint is broken from the start.
+    def _check_logits(self, are_nan: torch.Tensor) -> list[Exception | None]:
+        """Says of which sequences every logit is NaN: a token drawn from such is always the first of the vocabulary.
 
-        Raises:
-            ValueError: every logit is NaN. A token drawn from such is always the first of the vocabulary.
+        Until one has numbers, so that no later step waits for it: a broken checkpoint is broken from the start.
         """
-        if are_nan.item():
-            overflow = ', or the model overflows in float16 (set dtype="bfloat16" or "float32")'
-            raise ValueError(
-                "all logits of the first prompt are NaN: the checkpoint's weights are damaged (download it again)"
-                + (overflow if self.model.spec.dtype == torch.float16 else "")
-            )
-        self._are_logits_sound = True
+        found = are_nan.tolist()
+        self._are_logits_sound = not all(found)
+        overflow = ', or the model overflows in float16 (set dtype="bfloat16" or "float32")'
+        message = (
+            "all logits of the prompt are NaN: the checkpoint's weights are damaged (download it again)"
+            + (overflow if self.model.spec.dtype == torch.float16 else "")
+        )
+        return [ValueError(message) if is_nan else None for is_nan in found]
 
     @contextmanager
     def _timed(self, timeline: Timeline | None) -> Iterator[None]:
@@ -393,11 +402,16 @@ class ModelRunner:
         self.compute.record(done)
         return PendingTokens(sequences, on_host, found, done)
 
-    def recover(self) -> None:
-        """After an exception inside a step: waits until nothing is in flight any more."""
-        if self._offload is not None:
-            self._offload.drain()
-        self.runtime.synchronize()
+    def settle(self) -> bool:
+        """After an exception: waits until nothing is in flight; False if work of a step in flight was lost."""
+        return self.runtime.settle()
+
+    def recover(self, sequences: list[Sequence]) -> None:
+        """Rebuilds pools and tables from the sequences that go on, once nothing is in flight; see `KVCache.recover`."""
+        self.kv_cache.recover(sequences, self._offload)
+        self.decode_program.forget_tables()
+        self.prefill_program.forget_tables()
+        self.sampling.forget()
 
     def close(self) -> None:
         """Gives back device and host memory at once; the runner cannot be used afterwards."""

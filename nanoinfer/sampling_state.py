@@ -96,8 +96,14 @@ class SamplingState:
             return
         for sequence in changed:
             assert not sequence.num_pending, "a token that only the device knows is missing in what is uploaded"
-            self._owners[sequence.row] = sequence
+            self._owners[sequence.row] = None  # first: an upload that fails half-way leaves a row of nobody's
         self._upload(stream, [(sequence.row, self.row_sampling(sequence)) for sequence in changed])
+        for sequence in changed:
+            self._owners[sequence.row] = sequence
+
+    def forget(self) -> None:
+        """After an exception: the rows on the device may hold anything, and are uploaded again."""
+        self._owners = [None] * len(self._owners)
 
     def row_sampling(self, sequence: Sequence) -> RowSampling:
         """How the sequence is sampled from here on."""

@@ -84,10 +84,10 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence, *, has_failed: bool = False) -> None:
-        """Takes a sequence out, wherever it is, and gives back what it holds; has_failed: what it holds may be anything."""
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is, and gives back what it holds."""
         if sequence.row is not None:
-            self._kv_cache.release(sequence, leave_copies=not has_failed)
+            self._kv_cache.release(sequence, leave_copies=True)
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -130,10 +130,10 @@ class Scheduler:
                 # Alone, a prompt that the GPU pool cannot hold would wait for ever.
                 if self.running or not self._spill() or not self._kv_cache.admit(sequence):
                     break
+            self.running.append(sequence)  # before it leaves the queue: an interrupt must not lose it
             self.waiting.popleft()
-            self.running.append(sequence)
-            is_computed = sequence.num_computed >= sequence.num_tokens - 1 and sequence.num_sampled
-            sequence.state = SequenceState.DECODE if is_computed else SequenceState.PREFILL
+            sequence.saved = None
+            sequence.state = _state(sequence)
             if sequence.state is SequenceState.PREFILL:
                 budget -= self._add_chunk(sequence, budget, chunks)
         return chunks
@@ -173,10 +173,35 @@ class Scheduler:
     def _preempt_youngest(self) -> None:
         victim = self.running[-1]
         self._kv_cache.save(victim)  # may lack host memory: nothing has changed then
-        self.running.pop()
         victim.state = SequenceState.WAITING
         self.waiting.appendleft(victim)
+        self.running.pop()
         self.num_preemptions += 1
+
+    def recover(self, sequences: list[Sequence]) -> None:
+        """Sorts the sequences that go on into those that run and those that wait, after an exception in the middle of
+        anything. May be interrupted and called again.
+
+        A sequence runs if it has a row and its KV is nowhere else; one that was being admitted or preempted waits.
+        """
+        alive = set(sequences)
+        in_order = [sequence for sequence in dict.fromkeys([*self.running, *self.waiting]) if sequence in alive]
+        has_row = {s for s in self.running if s.row is not None and s.saved is None}
+        self.running = [sequence for sequence in in_order if sequence in has_row]
+        self.waiting = deque(sequence for sequence in in_order if sequence not in has_row)
+        for sequence in self.waiting:
+            sequence.state, sequence.row = SequenceState.WAITING, None
+            if sequence.saved is None:
+                sequence.num_computed = sequence.num_cached = 0
+        for sequence in self.running:
+            sequence.state = _state(sequence)
+        self._last_was_prefill = False
+
+
+def _state(sequence: Sequence) -> SequenceState:
+    """What an admitted sequence does next."""
+    is_computed = sequence.num_computed >= sequence.num_tokens - 1 and sequence.num_sampled
+    return SequenceState.DECODE if is_computed else SequenceState.PREFILL
 
 
 def _wants_token(sequence: Sequence) -> bool:

@@ -79,6 +79,11 @@ class BlockPool:
         self._references[block] = self._references.get(block, 0) + 1
         return block
 
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Holds blocks once more that somebody holds, for each time that they are named."""
+        for block in blocks:
+            self._references[block] += 1
+
     def claim(self, block: int) -> bool:
         """Holds a published block that nobody holds; False: somebody does."""
         if block not in self._cached:
@@ -143,13 +148,17 @@ class BlockPool:
         """How many hold the block."""
         return self._references.get(block, 0)
 
-    def clear_cache(self) -> None:
-        """Frees every cached block and forgets every key."""
-        for block in self._cached:
-            heapq.heappush(self._free, block)
-        self._cached.clear()
-        self._key_of.clear()
-        self._block_of.clear()
+    def rebuild(self, held: Iterable[int]) -> None:
+        """Starts anew: the blocks in `held` are held, once for each time they are named, and nothing is published.
+
+        After an exception in the middle of anything: no part of the old state is read.
+        """
+        references: dict[int, int] = {}
+        for block in held:
+            references[block] = references.get(block, 0) + 1
+        self._cached, self._key_of, self._block_of = OrderedDict(), {}, {}
+        self._free = [block for block in range(self._first, self._num_blocks) if block not in references]
+        self._references = references
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]

@@ -12,9 +12,10 @@ from `ring_schedule`; the waits are in `Ring` and below, each with the name of i
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,6 +27,11 @@ from offload.plan import Chunk, StreamPlan, host_runs
 from offload.ring import Attend, Compute, Fill, Ring, ring_schedule
 from offload.runtime import Event, Runtime, Stream
 from offload.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
+
+# Blocks that `store` sends between two events: whoever waits for a few of them does not wait for the whole pool.
+STORE_GROUP = 64
+_REUSE_GPU = "gpu_block.reuse_after_write_through"
+_REUSE_HOST = "host_block.reuse_after_copies"
 
 
 class OffloadStep(Protocol):
@@ -57,11 +63,21 @@ class OffloadCounters:
 
 
 @dataclass(frozen=True)
+class _Write:
+    """GPU blocks that were sent to the host together; `number` counts up in the order of the write stream."""
+
+    number: int
+    blocks: list[int]
+    written: Event
+
+
+@dataclass
 class _Deferred:
-    """Blocks to release once all events have been reached."""
+    """Released blocks that return to their pool once all events have been reached; lower orders are reached first."""
 
     blocks: list[int]
-    events: tuple[Event, ...] = field(default=())
+    events: tuple[Event, ...]
+    order: int = 0
 
 
 class OffloadEngine:
@@ -100,10 +116,11 @@ class OffloadEngine:
         self._has_unread_writes = False
         self._first = 0  # running number of the next step's chunk 0
         self._filled: list[tuple[int, Chunk]] = []  # chunks of the next step that are in the ring already
-        self._writing: deque[_Deferred] = deque()  # GPU blocks that write-through may still read
-        self._last_write: dict[int, Event] = {}  # the same by block
-        self._deferred_gpu: deque[_Deferred] = deque()
-        self._deferred_host: deque[_Deferred] = deque()
+        self._num_writes = 0
+        self._writing: deque[_Write] = deque()  # write-through that may not have run
+        self._last_write: dict[int, _Write] = {}  # the newest of these by GPU block
+        self._deferred_gpu: list[_Deferred] = []  # in the order in which their events are reached
+        self._deferred_host: list[_Deferred] = []
 
     def run(self, step: OffloadStep, timeline: Timeline | None = None) -> None:
         """Enqueues one whole step. Nothing in it waits for the device.
@@ -168,26 +185,31 @@ class OffloadEngine:
         self._written = self.runtime.event()
         self.write.record(self._written)
         self._has_unread_writes = True
-        blocks = [gpu_block for gpu_block, _ in pairs]
-        self._writing.append(_Deferred(blocks, (self._written,)))
-        self._last_write.update(dict.fromkeys(blocks, self._written))
+        self._num_writes += 1
+        write = _Write(self._num_writes, [gpu_block for gpu_block, _ in pairs], self._written)
+        self._writing.append(write)
+        self._last_write.update(dict.fromkeys(write.blocks, write))
 
     def release_gpu(self, blocks: Iterable[int]) -> None:
         """Gives back GPU blocks, each once the write-through that reads it has run."""
         self._forget_finished_writes()
-        waiting: dict[Event, list[int]] = {}
+        waiting: dict[int, _Deferred] = {}
         finished = []
         for block in blocks:
-            event = self._last_write.get(block)
-            (finished if event is None else waiting.setdefault(event, [])).append(block)
+            write = self._last_write.get(block)
+            if write is None:
+                finished.append(block)
+            else:
+                waiting.setdefault(write.number, _Deferred([], (write.written,), write.number)).blocks.append(block)
         self._free(self._gpu_blocks, finished)
-        self._deferred_gpu.extend(_Deferred(group, (event,)) for event, group in waiting.items())
+        for deferred in waiting.values():
+            insort(self._deferred_gpu, deferred, key=lambda other: other.order)
 
     def _forget_finished_writes(self) -> None:
-        while self._writing and self._writing[0].events[0].query("gpu_block.reuse_after_write_through"):
+        while self._writing and self._writing[0].written.query(_REUSE_GPU):
             done = self._writing.popleft()
             for block in done.blocks:
-                if self._last_write.get(block) is done.events[0]:
+                if self._last_write.get(block) is done:
                     del self._last_write[block]
 
     def release_host(self, blocks: Iterable[int]) -> None:
@@ -203,11 +225,19 @@ class OffloadEngine:
         self.copy.record(copied)
         self._deferred_host.append(_Deferred(blocks, (copied, self._written)))
 
-    def reclaim(self, wait: bool = False) -> None:
-        """Puts released blocks whose copies have run back into their pools; with `wait`, all of them."""
+    def reclaim(self) -> None:
+        """Puts released blocks whose copies have run back into their pools."""
         self._forget_finished_writes()
-        self._reclaim(self._deferred_gpu, self._gpu_blocks, "gpu_block.reuse_after_write_through", wait)
-        self._reclaim(self._deferred_host, self.host.blocks, "host_block.reuse_after_copies", wait)
+        self._reclaim(self._deferred_gpu, self._gpu_blocks, _REUSE_GPU)
+        self._reclaim(self._deferred_host, self.host.blocks, _REUSE_HOST)
+
+    def wait_for_gpu(self, count: int) -> None:
+        """Waits until `count` GPU blocks are free, or all that were released: for as few copies as that takes."""
+        self._reclaim(self._deferred_gpu, self._gpu_blocks, _REUSE_GPU, wanted=count)
+
+    def wait_for_host(self, count: int) -> None:
+        """Waits until `count` host blocks are free, or all that were released: for as few copies as that takes."""
+        self._reclaim(self._deferred_host, self.host.blocks, _REUSE_HOST, wanted=count)
 
     def take_back_gpu(self, block: int) -> bool:
         """Holds on to a released GPU block that a write-through still reads; False: it is not on its way to the pool.
@@ -232,10 +262,11 @@ class OffloadEngine:
         return sum(self.host.blocks.references(block) == count for block, count in released.items())
 
     def store(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies whole (GPU block, host block) pairs to the host, beside whatever comes next."""
-        if pairs:
-            self._write_through(range(self.layout.num_layers), pairs)
-            self._note_writes(pairs)
+        """Copies whole (GPU block, host block) pairs to the host, in their order, beside whatever comes next."""
+        for begin in range(0, len(pairs), STORE_GROUP):
+            group = pairs[begin : begin + STORE_GROUP]
+            self._write_through(range(self.layout.num_layers), group)
+            self._note_writes(group)
 
     def load(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole (GPU block, host block) pairs to the GPU, between steps, and waits for it."""
@@ -250,7 +281,16 @@ class OffloadEngine:
         """Waits until no copy is in flight, drops the prefetch and reclaims every released block."""
         self.runtime.synchronize()
         self._discard_prefetch()
-        self.reclaim(wait=True)
+        self.reclaim()
+
+    def recover(self) -> None:
+        """Forgets every copy and every released block, once nothing is in flight; the owner rebuilds both pools."""
+        self._discard_prefetch()
+        self._has_unread_writes = False
+        self._writing.clear()
+        self._last_write.clear()
+        self._deferred_gpu.clear()
+        self._deferred_host.clear()
 
     def _adopt_prefetch(self, plan: StreamPlan) -> None:
         """Keeps what the step before prefetched as far as it is what this step reads first."""
@@ -299,14 +339,15 @@ class OffloadEngine:
                 on_gpu = self._gpu_kv[layer, gpu_block + place : gpu_block + place + part]
                 yield on_gpu, self.host.run(layer, segment, begin, part)
 
-    def _reclaim(self, deferred: deque[_Deferred], pool: BlockPool, rule: str, wait: bool) -> None:
+    def _reclaim(self, deferred: list[_Deferred], pool: BlockPool, rule: str, wanted: int = 0) -> None:
+        """Releases what waits no longer; waits itself while fewer than `wanted` blocks are free."""
         while deferred:
-            if wait:
+            if pool.num_free < wanted:
                 for event in deferred[0].events:
                     event.synchronize(rule)
             elif not all(event.query(rule) for event in deferred[0].events):
                 return
-            self._free(pool, deferred.popleft().blocks)
+            self._free(pool, deferred.pop(0).blocks)
 
     def _free(self, pool: BlockPool, blocks: Iterable[int]) -> None:
         freed = pool.release(blocks)

@@ -104,3 +104,8 @@ class Runtime(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Blocks the host until every stream of this runtime is idle. Never called inside a step."""
+
+    def settle(self) -> bool:
+        """Blocks likewise after an exception in the middle of anything; False if enqueued work was lost with it."""
+        self.synchronize()
+        return True

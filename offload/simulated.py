@@ -106,14 +106,14 @@ class SimulatedStream(Stream):
 
     def record(self, event: Event) -> None:
         assert isinstance(event, SimulatedEvent)
-        event.num_recorded += 1
-        target = event.num_recorded
+        target = event.num_recorded + 1
 
         def reach() -> None:
             event.num_reached = max(event.num_reached, target)
             event.moment = time.perf_counter()
 
         self.run(reach)
+        event.num_recorded = target  # last: a record that was interrupted is one that nobody waits for
 
     def wait(self, event: Event, rule: str) -> None:
         assert isinstance(event, SimulatedEvent)
@@ -148,6 +148,9 @@ class SimulatedRuntime(Runtime):
         self._events: weakref.WeakSet[SimulatedEvent] = weakref.WeakSet()
         self._favourite: SimulatedStream | None = None
         self._num_enqueued = 0
+        self._executing: _Operation | None = None  # also the one that failed, until `_drop_failed`
+        self._is_dropping = False
+        self._has_lost_work = False
 
     def stream(self, name: str) -> SimulatedStream:
         self._streams.append(SimulatedStream(name, self))
@@ -192,31 +195,47 @@ class SimulatedRuntime(Runtime):
         self._num_enqueued += 1
         stream.queue.append(_Operation(self._num_enqueued, work, wait, reads, writes))
 
-    def advance(self, finished: Callable[[], bool]) -> None:
-        """Runs queued work in a random legal order until `finished()`; other work may stay behind."""
-        while not finished():
-            stream = self._pick()
-            operation = stream.queue.popleft()
-            if operation.work is None:
-                continue
-            try:
-                self._check_race(stream, operation)
-                with torch.inference_mode():  # as it was when the work was enqueued
-                    operation.work()
-            except BaseException:
-                self._abandon_after(operation.number)
-                raise
-
-    def _abandon_after(self, number: int) -> None:
-        """What was enqueued after a failed operation never runs, and nobody waits for it; what came before runs.
-
-        So it is on a GPU, where such a failure comes while the host enqueues.
-        """
-        for stream in self._streams:
-            stream.queue = deque(operation for operation in stream.queue if operation.number < number)
+    def settle(self) -> bool:
         self.synchronize()
         for event in self._events:
-            event.num_reached = event.num_recorded
+            event.num_recorded = event.num_reached = max(event.num_recorded, event.num_reached)
+        has_lost_work, self._has_lost_work = self._has_lost_work, False
+        return not has_lost_work
+
+    def advance(self, finished: Callable[[], bool]) -> None:
+        """Runs queued work in a random legal order until `finished()`; other work may stay behind."""
+        self._drop_failed()
+        while not finished():
+            self._execute(self._pick())
+
+    def _execute(self, stream: SimulatedStream) -> None:
+        """Runs the first operation of a stream. If it fails or is interrupted, `_drop_failed` finds it."""
+        operation = stream.queue[0]
+        if operation.work is not None:
+            self._executing = operation
+            self._check_race(stream, operation)
+            with torch.inference_mode():  # as it was when the work was enqueued
+                operation.work()
+        stream.queue.popleft()
+        self._executing = None
+
+    def _drop_failed(self) -> None:
+        """What was enqueued behind an operation that failed never runs, and nobody waits for it; what came before runs.
+
+        So it is on a GPU, where such a failure comes while the host enqueues. May itself be interrupted and called again.
+        """
+        while self._executing is not None or self._is_dropping:
+            self._is_dropping = self._has_lost_work = True
+            if self._executing is not None:
+                number = self._executing.number
+                for stream in self._streams:
+                    stream.queue = deque(operation for operation in stream.queue if operation.number < number)
+                self._executing = None
+            while any(stream.queue for stream in self._streams):
+                self._execute(self._pick())
+            for event in self._events:
+                event.num_reached = event.num_recorded
+            self._is_dropping = False
 
     def _pick(self) -> SimulatedStream:
         ready = [stream for stream in self._streams if stream.queue and self._is_ready(stream.queue[0])]

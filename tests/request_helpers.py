@@ -47,11 +47,21 @@ class Played:
 
 
 def shrink_gpu_pool(engine: LLMEngine, num_free: int) -> Callable[[], None]:
-    """Leaves `num_free` free blocks in the GPU pool; the result gives the others back."""
+    """Leaves `num_free` free blocks in the GPU pool, of which nobody may hold any; the result gives the others back."""
     pool = engine.runner.kv_cache.gpu_blocks
     assert pool.num_free >= num_free, f"{pool.num_free} blocks are free, {num_free} are to be left"
-    taken = pool.allocate(pool.num_free - num_free)
-    return lambda: pool.release(taken)
+    first = pool._first
+    pool._first = pool._num_blocks - num_free
+    pool.rebuild([])
+
+    def give_back() -> None:
+        if engine.runner.offload is not None:
+            engine.runner.offload.drain()
+        assert not pool.num_used, "only an idle engine gets another pool"
+        pool._first = first
+        pool.rebuild([])
+
+    return give_back
 
 
 def record_batches(engine: LLMEngine) -> list:

@@ -206,7 +206,7 @@ def test_a_released_host_block_that_is_taken_up_again_is_not_promised_to_others(
     while engine.has_work:
         engine.step()
     free, deferred = offload.host.blocks.num_free, offload.num_deferred_host
-    offload.reclaim(wait=True)
+    offload.wait_for_host(free + deferred)
     assert offload.host.blocks.num_free == free + deferred
     assert_pools_as_before(engine)
 

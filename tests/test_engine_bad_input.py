@@ -134,7 +134,7 @@ def nan_path(tmp_path_factory):
 @pytest.mark.parametrize("dtype, overflow", [("float32", "$"), ("float16", ", or the model overflows in float16")])
 def test_a_model_all_of_whose_logits_are_nan_says_so_for_every_prompt(nan_path, enable_cpu_offload, dtype, overflow):
     message = (
-        "all logits of the first prompt are NaN: the checkpoint's weights are damaged .download it again." + overflow
+        "all logits of the prompt are NaN: the checkpoint's weights are damaged .download it again." + overflow
     )
     with LLM(nan_path, **(COMMON | dict(enable_cpu_offload=enable_cpu_offload, dtype=dtype))) as llm:
         for _ in range(2):
@@ -149,7 +149,7 @@ def test_a_model_all_of_whose_logits_are_nan_says_so_for_every_prompt(nan_path, 
 
 def test_the_logits_are_checked_once(path, monkeypatch):
     checked, check = [], ModelRunner._check_logits
-    monkeypatch.setattr(ModelRunner, "_check_logits", lambda *arguments: checked.append(check(*arguments)))
+    monkeypatch.setattr(ModelRunner, "_check_logits", lambda *arguments: checked.append(1) or check(*arguments))
     with LLM(path, **COMMON) as llm:
         for _ in range(3):
             llm.generate([[5, 6], [7]], SamplingParams(max_tokens=2), use_tqdm=False)

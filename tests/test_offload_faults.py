@@ -5,6 +5,7 @@ Each time: the requests of the failed step end, the others get what they get alo
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +25,7 @@ from tiny_models import make_checkpoint
 import nanoinfer.runner
 from nanoinfer import LLMEngine, SamplingParams
 from nanoinfer.decode import DecodeProgram
+from nanoinfer.detokenizer import Detokenizer
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.request import Request
 from nanoinfer.runner import ModelRunner, PendingTokens
@@ -106,7 +108,7 @@ def assert_only_aborted_ones_differ(requests: list[Request], alone: list[list[in
     aborted = set()
     for i, (request, wanted) in enumerate(zip(requests, alone, strict=True)):
         ((tokens, _, reason),) = outcome(request)
-        if reason == "abort":
+        if reason in ("abort", "error"):
             aborted.add(i)
             assert tokens == wanted[: len(tokens)], f"request {i}"
         else:
@@ -135,6 +137,8 @@ PLACES = {
     "waiting for a step": (PendingTokens, "read", (1, 11, 30)),
     "taking a token": (Request, "take", (1, 24, 60)),
 }
+# An error of one request ends that one alone; only an interrupt there leaves the step.
+INTERRUPTS_ONLY = ["taking a token"]
 MODES = {
     "taking promoted blocks": ["offload", "auto"],
     "promotion copy": ["offload"],
@@ -147,7 +151,8 @@ MODES = {
 def test_an_error_in_a_step_ends_its_requests_and_touches_no_other(path, alone, place, monkeypatch):
     owner, name, calls = PLACES[place]
     for mode in MODES.get(place, ["resident", "offload", "auto"]):
-        for call, error in zip(calls, itertools.cycle([RuntimeError, KeyboardInterrupt])):
+        errors = [KeyboardInterrupt] if place in INTERRUPTS_ONLY else [RuntimeError, KeyboardInterrupt]
+        for call, error in zip(calls, itertools.cycle(errors)):
             # Where streams are shuffled, what was enqueued fails when it runs: too late to say in which step.
             seed = call if error is RuntimeError and place != "sampling" else None
             engine, give_back = start(path, mode, seed)
@@ -158,6 +163,37 @@ def test_an_error_in_a_step_ends_its_requests_and_touches_no_other(path, alone, 
             finish(engine)
             assert assert_only_aborted_ones_differ(requests, alone), f"{mode}, call {call}: nobody was aborted"
             assert_goes_on_as_before(engine, give_back, alone)
+
+
+@pytest.mark.parametrize("mode", ["resident", "offload", "auto"])
+@pytest.mark.parametrize("owner, name", [(Request, "take"), (Detokenizer, "append"), (Request, "stream_output")])
+def test_an_error_of_one_request_ends_that_one_alone(path, alone, owner, name, mode, monkeypatch):
+    for call in (1, 24, 60):
+        engine, give_back = start(path, mode, seed=call)
+        requests = add_all(engine)
+        outputs = []
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail_at(call, getattr(owner, name), RuntimeError))
+            while engine.has_work:
+                outputs += engine.step()
+        (failed,) = assert_only_aborted_ones_differ(requests, alone)
+        assert requests[failed].output().error == "out of luck"
+        (end,) = [output for output in outputs if output.finish_reason == "error"]
+        assert (end.request_id, end.error, end.finished) == (str(failed), "out of luck", True)
+        assert_goes_on_as_before(engine, give_back, alone)
+
+
+def test_completions_of_one_request_fail_together(path, alone, monkeypatch):
+    engine, give_back = start(path, "auto")
+    params = SamplingParams(n=3, seed=1, max_tokens=20, ignore_eos=True)
+    several, other = engine.add_request("several", PROMPTS[0], params), engine.add_request("0", PROMPTS[1], PARAMS[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Detokenizer, "append", fail_at(5, Detokenizer.append, RuntimeError))
+        ends = [output for _ in range(200) if engine.has_work for output in engine.step() if output.finished]
+    assert [reason for _, _, reason in outcome(several)] == ["error"] * 3
+    assert sorted(end.index for end in ends if end.error == "out of luck") == [0, 1, 2]
+    assert outcome(other)[0][0] == alone[1]
+    assert_goes_on_as_before(engine, give_back, alone)
 
 
 @pytest.mark.parametrize("mode", ["resident", "offload", "auto"])
@@ -320,15 +356,10 @@ def test_auto_refuses_what_only_an_unusable_host_could_hold(path, num_prompt_tok
     small = PROMPTS[0][:30], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     big = engine.add_request("big", prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     behind = engine.add_request("behind", *small)
-    with (
-        pytest.warns(UserWarning, match="offload mode cannot be entered"),
-        pytest.raises(
-            MemoryError, match="'big' was aborted: it has 1.. tokens.* 144 and the host's cannot .*lower max"
-        ),
-    ):
+    with pytest.warns(UserWarning, match="offload mode cannot be entered"):
         finish(engine)
-    finish(engine)
-    assert outcome(big)[0][2] == "abort"
+    assert outcome(big)[0][2] == "error" and isinstance(big.failure, MemoryError)
+    assert re.match("request 'big' cannot run: it has 1.. tokens.* 144 and the host's cannot .*lower max", big.error)
     assert outcome(behind)[0] == run(engine, [small[0]], [small[1]])[0][0]
     assert_pools_as_before(engine)
     engine.close()

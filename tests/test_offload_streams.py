@@ -108,8 +108,7 @@ class Toy:
         self._start_and_end()
         for sequence in self.sequences:
             if sequence.tail is None:
-                if not self.gpu_blocks.num_free:
-                    self.engine.reclaim(wait=True)
+                self.engine.wait_for_gpu(1)
                 (sequence.tail,) = self.gpu_blocks.allocate(1)
         streamed = [block for sequence in self.sequences for block in sequence.host]
         expected = self._expected()
@@ -118,8 +117,7 @@ class Toy:
         for sequence in self.sequences:
             sequence.num_tokens += 1
             if sequence.num_tokens % 2 == 0:
-                if not self.engine.host.blocks.num_free:
-                    self.engine.reclaim(wait=True)
+                self.engine.wait_for_host(1)
                 (host_block,) = self.engine.host.blocks.allocate(1)
                 sequence.host.append(host_block)
                 self.write_through.append((sequence.tail, host_block))

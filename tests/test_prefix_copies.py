@@ -68,7 +68,7 @@ def test_a_block_that_is_taken_back_and_dropped_still_waits_for_its_write_throug
             assert offload.take_back_gpu(block) and not offload.take_back_gpu(block)
             offload.release_gpu([block])
             assert pool.num_free == num_free and pool.references(block) == 1, "handed out while it is read"
-            offload.reclaim(wait=True)
+            offload.wait_for_gpu(pool.num_blocks)
             assert pool.references(block) == 0 and not offload.take_back_gpu(block)
         assert_pools_as_before(engine)
     assert num_deferred

@@ -25,7 +25,7 @@ def test_a_failed_step_ends_its_requests_and_no_others(path, place):
             engine = served.engine
             owner, name = {
                 "launch": (engine.runner, "decode"),
-                "read": (engine, "_hand_out"),
+                "read": (engine, "_read_tokens"),
                 "schedule": (engine.scheduler, "schedule"),
             }[place]
             original, calls = getattr(owner, name), []
@@ -91,7 +91,7 @@ def test_a_lost_device_ends_everything_and_is_seen_by_the_probe(path):
             def lost(*_):
                 raise RuntimeError("the device is lost")
 
-            served.engine.runner.decode = served.engine.runner.recover = lost
+            served.engine.runner.decode = served.engine.runner.settle = lost
             for response in await asyncio.gather(*running):
                 assert response.status_code == 503 and "the device is lost" in response.json()["error"]["message"]
             assert (await served.client.get("/health")).status_code == 503

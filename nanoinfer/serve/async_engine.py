@@ -320,7 +320,7 @@ class AsyncEngine:
             if any(sequence.finish_reason == "abort" for sequence in tracked.request.sequences)
         ]
         if not failed:
-            engine.runner.recover()  # raises where the device is lost: nothing can run then
+            engine.runner.settle()  # raises where the device is lost: nothing can run then
             scheduler = engine.scheduler
             # Planning failed, most likely as room was made for the others: the youngest would have had to give way.
             victim = scheduler.running[-1] if scheduler.running else next(iter(scheduler.waiting), None)

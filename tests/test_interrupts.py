@@ -1,0 +1,200 @@
+"""An exception at every line of a step: nothing is left behind, and whoever goes on gets what it gets alone.
+
+`make fuzz` takes every line; a test run takes some of them, drawn at random but always the same.
+"""
+
+import functools
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+from engines import BLOCK_BYTES, LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, outcome, random_prompts, run
+from interrupts import Line, Tracer, name
+from request_helpers import shrink_gpu_pool
+from tiny_models import make_checkpoint
+
+from nanoinfer import LLMEngine, SamplingParams
+from offload import SimulatedRuntime
+
+BEGINNING, *OTHERS = random_prompts(4, 33, 52, seed=9)
+PROMPTS = [BEGINNING[:33] + OTHERS[0][:3], OTHERS[1], BEGINNING[:33] + OTHERS[2][:9], OTHERS[2], BEGINNING[:20]]
+PARAMS = [
+    SamplingParams(temperature=0.9 * (i % 2), seed=i, ignore_eos=True, **extra)
+    for i, extra in enumerate(
+        [
+            dict(max_tokens=17),
+            dict(max_tokens=14, n=2),
+            dict(max_tokens=9, logprobs=1),
+            dict(max_tokens=12, repetition_penalty=1.3, presence_penalty=0.3, min_tokens=3),
+            dict(max_tokens=20),
+        ]
+    )
+]
+ARGUMENTS = dict(
+    max_num_seqs=4,
+    max_num_batched_tokens=48,
+    max_model_len=96,
+    ring_slot_bytes=2 * LAYER_BLOCK_BYTES,
+    num_ring_slots=2,
+    resident_kv_limit=None,
+    host_memory_limit=40 * BLOCK_BYTES,
+    capture_num_tokens=[16, 32],
+)
+# Pools so small that sequences are preempted, that blocks stream and come back, that the engine spills.
+MODES = {
+    "resident": (dict(enable_cpu_offload=False), 8),
+    "offload": (dict(enable_cpu_offload=True), 9),
+    "auto": (dict(enable_cpu_offload="auto", num_gpu_blocks_override=9), None),
+}
+NUM_SAMPLED = 40  # lines of each mode in a test run
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), **SMALL | dict(num_layers=1))
+
+
+@pytest.fixture(scope="module")
+def alone(path):
+    """The completions of each request when nothing fails."""
+    engine = make_engine(path, **ARGUMENTS)
+    return [run(engine, [prompt], [params])[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+class Player:
+    """An engine that plays the same requests again and again, with an exception at some line.
+
+    Args:
+        seed: of the order of the streams; None: in order.
+    """
+
+    def __init__(self, path, mode: str, seed: int | None) -> None:
+        arguments, num_gpu_blocks = MODES[mode]
+        self.mode, self.seed = mode, seed
+        self.engine: LLMEngine = make_engine(path, SimulatedRuntime(seed), **(ARGUMENTS | arguments))
+        self.give_back = lambda: None
+        if num_gpu_blocks is not None:
+            self.give_back = shrink_gpu_pool(self.engine, num_gpu_blocks)
+        self._tracer = Tracer()
+        self.engine._recover = functools.partial(self._recover, self.engine._recover)
+
+    def _recover(self, recover: Callable[[], None]) -> None:
+        """Python stops tracing when a trace function raises."""
+        with self._tracer.tracing():
+            recover()
+
+    def play(self, tracer: Tracer) -> dict[int, list]:
+        """Completions of each request that could be added. An exception is met wherever it leaves the engine."""
+        engine, requests, self._tracer = self.engine, {}, tracer
+        begun = set(engine._requests)
+        if self.mode == "auto" and engine.mode == "offload":
+            engine.switch_mode("resident")
+        for step in range(400):
+            if step % 3 == 0 and len(begun) < len(PROMPTS):
+                number = len(begun)
+                begun.add(number)
+                try:
+                    with tracer.tracing():
+                        requests[number] = engine.add_request(str(number), PROMPTS[number], PARAMS[number])
+                except (KeyboardInterrupt, RuntimeError):
+                    engine.abort(str(number))  # nobody knows whether it was added
+            if not engine.has_work and len(begun) == len(PROMPTS):
+                return {number: outcome(request) for number, request in requests.items()}
+            try:
+                with tracer.tracing():
+                    if step == 14:
+                        engine.abort("4")
+                    engine.step()
+            except (KeyboardInterrupt, RuntimeError):
+                pass
+        pytest.fail("the engine does not come to an end")
+
+    def check(self, tracer: Tracer, alone: list) -> None:
+        """Plays, and compares each request with what it gets alone."""
+        found = self.play(tracer)
+        for number, completions in found.items():
+            for (tokens, _, reason), (wanted, _, wanted_reason) in zip(completions, alone[number], strict=True):
+                if reason == "abort" or reason == "error":
+                    assert tokens == wanted[: len(tokens)], f"request {number}"
+                else:
+                    assert (tokens, reason) == (wanted, wanted_reason), f"request {number}"
+
+    def assert_nothing_left(self) -> None:
+        engine = self.engine
+        if engine.runner.offload is not None:
+            engine.runner.offload.drain()
+        assert_pools_as_before(engine)
+
+
+def lines_of(player: Player, alone: list, function: str | None = None) -> dict[Line, int]:
+    """How often each line runs while all requests are played; with `function`, what runs inside of it in a failure."""
+    tracer = Tracer()
+    player.check(tracer, alone)
+    if function is None:
+        return dict(tracer.counts)
+    lines: dict[Line, int] = {}
+    generator = random.Random(1)
+    for target in generator.sample(sorted(tracer.counts), 12):
+        inner = Tracer()
+        inner.raise_at((target, 1, None), (("", 0), 1, function), error=KeyboardInterrupt)
+        player.check(inner, alone)
+        lines |= inner.counts
+    return lines
+
+
+def draw(lines: dict[Line, int], everything: bool, seed: int) -> list[tuple[Line, int]]:
+    """Each line with the time at which it is to raise: any of those at which it ran."""
+    generator = random.Random(seed)
+    found = [(line, generator.randint(1, count)) for line, count in sorted(lines.items())]
+    return found if everything else generator.sample(found, min(NUM_SAMPLED, len(found)))
+
+
+@pytest.mark.parametrize("seed", [None, 3], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
+def test_an_exception_at_any_line_leaves_nothing_behind(path, alone, mode, seed, fuzz):
+    lines = draw(lines_of(Player(path, mode, seed), alone), fuzz, seed=len(mode))
+    errors = itertools.cycle([KeyboardInterrupt, KeyboardInterrupt, lambda: RuntimeError("out of luck")])
+    attempts = [([(line, times, None)], error) for (line, times), error in zip(lines, errors, strict=False)]
+    num_raised = attempt_all(path, alone, mode, seed, attempts)
+    assert num_raised > 0.8 * len(lines), "hardly a line was met"
+
+
+@pytest.mark.parametrize("seed", [None, 3], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
+def test_an_exception_in_the_middle_of_a_recovery_leaves_nothing_behind(path, alone, mode, seed, fuzz):
+    player, generator = Player(path, mode, seed), random.Random(5)
+    outer = sorted(lines_of(player, alone))
+    attempts = [
+        ([(generator.choice(outer), 1, None), (line, 1, "_recover")], KeyboardInterrupt)
+        for line, _ in draw(lines_of(player, alone, "_recover"), fuzz, seed=len(mode))
+    ]
+    num_raised = attempt_all(path, alone, mode, seed, attempts)
+    assert num_raised > len(attempts), "hardly a recovery was interrupted"
+
+
+def attempt_all(path, alone: list, mode: str, seed: int | None, attempts: list) -> int:
+    """Plays once for each attempt, one after the other on one engine, and checks; returns how many exceptions there were.
+
+    Args:
+        attempts: what `Tracer.raise_at` takes: targets and error of each.
+    """
+    player, num_raised, failures = Player(path, mode, seed), 0, []
+    for targets, error in [*attempts, ([], KeyboardInterrupt)]:  # the last one: nothing fails any more
+        tracer = Tracer()
+        tracer.raise_at(*targets, error=error)
+        try:
+            player.check(tracer, alone)
+            player.assert_nothing_left()
+        except BaseException as failure:
+            if isinstance(failure, KeyboardInterrupt) and not tracer.raised:
+                raise  # the user's own
+            failures.append(f"{[name(line) for line in tracer.raised]}: {failure!r:.200}")
+            player = Player(path, mode, seed)
+        num_raised += len(tracer.raised)
+    player.give_back()
+    player.assert_nothing_left()
+    assert not failures, "\n".join(failures)
+    return num_raised
