@@ -189,6 +189,33 @@ def test_blocks_that_rows_share_are_counted_once_when_offload_mode_is_entered(pa
     assert_pools_as_before(engine)
 
 
+def test_a_block_below_shared_ones_is_not_reused_while_it_is_stored(path):
+    """D computes its first block itself, beside A, and shares the next two with E: at the switch it leaves all three."""
+    first, second, third, other = random_prompts(4, 32, 32, seed=11)
+    prompts = {"A": [*first[:16], *other[:5]], "D": [*first, *second, 5], "E": [*first, *second, *third[:9]], "F": third}
+    alone = make_engine(path, **ARGUMENTS)
+    wanted = {name: run(alone, [prompt], [greedy(24)])[0][0][0] for name, prompt in prompts.items()}
+    for seed in range(12):
+        arguments = ARGUMENTS | dict(max_num_batched_tokens=128, enable_cpu_offload="auto")
+        engine = make_engine(path, SimulatedRuntime(seed), **arguments)
+        requests = {name: engine.add_request(name, prompts[name], greedy(24)) for name in "AD"}
+        while requests["D"].first_token is None:
+            engine.step()
+        requests["E"] = engine.add_request("E", prompts["E"], greedy(24))
+        while requests["E"].first_token is None:
+            engine.step()  # the next step is F's: no row that runs waits for the host's copies before it
+        kv_cache, (d,) = engine.runner.kv_cache, requests["D"].sequences
+        references = [kv_cache.gpu_blocks.references(block) for block in kv_cache.gpu_table[d.row, :3].tolist()]
+        assert references == [1, 2, 2], "D's first block is its own, the next two are E's as well"
+        engine.switch_mode("offload")
+        requests["F"] = engine.add_request("F", prompts["F"], greedy(24))
+        while engine.has_work:
+            engine.step()
+        for name, request in requests.items():
+            assert outcome(request)[0][0] == wanted[name], f"seed {seed}, {name}"
+        assert_pools_as_before(engine)
+
+
 def test_a_released_host_block_that_is_taken_up_again_is_not_promised_to_others(path):
     engine = make_engine(path, SimulatedRuntime(0), **ARGUMENTS, enable_cpu_offload=True)
     prompt = random_prompts(1, 64, 64, seed=7)[0]
