@@ -121,5 +121,6 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
                 assert all(torch.equal(copy.cpu(), block) for copy, block in pairs), f"host block {key} is another one"
     assert kv_cache.gpu_blocks.num_used == 0 and kv_cache.gpu_blocks.num_free == kv_cache.gpu_blocks.num_blocks
     assert kv_cache.num_free_rows == len(kv_cache.gpu_table)
-    assert kv_cache._num_reserved_host == 0 and not kv_cache._rows_without_tail
+    assert kv_cache._num_reserved_host == kv_cache._num_reserved_splits == 0 and not kv_cache._rows_without_tail
+    assert kv_cache.residency.num_resident == kv_cache.residency.num_streamed == 0
     assert np.all(kv_cache.gpu_table == NO_BLOCK) and np.all(kv_cache.host_table == NO_BLOCK)

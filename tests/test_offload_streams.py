@@ -6,12 +6,15 @@ wrong number or a NaN, or the runtime reports the race between two copies.
 """
 
 import functools
+import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from engines import RULES
 
+import offload.engine
 from offload import (
     BlockPool,
     Chunk,
@@ -249,3 +252,114 @@ def test_a_stream_that_waits_for_nothing_is_reported_as_a_deadlock():
     b.wait(second, "b")
     with pytest.raises(RuntimeError, match="deadlock"):
         runtime.synchronize()
+
+
+def storing_toy(seed: int, monkeypatch) -> tuple[Toy, torch.Tensor]:
+    """GPU blocks 1 to 5 are on their way to the host, one event for each; and what each of them holds."""
+    monkeypatch.setattr(offload.engine, "STORE_GROUP", 1)
+    toy = Toy(seed, dropped_rule=None, num_ring_slots=2, blocks_per_slot=2)
+    content = torch.arange(1, toy.gpu_kv.numel() + 1, dtype=torch.float32).view_as(toy.gpu_kv)
+    toy.gpu_kv.copy_(content)
+    on_gpu, on_host = toy.gpu_blocks.allocate(5), toy.engine.host.blocks.allocate(5)
+    toy.engine.store(list(zip(on_gpu, on_host, strict=True)))
+    return toy, content
+
+
+def is_queued(toy: Toy, name: str) -> bool:
+    return any(stream.name == name and stream.queue for stream in toy.runtime._streams)
+
+
+def test_who_wants_one_block_waits_for_the_first_copy_only(monkeypatch):
+    """Neither for the blocks that were sent behind it, nor for those of the other pool."""
+    num_still_writing = num_deferred = 0
+    for seed in range(20):
+        toy, _ = storing_toy(seed, monkeypatch)
+        toy.engine.release_gpu([5, 4, 2, 1, 3])  # the order in which they are given back does not matter
+        toy.engine.wait_for_gpu(1)
+        assert toy.gpu_blocks.num_free >= 1 and toy.gpu_blocks.references(1) == 0, "the first one that was sent"
+        num_still_writing += is_queued(toy, "write")
+        num_deferred += toy.engine.num_deferred_gpu == 4
+        toy.engine.wait_for_gpu(5)
+        assert toy.gpu_blocks.num_free == 5 and toy.engine.num_deferred_gpu == 0
+    assert num_still_writing > 5 and num_deferred > 5, "it waited for all of them"
+
+
+def test_who_wants_a_host_block_does_not_wait_for_those_of_the_gpu(monkeypatch):
+    num_writing = 0
+    for seed in range(20):
+        toy, _ = storing_toy(seed, monkeypatch)
+        toy.engine.drain()
+        toy.engine.release_host([0, 1])
+        toy.engine.store([(1, 2), (2, 3), (3, 4)])
+        toy.engine.release_gpu([1, 2, 3])
+        toy.engine.wait_for_host(9)
+        assert toy.engine.host.blocks.num_free >= 9
+        num_writing += is_queued(toy, "write")
+    assert num_writing > 5
+
+
+def test_a_block_is_reused_only_when_it_has_been_stored(monkeypatch):
+    """As soon as a block is free it is written to: what arrives on the host must be what it held."""
+    for seed in range(60):
+        toy, content = storing_toy(seed, monkeypatch)
+        toy.engine.release_gpu([1, 2, 3, 4, 5])
+        for _ in range(5):
+            toy.engine.wait_for_gpu(1)
+            (block,) = toy.gpu_blocks.allocate(1)
+            toy.compute_stream.run(lambda block=block: toy.gpu_kv[:, block].fill_(torch.nan))
+        toy.runtime.synchronize()
+        for layer in range(LAYOUT.num_layers):
+            for place in range(5):
+                assert torch.equal(toy.engine.host.block(layer, place), content[layer, place + 1]), f"seed {seed}"
+
+
+def test_a_block_that_is_written_twice_waits_for_the_second_time(monkeypatch):
+    """The first copy completes late, after the second was noted: it says nothing of the second."""
+    num_pending = 0
+    for seed in range(60):
+        toy, content = storing_toy(seed, monkeypatch)
+        toy.engine.host.blocks.allocate(1)
+        toy.engine.store([(1, 5)])  # again, to another host block
+        for _ in range(3):
+            toy.engine.reclaim()  # forgets the writes that have run
+            toy.runtime.advance(_after(1))
+        toy.engine.release_gpu([1])
+        num_pending += toy.engine.num_deferred_gpu
+        toy.engine.wait_for_gpu(1)
+        toy.compute_stream.run(lambda toy=toy: toy.gpu_kv[:, 1].fill_(torch.nan))
+        toy.runtime.synchronize()
+        assert torch.equal(toy.engine.host.block(0, 5), content[0, 1]), f"seed {seed}"
+    assert num_pending > 5
+
+
+def _after(count: int) -> Callable[[], bool]:
+    """For `SimulatedRuntime.advance`: stops after so many operations."""
+    calls = itertools.count()
+    return lambda: next(calls) >= count
+
+
+@pytest.mark.parametrize("place", ["compute", "attend"])
+def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
+    """It lies in ring slots that the next step counts from another place."""
+    for calls in (1, 5, 9):
+        toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
+        host_blocks = toy.engine.host.blocks.allocate(3)
+        toy.plan = toy.ahead = StreamPlan((pack(host_blocks, 1),) * LAYOUT.num_layers)
+        toy.write_through = []
+        toy.engine.run(toy)
+        original, counted = getattr(toy, place), itertools.count(1)
+
+        def failing(*arguments, original=original, counted=counted, calls=calls):
+            if next(counted) == min(calls, LAYOUT.num_layers + 1 if place == "compute" else 9):
+                raise RuntimeError("out of luck")
+            original(*arguments)
+
+        setattr(toy, place, failing)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            toy.engine.run(toy)
+        toy.runtime.settle()
+        toy.engine.recover()
+        setattr(toy, place, original)
+        before = toy.engine.counters.num_fills
+        toy.engine.run(toy)
+        assert toy.engine.counters.num_fills == before + 3 * LAYOUT.num_layers + 2, "what a failed step prefetched was used"

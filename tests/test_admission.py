@@ -1,0 +1,141 @@
+"""Who is admitted, who waits, and what a step costs while somebody waits."""
+
+import random
+
+import pytest
+from engines import BLOCK_BYTES, LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run
+from request_helpers import record_batches, shrink_gpu_pool
+from tiny_models import make_checkpoint
+
+from nanoinfer import LLMEngine, SamplingParams, kv_cache
+from offload import BlockPool
+
+ARGUMENTS = dict(
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    max_model_len=256,
+    ring_slot_bytes=2 * LAYER_BLOCK_BYTES,
+    num_ring_slots=2,
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), **SMALL | dict(num_layers=1))
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def finish(engine: LLMEngine) -> list[int]:
+    """Runs to the end; the number of running sequences after each step."""
+    running = []
+    while engine.has_work:
+        engine.step()
+        running.append(len(engine.scheduler.running))
+        assert len(running) < 2000, "the engine does not come to an end"
+    return running
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+def test_the_limit_of_splits_counts_what_sequences_can_grow_to(path, enable_cpu_offload):
+    """Two prompts of two blocks that grow to five: together more than eight, one after the other not."""
+    engine = make_engine(path, **ARGUMENTS, enable_cpu_offload=enable_cpu_offload)
+    engine.runner.kv_cache.max_splits = 8
+    prompts = random_prompts(3, 20, 30)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, greedy(80 - len(prompt)))
+    assert max(finish(engine)) == 1
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, greedy(64 - len(prompt)))
+    assert max(finish(engine)) == 2
+    assert_pools_as_before(engine)
+
+
+def test_a_preempted_sequence_returns_only_where_the_others_can_grow_a_little(path):
+    """One block to spare for each running row: else it would give way again when the first of them grows."""
+    engine = make_engine(path, **ARGUMENTS, enable_prefix_caching=False)
+    shrink_gpu_pool(engine, 13)
+    prompts = random_prompts(4, 33, 46, seed=4)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, greedy(60))
+    cache, spare = engine.runner.kv_cache, []
+    admit_saved = cache._admit_saved
+
+    def admit(sequence):
+        num_running = len(engine.scheduler.running)
+        admitted = admit_saved(sequence)
+        if admitted:
+            spare.append((cache.gpu_blocks.num_free, num_running))
+        return admitted
+
+    cache._admit_saved = admit
+    finish(engine)
+    assert spare and all(num_free >= num_running for num_free, num_running in spare)
+    assert engine.scheduler.num_preemptions <= len(prompts), "they drive each other out again and again"
+
+
+def lookups_while_waiting(engine: LLMEngine, prompt: list[int], monkeypatch) -> tuple[int, int]:
+    """How often blocks are looked up while the last request waits, and in how many steps."""
+    calls, lookup = [], BlockPool.lookup
+    monkeypatch.setattr(BlockPool, "lookup", lambda pool, key: calls.append(key) or lookup(pool, key))
+    engine.add_request("waiting", prompt, greedy(4))
+    num_steps = 0
+    while engine.scheduler.waiting:
+        engine.step()
+        num_steps += 1
+    return len(calls), num_steps
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+def test_a_prompt_that_waits_for_room_is_not_looked_up_in_each_step(path, enable_cpu_offload, monkeypatch):
+    host = dict(enable_cpu_offload=True, host_memory_limit=24 * BLOCK_BYTES // 2) if enable_cpu_offload else {}
+    engine = make_engine(path, **ARGUMENTS, **host)
+    if not enable_cpu_offload:
+        shrink_gpu_pool(engine, 24)
+    beginning, *others = random_prompts(3, 150, 150, seed=2)
+    run(engine, [beginning], [greedy(2)])
+    for i, prompt in enumerate(others):
+        engine.add_request(str(i), prompt[:90], greedy(50))
+    engine.step()
+    num_blocks = len(beginning) // 16
+    calls, num_steps = lookups_while_waiting(engine, beginning + others[0][90:], monkeypatch)
+    assert num_steps > 30, "it did not have to wait"
+    assert calls <= 4 * num_blocks, f"{calls} lookups of {num_blocks} blocks in {num_steps} steps"
+    finish(engine)
+    assert_pools_as_before(engine)
+
+
+def test_what_is_not_looked_up_again_would_have_been_refused_again(path, monkeypatch):
+    """The same steps with and without remembering why a sequence was refused."""
+    generator = random.Random(8)
+    num_remembered = 0
+    for seed in range(6):
+        beginnings = [[], *random_prompts(2, 50, 90, seed=seed)]
+        prompts = [generator.choice(beginnings) + end for end in random_prompts(7, 1, 60, seed=50 + seed)]
+        params = [greedy(generator.choice([3, 20, 50])) for _ in prompts]
+        arguments = generator.choice(
+            [dict(), dict(enable_cpu_offload=True, host_memory_limit=generator.choice([17, 22]) * BLOCK_BYTES // 2)]
+        )
+        batches = []
+        for remembers in (True, False):
+            with monkeypatch.context() as patch:
+                held = []
+                holds = kv_cache._Refusal.holds
+                patch.setattr(
+                    kv_cache._Refusal,
+                    "holds",
+                    lambda *given: remembers and (holds(*given) and not held.append(1)),
+                )
+                engine = make_engine(path, **ARGUMENTS, **arguments)
+                if not arguments:
+                    shrink_gpu_pool(engine, 14)
+                found = record_batches(engine)
+                run(engine, prompts, params)
+            batches.append(found)
+            num_remembered += len(held)
+            assert_pools_as_before(engine)
+        assert batches[0] == batches[1], f"seed {seed}"
+    assert num_remembered > 15
+
