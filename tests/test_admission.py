@@ -59,21 +59,69 @@ def test_a_preempted_sequence_returns_only_where_the_others_can_grow_a_little(pa
     shrink_gpu_pool(engine, 13)
     prompts = random_prompts(4, 33, 46, seed=4)
     for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, greedy(60))
-    cache, spare = engine.runner.kv_cache, []
+        engine.add_request(str(i), prompt, greedy(30 + 12 * i))
+    cache, num_refused = engine.runner.kv_cache, 0
     admit_saved = cache._admit_saved
 
     def admit(sequence):
-        num_running = len(engine.scheduler.running)
+        nonlocal num_refused
+        num_running, num_free = len(engine.scheduler.running), cache.gpu_blocks.num_free
         admitted = admit_saved(sequence)
-        if admitted:
-            spare.append((cache.gpu_blocks.num_free, num_running))
+        assert not admitted or cache.gpu_blocks.num_free >= num_running
+        num_refused += not admitted and -(-sequence.num_tokens // 16) <= num_free
         return admitted
 
     cache._admit_saved = admit
     finish(engine)
-    assert spare and all(num_free >= num_running for num_free, num_running in spare)
+    assert num_refused, "whoever was refused would not have fitted anyway"
     assert engine.scheduler.num_preemptions <= len(prompts), "they drive each other out again and again"
+
+
+def step_until_running(engine: LLMEngine, names: str) -> None:
+    """Runs until just these requests run."""
+    for _ in range(200):
+        if sorted(sequence.request_id for sequence in engine.scheduler.running) == sorted(names):
+            return
+        engine.step()
+    pytest.fail(f"{names} never run together")
+
+
+def test_who_waits_for_one_block_gets_the_first_that_comes_back(path):
+    engine = make_engine(path, **ARGUMENTS, enable_prefix_caching=False)
+    shrink_gpu_pool(engine, 6)
+    large, small, waiting = random_prompts(3, 49, 49, seed=6)
+    engine.add_request("A", large, greedy(14))  # four blocks from the beginning to the end
+    engine.add_request("B", small[:10], greedy(3))
+    engine.add_request("C", waiting[:20], greedy(3))
+    step_until_running(engine, "AB")
+    step_until_running(engine, "AC")
+    finish(engine)
+
+
+def test_who_waits_is_looked_up_again_when_more_of_its_prefix_is_known(path):
+    """The first one publishes its blocks chunk by chunk; with the second chunk's the second one fits beside it."""
+    engine = make_engine(path, **ARGUMENTS)
+    shrink_gpu_pool(engine, 14)
+    (prompt,) = random_prompts(1, 150, 150, seed=6)
+    engine.add_request("A", prompt, greedy(9))
+    engine.add_request("B", prompt[:140] + [7] * 20, greedy(3))
+    engine.step()
+    assert [sequence.request_id for sequence in engine.scheduler.running] == ["A"]
+    step_until_running(engine, "AB")
+    finish(engine)
+
+
+def test_promises_that_an_ended_sequence_gives_back_are_room_for_who_waits(path):
+    engine = make_engine(path, **ARGUMENTS, enable_cpu_offload=True, host_memory_limit=16 * BLOCK_BYTES // 2)
+    prompts = random_prompts(2, 30, 30, seed=6)
+    engine.add_request("A", prompts[0], greedy(200))
+    engine.add_request("B", prompts[1], greedy(190))
+    step_until_running(engine, "A")
+    assert len(engine.scheduler.waiting) == 1
+    engine.abort("A")
+    step_until_running(engine, "B")
+    finish(engine)
+    assert_pools_as_before(engine)
 
 
 def lookups_while_waiting(engine: LLMEngine, prompt: list[int], monkeypatch) -> tuple[int, int]:
