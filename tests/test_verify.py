@@ -108,6 +108,7 @@ def test_clean_engines_are_identical_in_every_mode(paths, name):
     assert all(facts[run][0] != "0.0 MiB streamed" for run in RUNS if run != "resident")
     assert facts["streamed"][1] == facts["pairs"][1] == "at most 0 full blocks stayed on the GPU"
     assert "two requests at a time: the reference of the next: other rows per step, so not compared" in verdict.report()
+    assert verdict.report().count(", compared with ") == 1 == verdict.report().count("identical, compared with pairs\n")
     assert int(facts["mixture"][1].split()[2]) > 1
     assert [fact.split()[1] for fact in facts["switch"][2:]] == ["offload", "resident", "offload"]
     assert facts["switch"][2].endswith("(1 in prefill)")
