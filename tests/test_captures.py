@@ -28,6 +28,9 @@ def test_the_bytes_of_all_graphs_are_kept_over_switches_that_capture_nothing(
     engine = make_engine(path, runtime, **arguments)
     at_start = runtime.num_captures
     assert at_start > 0 and engine.stats()["graph_bytes"] == 10 * at_start
+    with monkeypatch.context() as once:
+        once.setattr(engine.runner, "_capture", lambda *_: pytest.fail("there is nothing to capture"))
+        engine.runner.capture()
     engine.switch_mode("resident" if engine.mode == "offload" else "offload")
     assert (runtime.num_captures > at_start) == (enable_cpu_offload is False), "offload mode has graphs of its own"
     assert engine.stats()["graph_bytes"] == 10 * runtime.num_captures
