@@ -5,12 +5,17 @@
 >>> llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text
 """
 
-from nanoinfer.config import EngineConfig
-from nanoinfer.engine import LLMEngine
-from nanoinfer.llm import LLM
-from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
-from nanoinfer.planner import Forecast, plan
-from nanoinfer.sampling_params import SamplingParams
+from typing import TYPE_CHECKING
+
+from nanoinfer.lazy import lazy_names
+
+if TYPE_CHECKING:  # what type checkers and editors see of the names below
+    from nanoinfer.config import EngineConfig
+    from nanoinfer.engine import LLMEngine
+    from nanoinfer.llm import LLM
+    from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
+    from nanoinfer.planner import Forecast, plan
+    from nanoinfer.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -27,3 +32,21 @@ __all__ = [
     "StreamOutput",
     "plan",
 ]
+
+# Torch and transformers take seconds to import: they come with the first name that needs them.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "LLM": "nanoinfer.llm",
+        "CompletionOutput": "nanoinfer.outputs",
+        "EngineConfig": "nanoinfer.config",
+        "Forecast": "nanoinfer.planner",
+        "LLMEngine": "nanoinfer.engine",
+        "Logprob": "nanoinfer.outputs",
+        "RequestMetrics": "nanoinfer.outputs",
+        "RequestOutput": "nanoinfer.outputs",
+        "SamplingParams": "nanoinfer.sampling_params",
+        "StreamOutput": "nanoinfer.outputs",
+        "plan": "nanoinfer.planner",
+    },
+)

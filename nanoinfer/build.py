@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+import transformers
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from nanoinfer.attention.base import AttentionSpec
 from nanoinfer.attention.registry import make_backend
@@ -148,7 +149,8 @@ def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizer
             return None
     source = config.tokenizer or model_dir
     try:
-        return AutoTokenizer.from_pretrained(source)
+        # By its full name, which transformers imports now and not with this module: it takes seconds.
+        return transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"tokenizer {str(source)!r} cannot be loaded ({error}): check its files, or set skip_tokenizer_init=True "

@@ -1,4 +1,8 @@
-"""The `nanoinfer` command."""
+"""The `nanoinfer` command.
+
+What reads the options imports neither torch nor transformers, so that `--help` and a misspelt option are answered at
+once. What a command runs is imported when it runs.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,13 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import nanoinfer
-from nanoinfer import planner
+from nanoinfer import plan_command
 from nanoinfer.bench import command as bench
 from nanoinfer.command_line import Parser, length, run_command
-from nanoinfer.llm import LLM
-from nanoinfer.recall import command as recall
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.recall import options as recall
 from nanoinfer.serve import command as serve
 from nanoinfer.verify import command as verify
 
@@ -37,7 +40,9 @@ def _parser() -> Parser:
     evaluations = commands.add_parser("eval", help="questions whose answers are known").add_subparsers(required=True)
     recall.add_arguments(evaluations.add_parser("recall", help=recall.SUMMARY, description=recall.SUMMARY))
     _add_generate_arguments(commands.add_parser("generate", help="complete a prompt"))
-    planner.add_arguments(commands.add_parser("plan", help="what fits and how fast it can be, without GPU or weights"))
+    plan_command.add_arguments(
+        commands.add_parser("plan", help="what fits and how fast it can be, without GPU or weights")
+    )
     serve.add_arguments(commands.add_parser("serve", help="an HTTP server with OpenAI's API"))
     verify.add_arguments(commands.add_parser("verify", help="compare offload with resident mode, bit for bit"))
     return parser
@@ -46,7 +51,7 @@ def _parser() -> Parser:
 def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
     command_line = f"nanoinfer {shlex.join(given)}"
     if options.command == "plan":
-        return planner.run(options)
+        return plan_command.run(options)
     if options.command == "serve":
         return serve.run(options)
     if options.command == "verify":
@@ -54,7 +59,7 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
     if options.command == "bench":
         bench.run(options, command_line)
     elif options.command == "eval":
-        recall.run(options, command_line)
+        import_module("nanoinfer.recall.command").run(options, command_line)
     else:
         _generate(options)
     return 0
@@ -83,8 +88,8 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _generate(options: argparse.Namespace) -> None:
     """Prints the completion as it comes."""
-    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed)
-    with LLM(
+    params = nanoinfer.SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed)
+    with nanoinfer.LLM(
         options.model,
         enable_cpu_offload={"on": True, "auto": "auto", "off": False}[options.offload],
         gpu_memory_limit=options.gpu_memory,

@@ -224,6 +224,11 @@ class DecodeProgram:
             for index in pieces:
                 x = self._layer(index, size, x, self.whole_rows)
 
+    def is_captured(self, may_offload: bool) -> bool:
+        """Whether `capture_offload`, or else `capture_resident`, would find nothing to capture."""
+        has_pieces = len(self._piece_graphs) == len(self.batch_sizes) and bool(self._slot_graphs)
+        return len(self._step_graphs) == len(self.batch_sizes) and (has_pieces or not may_offload)
+
     def capture_resident(self, progress: Callable[[str], None]) -> None:
         """Captures the whole step for each batch size, the largest first, so that the shared pool grows only once."""
         self._reset_tables()

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from nanoinfer.errors import nearest
 from nanoinfer.models import DecoderModel, find_architecture, resolve
@@ -87,7 +88,7 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     try:
-        return AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no valid config: {error}") from error
 

@@ -182,6 +182,11 @@ class PrefillPieces:
         else:
             self._compute.run(lambda: self._run(index, tensors))
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether `capture` would find nothing to capture."""
+        return len(self._graphs) == len(self.capture_num_tokens)
+
     def capture(self, progress: Callable[[str], None]) -> None:
         """Captures each piece for each count, the largest first, so that the shared pool grows only once.
 

@@ -152,7 +152,7 @@ class ModelRunner:
             (runtime.staging(self.decode_program.tokens.numel(), torch.int64), runtime.event()) for _ in range(2)
         )
         self._prefill_tokens = torch.zeros_like(self.decode_program.tokens)
-        self.graph_memory: tuple[int, int] | None = None  # bytes in use before and after capture
+        self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and with what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
     # Modes
@@ -237,13 +237,15 @@ class ModelRunner:
     def capture(self) -> None:
         """Captures the graphs of the current mode, if they are not captured yet."""
         is_cuda = self.runtime.device.type == "cuda"
-        if not self.config.enforce_eager and (not is_cuda or self.backend.graph_safe):
-            self._capture(is_cuda)
+        may_offload = self.mode == "offload" or self.may_spill
+        is_captured = self.decode_program.is_captured(may_offload) and self.prefill_program.pieces.is_captured
+        if not is_captured and not self.config.enforce_eager and (not is_cuda or self.backend.graph_safe):
+            self._capture(is_cuda, may_offload)
         if is_cuda:
             self._reserve_activations()  # a capture gives unused segments back
 
-    def _capture(self, is_cuda: bool) -> None:
-        program, may_offload = self.decode_program, self.mode == "offload" or self.may_spill
+    def _capture(self, is_cuda: bool, may_offload: bool) -> None:
+        program = self.decode_program
         steps = len(program.batch_sizes) * (1 + may_offload) + may_offload
         steps += len(self.prefill_program.pieces.capture_num_tokens)
         before = self._memory_in_use()
@@ -271,7 +273,9 @@ class ModelRunner:
         finally:
             if was_enabled:
                 gc.enable()
-        self.graph_memory = (before, self._memory_in_use())
+        taken = self._memory_in_use() - before
+        first, last = self.graph_memory or (before, before)  # graphs of the other mode may have been captured earlier
+        self.graph_memory = (first, last + taken)
 
     def _memory_in_use(self) -> int:
         if self.runtime.device.type != "cuda":

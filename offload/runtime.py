@@ -4,7 +4,7 @@ Two implementations: `CudaRuntime` (offload/cuda.py) and `SimulatedRuntime` (off
 on a stream as a function; it may run at any later time that the waits allow, so a function must not depend on host
 state that changes after it was enqueued, and the host must not read what it writes before synchronising.
 
-Every wait carries the name of the rule that it enforces, such as "ring.copy_after_attention". The simulated runtime
+Every wait carries the name of the rule that it enforces, such as "ring.fill_after_attention". The simulated runtime
 can drop one rule by name, which is how the tests prove that each wait is needed.
 """
 

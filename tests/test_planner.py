@@ -132,3 +132,17 @@ def test_the_command_prints_a_table_or_json(capsys):
     assert json.loads(capsys.readouterr().out)["memory"]["ring_bytes"] == 128 * 2**20
     assert main([*words, "--batch", "40"]) == 1 and "does not fit" in capsys.readouterr().out
     assert main(["plan", "qwen3-40b", "--gpu-memory", "12GiB"]) == 2 and capsys.readouterr().err
+
+
+def test_an_option_that_is_given_reaches_the_forecast_and_one_that_is_not_has_the_functions_default(capsys):
+    def forecast(*options):
+        main(["plan", "qwen3-4b", "--gpu-memory", "12GiB", "--host-memory", "64GiB", "--json", *options])
+        return json.loads(capsys.readouterr().out)
+
+    plain = forecast()
+    limits = dict(gpu_memory="12GiB", host_memory="64GiB")
+    assert plain == json.loads(nanoinfer.plan("qwen3-4b", **limits).to_json())
+    for option in ("--context 4k", "--batch 2", "--link-gbps 50", "--device-gbps 450", "--offload off", "--resident-kv 0",
+                   "--dtype float32", "--kv-cache-dtype fp8", "--block-size 128", "--prefill-chunk 2k",
+                   "--num-ring-slots 6", "--ring-slot-bytes 64MiB"):  # fmt: skip
+        assert forecast(*option.split()) != plain, option

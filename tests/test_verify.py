@@ -10,6 +10,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams, cli
 from nanoinfer.attention.torch_backend import TorchBackend
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.verify import RunReport, Verdict, verify
 from nanoinfer.verify.record import LogitsRecorder, Recorded, compare
 from nanoinfer.verify.workload import make_workload
@@ -106,7 +107,8 @@ def test_clean_engines_are_identical_in_every_mode(paths, name):
     assert all(bool(facts[run]) == (run != "resident") for run in RUNS)
     assert all(facts[run][0] != "0.0 MiB streamed" for run in RUNS if run != "resident")
     assert facts["streamed"][1] == facts["pairs"][1] == "at most 0 full blocks stayed on the GPU"
-    assert "two requests at a time: the reference of the next, equal to the first to rounding\n" in verdict.report()
+    assert "two requests at a time: the reference of the next: other rows per step, so not compared" in verdict.report()
+    assert verdict.report().count(", compared with ") == 1 == verdict.report().count("identical, compared with pairs\n")
     assert int(facts["mixture"][1].split()[2]) > 1
     assert [fact.split()[1] for fact in facts["switch"][2:]] == ["offload", "resident", "offload"]
     assert facts["switch"][2].endswith("(1 in prefill)")
@@ -131,11 +133,34 @@ def test_any_number_of_requests_can_be_compared(paths, num_requests):
 )
 def test_a_spoiled_host_block_is_found(paths, name, spoil):
     verdict = verify(paths["qwen3"], **SMALL, make_runtime=only_in(name, lambda: CorruptingRuntime(spoil)))
-    # A wrong reference is found itself, and makes the run that is compared with it differ.
-    assert verdict.line() == f"DIFFERENT in {'pairs, auto' if name == 'pairs' else name}", verdict.report()
-    wrong = {run.name: run for run in verdict.runs}[name]
+    # A wrong reference makes the run that is compared with it differ, which says with what it was compared.
+    found = "auto" if name == "pairs" else name
+    assert verdict.line() == f"DIFFERENT in {found}", verdict.report()
+    assert ("two requests at a time: DIFFERENT from pairs\n" in verdict.report()) == (found == "auto")
+    wrong = {run.name: run for run in verdict.runs}[found]
     assert wrong.mismatches[0].position is not None and " instead of " in wrong.mismatches[0].text
     assert str(wrong.mismatches[0]) in verdict.report()
+
+
+def test_a_reference_with_other_rows_is_judged_by_no_tolerance(paths, monkeypatch):
+    logits = Decoder.logits
+
+    def logits_by_rows(self, normed, out=None):
+        """As matrix kernels that round otherwise for another number of rows, and further than any tolerance allows."""
+        return logits(self, normed, out).mul_(2 if len(normed) == 2 else 1)
+
+    monkeypatch.setattr(Decoder, "logits", logits_by_rows)
+    verdict = verify(paths["qwen3"], **SMALL)
+    assert verdict.line().startswith("identical: ") and verdict.line().endswith(" in 6 runs"), verdict.report()
+    assert [run.name for run in verdict.runs if run.is_reference] == REFERENCES
+    assert all(run.largest_difference == 0 for run in verdict.runs)
+
+
+def test_a_reference_that_is_not_finite_is_found_in_itself(paths):
+    spoiled = only_in("pairs", lambda: CorruptingRuntime(lambda written: written[-1].fill_(math.nan)))
+    verdict = verify(paths["qwen3"], **SMALL, make_runtime=spoiled)
+    assert verdict.line().startswith("DIFFERENT in pairs"), verdict.report()
+    assert "not finite; the reference itself: try another dtype, or memory was read" in verdict.report()
 
 
 @pytest.mark.parametrize(
@@ -242,7 +267,7 @@ def test_the_default_context_is_what_resident_mode_holds(paths):
 
 def test_an_automatic_run_that_never_spills_is_left_out_and_said(paths):
     verdict = verify(paths["qwen3"], **(SMALL | dict(output_len=2)))
-    assert verdict.is_identical and verdict.line().endswith("in 5 runs (left out: auto)"), verdict.report()
+    assert verdict.is_identical and verdict.line().endswith("in 4 runs (left out: auto; compared with nothing: pairs)")
     assert "the GPU pool did not fill up" in verdict.report()
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 
-import torch
+from nanoinfer.bench import latency_options, offload_options, throughput_options
 
-from nanoinfer.bench import latency, offload, throughput
-
-BENCHMARKS = {"latency": latency, "throughput": throughput, "offload": offload}
+# Each runs in a module of its own, which is imported for it alone: `nanoinfer.bench.latency`.
+BENCHMARKS = {"latency": latency_options, "throughput": throughput_options, "offload": offload_options}
 DEFAULT = "offload"
 
 
@@ -39,8 +39,11 @@ def run(options: argparse.Namespace, command: str) -> None:
         ValueError: an option cannot be used; nothing has run then. Or the engine cannot run what was asked for.
         MemoryError: the GPU is full.
     """
+    import torch  # not above: what reads the options does without
+
+    benchmark = import_module(f"nanoinfer.bench.{options.benchmark}")
     try:
-        BENCHMARKS[options.benchmark].run(options, command)
+        benchmark.run(options, command)
     except torch.OutOfMemoryError as error:  # its text goes on for many lines
         reason = str(error).splitlines()[0]
         raise MemoryError(f"{reason} Lower --gpu-memory, or end what else runs on the GPU") from error

@@ -11,10 +11,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from nanoinfer.bench.measure import PROGRESS_DELAY_S, Row, random_prompts
+from nanoinfer.bench.options import CACHES
 from nanoinfer.loader import load_config, load_model, resolve_dtype
 from nanoinfer.models import ModelSpec, resolve
 
-CACHES = {"hf": "offloaded", "hf-static": "offloaded_static"}
 _CACHES_ON_CPU = {"hf": "dynamic", "hf-static": "static"}  # its offloaded caches need CUDA
 
 

@@ -12,9 +12,6 @@ from nanoinfer.bench.floors import Floors, bytes_read_per_step, measure_floors
 from nanoinfer.bench.measure import Row, add_floor, measure, release
 from nanoinfer.bench.options import (
     ENGINE_MODES,
-    add_engine_arguments,
-    add_mode_argument,
-    add_model_arguments,
     check_at_least,
     check_can_write,
     check_mode,
@@ -25,29 +22,12 @@ from nanoinfer.bench.options import (
 )
 from nanoinfer.bench.report import explain, paragraph, write_figures
 from nanoinfer.build import resolve_device
-from nanoinfer.command_line import length
 from nanoinfer.config import EngineConfig, counted
 from nanoinfer.llm import LLM
 from nanoinfer.loader import load_config
 from nanoinfer.models import ModelSpec
 
-SUMMARY = "seconds of one batch: to the first token, per token and in all, beside the floor"
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options, which have vLLM's names."""
-    add_model_arguments(parser)
-    add_engine_arguments(parser)
-    add_mode_argument(parser)
-    parser.add_argument("--input-len", type=length, default=1024, help="tokens of each prompt (default: %(default)s)")
-    parser.add_argument("--output-len", type=length, default=128, help="tokens to generate (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=1, help="sequences at once (default: %(default)s)")
-    parser.add_argument("--num-iters", type=int, default=5, help="times that the batch runs (default: %(default)s)")
-    parser.add_argument(
-        "--num-iters-warmup", type=int, default=1, help="times before, which do not count (default: %(default)s)"
-    )
-    parser.add_argument("--output-json", metavar="FILE", help="write all figures")
 
 
 def run(options: argparse.Namespace, command: str) -> dict:

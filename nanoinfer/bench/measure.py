@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from nanoinfer.bench.floors import Floors, bytes_read_per_step
+from nanoinfer.bench.options import TRACED_STEPS, WARM_UP_STEPS
 from nanoinfer.engine import LLMEngine
 from nanoinfer.llm import LLM
 from nanoinfer.models import ModelSpec
@@ -20,13 +21,9 @@ from nanoinfer.outputs import RequestOutput
 from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
-WARM_UP_STEPS = 3
 # Progress bars appear where a case takes longer than this.
 PROGRESS_DELAY_S = 2.0
-# What a trace holds: enough to see how steps follow each other, and small enough for a browser.
-TRACED_CHUNKS = 2
-TRACED_STEPS = 5
-TRACED_OUTPUT_LEN = WARM_UP_STEPS + TRACED_STEPS + 4  # output tokens of a case that is traced
+TRACED_CHUNKS = 2  # beside TRACED_STEPS
 
 
 @dataclass

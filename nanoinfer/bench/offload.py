@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from nanoinfer.bench.floors import Floors, kv_bytes, measure_floors
-from nanoinfer.bench.hf import CACHES, Reference, load_reference, measure_reference
-from nanoinfer.bench.measure import TRACED_OUTPUT_LEN, Row, add_floor, compare, free_memory, measure, release
+from nanoinfer.bench.hf import Reference, load_reference, measure_reference
+from nanoinfer.bench.measure import Row, add_floor, compare, free_memory, measure, release
 from nanoinfer.bench.offload_options import Cases, add_arguments, check_task, engine_arguments, read_cases
-from nanoinfer.bench.options import default_shape, is_dummy, model_directory
+from nanoinfer.bench.options import CACHES, TRACED_OUTPUT_LEN, default_shape, is_dummy, model_directory
 from nanoinfer.bench.report import explain, plot, table, write_json
 from nanoinfer.build import resolve_device
 from nanoinfer.command_line import Parser, in_options, run_command
@@ -26,9 +26,6 @@ from nanoinfer.metrics import write_trace
 from nanoinfer.models import ModelSpec
 from nanoinfer.recall import command as recall
 
-__all__ = ["SUMMARY", "add_arguments", "main", "run"]
-
-SUMMARY = "decode with the KV cache in host memory against the GPU, with the floors of this machine"
 CHECKED_TOKENS = 8  # per sequence, with their log-probabilities
 # What a case may ask too much of: a row says so, and the others go on.
 _DOES_NOT_FIT = (ValueError, MemoryError, torch.OutOfMemoryError)

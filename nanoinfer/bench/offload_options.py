@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from nanoinfer.bench.hf import CACHES
-from nanoinfer.bench.measure import TRACED_OUTPUT_LEN
 from nanoinfer.bench.options import (
+    CACHES,
     ENGINE_MODES,
+    TRACED_OUTPUT_LEN,
     add_engine_arguments,
     add_model_arguments,
     check_can_plot,
@@ -20,6 +20,7 @@ from nanoinfer.bench.options import (
 from nanoinfer.command_line import length
 from nanoinfer.recall import options as recall
 
+SUMMARY = "decode with the KV cache in host memory against the GPU, with the floors of this machine"
 # What each task does not use. These options have no default, so that it is known whether they were given.
 UNUSED = {"decode": ("depths", "questions"), "recall": ("batch", "output_len", "check", "profile")}
 TASKS = tuple(UNUSED)

@@ -8,14 +8,16 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from nanoinfer import tuning_options
 from nanoinfer.bench.shapes import SHAPES, refuse_shape, write_shape
 from nanoinfer.command_line import length
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import nearest
+
+if TYPE_CHECKING:
+    import torch
 
 # What is measured: arguments of the engine that differ.
 ENGINE_MODES: dict[str, dict] = {
@@ -24,7 +26,13 @@ ENGINE_MODES: dict[str, dict] = {
     "auto": dict(enable_cpu_offload="auto"),
     "resident": dict(enable_cpu_offload=False),
 }
+# transformers' offloaded caches, as it calls them.
+CACHES = {"hf": "offloaded", "hf-static": "offloaded_static"}
 
+WARM_UP_STEPS = 3
+# What a trace holds: enough to see how steps follow each other, and small enough for a browser.
+TRACED_STEPS = 5
+TRACED_OUTPUT_LEN = WARM_UP_STEPS + TRACED_STEPS + 4  # output tokens of a case that is traced
 
 # Endings of a picture's file.
 PICTURES = (".png", ".svg", ".pdf")

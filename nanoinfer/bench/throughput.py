@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from nanoinfer.bench.measure import random_prompts, release
 from nanoinfer.bench.options import (
     ENGINE_MODES,
-    add_engine_arguments,
-    add_mode_argument,
-    add_model_arguments,
     bounds,
     check_at_least,
     check_can_write,
@@ -29,10 +26,8 @@ from nanoinfer.llm import LLM
 from nanoinfer.loader import load_config
 from nanoinfer.sampling_params import SamplingParams
 
-SUMMARY = "requests and tokens per second of many requests, and where the time goes"
 # Prompts take the first ids of every vocabulary, so that the load is the same for all models.
 PROMPT_VOCABULARY = 2000
-DEFAULT_RANGE = "100-1024"
 
 
 @dataclass(frozen=True)
@@ -125,20 +120,6 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
         "streamed_bytes": gained("streamed_bytes"),
         "bound": decode.bound,
     }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options, which have vLLM's names."""
-    add_model_arguments(parser)
-    add_engine_arguments(parser)
-    add_mode_argument(parser)
-    for name in ("input", "output"):
-        parser.add_argument(
-            f"--{name}-len", default=DEFAULT_RANGE, help="tokens, a number or a range (default: %(default)s)"
-        )
-    parser.add_argument("--num-prompts", type=int, default=256, help="requests (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy (default: %(default)s)")
-    parser.add_argument("--output-json", metavar="FILE", help="write all figures")
 
 
 def run(options: argparse.Namespace, command: str) -> dict:

@@ -15,13 +15,9 @@ from nanoinfer.bench.report import write_figures
 from nanoinfer.llm import LLM
 from nanoinfer.recall.answers import Answers, EngineAnswers
 from nanoinfer.recall.evaluate import Exam, Scores, evaluate
-from nanoinfer.recall.options import Evaluation, Run, add_arguments, read_options
 from nanoinfer.recall.reference import ReferenceAnswers
 from nanoinfer.recall.report import compare, figures, plot, table
-
-__all__ = ["SUMMARY", "add_arguments", "run"]
-
-SUMMARY = "answers about facts planted in long contexts, by length and depth"
+from nanoinfer.recall.settings import Evaluation, Run, read_options
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Scores]:

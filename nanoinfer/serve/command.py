@@ -10,10 +10,10 @@ import socket
 import sys
 from typing import Any
 
+import nanoinfer
 from nanoinfer import tuning_options
 from nanoinfer.command_line import INTERRUPTED, length
 from nanoinfer.config import EngineConfig, counted
-from nanoinfer.engine import LLMEngine
 
 # Longer than the 5 s after which common clients close an idle connection: who closes it while the other one sends a
 # request breaks that request.
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     config = EngineConfig.from_arguments(_engine_arguments(options))
     # Bound before the model is loaded, which takes long; it does not listen yet.
     with _bind(options.host, options.port) as listener:
-        engine = AsyncEngine(lambda: LLMEngine(config), max_queue=options.max_queue)
+        engine = AsyncEngine(lambda: nanoinfer.LLMEngine(config), max_queue=options.max_queue)
         try:
             _start(engine)
             app = create_app(

@@ -2,13 +2,31 @@
 
 The runs follow one another in one process, each with an engine of its own. Freed ring slots and blocks are filled with
 NaN, so that whoever reads one too late gives a wrong answer instead of an old one. Of each generated token its id and
-the raw logits of the whole vocabulary are compared with those of the first run.
+the raw logits of the whole vocabulary are compared with those of the first run, bit for bit where the attention backend
+has fixed splits.
 
-Two things would change the rounding and are kept equal in all runs: decode batches are padded to one size, and but for
-the first two requests, which share a step, each prompt is computed in steps of its own.
+Two things would change the rounding and are kept equal in all runs that are compared: decode batches are padded to one
+size, and but for the first two requests, which share a step, each prompt is computed in steps of its own. The "auto" run
+has fewer rows in a step. It is compared with a run of its own kind, which is compared with none.
 """
 
-from nanoinfer.verify.check import verify
-from nanoinfer.verify.report import Mismatch, RunReport, Verdict
+from typing import TYPE_CHECKING
+
+from nanoinfer.lazy import lazy_names
+
+if TYPE_CHECKING:  # what type checkers and editors see of the names below
+    from nanoinfer.verify.check import verify
+    from nanoinfer.verify.report import Mismatch, RunReport, Verdict
 
 __all__ = ["Mismatch", "RunReport", "Verdict", "verify"]
+
+# The command line reads its options from `command`, without torch.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Mismatch": "nanoinfer.verify.report",
+        "RunReport": "nanoinfer.verify.report",
+        "Verdict": "nanoinfer.verify.report",
+        "verify": "nanoinfer.verify.check",
+    },
+)

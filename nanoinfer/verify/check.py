@@ -18,8 +18,8 @@ from nanoinfer.verify.workload import Machine, Workload, choose_workload, worklo
 from offload import CudaRuntime, Runtime, SimulatedRuntime
 
 MAX_LOGITS_BYTES = 4 * 2**30
-# Without fixed splits, or with other matrix kernels, logits may differ by this share of the row's largest: a few times
-# what a type's rounding adds up to over the layers, and far less than another block's keys would change.
+# Without fixed splits logits may differ by this share of the row's largest: a few times what a type's rounding adds up to
+# over the layers, and far less than another block's keys would change.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 # Arguments that make the runs what they are.
 OWN_ARGUMENTS = (
@@ -90,20 +90,16 @@ def verify(
     reports: list[RunReport] = []
     references: dict[str, Recorded] = {}
     runs = make_runs(workload, plan)
-    own_references = {run.reference for run in runs if run.reference}
     for run in runs:
-        report = RunReport(name=run.name, what=run.what)
+        report = RunReport(name=run.name, what=run.what, reference=run.reference)
         reports.append(report)
-        if run.reference and run.reference not in references:
+        if run.reference not in ("", run.name, *references):
             report.left_out = f"there is nothing to compare it with, since {run.reference!r} gave nothing"
         elif (found := attempt(run, common | run.arguments, workload, make_runtime, report)) is not None:
             reference = references.setdefault(run.reference, found)
-            has_other_rows = run.name in own_references
-            if has_other_rows:
-                references[run.name] = found
-            report.is_reference = has_other_rows or reference is found
-            report.is_rounded = has_other_rows and reference is not found
-            compare(reference, found, report, None if machine.is_exact and not has_other_rows else rounding)
+            report.is_reference = reference is found
+            # A reference is compared with itself: that finds what is not finite.
+            compare(reference, found, report, None if machine.is_exact else rounding)
         tell("\n".join(report.lines(machine.is_exact)))
     return Verdict(setting=setting, runs=reports, is_exact=machine.is_exact)
 

@@ -6,10 +6,10 @@ import argparse
 import sys
 import tempfile
 
+import nanoinfer.verify
 from nanoinfer.bench.shapes import SHAPES, refuse_shape, write_shape
 from nanoinfer.command_line import in_options, length
 from nanoinfer.config import EngineConfig
-from nanoinfer.verify.check import verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         refuse_shape(options.model)
     with tempfile.TemporaryDirectory() as directory:
         model = options.model if options.shape is None else str(write_shape(options.shape, directory))
-        verdict = verify(
+        verdict = nanoinfer.verify.verify(
             model,
             num_requests=options.requests,
             context=options.context,

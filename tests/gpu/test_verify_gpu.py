@@ -32,6 +32,7 @@ def test_every_mode_gives_the_same_logits(tmp_path, config):
     )
     assert verdict.is_identical and verdict.is_exact, verdict.report()
     assert all(run.left_out is None for run in verdict.runs), verdict.report()
+    assert [run.name for run in verdict.runs if run.is_reference] == ["resident", "pairs"]
 
 
 def test_a_trace_covers_the_steps_and_its_spans_follow_each_other(tmp_path):
