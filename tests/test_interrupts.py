@@ -6,6 +6,7 @@
 import functools
 import itertools
 import random
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -192,6 +193,7 @@ def attempt_all(path, alone: list, mode: str, seed: int | None, attempts: list) 
             if isinstance(failure, KeyboardInterrupt) and not tracer.raised:
                 raise  # the user's own
             failures.append(f"{[name(line) for line in tracer.raised]}: {failure!r:.200}")
+            print(failures[-1], file=sys.__stderr__, flush=True)  # a run that takes them all lasts long
             player = Player(path, mode, seed)
         num_raised += len(tracer.raised)
     player.give_back()
