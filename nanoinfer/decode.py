@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanoinfer.attention.base import MAX_SPLITS_OF_FEW, MAX_SPLITS_PER_BLOCK, AttentionBackend, DecodeWork, Partials
-from nanoinfer.device_tables import DeviceTable, RowState, SplitTables
+from nanoinfer.attention.base import MAX_SPLITS_OF_FEW, AttentionBackend, DecodeWork, Partials
+from nanoinfer.device_tables import ChunkRecords, DeviceTable, RowState, SplitTables
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.layers import KVSlots
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.sampling_state import SamplingState
 from nanoinfer.sequence import Sequence
-from nanoinfer.work import NO_SPLITS, SplitLists, slot_records, split_lists, visible_blocks
+from nanoinfer.work import NO_SPLITS, SplitLists, split_lists, visible_blocks
 from offload import Chunk, Graph, Ring, Runtime, Stream, StreamPlan, pack
 from offload.layout import runs
 
@@ -82,11 +82,11 @@ class DecodeProgram:
         self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
         self._partials: Partials = backend.partials(max_splits)
         # The host's tables, one set per window.
-        record = 4 + 4 * ring.blocks_per_slot * MAX_SPLITS_PER_BLOCK
         self._batch_rows = DeviceTable(runtime, max_batch)
         self._splits = [SplitTables(runtime, max_batch, max_splits) for _ in self.windows]
-        self._records = [DeviceTable(runtime, -(-max_splits // ring.blocks_per_slot) * record) for _ in self.windows]
-        self._slot_records = torch.zeros(ring.num_ring_slots, record, dtype=torch.int32, device=device)
+        self._records = [ChunkRecords(runtime, max_splits) for _ in self.windows]
+        shape = ring.num_ring_slots, ChunkRecords.num_elements(max_splits)
+        self._slot_records = torch.zeros(shape, dtype=torch.int32, device=device)
         self._no_stream = StreamPlan(((),) * len(self._kind))
         self._last_splits: bytes | None = None  # of the lists in the tables, where they are those of resident mode
         self._step_graphs: dict[int, Graph] = {}
@@ -292,8 +292,7 @@ class DecodeProgram:
             num_splits = found.ranges[-1]
             assert num_splits <= self.max_splits, f"{num_splits} splits in a workspace of {self.max_splits}"
             self._splits[index].set(self._compute, found)
-            chunks = plan.chunks[self._kind.index(index)]
-            self._records[index].set(self._compute, slot_records(found.on_host, chunks, self._ring.blocks_per_slot))
+            self._records[index].set(self._compute, found, plan.chunks[self._kind.index(index)])
         self._last_splits = resident
         promoted = self._kv_cache.promote(rows.tolist())
         # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
@@ -325,7 +324,7 @@ class DecodeProgram:
         ]
 
     def _stream_plan(self, lists: list[SplitLists]) -> StreamPlan:
-        chunks = [pack(found.on_host[:, 2], self._ring.blocks_per_slot) for found in lists]
+        chunks = [pack(found.host_blocks, self._ring.blocks_per_slot) for found in lists]
         return StreamPlan(tuple(chunks[kind] for kind in self._kind))
 
     def run_whole(self, step: DecodeStep) -> None:
@@ -349,9 +348,8 @@ class DecodeProgram:
 
     def enqueue_attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         window = self._kind[layer]
-        record = self._slot_records[ring_slot]
-        begin = chunk.begin // self._ring.blocks_per_slot * len(record)
-        self._compute.copy(record, self._records[window].tensor[begin : begin + len(record)])
+        if not self._records[window].copy(self._compute, chunk, self._slot_records[ring_slot]):
+            return
         if self._slot_graphs:
             self._compute.replay(self._slot_graphs[window][ring_slot])
             self.counters.graph_replays += 1

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanoinfer.attention.base import MAX_SPLITS_PER_BLOCK
 from nanoinfer.kv_cache import NO_BLOCK
 from offload import Chunk
 
@@ -19,9 +18,8 @@ class SplitLists:
     Attributes:
         on_gpu: [n, 4] int32, items: (batch row, split, GPU block, partial index). Those with most keys come first: the
             programs of a kernel that deals them out in this order end together.
-        on_host: [m, 5] int32, (batch row, first split, host block, first partial index, number of splits) for each block,
-            in the order in which they stream: that of the host pool, where neighbours pass in one copy, whoever they
-            belong to.
+        on_host: [m, 5] int32, (batch row, first split, host block, first partial index, number of splits) for each block
+            of each row, in the order of the host pool.
         ranges: [batch + 1] int32: row b's partials are ranges[b] to ranges[b + 1] - 1, in ascending order of split.
         splits_per_block: [batch], how many splits a whole block of the row is cut into.
     """
@@ -30,6 +28,13 @@ class SplitLists:
     on_host: np.ndarray
     ranges: np.ndarray
     splits_per_block: np.ndarray
+
+    @property
+    def host_blocks(self) -> np.ndarray:
+        """What streams: each block once, whoever shares it, in the order of the host pool, where neighbours pass in one
+        copy."""
+        blocks = self.on_host[:, 2]
+        return blocks[np.diff(blocks, prepend=-1) > 0]
 
 
 def _empty(*shape: int) -> np.ndarray:
@@ -111,17 +116,25 @@ def work_table(items: np.ndarray) -> np.ndarray:
     return np.concatenate([head, items])
 
 
-def slot_records(on_host: np.ndarray, chunks: list[Chunk], blocks_per_slot: int) -> np.ndarray:
-    """What attention must know of each chunk once it lies in a ring slot.
+def slot_records(on_host: np.ndarray, chunks: list[Chunk]) -> list[np.ndarray]:
+    """What decode attends to in each chunk once it lies in a ring slot; rows that share a block have an item each.
+
+    Args:
+        on_host: as in `SplitLists`; each of its blocks lies in a chunk. Where it lies in several, the first one counts.
 
     Returns:
-        [len(chunks), 1 + blocks_per_slot * MAX_SPLITS_PER_BLOCK, 4] int32: each a `work_table` with the place in the ring
-        slot for the block, and zeros behind it.
+        For each chunk a `work_table`, with the place in the ring slot for the block.
     """
-    records = np.zeros((len(chunks), 1 + blocks_per_slot * MAX_SPLITS_PER_BLOCK, 4), dtype=np.int32)
-    for record, chunk in zip(records, chunks, strict=True):
-        blocks = on_host[chunk.begin : chunk.begin + len(chunk.blocks)].copy()
-        blocks[:, 2] = np.arange(len(blocks))
-        table = work_table(_items(blocks))
-        record[: len(table)] = table
-    return records
+    if not chunks:
+        return []
+    sizes = [len(chunk.blocks) for chunk in chunks]
+    blocks = np.concatenate([chunk.blocks for chunk in chunks])
+    order = np.argsort(blocks, kind="stable")
+    at = order[np.searchsorted(blocks[order], on_host[:, 2])]
+    assert np.array_equal(blocks[at], on_host[:, 2]), "a block that streams lies in no chunk"
+    number = np.repeat(np.arange(len(chunks)), sizes)[at]
+    placed = on_host.copy()
+    placed[:, 2] = at - (np.cumsum(sizes) - sizes)[number]
+    items = _items(placed[np.argsort(number, kind="stable")])
+    ends = np.cumsum(np.bincount(number, weights=on_host[:, 4], minlength=len(chunks)).astype(np.int64))
+    return [work_table(items[begin:end]) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
