@@ -294,9 +294,11 @@ class DecodeProgram:
             self._splits[index].set(self._compute, found)
             self._records[index].set(self._compute, found, plan.chunks[self._kind.index(index)])
         self._last_splits = resident
+        num_streamed = self._kv_cache.residency.num_streamed
         promoted = self._kv_cache.promote(rows.tolist())
         # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
-        ahead = self._stream_plan(self._split_lists(size, rows, lengths)) if promoted else plan
+        have_come = self._kv_cache.residency.num_streamed < num_streamed
+        ahead = self._stream_plan(self._split_lists(size, rows, lengths)) if have_come else plan
         return DecodeStep(self, size, plan, ahead, write_through, promoted)
 
     def _resident_splits(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> bytes | None:
@@ -356,12 +358,10 @@ class DecodeProgram:
         else:
             self._compute.run(lambda: self.attend_slot(window, ring_slot))
 
-    def keep(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, list[int]]) -> None:
+    def keep(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
         """Copies blocks of the ring slot that stay on the GPU from now on into the GPU pool."""
         kv, slot = self._kv_cache.gpu_kv[layer], self._ring.slots[ring_slot]
-        pairs = [
-            (gpu_block, place) for place, block in enumerate(chunk.blocks) for gpu_block in promoted.get(block, ())
-        ]
+        pairs = [(promoted[block], place) for place, block in enumerate(chunk.blocks) if block in promoted]
         for gpu_block, place, count in runs(pairs):
             self._compute.copy(kv[gpu_block : gpu_block + count], slot[place : place + count])
 
@@ -375,7 +375,7 @@ class DecodeStep:
     plan: StreamPlan
     ahead: StreamPlan
     write_through: list[tuple[int, int]]
-    promoted: dict[int, list[int]]  # host block -> GPU blocks that take over its content from the ring
+    promoted: dict[int, int]  # host block -> GPU block that takes over its content from the ring
 
     def compute_all(self) -> bool:
         self.program.run_whole(self)

@@ -9,8 +9,9 @@ pool, or not yet anywhere:
 
 The tables say for each row and logical block where it lies; attention reads nothing else, so any mixture works. What
 lies in both pools is read on the GPU. Dropping that copy costs nothing, so whenever GPU blocks are wanted, full ones
-are dropped (`offload.Residency` says which), and when there is room again they come back as they pass the ring. What a
-sequence leaves on the GPU when it ends stays there until the room is wanted, for the next one with that beginning.
+are dropped (`offload.Residency` says which), and when there is room again they come back as they pass the ring. Rows that
+share a host block share the GPU's copy of it, too. What a sequence leaves on the GPU when it ends stays there until the
+room is wanted, for the next one with that beginning.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class KVCache:
         self._num_reserved_host = 0
         self._num_reserved_splits = 0
         self._rows_without_tail: set[int] = set()  # offload: rows to which a GPU block is promised
-        self.residency = Residency(max_num_seqs)
+        self.residency = Residency(max_num_seqs, self.gpu_table, self.host_table, joins=window is None)
         self._max_resident_blocks = max_resident_blocks
         self._window = window
         self._only_if_faster = only_if_faster
@@ -131,7 +132,7 @@ class KVCache:
         """Promises every host block that the sequence can ever fill, so it never has to give way later."""
         assert self.offload is not None
         reserve = sequence.max_num_tokens // self.block_size - len(hits)
-        if not self._has_offload_room(sequence, reserve):
+        if not self._has_offload_room(sequence, reserve, hits):
             self.offload.host.blocks.release(hits)
             return False
         row = self._take_row(sequence)
@@ -145,13 +146,18 @@ class KVCache:
         return True
 
     def _find_copies(self, host_blocks: list[int]) -> list[int]:
-        """Takes up the GPU blocks that ended sequences have left of these: of the last ones, as a row keeps its newest."""
+        """Takes up the GPU blocks that running sequences have of a beginning's host blocks, or ended ones have left: of the
+        last ones, as a row keeps its newest."""
         assert self.offload is not None
         copies: list[int] = []
-        for host_block in reversed(host_blocks):
-            copy = self.gpu_blocks.published(host_block)
-            if copy is None or not (self.offload.take_back_gpu(copy) or self.gpu_blocks.claim(copy)):
-                break
+        for place, host_block in reversed(list(enumerate(host_blocks))):
+            copy = self.residency.copy(place, host_block)
+            if copy is not None:
+                self.gpu_blocks.share(copy)
+            else:
+                copy = self.gpu_blocks.published(host_block)
+                if copy is None or not (self.offload.take_back_gpu(copy) or self.gpu_blocks.claim(copy)):
+                    break
             self.gpu_blocks.forget(host_block)  # so that resident mode can publish it under its tokens
             copies.append(copy)
         return copies[::-1]
@@ -169,24 +175,27 @@ class KVCache:
             if self.offload.host.blocks.is_published(host_block):
                 self.gpu_blocks.publish(int(self.gpu_table[row, block]), host_block)
 
-    def _has_offload_room(self, sequence: Sequence, num_host_blocks: int) -> bool:
+    def _has_offload_room(self, sequence: Sequence, num_host_blocks: int, hits: list[int]) -> bool:
         assert self.offload is not None
         host = self.offload.host.blocks
         if num_host_blocks > host.num_free + self.offload.num_deferred_host - self._num_reserved_host:
             return False
         if self.num_obtainable < 1:
             return False
-        return not self._only_if_faster or self._keeps_throughput(sequence)
+        return not self._only_if_faster or self._keeps_throughput(sequence, hits)
 
-    def _keeps_throughput(self, sequence: Sequence) -> bool:
+    def _keeps_throughput(self, sequence: Sequence, hits: list[int]) -> bool:
         """Whether one sequence more does not lower the tokens per second of all.
 
         A step of n sequences that streams s blocks takes about s / link. With one more of b blocks, for which there is
-        no room, (n + 1) / (s + b) >= n / s where b <= s / n: no bandwidth needs to be known.
+        no room, (n + 1) / (s + b) >= n / s where b <= s / n: no bandwidth needs to be known. Host blocks that running
+        rows have too need no room, and stream for all at once.
         """
-        num_blocks, num_running = self._num_blocks(sequence.num_tokens), len(self.gpu_table) - len(self._free_rows)
+        num_running = len(self.gpu_table) - len(self._free_rows)
+        num_shared = int((self.host_table[:, : len(hits)] == hits).any(axis=0).sum())
+        num_blocks = self._num_blocks(sequence.num_tokens) - num_shared
         fits = num_blocks <= self.gpu_room
-        return fits or num_running == 0 or num_blocks * num_running <= self.residency.num_streamed
+        return fits or num_running == 0 or num_blocks * num_running <= self.num_streamed
 
     def _reserve_host(self, sequence: Sequence, count: int) -> None:
         sequence.num_reserved_host = count
@@ -209,7 +218,22 @@ class KVCache:
     @property
     def num_obtainable(self) -> int:
         """GPU blocks that can be handed out, full ones that the host has as well included."""
-        return self.gpu_room if self.offload is None else self.gpu_room + self.residency.num_resident
+        return self.gpu_room + self.num_resident
+
+    @property
+    def num_resident(self) -> int:
+        """In offload mode the GPU's copies of full blocks, all of which can be dropped."""
+        # Nothing but these copies is shared in this mode.
+        return 0 if self.offload is None else self.residency.num_resident - self.gpu_blocks.num_shared
+
+    @property
+    def num_streamed(self) -> int:
+        """Host blocks of which some row has no copy on the GPU: what a step of all rows streams."""
+        num_streamed, first = self.residency.num_streamed, self.residency.first
+        if self.offload is None or not num_streamed or not self.offload.host.blocks.num_shared:
+            return num_streamed
+        streams = np.arange(first.max()) < first[:, None]
+        return int(np.count_nonzero(np.bincount(self.host_table[:, : first.max()][streams])))
 
     def max_chunk(self, sequence: Sequence, wanted: int) -> int:
         """Of the next `wanted` tokens, those for which the admitted sequence has, or can get, GPU blocks now."""
@@ -275,7 +299,7 @@ class KVCache:
         if count <= 0:
             return
         assert self.offload is not None
-        dropped = self.residency.drop(min(count, self.residency.num_resident))
+        dropped = self.residency.drop(min(count, self.num_resident))
         rows, places = np.array(dropped, dtype=np.int64).reshape(-1, 2).T
         self.offload.release_gpu(self.gpu_table[rows, places].tolist())
         self.gpu_table[rows, places] = NO_BLOCK
@@ -287,27 +311,39 @@ class KVCache:
             window = max(0, num_computed - self._window + 1) // self.block_size
         self.residency.set(row, first, full, window)
 
-    def promote(self, rows: list[int]) -> dict[int, list[int]]:
+    def promote(self, rows: list[int]) -> dict[int, int]:
         """Takes GPU blocks for full blocks that stream in this step, where there is room, and notes them as resident.
 
         Their content must be copied from the ring to the GPU pool while this step runs.
 
+        Args:
+            rows: those of the step. Another one would hold blocks without content after a step that failed.
+
         Returns:
-            Host block -> GPU blocks (several where rows share the host block).
+            Host block -> GPU block.
         """
         if self.offload is None or not self.residency.num_streamed:
             return {}
+        for row, block, gpu_block in self.residency.join(rows):
+            self.gpu_blocks.share(gpu_block)
+            self.gpu_table[row, block] = gpu_block
+            self.changed_rows.add(row)
         count = min(MAX_PROMOTED, self.gpu_room - promotion_margin(len(rows)))
         if self._max_resident_blocks is not None:
-            count = min(count, self._max_resident_blocks - self.residency.num_resident)
+            count = min(count, self._max_resident_blocks - self.num_resident)
         if count <= 0:
             return {}
         promoted = self.residency.promote(count, rows)
-        result: dict[int, list[int]] = {}
-        for (row, block), gpu_block in zip(promoted, self._take_gpu(len(promoted)), strict=True):
-            self.gpu_table[row, block] = gpu_block
+        new = iter(self._take_gpu(len({int(self.host_table[place]) for place in promoted})))
+        result: dict[int, int] = {}
+        for row, block in promoted:
+            host_block = int(self.host_table[row, block])
+            if host_block in result:
+                self.gpu_blocks.share(result[host_block])
+            else:
+                result[host_block] = next(new)
+            self.gpu_table[row, block] = result[host_block]
             self.changed_rows.add(row)
-            result.setdefault(int(self.host_table[row, block]), []).append(gpu_block)
         return result
 
     def fill(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
@@ -345,7 +381,7 @@ class KVCache:
 
     def _limit_residency(self) -> None:
         if self._max_resident_blocks is not None:
-            self._drop(self.residency.num_resident - self._max_resident_blocks)
+            self._drop(self.num_resident - self._max_resident_blocks)
 
     def release(self, sequence: Sequence, *, leave_copies: bool = False) -> None:
         """Gives back the row and every block of an admitted sequence.
@@ -400,7 +436,7 @@ class KVCache:
         num_saved = sequence.saved.num_blocks
         if self.offload is not None:
             num_full = sequence.num_computed // self.block_size
-            if not self._has_offload_room(sequence, sequence.max_num_tokens // self.block_size):
+            if not self._has_offload_room(sequence, sequence.max_num_tokens // self.block_size, hits=[]):
                 return False
             row = self._take_row(sequence)
             self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - num_full)

@@ -149,9 +149,10 @@ def report(engine: LLMEngine) -> dict[str, int | float | str | list[str]]:
 
 def resident_share(engine: LLMEngine) -> float:
     """Of the full KV blocks of all running sequences, the share that lies on the GPU."""
-    residency = engine.runner.kv_cache.residency
-    total = residency.num_resident + residency.num_streamed
-    return residency.num_resident / total if total else 1.0
+    kv_cache = engine.runner.kv_cache
+    num_resident = kv_cache.num_resident
+    total = num_resident + kv_cache.num_streamed
+    return num_resident / total if total else 1.0
 
 
 def count_streamed(runner: ModelRunner, sequences: list[Sequence]) -> None:

@@ -178,6 +178,9 @@ class OffloadEngine:
         waiting: dict[Event, list[int]] = {}
         finished = []
         for block in blocks:
+            if self._gpu_blocks.references(block) > 1:
+                self._gpu_blocks.release([block])  # another holds it on: the last one waits
+                continue
             event = self._last_write.get(block)
             (finished if event is None else waiting.setdefault(event, [])).append(block)
         self._free(self._gpu_blocks, finished)
