@@ -283,7 +283,7 @@ class LLMEngine:
         if not is_decode:  # no request's first step is one
             for sequence in batch.sequences:
                 self._requests[sequence.request_id].mark_scheduled()
-        metrics.count_streamed(self.runner, batch.sequences)
+        metrics.count_blocks_read(self.runner, batch.sequences)
         timeline = self.meter.timeline(is_decode)
         tokens = self.runner.decode(batch, timeline) if is_decode else self.runner.prefill(batch, timeline)
         self.meter.resident_share = metrics.resident_share(self)

@@ -127,6 +127,7 @@ class PrefillProgram:
             gpu_pieces=gpu_pieces,
             slot_tables=[view(history.table).view(3, -1) for history in histories],
             lengths=lengths,
+            readers=[history.readers for history in histories],
         )
 
     def capture(self, progress: Callable[[str], None]) -> None:
@@ -206,7 +207,9 @@ class PrefillProgram:
             rows += [(chunk.begin, end, int(chunk.begin > firsts[reader])) for reader in readers]
             number += len(readers)
             found.append(replace(chunk, tag=tuple(neighbours)))
-        return _History(found, firsts, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T))
+        blocks = [blocks[first:] for blocks, first in zip(lists, firsts, strict=True)]
+        readers = np.repeat(np.arange(len(blocks)), [len(part) for part in blocks]), np.concatenate(blocks)
+        return _History(found, firsts, readers, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T))
 
 
 @dataclass(frozen=True)
@@ -215,11 +218,13 @@ class _History:
 
     Attributes:
         firsts: the first block of each sequence that its queries see.
+        readers: as in `PrefillStep`.
         table: place of [3, n], the first block, the end of the keys and the load state of each (chunk, sequence).
     """
 
     chunks: list[Chunk]
     firsts: list[int]
+    readers: tuple[np.ndarray, np.ndarray]
     table: slice
 
 
@@ -234,6 +239,7 @@ class PrefillStep:
             prompt, then those of the sequences that decode.
         last_rows: [n] the rows of these.
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
+        readers: for each window the chunks' numbers and the host blocks that they read, as two arrays.
     """
 
     program: PrefillProgram
@@ -247,6 +253,7 @@ class PrefillStep:
     gpu_pieces: list[PrefillPiece]
     slot_tables: list[torch.Tensor]
     lengths: np.ndarray
+    readers: list[tuple[np.ndarray, np.ndarray]]
     ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
     last_normed: torch.Tensor = field(init=False)
     _state: PrefillState | None = None

@@ -98,6 +98,23 @@ def split_lists(
     return SplitLists(items, on_host, split_ends[block_ranges].astype(np.int32), row_splits)
 
 
+def resident_key(
+    size: int,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    windows: list[int | None],
+    block_size: int,
+    splits_per_block: Callable[[np.ndarray], np.ndarray],
+) -> bytes:
+    """What the split lists of a batch that streams nothing depend on, beside the rows' blocks; see `split_lists`."""
+    found = [[size], rows]
+    for window in windows:
+        first, counts = visible_blocks(lengths, window, block_size)
+        span = block_size // splits_per_block(counts)
+        found += [first, span, -(-lengths // span)]
+    return np.concatenate(found).tobytes()
+
+
 def _items(blocks: np.ndarray) -> np.ndarray:
     """[n, 4] int32, an item for each split of the blocks: [m, 5] as in `SplitLists.on_host`."""
     items, splits = blocks[:, :4], blocks[:, 4]
@@ -138,3 +155,22 @@ def slot_records(on_host: np.ndarray, chunks: list[Chunk]) -> list[np.ndarray]:
     items = _items(placed[np.argsort(number, kind="stable")])
     ends = np.cumsum(np.bincount(number, weights=on_host[:, 4], minlength=len(chunks)).astype(np.int64))
     return [work_table(items[begin:end]) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: int, block_bytes: int) -> np.ndarray:
+    """Who caused how much of a stream: each block's bytes in equal parts to the sequences that read it.
+
+    Args:
+        streamed: blocks, as often as they pass.
+        numbers, blocks: the sequences' numbers, below `count`, and the blocks that they read.
+
+    Returns:
+        [count] int64 bytes, which add up to those of the stream.
+    """
+    found, times = np.unique(np.array(streamed, dtype=np.int64), return_counts=True)
+    at = np.searchsorted(found, blocks)
+    num_readers = np.bincount(at, minlength=len(found))
+    parts = (times * block_bytes)[at] // num_readers[at]
+    _, first_reader = np.unique(at, return_index=True)
+    parts[first_reader] += times * block_bytes - times * block_bytes // num_readers * num_readers  # what does not divide
+    return np.bincount(numbers, weights=parts, minlength=count).astype(np.int64)

@@ -91,6 +91,10 @@ class StreamPlan:
     def chunks_per_layer(self) -> list[int]:
         return [len(chunks) for chunks in self.chunks]
 
+    def blocks(self, layer: int) -> list[int]:
+        """The host blocks that pass for a layer."""
+        return [block for chunk in self.chunks[layer] for block in chunk.blocks]
+
     def head(self, count: int) -> list[tuple[int, Chunk]]:
         """The first `count` (layer, chunk) pairs of the step."""
         result: list[tuple[int, Chunk]] = []
