@@ -8,19 +8,20 @@ pieces one after the other, captured as one graph. So both modes run the same ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
-from nanoinfer.attention.base import MAX_SPLITS_OF_FEW, MAX_SPLITS_PER_BLOCK, AttentionBackend, DecodeWork, Partials
-from nanoinfer.device_tables import DeviceTable, RowState, SplitTables
+from nanoinfer.attention.base import MAX_SPLITS_OF_FEW, AttentionBackend, DecodeWork, Partials
+from nanoinfer.device_tables import ChunkRecords, DeviceTable, RowState, SplitTables
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.layers import KVSlots
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.sampling_state import SamplingState
 from nanoinfer.sequence import Sequence
-from nanoinfer.work import NO_SPLITS, SplitLists, slot_records, split_lists, visible_blocks
+from nanoinfer.work import NO_SPLITS, SplitLists, resident_key, split_lists
 from offload import Chunk, Graph, Ring, Runtime, Stream, StreamPlan, pack
 from offload.layout import runs
 
@@ -82,11 +83,11 @@ class DecodeProgram:
         self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
         self._partials: Partials = backend.partials(max_splits)
         # The host's tables, one set per window.
-        record = 4 + 4 * ring.blocks_per_slot * MAX_SPLITS_PER_BLOCK
         self._batch_rows = DeviceTable(runtime, max_batch)
         self._splits = [SplitTables(runtime, max_batch, max_splits) for _ in self.windows]
-        self._records = [DeviceTable(runtime, -(-max_splits // ring.blocks_per_slot) * record) for _ in self.windows]
-        self._slot_records = torch.zeros(ring.num_ring_slots, record, dtype=torch.int32, device=device)
+        self._records = [ChunkRecords(runtime, max_splits) for _ in self.windows]
+        shape = ring.num_ring_slots, ChunkRecords.num_elements(ring.blocks_per_slot, max_batch, max_splits)
+        self._slot_records = torch.zeros(shape, dtype=torch.int32, device=device)
         self._no_stream = StreamPlan(((),) * len(self._kind))
         self._last_splits: bytes | None = None  # of the lists in the tables, where they are those of resident mode
         self._step_graphs: dict[int, Graph] = {}
@@ -281,8 +282,13 @@ class DecodeProgram:
         """The smallest captured batch size that holds `count` rows, or `count` itself beyond the largest."""
         return next((size for size in self.batch_sizes if size >= count), count)
 
-    def begin(self, sequences: list[Sequence], write_through: list[tuple[int, int]]) -> DecodeStep:
+    def begin(
+        self, sequences: list[Sequence], write_through: list[tuple[int, int]], beside: StreamPlan | None = None
+    ) -> DecodeStep:
         """Uploads what changed and plans the step.
+
+        Args:
+            beside: what streams in the same step anyway; blocks of it are attended to there.
 
         In resident mode the lists of splits change only when a row comes, goes or begins a split (a block, or a part of one
         in short rows): until then a step costs the host the same for any context.
@@ -293,50 +299,49 @@ class DecodeProgram:
         lengths = np.array([sequence.num_tokens for sequence in sequences])
         padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
-        resident = self._resident_splits(size, rows, lengths)
+        resident = None
+        if self._kv_cache.offload is None:
+            splits_per_block = partial(self._splits_per_block, size)
+            resident = resident_key(size, rows, lengths, self.windows, self._kv_cache.block_size, splits_per_block)
         if resident is not None and resident == self._last_splits and not rows_changed:
-            return DecodeStep(self, size, self._no_stream, self._no_stream, write_through, {})
+            return DecodeStep(self, size, self._no_stream, self._no_stream, write_through)
         self._last_splits = None
         lists = self._split_lists(size, rows, lengths)
-        plan = self._stream_plan(lists)
+        plan = self._stream_plan(lists, beside)
         for index, found in enumerate(lists):
             num_splits = found.ranges[-1]
             assert num_splits <= self.max_splits, f"{num_splits} splits in a workspace of {self.max_splits}"
             self._splits[index].set(self._compute, found)
-            chunks = plan.chunks[self._kind.index(index)]
-            self._records[index].set(self._compute, slot_records(found.on_host, chunks, self._ring.blocks_per_slot))
+            layer = self._kind.index(index)
+            self._records[index].set(self._compute, found, plan.chunks[layer] + (beside.chunks[layer] if beside else []))
         self._last_splits = resident
+        num_streamed = self._kv_cache.residency.num_streamed
         promoted = self._kv_cache.promote(rows.tolist())
         # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
-        ahead = self._stream_plan(self._split_lists(size, rows, lengths)) if promoted else plan
-        return DecodeStep(self, size, plan, ahead, write_through, promoted)
-
-    def _resident_splits(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> bytes | None:
-        """What the split lists of a batch that streams nothing depend on, beside the rows' blocks; None in offload mode."""
-        if self._kv_cache.offload is not None:
-            return None
-        block_size, found = self._kv_cache.block_size, [[size], rows]
-        for window in self.windows:
-            first, counts = visible_blocks(lengths, window, block_size)
-            span = block_size // self._backend.splits_per_block(counts * size)
-            found += [first, span, -(-lengths // span)]
-        return np.concatenate(found).tobytes()
+        have_come = self._kv_cache.residency.num_streamed < num_streamed
+        is_same = beside is None and not have_come
+        ahead = plan if is_same else self._stream_plan(self._split_lists(size, rows, lengths))
+        readers = [(found.on_host[:, 0], found.on_host[:, 2]) for found in lists]
+        return DecodeStep(self, size, plan, ahead, write_through, promoted, readers)
 
     def _split_lists(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
         """For each window, where the splits of the rows lie."""
         block_size = self._kv_cache.block_size
         width = -(-int(lengths.max()) // block_size)
         gpu_rows, host_rows = self._kv_cache.gpu_table[rows, :width], self._kv_cache.host_table[rows, :width]
+        splits = partial(self._splits_per_block, size)
+        return [split_lists(gpu_rows, host_rows, lengths, window, block_size, splits) for window in self.windows]
 
-        def splits_per_block(counts: np.ndarray) -> np.ndarray:
-            return self._backend.splits_per_block(counts * size)
+    def _splits_per_block(self, size: int, counts: np.ndarray) -> np.ndarray:
+        return self._backend.splits_per_block(counts * size)
 
-        return [
-            split_lists(gpu_rows, host_rows, lengths, window, block_size, splits_per_block) for window in self.windows
-        ]
-
-    def _stream_plan(self, lists: list[SplitLists]) -> StreamPlan:
-        chunks = [pack(found.on_host[:, 2], self._ring.blocks_per_slot) for found in lists]
+    def _stream_plan(self, lists: list[SplitLists], beside: StreamPlan | None = None) -> StreamPlan:
+        chunks = []
+        for index, found in enumerate(lists):
+            blocks = found.host_blocks
+            if beside is not None and (passing := beside.blocks(self._kind.index(index))):
+                blocks = np.setdiff1d(blocks, passing)
+            chunks.append(pack(blocks, self._ring.blocks_per_slot))
         return StreamPlan(tuple(chunks[kind] for kind in self._kind))
 
     def run_whole(self, step: DecodeStep) -> None:
@@ -360,35 +365,38 @@ class DecodeProgram:
 
     def enqueue_attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         window = self._kind[layer]
-        record = self._slot_records[ring_slot]
-        begin = chunk.begin // self._ring.blocks_per_slot * len(record)
-        self._compute.copy(record, self._records[window].tensor[begin : begin + len(record)])
+        if not self._records[window].copy(self._compute, chunk, self._slot_records[ring_slot]):
+            return
         if self._slot_graphs:
             self._compute.replay(self._slot_graphs[window][ring_slot])
             self.counters.graph_replays += 1
         else:
             self._compute.run(lambda: self.attend_slot(window, ring_slot))
 
-    def keep(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, list[int]]) -> None:
+    def keep(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
         """Copies blocks of the ring slot that stay on the GPU from now on into the GPU pool."""
         kv, slot = self._kv_cache.gpu_kv[layer], self._ring.slots[ring_slot]
-        pairs = [
-            (gpu_block, place) for place, block in enumerate(chunk.blocks) for gpu_block in promoted.get(block, ())
-        ]
+        pairs = [(promoted[block], place) for place, block in enumerate(chunk.blocks) if block in promoted]
         for gpu_block, place, count in runs(pairs):
             self._compute.copy(kv[gpu_block : gpu_block + count], slot[place : place + count])
 
 
 @dataclass
 class DecodeStep:
-    """One decode step as the offload engine runs it (see `offload.OffloadStep`)."""
+    """One decode step as the offload engine runs it (see `offload.OffloadStep`).
+
+    Attributes:
+        promoted: host block -> GPU block that takes over its content from the ring.
+        readers: for each window the sequences' numbers and the host blocks that they read, as two arrays.
+    """
 
     program: DecodeProgram
     size: int
     plan: StreamPlan
     ahead: StreamPlan
     write_through: list[tuple[int, int]]
-    promoted: dict[int, list[int]]  # host block -> GPU blocks that take over its content from the ring
+    promoted: dict[int, int] = field(default_factory=dict)
+    readers: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def compute_all(self) -> bool:
         self.program.run_whole(self)

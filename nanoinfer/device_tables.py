@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from nanoinfer.attention.base import MAX_SPLITS_OF_FEW
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.sequence import Sequence
-from nanoinfer.work import SplitLists, work_table
-from offload import Runtime, Staging, Stream
+from nanoinfer.work import SplitLists, slot_records, work_table
+from offload import Chunk, Runtime, Staging, Stream
 
 ON_DEVICE = -1
 
@@ -65,6 +66,47 @@ class SplitTables:
         head[: len(lists.ranges)] = lists.ranges
         head[self._max_batch + 1 :][: len(lists.splits_per_block)] = lists.splits_per_block
         self._table.set(stream, np.concatenate([head, work_table(lists.on_gpu).reshape(-1)]))
+
+
+class ChunkRecords:
+    """What a decode step attends to in each of its ring chunks, for the layers of one window: one upload for all of it.
+
+    A record lists items, not places: rows that share a block have an item each.
+    """
+
+    def __init__(self, runtime: Runtime, max_splits: int) -> None:
+        # The items of all chunks and a head for each, which has an item at least.
+        self._table = DeviceTable(runtime, 2 * 4 * max_splits)
+        self._places: dict[Chunk, slice] = {}
+
+    @staticmethod
+    def num_elements(blocks_per_slot: int, max_batch: int, max_splits: int) -> int:
+        """Of the longest record: each row may attend to each place; rows whose blocks are cut have few splits in all."""
+        return 4 + 4 * min(max_splits, blocks_per_slot * max_batch + MAX_SPLITS_OF_FEW)
+
+    def set(self, stream: Stream, lists: SplitLists, chunks: list[Chunk]) -> None:
+        """For all work enqueued on `stream` from here on; the chunks may hold other blocks, too."""
+        self._places, found, end = {}, [], 0
+        for chunk, record in zip(chunks, slot_records(lists.on_host, chunks), strict=True):
+            if len(record) > 1:
+                self._places[chunk] = slice(end, end + record.size)
+                found.append(record)
+                end += record.size
+        if found:
+            self._table.set(stream, np.concatenate(found))
+
+    def forget(self) -> None:
+        """See `DeviceTable.forget`."""
+        self._table.forget()
+
+    def copy(self, stream: Stream, chunk: Chunk, target: torch.Tensor) -> bool:
+        """Makes `target` begin with the chunk's record; False: no row attends to the chunk."""
+        place = self._places.get(chunk)
+        if place is None:
+            return False
+        record = self._table.tensor[place]
+        stream.copy(target[: len(record)], record)
+        return True
 
 
 class RowState:

@@ -340,7 +340,7 @@ class LLMEngine:
         if not is_decode:  # no request's first step is one
             for sequence in batch.sequences:
                 self._requests[sequence.request_id].mark_scheduled()
-        metrics.count_streamed(self.runner, batch.sequences)
+        metrics.count_blocks_read(self.runner, batch.sequences)
         timeline = self.meter.timeline(is_decode)
         tokens = self.runner.decode(batch, timeline) if is_decode else self.runner.prefill(batch, timeline)
         self.meter.resident_share = metrics.resident_share(self)
@@ -500,8 +500,8 @@ class LLMEngine:
             "host_blocks_cached": 0 if host_blocks is None else host_blocks.num_cached,
             "prefix_cache_queried_tokens": runner.kv_cache.prefixes.num_queried_tokens,
             "prefix_cache_hit_tokens": runner.kv_cache.prefixes.num_hit_tokens,
-            "kv_blocks_resident": runner.kv_cache.residency.num_resident,
-            "kv_blocks_streamed": runner.kv_cache.residency.num_streamed,
+            "kv_blocks_resident": runner.kv_cache.num_resident,
+            "kv_blocks_streamed": runner.kv_cache.num_streamed,
             "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
             "discarded_prefetch_bytes": 0 if transfer is None else transfer.discarded_bytes,
             "written_bytes": 0 if transfer is None else transfer.written_bytes,

@@ -9,8 +9,9 @@ pool, or not yet anywhere:
 
 The tables say for each row and logical block where it lies; attention reads nothing else, so any mixture works. What
 lies in both pools is read on the GPU. Dropping that copy costs nothing, so whenever GPU blocks are wanted, full ones
-are dropped (`offload.Residency` says which), and when there is room again they come back as they pass the ring. What a
-sequence leaves on the GPU when it ends stays there until the room is wanted, for the next one with that beginning.
+are dropped (`offload.Residency` says which), and when there is room again they come back as they pass the ring. Rows that
+share a host block share the GPU's copy of it, too. What a sequence leaves on the GPU when it ends stays there until the
+room is wanted, for the next one with that beginning.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ class _Refusal:
         pool: in which its prefix was looked for.
         next_key: of the first block that was not found; None where all that may be were.
         num_given_back: `KVCache._num_given_back` at which there may be room.
+        num_own: of its blocks, those that no running sequence had: if there was room, but it would have slowed the others.
     """
 
     sequence: Sequence
     pool: BlockPool
     next_key: bytes | None
     num_given_back: int
+    num_own: int | None
 
     def holds(self, sequence: Sequence, pool: BlockPool, num_given_back: int) -> bool:
         """Whether `sequence` need not be tried again."""
@@ -101,7 +104,7 @@ class KVCache:
         self._num_given_back = 0  # blocks and promises of blocks that sequences gave back, ever
         self._refusal: _Refusal | None = None  # of the newest sequence that found no room
         self._rows_without_tail: set[int] = set()  # offload: rows to which a GPU block is promised
-        self.residency = Residency(max_num_seqs)
+        self.residency = Residency(max_num_seqs, self.gpu_table, self.host_table, joins=window is None)
         self._max_resident_blocks = max_resident_blocks
         self._window = window
         self._only_if_faster = only_if_faster
@@ -128,7 +131,7 @@ class KVCache:
             if admitted:
                 self.publish(sequence)  # its blocks are others now; `commit` publishes those that become full
             return admitted
-        if self._refusal is not None and self._refusal.holds(sequence, self._home()[1], self._num_given_back):
+        if self._is_refused_again(sequence):
             return False
         hits = self._admit_resident(sequence) if self.offload is None else self._admit_offload(sequence)
         if hits is None:
@@ -156,13 +159,14 @@ class KVCache:
         Returns as `_admit_resident`.
         """
         assert self.offload is not None
-        if not self._has_gpu_room(sequence):
+        if self.num_obtainable < 1:
             return None
         host = self.offload.host.blocks
         hits = self.prefixes.find(sequence, host)
         reserve = sequence.max_num_tokens // self.block_size - len(hits)
-        if reserve > self._num_unpromised_host:
-            self._refuse(sequence, hits, host, reserve - self._num_unpromised_host)
+        num_short, num_own = reserve - self._num_unpromised_host, self._num_own_blocks(sequence, hits)
+        if num_short > 0 or not self._keeps_throughput(num_own):
+            self._refuse(sequence, hits, host, max(1, num_short), num_own if num_short <= 0 else None)
             return None
         row = self._take_row(sequence)
         self.host_table[row, : len(hits)] = hits
@@ -174,20 +178,34 @@ class KVCache:
         self._limit_residency()
         return hits
 
-    def _refuse(self, sequence: Sequence, hits: list[int], pool: BlockPool, num_short: int) -> None:
+    def _refuse(
+        self, sequence: Sequence, hits: list[int], pool: BlockPool, num_short: int, num_own: int | None = None
+    ) -> None:
         """Gives back the prefix that was found, and remembers what would have to change: looking it up takes long."""
         next_key = self.prefixes.key_behind(sequence, len(hits))
         pool.release(hits)
-        self._refusal = _Refusal(sequence, pool, next_key, self._num_given_back + num_short)
+        self._refusal = _Refusal(sequence, pool, next_key, self._num_given_back + num_short, num_own)
+
+    def _is_refused_again(self, sequence: Sequence) -> bool:
+        """Whether the sequence would be refused for what it was refused for before."""
+        refusal, (_, pool) = self._refusal, self._home()
+        if refusal is None or not refusal.holds(sequence, pool, self._num_given_back):
+            return False
+        return refusal.num_own is None or not self._keeps_throughput(refusal.num_own)
 
     def _find_copies(self, host_blocks: list[int]) -> list[int]:
-        """Takes up the GPU blocks that ended sequences have left of these: of the last ones, as a row keeps its newest."""
+        """Takes up the GPU blocks that running sequences have of a beginning's host blocks, or ended ones have left: of the
+        last ones, as a row keeps its newest."""
         assert self.offload is not None
         copies: list[int] = []
-        for host_block in reversed(host_blocks):
-            copy = self.gpu_blocks.published(host_block)
-            if copy is None or not (self.offload.take_back_gpu(copy) or self.gpu_blocks.claim(copy)):
-                break
+        for place, host_block in reversed(list(enumerate(host_blocks))):
+            copy = self.residency.copy(place, host_block)
+            if copy is not None:
+                self.gpu_blocks.share(copy)
+            else:
+                copy = self.gpu_blocks.published(host_block)
+                if copy is None or not (self.offload.take_back_gpu(copy) or self.gpu_blocks.claim(copy)):
+                    break
             self.gpu_blocks.forget(host_block)  # so that resident mode can publish it under its tokens
             copies.append(copy)
         return copies[::-1]
@@ -211,18 +229,21 @@ class KVCache:
         assert self.offload is not None
         return self.offload.host.blocks.num_free + self.offload.num_deferred_host - self._num_reserved_host
 
-    def _has_gpu_room(self, sequence: Sequence) -> bool:
-        return self.num_obtainable >= 1 and (not self._only_if_faster or self._keeps_throughput(sequence))
+    def _num_own_blocks(self, sequence: Sequence, hits: list[int]) -> int:
+        """Blocks of a sequence that no running one has: host blocks that rows share need no room, and stream for all."""
+        num_shared = int((self.host_table[:, : len(hits)] == hits).any(axis=0).sum())
+        return self._num_blocks(sequence.num_tokens) - num_shared
 
-    def _keeps_throughput(self, sequence: Sequence) -> bool:
-        """Whether one sequence more does not lower the tokens per second of all.
+    def _keeps_throughput(self, num_blocks: int) -> bool:
+        """Whether one sequence more, with so many blocks of its own, does not lower the tokens per second of all.
 
         A step of n sequences that streams s blocks takes about s / link. With one more of b blocks, for which there is
         no room, (n + 1) / (s + b) >= n / s where b <= s / n: no bandwidth needs to be known.
         """
-        num_blocks, num_running = self._num_blocks(sequence.num_tokens), len(self.gpu_table) - len(self._free_rows)
-        fits = num_blocks <= self.gpu_room
-        return fits or num_running == 0 or num_blocks * num_running <= self.residency.num_streamed
+        if not self._only_if_faster or num_blocks <= self.gpu_room:
+            return True
+        num_running = len(self.gpu_table) - len(self._free_rows)
+        return num_running == 0 or num_blocks * num_running <= self.num_streamed
 
     def _reserve_host(self, sequence: Sequence, count: int) -> None:
         sequence.num_reserved_host = count
@@ -245,7 +266,22 @@ class KVCache:
     @property
     def num_obtainable(self) -> int:
         """GPU blocks that can be handed out, full ones that the host has as well included."""
-        return self.gpu_room if self.offload is None else self.gpu_room + self.residency.num_resident
+        return self.gpu_room + self.num_resident
+
+    @property
+    def num_resident(self) -> int:
+        """In offload mode the GPU's copies of full blocks, all of which can be dropped."""
+        # Nothing but these copies is shared in this mode.
+        return 0 if self.offload is None else self.residency.num_resident - self.gpu_blocks.num_shared
+
+    @property
+    def num_streamed(self) -> int:
+        """Host blocks of which some row has no copy on the GPU: what a step of all rows streams."""
+        num_streamed, first = self.residency.num_streamed, self.residency.first
+        if self.offload is None or not num_streamed or not self.offload.host.blocks.num_shared:
+            return num_streamed
+        streams = np.arange(first.max()) < first[:, None]
+        return int(np.count_nonzero(np.bincount(self.host_table[:, : first.max()][streams])))
 
     def max_chunk(self, sequence: Sequence, wanted: int) -> int:
         """Of the next `wanted` tokens, those for which the admitted sequence has, or can get, GPU blocks now."""
@@ -316,7 +352,7 @@ class KVCache:
         if count <= 0:
             return
         assert self.offload is not None
-        dropped = self.residency.drop(min(count, self.residency.num_resident))
+        dropped = self.residency.drop(min(count, self.num_resident))
         rows, places = np.array(dropped, dtype=np.int64).reshape(-1, 2).T
         self.offload.release_gpu(self.gpu_table[rows, places].tolist())
         self.gpu_table[rows, places] = NO_BLOCK
@@ -328,27 +364,39 @@ class KVCache:
             window = max(0, num_computed - self._window + 1) // self.block_size
         self.residency.set(row, first, full, window)
 
-    def promote(self, rows: list[int]) -> dict[int, list[int]]:
+    def promote(self, rows: list[int]) -> dict[int, int]:
         """Takes GPU blocks for full blocks that stream in this step, where there is room, and notes them as resident.
 
         Their content must be copied from the ring to the GPU pool while this step runs.
 
+        Args:
+            rows: those of the step. Another one would hold blocks without content after a step that failed.
+
         Returns:
-            Host block -> GPU blocks (several where rows share the host block).
+            Host block -> GPU block.
         """
         if self.offload is None or not self.residency.num_streamed:
             return {}
+        for row, block, gpu_block in self.residency.join(rows):
+            self.gpu_blocks.share(gpu_block)
+            self.gpu_table[row, block] = gpu_block
+            self.changed_rows.add(row)
         count = min(MAX_PROMOTED, self.gpu_room - promotion_margin(len(rows)))
         if self._max_resident_blocks is not None:
-            count = min(count, self._max_resident_blocks - self.residency.num_resident)
+            count = min(count, self._max_resident_blocks - self.num_resident)
         if count <= 0:
             return {}
         promoted = self.residency.promote(count, rows)
-        result: dict[int, list[int]] = {}
-        for (row, block), gpu_block in zip(promoted, self._take_gpu(len(promoted)), strict=True):
-            self.gpu_table[row, block] = gpu_block
+        new = iter(self._take_gpu(len({int(self.host_table[place]) for place in promoted})))
+        result: dict[int, int] = {}
+        for row, block in promoted:
+            host_block = int(self.host_table[row, block])
+            if host_block in result:
+                self.gpu_blocks.share(result[host_block])
+            else:
+                result[host_block] = next(new)
+            self.gpu_table[row, block] = result[host_block]
             self.changed_rows.add(row)
-            result.setdefault(int(self.host_table[row, block]), []).append(gpu_block)
         return result
 
     def fill(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
@@ -386,7 +434,7 @@ class KVCache:
 
     def _limit_residency(self) -> None:
         if self._max_resident_blocks is not None:
-            self._drop(self.residency.num_resident - self._max_resident_blocks)
+            self._drop(self.num_resident - self._max_resident_blocks)
 
     def release(self, sequence: Sequence, *, leave_copies: bool = False) -> None:
         """Gives back the row and every block of an admitted sequence.
@@ -442,8 +490,8 @@ class KVCache:
         num_saved = sequence.saved.num_blocks
         if self.offload is not None:
             num_full = sequence.num_computed // self.block_size
-            needed = sequence.max_num_tokens // self.block_size
-            if not self._has_gpu_room(sequence) or needed > self._num_unpromised_host:
+            needed, num_blocks = sequence.max_num_tokens // self.block_size, self._num_blocks(sequence.num_tokens)
+            if self.num_obtainable < 1 or needed > self._num_unpromised_host or not self._keeps_throughput(num_blocks):
                 return False
             row = self._take_row(sequence)
             self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - num_full)
@@ -495,13 +543,15 @@ class KVCache:
         for row, count in full.items():
             self.host_table[row, :count] = [host_blocks[block] for block in self.gpu_table[row, :count].tolist()]
         self.offload = offload  # from here on every full block lies on the host
-        offload.host.blocks.hold(block for row in full for block in _present(self.host_table[row]))
+        for row in full:
+            for block in _present(self.host_table[row]):
+                offload.host.blocks.share(block)
         offload.host.blocks.release(host_blocks.values())
         self._refusal = None
         for sequence in sequences:
             row = sequence.row
             self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - full[row])
-            self._note_residency(row, self._leave_shared_blocks(row), sequence.num_computed)
+            self._note_residency(row, first=0, num_computed=sequence.num_computed)
             self.changed_rows.add(row)
             sequence.num_published = 0
         for sequence in sequences:
@@ -543,24 +593,6 @@ class KVCache:
                 f"({format_gib(num_free * block_bytes)} GiB): raise {name.lower()}_memory_limit or wait until some "
                 "have ended"
             )
-
-    def _leave_shared_blocks(self, row: int) -> int:
-        """Gives back the row's GPU blocks up to the last one that other rows hold too, so that dropping one frees it.
-
-        Returns:
-            The first block that the row keeps.
-        """
-        assert self.offload is not None
-        held = _present(self.gpu_table[row])
-        is_shared = [self.gpu_blocks.references(block) > 1 for block in held]
-        num_left = max((i + 1 for i, shared in enumerate(is_shared) if shared), default=0)
-        left = list(zip(held[:num_left], is_shared, strict=False))
-        # The shared ones at once, although they are being stored: another row holds them on, and must see that it holds
-        # them alone. Nobody holds the others: they are free only when they have been stored.
-        self.gpu_blocks.release(block for block, shared in left if shared)
-        self.offload.release_gpu([block for block, shared in left if not shared])
-        self.gpu_table[row, :num_left] = NO_BLOCK
-        return num_left
 
     def switch_to_resident(self, sequences: list[Sequence]) -> None:
         """Brings every host block of the running sequences into the GPU pool.

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoinfer.memory import GIB
+from nanoinfer.work import shares
 from offload import Runtime, Stream, Timeline
 
 if TYPE_CHECKING:
+    from nanoinfer.decode import DecodeStep
     from nanoinfer.engine import LLMEngine
+    from nanoinfer.mixed import MixedStep
+    from nanoinfer.prefill import PrefillStep
     from nanoinfer.runner import ModelRunner
     from nanoinfer.sequence import Sequence
 
@@ -149,23 +153,32 @@ def report(engine: LLMEngine) -> dict[str, int | float | str | list[str]]:
 
 def resident_share(engine: LLMEngine) -> float:
     """Of the full KV blocks of all running sequences, the share that lies on the GPU."""
-    residency = engine.runner.kv_cache.residency
-    total = residency.num_resident + residency.num_streamed
-    return residency.num_resident / total if total else 1.0
+    kv_cache = engine.runner.kv_cache
+    num_resident = kv_cache.num_resident
+    total = num_resident + kv_cache.num_streamed
+    return num_resident / total if total else 1.0
 
 
-def count_streamed(runner: ModelRunner, sequences: list[Sequence]) -> None:
-    """Notes for each sequence of a step how many of its blocks the step reads, and how many of them stream."""
+def count_blocks_read(runner: ModelRunner, sequences: list[Sequence]) -> None:
+    """Notes for each sequence of a step how many full blocks the step reads, and how many of them lie on the GPU."""
     kv_cache = runner.kv_cache
     if kv_cache.offload is None:
         return
-    # Layers with a sliding window have theirs on the GPU.
-    num_bytes = kv_cache.layout.layer_block_bytes * sum(window is None for window in runner.model.spec.windows)
     for sequence in sequences:
         first, full = int(kv_cache.residency.first[sequence.row]), int(kv_cache.residency.full[sequence.row])
-        sequence.streamed_bytes += first * num_bytes
         sequence.num_blocks_read += full
         sequence.num_resident_read += full - first
+
+
+def count_streamed(runner: ModelRunner, sequences: list[Sequence], step: DecodeStep | PrefillStep | MixedStep) -> None:
+    """Notes for each sequence of a step its share of what the step streams; a block that several read is shared out."""
+    windows = runner.model.spec.windows
+    for window, (numbers, blocks) in zip(dict.fromkeys(windows), step.readers, strict=True):
+        streamed = step.plan.blocks(windows.index(window))
+        block_bytes = windows.count(window) * runner.layout.layer_block_bytes
+        parts = shares(streamed, numbers, blocks, len(sequences), block_bytes)
+        for sequence, num_bytes in zip(sequences, parts.tolist(), strict=True):
+            sequence.streamed_bytes += num_bytes
 
 
 def advice(engine: LLMEngine, times: DecodeTimes) -> str:

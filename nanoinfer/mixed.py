@@ -1,11 +1,13 @@
 """A mixed step: chunks of prompts, and the next tokens of sequences that run, through all layers together.
 
 Between the attentions they are rows of the same small step, so the weights are read once for both. Each attends as it
-would alone: the chunks by the prefill attention, the others by the splits of their blocks, wherever these lie.
+would alone: the chunks by the prefill attention, the others by the splits of their blocks, wherever these lie. What both
+have on the host streams once, in the ring chunks of the prompts' history.
 """
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor
 
 from nanoinfer.decode import DecodeStep
@@ -18,7 +20,7 @@ class MixedStep:
 
     Args:
         prefill: planned with the sequences of `decode` behind the chunks, and with the write-through of all.
-        decode: planned for these sequences.
+        decode: planned for these sequences, beside what the prefill step streams.
         count: how many they are.
         is_offload: whether blocks may lie in the host pool.
     """
@@ -35,6 +37,14 @@ class MixedStep:
         self.ahead = decode.ahead  # as if the same rows went on alone
         self.write_through = prefill.write_through
 
+    @property
+    def readers(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each window the sequences' numbers, the chunks' first, and the host blocks that they read."""
+        result, first = [], len(self._prefill.chunks)
+        for (chunks, theirs), (rows, ours) in zip(self._prefill.readers, self._decode.readers, strict=True):
+            result.append((np.concatenate([chunks, first + rows]), np.concatenate([theirs, ours])))
+        return result
+
     def compute_all(self) -> bool:
         return False
 
@@ -45,8 +55,9 @@ class MixedStep:
             self._compute.run(lambda: self._attend_gpu(layer))
 
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
-        of_prompt = chunk.tag is not None
-        (self._prefill if of_prompt else self._decode).attend(layer, chunk, ring_slot)
+        if chunk.tag is not None:
+            self._prefill.attend(layer, chunk, ring_slot)
+        self._decode.attend(layer, chunk, ring_slot)
 
     def _copy_inputs(self) -> None:
         rows = self._prefill.tensors.input_rows(self._count, self._prefill.num_tokens)

@@ -2,13 +2,14 @@
 
 The keys of a sequence are walked in ascending order. What lies in the host pool passes through the ring first, with
 the running softmax put down between two chunks; the GPU pool, which holds the newest tokens, comes last and writes the
-output. Where everything lies in the GPU pool there is one piece only. Both give the same bits.
+output. Where everything lies in the GPU pool there is one piece only. Both give the same bits. A beginning that several
+sequences of a step share passes through the ring once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from nanoinfer.prefill_pieces import PADDING, PrefillPieces, StepTensors
 from nanoinfer.scheduler import PrefillChunk
 from nanoinfer.sequence import Sequence
 from nanoinfer.work import first_visible_block
-from offload import Chunk, Ring, Runtime, Stream, StreamPlan, pack
+from offload import Chunk, Ring, Runtime, Stream, StreamPlan, pack_together
+from offload.layout import runs
 
 
 class PrefillProgram:
@@ -57,8 +59,8 @@ class PrefillProgram:
         self.kind = [windows.index(window) for window in model.spec.windows]
         self.max_seqs = min(max_seqs, max_tokens)
         # Tokens, positions and slots; then per sequence the offsets and ranges; then block tables and ring chunks.
-        # Every sequence of the step may have a history on the host (a shared prefix, a switch), each block in a ring
-        # slot of its own.
+        # Every sequence of the step may have a history on the host (a shared prefix, a switch), each of its blocks in a
+        # ring slot of its own.
         blocks = min(kv_cache.max_splits, self.max_seqs * max_blocks_per_seq)
         size = 3 * max_tokens + (6 + len(windows)) * self.max_seqs + 1 + self.max_seqs * max_blocks_per_seq
         size += 3 * (9 + 2 * len(windows))  # each part begins at a multiple of 4
@@ -92,9 +94,9 @@ class PrefillProgram:
         block_table = packer.add(self._block_table(chunks, first_blocks, width))
         load_state, histories = [], []
         for window in self.windows:
-            history = [self._history(i, chunk, f, window) for i, (chunk, f) in enumerate(zip(chunks, first_blocks))]
-            load_state.append(packer.add([int(bool(pieces)) for pieces in history]))
-            histories.append(_History([piece for pieces in history for piece in pieces], packer, self.kv_cache))
+            history = self._history(chunks, first_blocks, window, packer)
+            load_state.append(packer.add([int(first < end) for first, end in zip(history.firsts, first_blocks)]))
+            histories.append(history)
         packer.upload(self._table, self.compute)
         if decoding:
             self._table.forget()  # `MixedStep` writes there, too
@@ -123,8 +125,9 @@ class PrefillProgram:
             last=view(last),
             last_rows=view(last_rows),
             gpu_pieces=gpu_pieces,
-            slot_tables=[view(history.table).view(-1, 3) for history in histories],
+            slot_tables=[view(history.table).view(3, -1) for history in histories],
             lengths=lengths,
+            readers=[history.readers for history in histories],
         )
 
     def forget_tables(self) -> None:
@@ -138,21 +141,26 @@ class PrefillProgram:
     def _view(self, place: slice) -> torch.Tensor:
         return self._table.tensor[place]
 
-    def slot_piece(self, step: PrefillStep, kind: int, chunk: Chunk) -> PrefillPiece:
-        """The keys of one sequence that lie in a ring slot."""
-        sequence, number = chunk.tag
-        gpu_piece, record = step.gpu_pieces[kind], step.slot_tables[kind][number]
-        return PrefillPiece(
-            cu_seqlens_q=gpu_piece.cu_seqlens_q[sequence : sequence + 2],
-            query_pos=gpu_piece.query_pos[sequence : sequence + 1],
-            first_block=record[0:1],
-            kv_end=record[1:2],
-            load_state=record[2:3],
-            block_table=self._slot_places,
-            max_query_len=int(step.lengths[sequence]),
-            query_rows=(int(step.lengths[:sequence].sum()), int(step.lengths[: sequence + 1].sum())),
-            store_state=True,
-        )
+    def slot_pieces(self, step: PrefillStep, kind: int, chunk: Chunk) -> list[PrefillPiece]:
+        """The keys that lie in a ring slot: a piece for each run of neighbours among the sequences that have them."""
+        gpu_piece, table, pieces = step.gpu_pieces[kind], step.slot_tables[kind], []
+        for number, first, count in chunk.tag:
+            last = first + count
+            records = table[:, number : number + count]
+            pieces.append(
+                PrefillPiece(
+                    cu_seqlens_q=gpu_piece.cu_seqlens_q[first : last + 1],
+                    query_pos=gpu_piece.query_pos[first:last],
+                    first_block=records[0],
+                    kv_end=records[1],
+                    load_state=records[2],
+                    block_table=self._slot_places.expand(count, -1),
+                    max_query_len=int(step.lengths[first:last].max()),
+                    query_rows=(int(step.lengths[:first].sum()), int(step.lengths[:last].sum())),
+                    store_state=True,
+                )
+            )
+        return pieces
 
     def _tokens(self, chunks: list[PrefillChunk], num_decoding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids, positions and slots of the chunks' tokens; those of others and of padding are padding."""
@@ -183,31 +191,45 @@ class PrefillProgram:
             line[: len(blocks)] = blocks
         return table
 
-    def _history(self, index: int, chunk: PrefillChunk, end: int, window: int | None) -> list[_HistoryPiece]:
-        """The host blocks before logical block `end` that a query of the chunk sees, cut for the ring."""
-        first = int(first_visible_block(np.array(chunk.begin), window, self.kv_cache.block_size))
-        blocks = self.kv_cache.host_table[chunk.sequence.row, first:end]
-        assert np.all(blocks != NO_BLOCK), "a block lies neither on the GPU nor on the host"
-        pieces = pack(blocks, self.ring.blocks_per_slot)
-        return [_HistoryPiece(index, piece.blocks, first + piece.begin, piece.begin > 0) for piece in pieces]
+    def _history(
+        self, chunks: list[PrefillChunk], ends: list[int], window: int | None, packer: Packer
+    ) -> _History:
+        """The host blocks before logical block `ends[i]` that a query of chunk i sees, cut for the ring."""
+        block_size = self.kv_cache.block_size
+        firsts = [int(first_visible_block(np.array(chunk.begin), window, block_size)) for chunk in chunks]
+        lists = [self.kv_cache.host_table[chunk.sequence.row, :end] for chunk, end in zip(chunks, ends, strict=True)]
+        assert all(
+            np.all(blocks[first:] != NO_BLOCK) for blocks, first in zip(lists, firsts, strict=True)
+        ), "a block lies neither on the GPU nor on the host"
+        found, rows, number = [], [], 0
+        for chunk, readers in pack_together(lists, firsts, self.ring.blocks_per_slot):
+            # Runs of neighbours, which one launch attends to: (number of the first record, first sequence, count).
+            neighbours = [
+                (number + place, first, count) for place, first, count in runs(list(enumerate(readers)))
+            ]
+            end = (chunk.begin + len(chunk.blocks)) * block_size
+            rows += [(chunk.begin, end, int(chunk.begin > firsts[reader])) for reader in readers]
+            number += len(readers)
+            found.append(replace(chunk, tag=tuple(neighbours)))
+        blocks = [blocks[first:] for blocks, first in zip(lists, firsts, strict=True)]
+        readers = np.repeat(np.arange(len(blocks)), [len(part) for part in blocks]), np.concatenate(blocks)
+        return _History(found, firsts, readers, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T))
 
 
 @dataclass(frozen=True)
-class _HistoryPiece:
-    sequence: int  # index in the batch
-    blocks: tuple[int, ...]
-    first_block: int
-    continues: bool
-
-
 class _History:
-    """The ring chunks of one kind of layer, with a table of (first block, end of the keys, load state) for each."""
+    """The ring chunks of one kind of layer.
 
-    def __init__(self, pieces: list[_HistoryPiece], packer: Packer, kv_cache: KVCache) -> None:
-        self.chunks = [Chunk(piece.blocks, 0, (piece.sequence, i)) for i, piece in enumerate(pieces)]
-        ends = [(piece.first_block + len(piece.blocks)) * kv_cache.block_size for piece in pieces]
-        rows = [(piece.first_block, end, int(piece.continues)) for piece, end in zip(pieces, ends, strict=True)]
-        self.table = packer.add(np.array(rows, dtype=np.int32).reshape(-1))
+    Attributes:
+        firsts: the first block of each sequence that its queries see.
+        readers: as in `PrefillStep`.
+        table: place of [3, n], the first block, the end of the keys and the load state of each (chunk, sequence).
+    """
+
+    chunks: list[Chunk]
+    firsts: list[int]
+    readers: tuple[np.ndarray, np.ndarray]
+    table: slice
 
 
 @dataclass
@@ -221,6 +243,7 @@ class PrefillStep:
             prompt, then those of the sequences that decode.
         last_rows: [n] the rows of these.
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
+        readers: for each window the chunks' numbers and the host blocks that they read, as two arrays.
     """
 
     program: PrefillProgram
@@ -234,6 +257,7 @@ class PrefillStep:
     gpu_pieces: list[PrefillPiece]
     slot_tables: list[torch.Tensor]
     lengths: np.ndarray
+    readers: list[tuple[np.ndarray, np.ndarray]]
     ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
     last_normed: torch.Tensor = field(init=False)
     _state: PrefillState | None = None
@@ -262,8 +286,8 @@ class PrefillStep:
 
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         program, kind = self.program, self.program.kind[layer]
-        piece = program.slot_piece(self, kind, chunk)
-        self._attend(layer, piece, program.ring.slots[ring_slot])
+        for piece in program.slot_pieces(self, kind, chunk):
+            self._attend(layer, piece, program.ring.slots[ring_slot])
 
     def _attend_gpu(self, layer: int) -> None:
         kv = self.program.kv_cache.gpu_kv[layer]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from nanoinfer import metrics
 from nanoinfer.attention.base import AttentionBackend, PrefillPiece
 from nanoinfer.config import EngineConfig
 from nanoinfer.decode import DecodeProgram
@@ -298,8 +299,10 @@ class ModelRunner:
             prefill_step = step = program.begin(batch.chunks, write_through, decoding)
             if decoding:
                 is_offload = kv_cache.offload is not None
-                step = MixedStep(step, self.decode_program.begin(decoding, []), len(decoding), is_offload)
+                decode_step = self.decode_program.begin(decoding, [], beside=step.plan if is_offload else None)
+                step = MixedStep(step, decode_step, len(decoding), is_offload)
             if kv_cache.offload is not None:
+                metrics.count_streamed(self, batch.sequences, step)
                 kv_cache.offload.run(step, timeline)
             else:
                 with self._timed(timeline):
@@ -372,6 +375,7 @@ class ModelRunner:
             program.counters.padded_rows += step.size - len(sequences)
             self.sampling.update(self.compute, sequences)
             if kv_cache.offload is not None:
+                metrics.count_streamed(self, sequences, step)
                 kv_cache.offload.run(step, timeline)
             else:
                 with self._timed(timeline):

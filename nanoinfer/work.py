@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanoinfer.attention.base import MAX_SPLITS_PER_BLOCK
 from nanoinfer.kv_cache import NO_BLOCK
 from offload import Chunk
 
@@ -19,9 +18,8 @@ class SplitLists:
     Attributes:
         on_gpu: [n, 4] int32, items: (batch row, split, GPU block, partial index). Those with most keys come first: the
             programs of a kernel that deals them out in this order end together.
-        on_host: [m, 5] int32, (batch row, first split, host block, first partial index, number of splits) for each block,
-            in the order in which they stream: that of the host pool, where neighbours pass in one copy, whoever they
-            belong to.
+        on_host: [m, 5] int32, (batch row, first split, host block, first partial index, number of splits) for each block
+            of each row, in the order of the host pool.
         ranges: [batch + 1] int32: row b's partials are ranges[b] to ranges[b + 1] - 1, in ascending order of split.
         splits_per_block: [batch], how many splits a whole block of the row is cut into.
     """
@@ -30,6 +28,13 @@ class SplitLists:
     on_host: np.ndarray
     ranges: np.ndarray
     splits_per_block: np.ndarray
+
+    @property
+    def host_blocks(self) -> np.ndarray:
+        """What streams: each block once, whoever shares it, in the order of the host pool, where neighbours pass in one
+        copy."""
+        blocks = self.on_host[:, 2]
+        return blocks[np.diff(blocks, prepend=-1) > 0]
 
 
 def _empty(*shape: int) -> np.ndarray:
@@ -93,6 +98,23 @@ def split_lists(
     return SplitLists(items, on_host, split_ends[block_ranges].astype(np.int32), row_splits)
 
 
+def resident_key(
+    size: int,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    windows: list[int | None],
+    block_size: int,
+    splits_per_block: Callable[[np.ndarray], np.ndarray],
+) -> bytes:
+    """What the split lists of a batch that streams nothing depend on, beside the rows' blocks; see `split_lists`."""
+    found = [[size], rows]
+    for window in windows:
+        first, counts = visible_blocks(lengths, window, block_size)
+        span = block_size // splits_per_block(counts)
+        found += [first, span, -(-lengths // span)]
+    return np.concatenate(found).tobytes()
+
+
 def _items(blocks: np.ndarray) -> np.ndarray:
     """[n, 4] int32, an item for each split of the blocks: [m, 5] as in `SplitLists.on_host`."""
     items, splits = blocks[:, :4], blocks[:, 4]
@@ -111,17 +133,44 @@ def work_table(items: np.ndarray) -> np.ndarray:
     return np.concatenate([head, items])
 
 
-def slot_records(on_host: np.ndarray, chunks: list[Chunk], blocks_per_slot: int) -> np.ndarray:
-    """What attention must know of each chunk once it lies in a ring slot.
+def slot_records(on_host: np.ndarray, chunks: list[Chunk]) -> list[np.ndarray]:
+    """What decode attends to in each chunk once it lies in a ring slot; rows that share a block have an item each.
+
+    Args:
+        on_host: as in `SplitLists`; each of its blocks lies in a chunk. Where it lies in several, the first one counts.
 
     Returns:
-        [len(chunks), 1 + blocks_per_slot * MAX_SPLITS_PER_BLOCK, 4] int32: each a `work_table` with the place in the ring
-        slot for the block, and zeros behind it.
+        For each chunk a `work_table`, with the place in the ring slot for the block.
     """
-    records = np.zeros((len(chunks), 1 + blocks_per_slot * MAX_SPLITS_PER_BLOCK, 4), dtype=np.int32)
-    for record, chunk in zip(records, chunks, strict=True):
-        blocks = on_host[chunk.begin : chunk.begin + len(chunk.blocks)].copy()
-        blocks[:, 2] = np.arange(len(blocks))
-        table = work_table(_items(blocks))
-        record[: len(table)] = table
-    return records
+    if not chunks:
+        return []
+    sizes = [len(chunk.blocks) for chunk in chunks]
+    blocks = np.concatenate([chunk.blocks for chunk in chunks])
+    order = np.argsort(blocks, kind="stable")
+    at = order[np.searchsorted(blocks[order], on_host[:, 2])]
+    assert np.array_equal(blocks[at], on_host[:, 2]), "a block that streams lies in no chunk"
+    number = np.repeat(np.arange(len(chunks)), sizes)[at]
+    placed = on_host.copy()
+    placed[:, 2] = at - (np.cumsum(sizes) - sizes)[number]
+    items = _items(placed[np.argsort(number, kind="stable")])
+    ends = np.cumsum(np.bincount(number, weights=on_host[:, 4], minlength=len(chunks)).astype(np.int64))
+    return [work_table(items[begin:end]) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: int, block_bytes: int) -> np.ndarray:
+    """Who caused how much of a stream: each block's bytes in equal parts to the sequences that read it.
+
+    Args:
+        streamed: blocks, as often as they pass.
+        numbers, blocks: the sequences' numbers, below `count`, and the blocks that they read.
+
+    Returns:
+        [count] int64 bytes, which add up to those of the stream.
+    """
+    found, times = np.unique(np.array(streamed, dtype=np.int64), return_counts=True)
+    at = np.searchsorted(found, blocks)
+    num_readers = np.bincount(at, minlength=len(found))
+    parts = (times * block_bytes)[at] // num_readers[at]
+    _, first_reader = np.unique(at, return_index=True)
+    parts[first_reader] += times * block_bytes - times * block_bytes // num_readers * num_readers  # what does not divide
+    return np.bincount(numbers, weights=parts, minlength=count).astype(np.int64)

@@ -8,7 +8,7 @@ from offload.cuda import CudaRuntime
 from offload.engine import OffloadCounters, OffloadEngine, OffloadStep
 from offload.host_pool import HostPool
 from offload.layout import KVLayout
-from offload.plan import Chunk, StreamPlan, pack
+from offload.plan import Chunk, StreamPlan, pack, pack_together
 from offload.residency import Residency
 from offload.ring import Ring, ring_schedule
 from offload.runtime import Event, Graph, Runtime, Stream
@@ -40,5 +40,6 @@ __all__ = [
     "StreamPlan",
     "Timeline",
     "pack",
+    "pack_together",
     "ring_schedule",
 ]

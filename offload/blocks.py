@@ -27,6 +27,7 @@ class BlockPool:
         self._num_blocks = num_blocks
         self._free = list(range(first, num_blocks))  # a heap
         self._references: dict[int, int] = {}
+        self._num_references = 0
         self._key_of: dict[int, Hashable] = {}
         self._block_of: dict[Hashable, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -45,6 +46,11 @@ class BlockPool:
     def num_used(self) -> int:
         """Blocks that somebody holds."""
         return len(self._references)
+
+    @property
+    def num_shared(self) -> int:
+        """References beyond the first one of each block."""
+        return self._num_references - len(self._references)
 
     @property
     def num_cached(self) -> int:
@@ -68,6 +74,7 @@ class BlockPool:
                 self._forget(block)
             self._references[block] = 1
             blocks.append(block)
+        self._num_references += count
         return blocks
 
     def lookup(self, key: Hashable) -> int | None:
@@ -77,12 +84,14 @@ class BlockPool:
             return None
         self._cached.pop(block, None)
         self._references[block] = self._references.get(block, 0) + 1
+        self._num_references += 1
         return block
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """Holds blocks once more that somebody holds, for each time that they are named."""
-        for block in blocks:
-            self._references[block] += 1
+    def share(self, block: int) -> None:
+        """Holds a block once more that somebody holds."""
+        assert block in self._references, f"block {block} is not held"
+        self._references[block] += 1
+        self._num_references += 1
 
     def claim(self, block: int) -> bool:
         """Holds a published block that nobody holds; False: somebody does."""
@@ -90,6 +99,7 @@ class BlockPool:
             return False
         del self._cached[block]
         self._references[block] = 1
+        self._num_references += 1
         return True
 
     def published(self, key: Hashable) -> int | None:
@@ -133,6 +143,7 @@ class BlockPool:
         freed = []
         for block in reversed(list(blocks)):
             count = self._references[block] - 1
+            self._num_references -= 1
             if count:
                 self._references[block] = count
                 continue
@@ -158,7 +169,7 @@ class BlockPool:
             references[block] = references.get(block, 0) + 1
         self._cached, self._key_of, self._block_of = OrderedDict(), {}, {}
         self._free = [block for block in range(self._first, self._num_blocks) if block not in references]
-        self._references = references
+        self._references, self._num_references = references, sum(references.values())
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]

@@ -196,6 +196,9 @@ class OffloadEngine:
         waiting: dict[int, _Deferred] = {}
         finished = []
         for block in blocks:
+            if self._gpu_blocks.references(block) > 1:
+                self._gpu_blocks.release([block])  # another holds it on: the last one waits
+                continue
             write = self._last_write.get(block)
             if write is None:
                 finished.append(block)

@@ -17,7 +17,7 @@ class Chunk:
 
     Attributes:
         blocks: host block numbers; blocks[i] lies at place i of the ring slot.
-        begin: index of the first of them in the list that was packed.
+        begin: index of the first of them in the list, or in each of the lists, that was packed.
         tag: what the caller wants to know when the chunk is attended to.
     """
 
@@ -48,6 +48,35 @@ def pack(host_blocks: Sequence[int] | np.ndarray, blocks_per_slot: int, tag: obj
     ]
 
 
+def pack_together(
+    lists: Sequence[Sequence[int]], firsts: Sequence[int], blocks_per_slot: int
+) -> list[tuple[Chunk, list[int]]]:
+    """Cuts the blocks of several lists, from `firsts[i]` on in list i, into chunks of at most `blocks_per_slot`.
+
+    As far as lists that are read from the same index on begin alike, their blocks pass together.
+
+    Returns:
+        Each chunk with the numbers of the lists that have it, ascending; the chunks of one list in its order.
+    """
+    chunks: list[tuple[Chunk, list[int]]] = []
+    waiting: list[tuple[int, list[int]]] = [
+        (first, [i for i, other in enumerate(firsts) if other == first]) for first in dict.fromkeys(firsts)
+    ]
+    while waiting:
+        begin, readers = waiting.pop(0)
+        groups: dict[int, list[int]] = {}
+        for i in readers:
+            if begin < len(lists[i]):
+                groups.setdefault(int(lists[i][begin]), []).append(i)
+        for group in groups.values():
+            parts = [tuple(map(int, lists[i][begin : begin + blocks_per_slot])) for i in group]
+            shortest = min(map(len, parts))
+            count = next((n for n, blocks in enumerate(zip(*parts, strict=False)) if len(set(blocks)) > 1), shortest)
+            chunks.append((Chunk(parts[0][:count], begin), group))
+            waiting.append((begin + count, group))
+    return chunks
+
+
 @dataclass(frozen=True)
 class StreamPlan:
     """The chunks of each layer in one step. Layers that stream the same blocks share one list.
@@ -61,6 +90,10 @@ class StreamPlan:
     @property
     def chunks_per_layer(self) -> list[int]:
         return [len(chunks) for chunks in self.chunks]
+
+    def blocks(self, layer: int) -> list[int]:
+        """The host blocks that pass for a layer."""
+        return [block for chunk in self.chunks[layer] for block in chunk.blocks]
 
     def head(self, count: int) -> list[tuple[int, Chunk]]:
         """The first `count` (layer, chunk) pairs of the step."""

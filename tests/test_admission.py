@@ -101,12 +101,13 @@ def test_who_waits_for_one_block_gets_the_first_that_comes_back(path):
 def test_who_waits_is_looked_up_again_when_more_of_its_prefix_is_known(path):
     """The first one publishes its blocks chunk by chunk; with the second chunk's the second one fits beside it."""
     engine = make_engine(path, **ARGUMENTS)
-    shrink_gpu_pool(engine, 14)
-    (prompt,) = random_prompts(1, 150, 150, seed=6)
+    shrink_gpu_pool(engine, 10)
+    (prompt,) = random_prompts(1, 100, 100, seed=6)
     engine.add_request("A", prompt, greedy(9))
-    engine.add_request("B", prompt[:140] + [7] * 20, greedy(3))
+    engine.add_request("B", prompt[:96] + [7] * 20, greedy(3))
     engine.step()
-    assert [sequence.request_id for sequence in engine.scheduler.running] == ["A"]
+    engine.step()
+    assert engine.runner.kv_cache._refusal is not None and [sequence.request_id for sequence in engine.scheduler.running] == ["A"]
     step_until_running(engine, "AB")
     finish(engine)
 

@@ -182,7 +182,7 @@ def test_blocks_that_rows_share_are_counted_once_when_offload_mode_is_entered(pa
     num_free = pool.num_free
     engine.switch_mode("offload")
     assert engine.runner.offload.num_deferred_gpu == 0 and pool.num_free == num_free
-    assert kv_cache.residency.num_resident == 6, "one row keeps the 6 full blocks"
+    assert kv_cache.num_resident == 6, "the rows share the 6 full blocks"
     assert kv_cache.num_obtainable == num_free + 6
     while engine.has_work:
         engine.step()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from offload import BlockPool, Chunk, StreamPlan, pack
+from offload import BlockPool, Chunk, StreamPlan, pack, pack_together
 from offload.layout import runs
 from offload.plan import host_runs
 
@@ -35,6 +35,46 @@ def test_pack_cuts_in_order_without_loss():
     assert [chunk.blocks for chunk in chunks] == [(5, 6), (7, 1), (2,)]
     assert [chunk.begin for chunk in chunks] == [0, 2, 4]
     assert pack([], 2) == []
+
+
+def test_lists_that_begin_alike_pass_together():
+    a, b, c = [1, 2, 3, 4, 5], [1, 2, 3, 9], [1, 2, 3, 4, 5, 6]
+    assert pack_together([a, b, c], [0, 0, 0], 2) == [
+        (Chunk((1, 2), 0), [0, 1, 2]),
+        (Chunk((3,), 2), [0, 1, 2]),  # here b goes its own way
+        (Chunk((4, 5), 3), [0, 2]),
+        (Chunk((9,), 3), [1]),
+        (Chunk((6,), 5), [2]),
+    ]
+    assert pack_together([a, c], [1, 0], 9) == [(Chunk((2, 3, 4, 5), 1), [0]), (Chunk((1, 2, 3, 4, 5, 6), 0), [1])]
+    assert pack_together([], [], 2) == [] and pack_together([[], [1]], [0, 1], 2) == []
+
+
+def test_every_list_of_a_tree_is_read_in_its_order_and_no_beginning_passes_twice():
+    for seed in range(40):
+        generator = random.Random(seed)
+        lists = [[generator.randrange(100)]]
+        for number in range(1, generator.randint(2, 8)):
+            stem = generator.choice(lists)
+            stem = stem[: generator.randint(0, len(stem))]
+            lists.append(stem + [100 * number + i for i in range(generator.randint(0, 9))])
+        firsts = [generator.choice([0, 0, 0, 2]) for _ in lists]
+        blocks_per_slot = generator.randint(1, 5)
+        chunks = pack_together(lists, firsts, blocks_per_slot)
+        for number, blocks in enumerate(lists):
+            mine = [chunk for chunk, readers in chunks if number in readers]
+            assert [block for chunk in mine for block in chunk.blocks] == blocks[firsts[number] :]
+            places = [chunk.begin + i for chunk in mine for i in range(len(chunk.blocks))]
+            assert places == list(range(firsts[number], len(blocks)))
+        for first in set(firsts):
+            passing = [
+                (chunk.begin + i, block)
+                for chunk, readers in chunks
+                if firsts[readers[0]] == first
+                for i, block in enumerate(chunk.blocks)
+            ]
+            assert len(passing) == len(set(passing)), "a block passes twice"
+        assert all(readers == sorted(readers) and len(chunk.blocks) <= blocks_per_slot for chunk, readers in chunks)
 
 
 def test_plan_head_runs_over_layers_without_chunks():
@@ -90,6 +130,22 @@ def test_shared_blocks_are_freed_by_the_last_holder():
     assert pool.num_used == 0 and pool.num_cached == 1
     pool.clear_cache()
     assert pool.num_cached == 0 and pool.num_free == 2 and pool.lookup("key") is None
+
+
+def test_references_beyond_the_first_are_counted():
+    pool = BlockPool(4)
+    a, b, c = pool.allocate(3)
+    pool.share(a)
+    pool.share(a)
+    pool.publish(b, "key")
+    assert pool.lookup("key") == b and (pool.references(a), pool.num_shared) == (3, 3)
+    assert pool.release([a, b, c]) == [c] and pool.num_shared == 1
+    pool.release([b])
+    assert pool.claim(b) and pool.num_shared == 1
+    pool.release([a, a, b])
+    assert pool.num_shared == pool.num_used == 0
+    with pytest.raises(AssertionError, match="block 0 is not held"):
+        pool.share(a)
 
 
 def test_publishing_an_equal_block_twice_keeps_the_first():

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from offload import Residency
@@ -123,3 +124,128 @@ def test_more_than_there_is_cannot_be_dropped():
     residency.set(0, 1, 3, 3)
     with pytest.raises(AssertionError, match="3 blocks to drop, 2 are there"):
         residency.drop(3)
+
+
+# Rows that share
+
+
+def tables(*rows: tuple[list[int], list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """GPU and host tables of rows given as (GPU blocks, host blocks); -1 where there is none."""
+    return tuple(np.array([row[i] for row in rows], dtype=np.int32) for i in (0, 1))
+
+
+def residency_of(*rows: tuple[list[int], list[int]], **arguments) -> Residency:
+    """All blocks are full; those with a GPU block are noted as resident."""
+    gpu, host = tables(*rows)
+    residency = Residency(len(rows), gpu, host, **arguments)
+    for row, blocks in enumerate(gpu):
+        residency.set(row, int((blocks < 0).sum()), len(blocks), len(blocks))
+    return residency
+
+
+def test_all_who_share_a_copy_drop_it_together():
+    residency = residency_of(([5, 6, 7], [1, 2, 3]), ([5, 6, 8], [1, 2, 4]), ([9, 6, 8], [9, 2, 4]))
+    assert residency.drop(1) == [(0, 0), (1, 0)]
+    # Row 2 keeps most now; block 0 is its own. Then all three have GPU block 6 as their oldest.
+    assert residency.drop(1) == [(2, 0)]
+    assert residency.drop(1) == [(0, 1), (1, 1), (2, 1)]
+    assert residency.drop(2) == [(0, 2), (1, 2), (2, 2)] and residency.num_resident == 0
+
+
+def test_a_copy_that_another_row_has_behind_older_blocks_waits_for_these():
+    """Row 1 keeps most; dropping the shared block 7 from it alone would free nothing."""
+    residency = residency_of(([-1, 7, 8, 9], [1, 2, 3, 4]), ([6, 7, -9, -9], [1, 2, 5, 6]))
+    residency.set(1, 0, 2, 2)
+    assert residency.drop(1) == [(1, 0)]
+    assert residency.drop(1) == [(0, 1), (1, 1)]
+    assert residency.drop(2) == [(0, 2), (0, 3)]
+
+
+def test_rows_whose_next_block_is_the_same_get_it_as_one():
+    residency = residency_of(([-1] * 4, [1, 2, 3, 4]), ([-1] * 4, [1, 2, 3, 9]), ([-1] * 4, [1, 2, 3, 4]))
+    assert residency.promote(2, [0, 1, 2]) == [(0, 2), (0, 3), (2, 2), (2, 3)], "row 2 costs nothing"
+    assert residency.promote(2, [1]) == [(1, 2), (1, 3)], "the table says nothing yet of who got block 3"
+    assert residency.promote(9, [2, 0, 1]) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_a_row_outside_of_the_step_gets_nothing_with_the_others():
+    residency = residency_of(*[([-1] * 3, [1, 2, 3])] * 3)
+    assert residency.promote(2, [0, 2]) == [(0, 1), (0, 2), (2, 1), (2, 2)]
+    assert residency.first.tolist() == [1, 3, 1]
+
+
+def test_a_row_takes_up_the_copies_that_others_have_and_makes_no_second_one():
+    gpu, host = tables(([4, 5, 6, 7], [1, 2, 3, 4]), ([-1, -1, -1, -1], [1, 2, 3, 9]))
+    residency = Residency(2, gpu, host)
+    residency.set(0, 1, 4, 4)  # block 0 of row 0 has left, although the table still knows where it was
+    residency.set(1, 4, 4, 4)
+    assert residency.join([1]) == [], "its newest block is its own"
+    assert residency.promote(8, [1]) == [(1, 3)], "it can join behind that"
+    gpu[1, 3] = 8
+    assert residency.join([0]) == []
+    assert residency.join([1]) == [(1, 2, 6), (1, 1, 5)] and residency.first.tolist() == [1, 1]
+    assert residency.copy(1, 2) == 5 and residency.copy(0, 1) is None and residency.copy(1, 3) is None
+
+
+def test_a_block_that_is_not_full_yet_is_no_copy():
+    """Its host block is known before the step that fills it."""
+    gpu, host = tables(([4, 5], [1, 2]), ([-1, -1], [1, 2]))
+    residency = Residency(2, gpu, host)
+    residency.set(0, 0, 1, 1)
+    residency.set(1, 2, 2, 2)
+    assert residency.join([1]) == [] and residency.copy(1, 2) is None
+    assert residency.copy(0, 1) == 4
+
+
+def test_with_windows_nothing_is_joined_but_what_comes_in_one_step_is_shared():
+    residency = residency_of(([4, 5], [1, 2]), ([-1, -1], [1, 2]), ([-1, -1], [1, 2]), joins=False)
+    assert residency.join([1, 2]) == [] and residency.copy(1, 2) is None
+    assert residency.promote(1, [1, 2]) == [(1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_drop_frees_a_copy_and_rows_keep_their_newest_blocks(seed):
+    """Random rows of a tree whose tables follow what the policy says."""
+    generator = random.Random(seed)
+    num_rows, length = generator.choice([2, 4, 7]), 10
+    trunk = list(range(100, 110))
+    rows = []
+    for row in range(num_rows):
+        cut = generator.randint(4, length)
+        rows.append(trunk[:cut] + [1000 + 20 * row + i for i in range(length - cut)])
+        if generator.random() < 0.3:  # it computed its beginning itself, and found what follows
+            rows[-1][0] = 2000 + row
+    gpu, host = np.full((num_rows, length), -1), np.array(rows)
+    residency = Residency(num_rows, gpu, host)
+    for row in range(num_rows):
+        residency.set(row, length, length, length)
+    next_block, num_shared = 0, 0
+
+    def copies() -> set[int]:
+        return set(gpu[gpu >= 0].tolist())
+
+    for _ in range(120):
+        some = generator.sample(range(num_rows), generator.randint(1, num_rows))
+        if generator.random() < 0.5:
+            for row, block, copy in residency.join(some):
+                assert row in some and copy in gpu[:, block] and gpu[row, block] == -1
+                gpu[row, block] = copy
+            count, new = generator.randint(0, 25), {}
+            for row, block in residency.promote(count, some):
+                assert row in some and gpu[row, block] == -1
+                if host[row, block] not in new:
+                    new[host[row, block]] = next_block = next_block + 1
+                gpu[row, block] = new[host[row, block]]
+            assert len(new) <= count
+        else:
+            before = copies()
+            count = generator.randint(0, len(before))
+            for row, block in residency.drop(count):
+                gpu[row, block] = -1
+            assert len(copies()) == len(before) - count
+        for row in range(num_rows):
+            assert (gpu[row] >= 0).tolist() == [block >= residency.first[row] for block in range(length)]
+        held = [(int(g), int(h)) for g, h in zip(gpu.ravel(), host.ravel(), strict=True) if g >= 0]
+        assert len({g for g, _ in held}) == len(set(held)) == len({h for _, h in held}), "one copy of each block"
+        num_shared += len(held) - len(set(held))
+    assert num_shared

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from nanoinfer.attention.base import MAX_SPLITS_PER_BLOCK
-from nanoinfer.work import slot_records, split_lists
-from offload import Chunk
+from nanoinfer.work import shares, slot_records, split_lists
+from offload import Chunk, pack
 
 BLOCK_SIZE = 16
 
@@ -36,8 +35,8 @@ def test_each_visible_key_is_in_one_split_and_the_partials_of_a_row_ascend(windo
         chunks = [
             Chunk(begin=i, blocks=tuple(lists.on_host[i : i + 3, 2].tolist())) for i in range(0, len(lists.on_host), 3)
         ]
-        records = slot_records(lists.on_host, chunks, 3)
-        assert records.shape == (len(chunks), 1 + 3 * MAX_SPLITS_PER_BLOCK, 4)
+        records = slot_records(lists.on_host, chunks)
+        assert all(record.shape[1:] == (4,) for record in records)
         found = [(row, split, ("gpu", block), partial) for row, split, block, partial in lists.on_gpu.tolist()]
         for record, chunk in zip(records, chunks, strict=True):
             count = record[0, 0]
@@ -67,3 +66,51 @@ def test_each_visible_key_is_in_one_split_and_the_partials_of_a_row_ascend(windo
         ]
         assert num_keys == sorted(num_keys, reverse=True), "the longest come first"
         assert asked == [[sum(row == r for r, _ in blocks) for row in range(len(lengths))]]
+
+
+@pytest.mark.parametrize("splits", [[1] * 4, [2, 4, 1, 2]], ids=str)
+def test_rows_that_share_a_block_have_an_item_each_and_stream_it_once(splits):
+    generator = np.random.default_rng(0)
+    lengths = np.array([90, 70, 33, 64])
+    host = generator.permutation(40)[:24].reshape(4, 6).astype(np.int32)
+    host[1, :3] = host[0, :3]
+    host[3, :3] = host[0, :3]
+    host[2, 1] = host[0, 1]  # behind a block of its own
+    gpu = np.full_like(host, -1)
+    gpu[3, 2:] = [5, 6, 7, 8]
+    lists = split_lists(gpu, host, lengths, None, BLOCK_SIZE, lambda counts: np.array(splits))
+    wanted = {(row, i) for row, length in enumerate(lengths) for i in range(-(-length // BLOCK_SIZE)) if gpu[row, i] < 0}
+    assert lists.host_blocks.tolist() == sorted({int(host[place]) for place in wanted})
+    beside = Chunk((77, int(host[0, 1]), 78), 0, "a prompt's")
+    own = pack(np.setdiff1d(lists.host_blocks, beside.blocks), 3)
+    chunks = [*own, beside]
+    found = set()
+    for record, chunk in zip(slot_records(lists.on_host, chunks), chunks, strict=True):
+        assert len(record) == 1 + record[0, 0]
+        for row, split, place, partial in record[1:].tolist():
+            index = split // splits[row]
+            assert chunk.blocks[place] == host[row, index]
+            found.add((row, index))
+            # The partials are those that the row would have alone.
+            assert partial == lists.ranges[row] + split
+    assert found == wanted
+    assert {row for row, *_ in slot_records(lists.on_host, chunks)[-1][1:].tolist()} == {0, 1, 2, 3}
+
+
+def test_a_block_that_lies_in_no_chunk_is_noticed():
+    _, _, lists, _ = make_lists([40, 64], None, np.array([1, 1]), 3)
+    with pytest.raises(AssertionError, match="lies in no chunk"):
+        slot_records(lists.on_host, pack(lists.host_blocks[1:], 2))
+
+
+def test_shares_add_up_to_what_was_streamed():
+    # Block 7 passes once for three, block 9 twice for two, block 4 for one alone.
+    numbers, blocks = np.array([0, 1, 2, 0, 1, 2]), np.array([7, 7, 7, 9, 9, 4])
+    assert shares([9, 7, 4, 9], numbers, blocks, 4, 100).tolist() == [34 + 100, 33 + 100, 33 + 100, 0]
+    assert shares([], np.array([], dtype=int), np.array([], dtype=int), 2, 100).tolist() == [0, 0]
+    generator = np.random.default_rng(1)
+    for _ in range(30):
+        numbers, blocks = generator.integers(0, 5, 40), generator.integers(0, 9, 40)
+        streamed = np.repeat(np.unique(blocks), generator.integers(1, 3, len(np.unique(blocks))))
+        found = shares(streamed.tolist(), numbers, blocks, 5, 1001)
+        assert found.sum() == len(streamed) * 1001 and np.all(found >= 0)

@@ -1,0 +1,420 @@
+"""Sequences that share host blocks share what comes of them: one stream, one copy on the GPU.
+
+Beginnings are drawn from a tree that branches at block edges and inside blocks. Whoever starts, grows, ends, is aborted or
+switched: everyone gets the bits of resident mode, and the reference counts are those of the tables.
+"""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from engines import (
+    BLOCK_BYTES,
+    LAYER_BLOCK_BYTES,
+    SMALL,
+    assert_pools_as_before,
+    make_engine,
+    outcome,
+    random_prompts,
+    run,
+)
+from request_helpers import Script
+from request_helpers import play as script_play
+from tiny_models import make_checkpoint
+
+from nanoinfer import SamplingParams
+from nanoinfer.kv_cache import NO_BLOCK
+from offload import SimulatedRuntime
+
+FAMILIES = {"qwen3": SMALL, "gemma3": SMALL | dict(sliding_window=24)}
+ARGUMENTS = dict(max_model_len=256, max_num_batched_tokens=64, enable_prefix_caching=True)
+
+
+DOCUMENT = random_prompts(1, 384, 384, seed=1)[0]  # 24 blocks, 3 prefill steps
+QUESTIONS = [DOCUMENT + end for end in random_prompts(16, 3, 6, seed=2)]
+LENGTHS = dict(max_model_len=448, max_num_seqs=16, max_num_batched_tokens=128)
+STREAMED = LENGTHS | dict(enable_cpu_offload=True, ring_slot_bytes=4 * LAYER_BLOCK_BYTES)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    return {name: make_checkpoint(name, tmp_path_factory.mktemp(name), **FAMILIES[name]) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def alone(paths):
+    """Gives the completions of a request that runs alone in an engine that holds everything."""
+    arguments = LENGTHS | dict(max_num_seqs=3, enable_prefix_caching=False)
+    engines = {name: make_engine(path, **arguments) for name, path in paths.items()}
+    return lambda name, prompt, params: run(engines[name], [prompt], [params])[0]
+
+
+def greedy(max_tokens: int, **arguments) -> SamplingParams:
+    return SamplingParams(**(dict(temperature=0, max_tokens=max_tokens, ignore_eos=True) | arguments))
+
+
+def tree_of_prompts(generator: random.Random, count: int) -> list[list[int]]:
+    """Each goes on from where another one may be left: at a block edge, inside a block, or at its end."""
+    prompts = [random_prompts(1, 40, 90, seed=generator.getrandbits(30))[0]]
+    while len(prompts) < count:
+        stem = generator.choice(prompts)
+        cut = generator.choice([0, len(stem), generator.randint(0, len(stem)), *range(16, len(stem) + 1, 16)])
+        prompts.append(stem[: min(cut, 120)] + random_prompts(1, 1, 40, seed=generator.getrandbits(30))[0])
+    return prompts
+
+
+def check_references(engine) -> int:
+    """Each block of both pools is held once for each place in the tables; returns how many GPU blocks rows share."""
+    kv_cache, offload = engine.runner.kv_cache, engine.runner.offload
+    held = Counter(kv_cache.gpu_table[kv_cache.gpu_table != NO_BLOCK].tolist())
+    num_shared = sum(count > 1 for count in held.values())
+    if offload is not None:
+        leaving = [block for deferred in offload._deferred_gpu for block in deferred.blocks]
+        assert not set(leaving) & set(held) and len(set(leaving)) == len(leaving), "given back, and in use"
+        held.update(leaving)
+        on_host = Counter(kv_cache.host_table[kv_cache.host_table != NO_BLOCK].tolist())
+        on_host.update(block for deferred in offload._deferred_host for block in deferred.blocks)
+        assert on_host == offload.host.blocks._references
+    pool, taken = kv_cache.gpu_blocks, getattr(engine, "taken", [])
+    assert held + Counter(taken) == pool._references
+    assert pool.num_shared == sum(pool._references.values()) - len(pool._references)
+    if kv_cache.offload is None:
+        return num_shared
+    first, full = kv_cache.residency.first, kv_cache.residency.full
+    for row in range(len(first)):
+        assert np.all(kv_cache.gpu_table[row, : first[row]] == NO_BLOCK)
+        assert np.all(kv_cache.gpu_table[row, first[row] : full[row]] != NO_BLOCK)
+        assert np.all(kv_cache.host_table[row, : full[row]] != NO_BLOCK)
+    places = [(row, block) for row in range(len(first)) for block in range(first[row], full[row])]
+    assert kv_cache.num_resident == len({int(kv_cache.gpu_table[place]) for place in places})
+    streams = {int(kv_cache.host_table[row, block]) for row in range(len(first)) for block in range(first[row])}
+    assert kv_cache.num_streamed == len(streams)
+    if engine.plan.max_resident_blocks is not None:
+        assert kv_cache.num_resident <= engine.plan.max_resident_blocks
+    return num_shared
+
+
+def tree_engine(generator: random.Random, path, seed: int):
+    mode, rows = generator.choice(["auto", True, True, False]), generator.randint(2, 6)
+    engine = make_engine(
+        path,
+        SimulatedRuntime(generator.choice([None, seed, seed])),
+        **ARGUMENTS,
+        enable_cpu_offload=mode,
+        max_num_seqs=rows,
+        capture_num_tokens=generator.choice([[], [4, 24, 40]]),
+        num_gpu_blocks_override=60,
+        host_memory_limit=generator.choice([60, 200]) * BLOCK_BYTES,
+        ring_slot_bytes=generator.choice([1, 2, 3, 5]) * LAYER_BLOCK_BYTES,
+        num_ring_slots=generator.choice([2, 3]),
+        resident_kv_limit=generator.choice([None, None, None, 0, 3 * BLOCK_BYTES, 9 * BLOCK_BYTES]),
+    )
+    pool = engine.runner.kv_cache.gpu_blocks
+    engine.taken = pool.allocate(max(0, pool.num_free - generator.randint(17 if mode else 20, 40)))
+    return engine
+
+
+def play(engine, requests, generator: random.Random):
+    """Adds, aborts and switches at random; returns the requests, the aborted ones, and how many blocks were ever shared."""
+    added, aborted, num_shared = [], set(), 0
+    for _ in range(3000):
+        while len(added) < len(requests) and (generator.random() < 0.25 or not engine.has_work):
+            added.append(engine.add_request(str(len(added)), *requests[len(added)]))
+        if not engine.has_work:
+            return added, aborted, num_shared
+        running = [i for i, request in enumerate(added) if not request.is_finished]
+        if running and generator.random() < 0.02:
+            victim = generator.choice(running)
+            aborted.add(victim)
+            engine.abort(str(victim))
+        if generator.random() < 0.04:
+            try:
+                engine.switch_mode("resident" if engine.mode == "offload" else "offload")
+            except ValueError:
+                pass  # refused: what runs has no room there
+        engine.step()
+        shared = check_references(engine)
+        num_shared += shared if engine.mode == "offload" else 0
+    pytest.fail("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("first_seed", range(0, 18, 6))
+@pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
+def test_beginnings_drawn_from_a_tree(paths, alone, first_seed):
+    total_shared = 0
+    for seed in range(first_seed, first_seed + 6):
+        generator = random.Random(seed)
+        family = generator.choice(["qwen3", "qwen3", "gemma3"])
+        prompts = tree_of_prompts(generator, generator.randint(3, 9))
+        params = [
+            greedy(generator.randint(1, 40), temperature=0.8 * (i % 2), seed=i, n=generator.choice([1, 1, 1, 3]))
+            for i in range(len(prompts))
+        ]
+        engine = tree_engine(generator, paths[family], seed)
+        added, aborted, num_shared = play(engine, list(zip(prompts, params, strict=True)), generator)
+        for i, request in enumerate(added):
+            wanted = alone(family, prompts[i], params[i])
+            for (tokens, _, reason), (wanted_tokens, _, wanted_reason) in zip(outcome(request), wanted, strict=True):
+                is_whole = (tokens, reason) == (wanted_tokens, wanted_reason)
+                is_beginning = i in aborted and tokens == wanted_tokens[: len(tokens)]
+                assert is_whole or is_beginning, f"seed {seed}, request {i}"
+        engine.runner.kv_cache.gpu_blocks.release(engine.taken)
+        assert_pools_as_before(engine)
+        total_shared += num_shared
+    assert total_shared, "no two rows shared a block of the GPU"
+
+
+# The same bits as in resident mode
+
+
+def tree_script(seed: int) -> Script:
+    """Requests of one tree that come while others run, with log-probabilities (read at once) and without (run ahead)."""
+    generator = random.Random(seed)
+    arrivals, step = {}, 0
+    for i, prompt in enumerate(tree_of_prompts(generator, 9)):
+        arrivals.setdefault(step, []).append(
+            (
+                prompt,
+                greedy(
+                    generator.randint(5, 50),
+                    temperature=0.8 * (i % 2),
+                    seed=i,
+                    logprobs=generator.choice([None, 2]),
+                    n=generator.choice([1, 1, 2]),
+                ),
+            )
+        )
+        step += generator.choice([0, 0, 3, 8])
+    return Script(arrivals)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(2))
+def test_every_budget_ring_and_order_of_streams_gives_the_bits_of_resident_mode(paths, family, seed):
+    script = tree_script(seed)
+    arguments = ARGUMENTS | dict(max_num_seqs=6, capture_num_tokens=[4, 24, 40])
+    wanted = script_play(make_engine(paths[family], **arguments), script)
+    generator, num_shared = random.Random(seed), 0
+    for limit, pool in ((0, None), (None, 20), (5 * BLOCK_BYTES, 26)):
+        engine = make_engine(
+            paths[family],
+            SimulatedRuntime(generator.choice([None, seed])),
+            **arguments,
+            enable_cpu_offload=True,
+            resident_kv_limit=limit,
+            num_ring_slots=generator.randint(2, 4),
+            ring_slot_bytes=generator.randint(1, 5) * LAYER_BLOCK_BYTES,
+        )
+        free = engine.runner.kv_cache.gpu_blocks
+        engine.taken = free.allocate(free.num_free - pool) if pool else []
+        step = engine.step
+
+        def checked_step(engine=engine, step=step):
+            nonlocal num_shared
+            outputs = step()
+            num_shared += check_references(engine)
+            return outputs
+
+        engine.step = checked_step
+        assert script_play(engine, script) == wanted, (limit, pool)
+        assert engine.stats()["streamed_bytes"] > 0
+        free.release(engine.taken)
+        assert_pools_as_before(engine)
+    assert num_shared, "no two rows shared a block of the GPU"
+
+
+# What crosses the link
+
+class Link:
+    """Counts what each step of an engine moves: (kind of step, rows, blocks in all layers, copies)."""
+
+    def __init__(self, engine) -> None:
+        self.steps, counters, run_step = [], engine.runner.offload.counters, engine.runner.offload.run
+        self.planned_bytes = 0
+        num_layers = engine.runner.layout.num_layers
+
+        def counted(step, *args):
+            before = counters.num_copies
+            blocks = [step.plan.blocks(layer) for layer in range(num_layers)]
+            self.planned_bytes += sum(map(len, blocks)) * engine.runner.layout.layer_block_bytes
+            result = run_step(step, *args)
+            self.steps.append((type(step).__name__, blocks, counters.num_copies - before))
+            return result
+
+        engine.runner.offload.run = counted
+
+
+def test_a_decode_step_moves_each_block_once_in_few_copies(paths):
+    engine = make_engine(paths["qwen3"], **STREAMED)
+    run(engine, [DOCUMENT[:165]], [greedy(2)])  # then all of the document is known
+    link = Link(engine)
+    prompts = [DOCUMENT[:160] + question[384:] for question in QUESTIONS[:6]]
+    requests = [engine.add_request(str(i), prompt, greedy(7)) for i, prompt in enumerate(prompts)]
+    while engine.has_work:
+        engine.step()
+        check_references(engine)
+    steps = [step for step in link.steps if step[0] == "DecodeStep"]
+    assert len(steps) >= 6
+    for _, layers, num_copies in steps[1:-1]:
+        for blocks in layers:
+            assert sorted(blocks) == list(range(10)), "six rows, 10 blocks"
+        # A slot holds 4 blocks: 3 fills in a layer, of neighbours.
+        assert num_copies == 2 * 3
+    assert sum(request.sequences[0].streamed_bytes for request in requests) == link.planned_bytes
+
+
+def test_completions_of_one_prompt_stream_it_once(paths):
+    engine = make_engine(paths["qwen3"], **STREAMED)
+    link = Link(engine)
+    run(engine, [DOCUMENT[:261]], [greedy(9, n=8, temperature=0.9)])
+    steps = [layers for name, layers, _ in link.steps if name == "DecodeStep"]
+    assert len(steps) > 6
+    for layers in steps:
+        assert all(sorted(blocks) == list(range(16)) for blocks in layers)
+
+
+@pytest.mark.parametrize("max_mixed", [[], [24, 40]])
+def test_sixteen_questions_about_one_document_move_the_bytes_of_one(paths, max_mixed):
+    """The whole run, prefill and decode. Nothing may stay on the GPU; no question and answer fill a block."""
+    moved, tokens = [], []
+    for questions in (QUESTIONS[:1], QUESTIONS):
+        engine = make_engine(paths["qwen3"], **STREAMED, capture_num_tokens=max_mixed)
+        link = Link(engine)
+        outcomes = run(engine, questions, [greedy(9)] * len(questions))
+        tokens.append([completions[0][0] for completions in outcomes])
+        stats = engine.stats()
+        moved.append(stats["streamed_bytes"])
+        assert link.planned_bytes == stats["streamed_bytes"] - stats["discarded_prefetch_bytes"] > 0
+        assert_pools_as_before(engine)
+    assert moved[1] <= 1.1 * moved[0], moved
+    wide = make_engine(paths["qwen3"], **LENGTHS, capture_num_tokens=max_mixed)
+    assert tokens[1] == [completions[0][0] for completions in run(wide, QUESTIONS, [greedy(9)] * 16)]
+
+
+def test_a_mixed_step_streams_once_what_its_prompt_and_its_running_rows_share(paths, alone):
+    engine = make_engine(paths["qwen3"], **STREAMED, capture_num_tokens=[24, 40])
+    link = Link(engine)
+    requests = []
+    for question in QUESTIONS[:5]:
+        requests.append(engine.add_request(str(len(requests)), question, greedy(9)))
+        for _ in range(5 if len(requests) == 1 else 1):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    mixed = [layers for name, layers, _ in link.steps if name == "MixedStep"]
+    assert len(mixed) == 4
+    for layers in mixed:
+        assert all(sorted(blocks) == list(range(24)) for blocks in layers)
+    assert sum(request.sequences[0].streamed_bytes for request in requests) == link.planned_bytes
+    for request, question in zip(requests, QUESTIONS, strict=False):
+        assert outcome(request)[0][0] == alone("qwen3", question, greedy(9))[0][0]
+
+
+# What stays on the GPU
+
+
+def shared_engine(path, num_free: int | None, runtime=None, **arguments):
+    """An engine that knows the document, with so many free GPU blocks."""
+    engine = make_engine(path, runtime or SimulatedRuntime(), **STREAMED | dict(resident_kv_limit=None) | arguments)
+    run(engine, [DOCUMENT[:165]], [greedy(2)])
+    engine.runner.offload.drain()
+    pool = engine.runner.kv_cache.gpu_blocks
+    for key in [key for key in pool._block_of if isinstance(key, int)]:
+        pool.forget(key)  # what the first one left on the GPU
+    engine.taken = [] if num_free is None else pool.allocate(pool.num_free - num_free)
+    return engine
+
+
+def add_questions(engine, count: int, max_tokens: int = 7, prefix: str = "q"):
+    prompts = [DOCUMENT[:160] + question[384:] for question in QUESTIONS[:count]]
+    return [engine.add_request(f"{prefix}{i}", prompt, greedy(max_tokens)) for i, prompt in enumerate(prompts)]
+
+
+def test_one_gpu_block_comes_back_for_all_rows(paths):
+    """10 shared blocks, 6 rows, 20 GPU blocks: all of the beginning comes back, 8 blocks in a step, and streams no more."""
+    engine = shared_engine(paths["qwen3"], 20)
+    kv_cache, link = engine.runner.kv_cache, Link(engine)
+    add_questions(engine, 6)
+    while engine.has_work:
+        engine.step()
+        check_references(engine)
+        if kv_cache.num_resident == 10 and len(engine.scheduler.running) == 6:
+            assert kv_cache.residency.num_resident == 60 and kv_cache.num_streamed == 0
+    moved = [sum(map(len, layers)) for name, layers, _ in link.steps if name == "DecodeStep"]
+    assert moved[:3] == [20, 4, 0] and not any(moved[3:])
+    kv_cache.gpu_blocks.release(engine.taken)
+    assert_pools_as_before(engine)
+
+
+def test_who_comes_later_takes_up_the_copies_of_running_rows(paths):
+    engine = shared_engine(paths["qwen3"], 20)
+    kv_cache, link = engine.runner.kv_cache, Link(engine)
+    add_questions(engine, 2)
+    while kv_cache.num_streamed or not engine.scheduler.running:
+        engine.step()
+    link.steps.clear()
+    (late,) = add_questions(engine, 1, prefix="late")
+    engine.step()
+    assert kv_cache.residency.first[late.sequences[0].row] == 0 and check_references(engine) == 10
+    assert not any(blocks for _, layers, _ in link.steps for blocks in layers), "something streams"
+    while engine.has_work:
+        engine.step()
+        check_references(engine)
+    kv_cache.gpu_blocks.release(engine.taken)
+    assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_dropped_copy_is_free_whoever_shared_it(paths, alone, seed):
+    """Rows that grow want every GPU block that the shared beginning has: what was promised must be there."""
+    engine = shared_engine(paths["qwen3"], 16, SimulatedRuntime(seed))
+    kv_cache = engine.runner.kv_cache
+    requests, num_dropped, drop = add_questions(engine, 4, max_tokens=60), 0, kv_cache._drop
+
+    def checked_drop(count):
+        nonlocal num_dropped
+        before = kv_cache.gpu_room
+        drop(count)
+        if count > 0:
+            assert kv_cache.gpu_room == before + count
+            num_dropped += count
+
+    kv_cache._drop = checked_drop
+    while engine.has_work:
+        engine.step()
+        check_references(engine)
+    assert num_dropped >= 8, num_dropped
+    for request in requests:
+        assert outcome(request)[0][0] == alone("qwen3", request.sequences[0].prompt_token_ids, greedy(60))[0][0]
+    kv_cache.gpu_blocks.release(engine.taken)
+    assert_pools_as_before(engine)
+
+
+def test_a_step_that_fails_leaves_no_block_without_content_to_rows_outside_of_it(paths, alone, monkeypatch):
+    """One row's prompt is half computed while the others decode: the copies of their step never come."""
+    engine = shared_engine(paths["qwen3"], 30, max_num_batched_tokens=48)
+    kv_cache = engine.runner.kv_cache
+    add_questions(engine, 2, max_tokens=12)
+    while not all(sequence.num_generated > 2 for sequence in engine.scheduler.running) or not engine.scheduler.running:
+        engine.step()
+    while kv_cache.num_resident:  # all of the beginning streams again
+        kv_cache._drop(1)
+    long = DOCUMENT[:160] + random_prompts(1, 100, 100, seed=5)[0]
+    request = engine.add_request("long", long, greedy(5))
+    engine.step()
+    row = request.sequences[0].row
+    assert row is not None and request.sequences[0].num_computed < len(long)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.offload, "run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            while True:
+                engine.step()
+    assert request.sequences[0].row == row, "the prompt was in the step that failed"
+    assert kv_cache.residency.first[row] == 10 or np.all(kv_cache.gpu_table[row, :10] == NO_BLOCK)
+    while engine.has_work:
+        engine.step()
+        check_references(engine)
+    assert outcome(request)[0][0] == alone("qwen3", long, greedy(5))[0][0]
+    kv_cache.gpu_blocks.release(engine.taken)
+    assert_pools_as_before(engine)
