@@ -300,7 +300,7 @@ class LLMEngine:
             if sequence.finish_reason is not None:
                 sequence.state, sequence.row, sequence.saved = SequenceState.FINISHED, None, None
         self._requests = {name: request for name, request in self._requests.items() if not request.is_finished}
-        self.runner.recover(self.scheduler.running)
+        self.runner.recover(self.scheduler.running, keeps_prefixes=is_sound)
         self._at_risk = []
         self._is_recovering = False
         self._is_whole = True

@@ -642,16 +642,17 @@ class KVCache:
 
     # Recovery
 
-    def recover(self, sequences: list[Sequence], offload: OffloadEngine | None) -> None:
+    def recover(self, sequences: list[Sequence], offload: OffloadEngine | None, *, keeps_prefixes: bool) -> None:
         """Rebuilds rows, tables, pools and promises from what the given admitted sequences hold.
 
         After an exception in the middle of anything, once nothing is in flight: of the old state only the sequences'
-        lines of the tables are read, and their tokens. Whatever else was held is free then, and no block is published
-        but theirs. May be interrupted and called again.
+        lines of the tables are read, their tokens, and which blocks are published. Whatever else was held is free then.
+        May be interrupted and called again.
 
         Args:
             sequences: those that go on, none of which took part in a step that failed.
             offload: the engine of offload mode, in whichever mode this is.
+            keeps_prefixes: what was published before has its content; False: nobody knows.
         """
         rows = [sequence.row for sequence in sequences]
         others = np.setdiff1d(np.arange(len(self.gpu_table)), rows)
@@ -664,10 +665,11 @@ class KVCache:
             self.residency.clear(row)
         for sequence in sequences:
             self._recover_row(sequence)
-        self.gpu_blocks.rebuild(self.gpu_table[self.gpu_table != NO_BLOCK].tolist())
+        # Copies of host blocks, whose keys are numbers, are not kept: of some nobody knows what a failed step wrote there.
+        self.gpu_blocks.rebuild(_present(self.gpu_table), lambda key: keeps_prefixes and isinstance(key, bytes))
         if offload is not None:
             offload.recover()
-            offload.host.blocks.rebuild(self.host_table[self.host_table != NO_BLOCK].tolist())
+            offload.host.blocks.rebuild(_present(self.host_table), lambda key: keeps_prefixes)
         for sequence in sequences:
             sequence.num_published = 0
             self.publish(sequence)

@@ -414,9 +414,9 @@ class ModelRunner:
         """After an exception: waits until nothing is in flight; False if work of a step in flight was lost."""
         return self.runtime.settle()
 
-    def recover(self, sequences: list[Sequence]) -> None:
+    def recover(self, sequences: list[Sequence], *, keeps_prefixes: bool) -> None:
         """Rebuilds pools and tables from the sequences that go on, once nothing is in flight; see `KVCache.recover`."""
-        self.kv_cache.recover(sequences, self._offload)
+        self.kv_cache.recover(sequences, self._offload, keeps_prefixes=keeps_prefixes)
         self.decode_program.forget_tables()
         self.prefill_program.forget_tables()
         self.sampling.forget()

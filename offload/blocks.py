@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 
 class BlockPool:
@@ -159,16 +159,26 @@ class BlockPool:
         """How many hold the block."""
         return self._references.get(block, 0)
 
-    def rebuild(self, held: Iterable[int]) -> None:
-        """Starts anew: the blocks in `held` are held, once for each time they are named, and nothing is published.
+    def rebuild(self, held: Iterable[int], keeps_key: Callable[[Hashable], bool] = lambda key: False) -> None:
+        """Starts anew after an exception in the middle of anything.
 
-        After an exception in the middle of anything: no part of the old state is read.
+        Args:
+            held: the blocks that are held, each once for every time that it is named.
+            keeps_key: says which published blocks stay so. Only those can that were held or cached, and whose key leads
+                to them: what was being published, taken up or handed out is free.
         """
         references: dict[int, int] = {}
         for block in held:
             references[block] = references.get(block, 0) + 1
-        self._cached, self._key_of, self._block_of = OrderedDict(), {}, {}
-        self._free = [block for block in range(self._first, self._num_blocks) if block not in references]
+        key_of: dict[int, Hashable] = {}
+        for block in [*self._cached, *self._references]:
+            key = self._key_of.get(block)
+            if key is not None and self._block_of.get(key) == block and keeps_key(key):
+                key_of[block] = key
+        self._key_of, self._block_of = key_of, {key: block for block, key in key_of.items()}
+        self._cached = OrderedDict.fromkeys(block for block in key_of if block not in references)
+        known = references.keys() | key_of.keys()
+        self._free = [block for block in range(self._first, self._num_blocks) if block not in known]
         self._references, self._num_references = references, sum(references.values())
 
     def _forget(self, block: int) -> None:

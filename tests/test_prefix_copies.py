@@ -1,7 +1,9 @@
 """Offload mode: what a sequence leaves on the GPU when it ends serves the next one with the same beginning."""
 
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engines import BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run
@@ -217,7 +219,7 @@ def test_copies_that_were_taken_up_are_in_the_cache_of_resident_mode(path):
     assert_pools_as_before(engine)
 
 
-def test_rows_that_share_a_block_behind_one_of_their_own_have_one_each_in_offload_mode(path):
+def test_rows_that_share_blocks_behind_one_of_their_own_share_them_in_offload_mode_too(path):
     """Of two beginnings in the GPU pool one may begin with blocks of another sequence: the shared ones come later."""
     engine = make_engine(path, **ROOMY | dict(num_gpu_blocks_override=70, max_num_batched_tokens=256))
     kv_cache, long = engine.runner.kv_cache, replace(PARAMS, max_tokens=180, logprobs=None)
@@ -236,8 +238,16 @@ def test_rows_that_share_a_block_behind_one_of_their_own_have_one_each_in_offloa
     kv_cache.changed_rows.add(rows[1])
     pool.release([first])
     engine.switch_mode("offload")
-    held = kv_cache.gpu_table[rows]
-    assert all(pool.references(block) == 1 for block in held[held >= 0].tolist())
+    held, (a, b) = kv_cache.gpu_table[rows], rows
+    held = Counter(held[held >= 0].tolist())
+    assert all(pool.references(block) == count for block, count in held.items()) and max(held.values()) == 2
+    is_shared = (kv_cache.gpu_table[a] == kv_cache.gpu_table[b]) & (kv_cache.gpu_table[a] >= 0)
+    assert is_shared.sum() == 9 and not is_shared[0]
+    assert np.array_equal(kv_cache.host_table[a][is_shared], kv_cache.host_table[b][is_shared])
+    num_free, num_resident = pool.num_free + engine.runner.offload.num_deferred_gpu, kv_cache.num_resident
+    assert kv_cache.num_obtainable == num_free + num_resident - len(kv_cache._rows_without_tail)
+    kv_cache._drop(num_resident)  # really free, whoever shared them
+    assert pool.num_free + engine.runner.offload.num_deferred_gpu == num_free + num_resident
     while engine.has_work:
         engine.step()
     assert_pools_as_before(engine)

@@ -19,7 +19,7 @@ from engines import (
     random_prompts,
     run,
 )
-from request_helpers import Script
+from request_helpers import Script, shrink_gpu_pool
 from request_helpers import play as script_play
 from tiny_models import make_checkpoint
 
@@ -322,7 +322,7 @@ def shared_engine(path, num_free: int | None, runtime=None, **arguments):
     pool = engine.runner.kv_cache.gpu_blocks
     for key in [key for key in pool._block_of if isinstance(key, int)]:
         pool.forget(key)  # what the first one left on the GPU
-    engine.taken = [] if num_free is None else pool.allocate(pool.num_free - num_free)
+    engine.give_back = (lambda: None) if num_free is None else shrink_gpu_pool(engine, num_free)
     return engine
 
 
@@ -343,7 +343,7 @@ def test_one_gpu_block_comes_back_for_all_rows(paths):
             assert kv_cache.residency.num_resident == 60 and kv_cache.num_streamed == 0
     moved = [sum(map(len, layers)) for name, layers, _ in link.steps if name == "DecodeStep"]
     assert moved[:3] == [20, 4, 0] and not any(moved[3:])
-    kv_cache.gpu_blocks.release(engine.taken)
+    engine.give_back()
     assert_pools_as_before(engine)
 
 
@@ -361,7 +361,7 @@ def test_who_comes_later_takes_up_the_copies_of_running_rows(paths):
     while engine.has_work:
         engine.step()
         check_references(engine)
-    kv_cache.gpu_blocks.release(engine.taken)
+    engine.give_back()
     assert_pools_as_before(engine)
 
 
@@ -387,7 +387,7 @@ def test_a_dropped_copy_is_free_whoever_shared_it(paths, alone, seed):
     assert num_dropped >= 8, num_dropped
     for request in requests:
         assert outcome(request)[0][0] == alone("qwen3", request.sequences[0].prompt_token_ids, greedy(60))[0][0]
-    kv_cache.gpu_blocks.release(engine.taken)
+    engine.give_back()
     assert_pools_as_before(engine)
 
 
@@ -416,5 +416,5 @@ def test_a_step_that_fails_leaves_no_block_without_content_to_rows_outside_of_it
         engine.step()
         check_references(engine)
     assert outcome(request)[0][0] == alone("qwen3", long, greedy(5))[0][0]
-    kv_cache.gpu_blocks.release(engine.taken)
+    engine.give_back()
     assert_pools_as_before(engine)
