@@ -18,7 +18,7 @@ from nanoinfer.memory import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.models import ModelSpec, resolve
 from nanoinfer.runner import ModelRunner, reserved_bytes
 from offload import CudaRuntime, KVLayout, Runtime, SimulatedRuntime
-from offload.pinned import memory_available_bytes
+from offload.host_memory import memory_available_bytes
 
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 

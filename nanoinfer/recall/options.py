@@ -24,7 +24,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.loader import check_safetensors, find_model, load_config
 from nanoinfer.memory import gpu_budget, make_plan
 from nanoinfer.recall.evaluate import Grid
-from offload.pinned import memory_available_bytes
+from offload.host_memory import memory_available_bytes
 
 REFERENCE = "hf"
 MODES = (REFERENCE, *ENGINE_MODES)
