@@ -48,8 +48,8 @@ _V2 = _Version(
 def memory_available_bytes(root: Path = Path("/")) -> int:
     """Host memory that can still be taken without pushing anything out to swap.
 
-    What the kernel reports of the machine, or what the tightest control group above this process leaves if that is less:
-    its limit, less what it uses, plus the files in its page cache, such as weights that were read.
+    What the kernel reports of the machine, or what the tightest control group above this process leaves if that is
+    less: its limit, less what it uses, plus the files in its page cache, such as weights that were read.
 
     root: the directory that holds /proc and /sys.
     """

@@ -89,9 +89,9 @@ class HostArena:
             self._map = mmap.mmap(-1, self.mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise MemoryError(
-                f"{self.mapped_bytes / GIB:.2f} GiB of host memory wanted, {memory_available_bytes() / GIB:.2f} GiB are "
-                f"available, but the system does not map as much ({error}): lower host_memory_limit, or raise the limit "
-                "of address space (ulimit -v; vm.overcommit_memory=2 sets one for the whole machine)"
+                f"{self.mapped_bytes / GIB:.2f} GiB of host memory wanted, {memory_available_bytes() / GIB:.2f} GiB "
+                f"are available, but the system does not map as much ({error}): lower host_memory_limit, or raise the "
+                "limit of address space (ulimit -v; vm.overcommit_memory=2 sets one for the whole machine)"
             ) from error
         try:
             self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -344,7 +344,7 @@ def test_auto_without_memory_for_the_host_pool_starts_resident_says_so_and_tries
 def test_offload_mode_without_memory_for_the_host_pool_says_what_to_change(path, monkeypatch):
     with monkeypatch.context() as patch:
         refuse_mapping(patch)
-        with pytest.raises(MemoryError, match="GiB of host memory wanted, .* GiB are available.*lower host_memory_limit"):
+        with pytest.raises(MemoryError, match="GiB of host memory wanted, .* are available.*: lower host_memory_limit"):
             start(path, "offload")
         engine, _ = start(path, "resident")
         with pytest.raises(MemoryError, match="GiB of host memory wanted"):

@@ -128,7 +128,7 @@ def test_memory_that_the_system_does_not_map_is_named_with_what_there_is_and_wha
     with monkeypatch.context() as patch:
         patch.setattr("offload.pinned.mmap.mmap", refuse)
         wanted = r"^2\.00 GiB of host memory wanted, [\d.]+ GiB are available, but the system does not map as much "
-        with pytest.raises(MemoryError, match=wanted + r"\(.*Cannot allocate memory\): lower host_memory_limit, or raise"):
+        with pytest.raises(MemoryError, match=wanted + r"\(.*Cannot allocate memory\): lower host_memory_limit, or"):
             arena(driver, num_segments=2, segment_bytes=2**30, available_bytes=2**62)
     with pytest.raises(MemoryError, match="the system does not map as much"):
         arena(driver, segment_bytes=2**60, available_bytes=2**70)

@@ -73,7 +73,7 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
         parts = _Triton.find()
     except (ImportError, AttributeError) as error:
         warnings.warn(
-            f"kernels are compiled one after the other, which makes a first start slower: this version of triton cannot "
+            "kernels are compiled one after the other, which makes a first start slower: this version of triton cannot "
             f"compile them ahead ({error})",
             stacklevel=3,
         )

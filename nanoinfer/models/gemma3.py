@@ -31,6 +31,8 @@ class Gemma3Layer(DecoderLayer):
 class Gemma3(Decoder):
     """https://arxiv.org/abs/2503.19786"""
 
+    model_type = "gemma3_text"
+    rotates_by_layer_type = True
     layer_class = Gemma3Layer
 
     @classmethod
