@@ -171,8 +171,9 @@ def _spend(
 ) -> MemoryPlan:
     max_blocks = -(-sizes.max_model_len // layout.block_size)
     blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * sizes.max_num_seqs)
-    # Attention partials, float32; the tables of items and ring chunks take 96 bytes per split and window.
-    split_bytes = spec.num_q_heads * (spec.head_dim + 1) * 4 + 96 * len(set(spec.windows))
+    # Attention partials, float32; the tables of items and ring chunks take 108 bytes per split and window where a ring
+    # slot holds one block, and 93 where it holds many.
+    split_bytes = spec.num_q_heads * (spec.head_dim + 1) * 4 + 108 * len(set(spec.windows))
     size = spec.dtype.itemsize
     # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
     max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
@@ -232,7 +233,7 @@ def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
     size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.num_q_heads * spec.head_dim
     kv = spec.num_kv_heads * spec.head_dim
     state = 4 * spec.num_q_heads * (spec.head_dim + 2)  # the running softmax, float32
-    always = state + size * (hidden + heads)  # state, residual stream, attention output
+    always = 8 + state + size * (hidden + heads)  # positions, state, residual stream, attention output
     # Projections: their output, queries after the rotation, and the normalised input.
     attention = always + size * (2 * heads + 2 * kv + hidden)
     # The gated layer: the normalised residual, gate and up, their product.

@@ -164,7 +164,8 @@ def test_another_groups_mount_does_not_count_beside_the_own(tmp_path):
 
 
 def test_both_versions_count_where_a_machine_has_both(tmp_path):
-    v1, v2 = (V1_MOUNT.format(root="/", point="/sys/fs/cgroup/memory"), V2_MOUNT.format(root="/", point="/sys/fs/cgroup"))
+    v1 = V1_MOUNT.format(root="/", point="/sys/fs/cgroup/memory")
+    v2 = V2_MOUNT.format(root="/", point="/sys/fs/cgroup")
     machine = Machine(tmp_path, ["4:memory:/a", "0::/b"], [v1, v2])
     machine.v1("a", limit=40_000, used=10_000)
     assert machine.available() == 30_000
