@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from nanoinfer.attention.base import AttentionSpec
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.generation_config import end_token_ids, sampling_defaults
-from nanoinfer.loader import check_safetensors, find_model, load_config, load_model, resolve_dtype
+from nanoinfer.loader import check_safetensors, find_model, load_config, load_model, read_spec
 from nanoinfer.memory import MemoryPlan, gpu_budget, make_plan
-from nanoinfer.models import ModelSpec, resolve
+from nanoinfer.models import ModelSpec
 from nanoinfer.runner import ModelRunner, reserved_bytes
+from nanoinfer.tokenizer_files import load_tokenizer
 from offload import CudaRuntime, KVLayout, Runtime, SimulatedRuntime
-from offload.pinned import memory_available_bytes
+from offload.host_memory import memory_available_bytes
 
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
@@ -84,8 +83,7 @@ def build(
 
 def spec_and_layout(config: EngineConfig, hf_config: PretrainedConfig) -> tuple[ModelSpec, KVLayout]:
     """The model's numbers and the shape of its KV blocks."""
-    spec = resolve(hf_config).spec_from_config(hf_config, resolve_dtype(config.dtype, hf_config))
-    spec = replace(spec, kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype])
+    spec = replace(read_spec(hf_config, config.dtype), kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype])
     layout = KVLayout(
         num_layers=spec.num_layers,
         block_size=config.block_size,
@@ -133,26 +131,3 @@ def attention_spec(spec: ModelSpec, block_size: int) -> AttentionSpec:
         dtype=spec.dtype,
         kv_cache_dtype=spec.kv_cache_dtype,
     )
-
-
-def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or None where it is not wanted or the checkpoint has none.
-
-    Raises:
-        ValueError: a tokenizer was named and cannot be loaded.
-    """
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is None:
-        files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-        if not any((model_dir / name).exists() for name in files):
-            return None
-    source = config.tokenizer or model_dir
-    try:
-        # By its full name, which transformers imports now and not with this module: it takes seconds.
-        return transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"tokenizer {str(source)!r} cannot be loaded ({error}): check its files, or set skip_tokenizer_init=True "
-            "to work on token ids"
-        ) from error

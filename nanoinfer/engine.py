@@ -93,7 +93,7 @@ class LLMEngine:
                 self.runner.switch_mode("offload", [])
             else:
                 if self.runner.may_spill:
-                    self.runner.prepare_offload()
+                    self._prepare_offload()
                 self.runner.capture()
         except BaseException:
             self.runner.close()
@@ -421,17 +421,28 @@ class LLMEngine:
         with self._changing():
             self.runner.switch_mode(mode, self.scheduler.running)
 
+    def _prepare_offload(self) -> None:
+        """For "auto": begins to map and pin the host pool. Without one the engine stays in resident mode."""
+        try:
+            self.runner.prepare_offload()
+        except (MemoryError, PinError) as error:
+            self._note_no_offload(error)
+
     def _enter_offload(self) -> bool:
         """For "auto": goes on in offload mode, if the host can hold what runs."""
         try:
             self.runner.switch_mode("offload", self.scheduler.running)
         except (ValueError, MemoryError, PinError) as error:
-            if self._offload_error is None:
-                warnings.warn(f"offload mode cannot be entered, so requests are preempted: {error}", stacklevel=2)
-            self._offload_error = error
+            self._note_no_offload(error)
             return False
         self._offload_error = None
         return True
+
+    def _note_no_offload(self, error: Exception) -> None:
+        """Says so once, and not for each step that finds the GPU full."""
+        if self._offload_error is None:
+            warnings.warn(f"offload mode cannot be entered, so requests are preempted: {error}", stacklevel=2)
+        self._offload_error = error
 
     def max_sequence_tokens(self, mode: str) -> int:
         """Tokens that one sequence alone can have in `mode`: without this limit it would wait for ever."""

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 
 class UnknownNameError(TypeError, ValueError):
@@ -21,6 +22,15 @@ class RequestError(ValueError):
     def __init__(self, message: str, *, field: str, is_too_long: bool = False) -> None:
         super().__init__(message)
         self.field, self.is_too_long = field, is_too_long
+
+
+_SHOWN_CHARS = 80
+
+
+def shown(value: Any) -> str:
+    """A value that somebody gave, for a message: as Python writes it, its beginning where that is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:

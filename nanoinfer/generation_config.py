@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from nanoinfer.checkpoint_config import TOKEN_IDS
 from nanoinfer.loader import read_json_object
 from nanoinfer.sampling_params import SamplingParams
 
@@ -34,8 +35,13 @@ def read(model_dir: Path) -> dict[str, Any]:
 
 
 def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int]:
-    """Tokens that end a completion: those of generation_config.json if it names some, else of config.json."""
+    """Tokens that end a completion: those of generation_config.json if it names some, else of config.json.
+
+    Raises:
+        ValueError: what it names are no token ids.
+    """
     found = read(model_dir).get("eos_token_id", getattr(hf_config, "eos_token_id", None))
+    TOKEN_IDS.check(str(model_dir / FILE), "eos_token_id", found)
     if found is None:
         return frozenset()
     return frozenset(found if isinstance(found, list) else [found])

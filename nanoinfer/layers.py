@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.errors import nearest
+from nanoinfer.errors import nearest, shown
 from nanoinfer.rope import apply_rope
 
 _ACTIVATIONS = {
@@ -36,7 +36,7 @@ def find_activation(name: str):
     if name not in _ACTIVATIONS:
         guess = nearest(name, _ACTIVATIONS)
         hint = f" (did you mean {guess!r}?)" if guess else ""
-        raise ValueError(f"activation {name!r} is not supported{hint}. Supported: {', '.join(_ACTIVATIONS)}")
+        raise ValueError(f"activation {shown(name)} is not supported{hint}. Supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 

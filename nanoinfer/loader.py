@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from nanoinfer.errors import nearest
-from nanoinfer.models import DecoderModel, find_architecture, resolve
+from nanoinfer.checkpoint_config import check_architectures, check_config, check_fields
+from nanoinfer.errors import nearest, shown
+from nanoinfer.models import DecoderModel, ModelSpec, find_class, resolve
 from nanoinfer.weight_files import TensorEntry, read_tensors
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -28,6 +28,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # Models that come along with the package, by name.
 PACKAGED = {"recall": Path(__file__).parent / "recall" / "checkpoint"}
+# Far more than any file of a checkpoint has, and little enough for all that goes through it step by step.
+_MAX_JSON_DEPTH = 32
+# File systems take no longer ones.
+_MAX_NAME_BYTES = 255
 # A progress bar for less than this would only flicker.
 _PROGRESS_DELAY_S = 2.0
 
@@ -82,15 +86,31 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
     if not path.is_file():
         raise ValueError(f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint")
     raw = read_json_object(path)
-    # Before transformers reads it: what it says of a model type that it does not know would not list ours.
+    check_architectures(path, raw)
     try:
-        find_architecture(raw.get("architectures"))
+        model_class = find_class(raw.get("architectures"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    check_fields(path, raw, model_class)
     try:
-        return transformers.AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        # By its full name, which transformers imports now and not with this module: it takes seconds.
+        hf_config = transformers.AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except Exception as error:  # its checks of values come after its work with them, which fails in any way
         raise ValueError(f"{path} is no valid config: {error}") from error
+    check_config(path, hf_config, model_class)
+    return hf_config
+
+
+def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpec:
+    """The numbers of a config's model, computed in `dtype` (as in `resolve_dtype`).
+
+    Raises:
+        ValueError: the config asks for something that is not supported; names the file.
+    """
+    try:
+        return resolve(hf_config).spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
+    except ValueError as error:
+        raise ValueError(f"{Path(hf_config.name_or_path, 'config.json')}: {error}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -101,11 +121,25 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if _is_deeper_than(_MAX_JSON_DEPTH, content):
+            raise RecursionError
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not readable as JSON ({error}): download it again") from error
+    except RecursionError as error:
+        raise ValueError(
+            f"{path} is not readable as JSON (it is nested more than {_MAX_JSON_DEPTH} deep): download it again"
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not an object: download it again")
     return content
+
+
+def _is_deeper_than(depth: int, content: Any) -> bool:
+    level = [[content]]
+    for _ in range(depth + 1):
+        children = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+        level = [child for child in children if isinstance(child, dict | list)]
+    return bool(level)
 
 
 def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
@@ -137,14 +171,23 @@ def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name to file name."""
     try:
-        shard_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        # A plain name: an index must not lead out of its directory.
-        valid = all(isinstance(shard, str) and Path(shard).name == shard for shard in shard_of.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        shard_of = read_json_object(path)["weight_map"]
+        invalid = [shard for shard in shard_of.values() if not _is_file_name(shard)]
+    except (ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no safetensors index ({error!r}): download it again") from error
-    if not valid:
-        raise ValueError(f"{path} is no safetensors index: weight_map must give a file name for each tensor")
+    if invalid:
+        raise ValueError(
+            f"{path} is no safetensors index: weight_map names {shown(invalid[0])}, it must give a file name of at "
+            f"most {_MAX_NAME_BYTES} bytes for each tensor. Download it again"
+        )
     return shard_of
+
+
+def _is_file_name(shard: Any) -> bool:
+    """A plain name: an index must not lead out of its directory."""
+    if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard or "\0" in shard:
+        return False
+    return len(shard.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
 
 
 def _read_header(path: Path) -> list[TensorEntry]:
@@ -210,8 +253,7 @@ def load_model(
         ValueError: the config or the files do not make a supported model: nothing lies on the device then. Or a file
             cannot be read to its end, although its header could.
     """
-    model_class = resolve(hf_config)
-    spec = model_class.spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
+    model_class, spec = resolve(hf_config), read_spec(hf_config, dtype)
     max_position = spec.max_position if max_position is None else max_position
     if load_format == "dummy":
         model = model_class(hf_config, spec, device=device, max_position=max_position)

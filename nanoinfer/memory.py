@@ -233,7 +233,7 @@ def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
     size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.num_q_heads * spec.head_dim
     kv = spec.num_kv_heads * spec.head_dim
     state = 4 * spec.num_q_heads * (spec.head_dim + 2)  # the running softmax, float32
-    always = state + size * (hidden + heads)  # state, residual stream, attention output
+    always = 8 + state + size * (hidden + heads)  # positions, state, residual stream, attention output
     # Projections: their output, queries after the rotation, and the normalised input.
     attention = always + size * (2 * heads + 2 * kv + hidden)
     # The gated layer: the normalised residual, gate and up, their product.

@@ -24,7 +24,7 @@ from nanoinfer.loader import load_config
 from nanoinfer.memory import GIB, MemoryPlan, gpu_budget, make_plan
 from nanoinfer.models import ModelSpec
 from offload import KVLayout
-from offload.pinned import memory_available_bytes
+from offload.host_memory import memory_available_bytes
 from offload.residency import promotion_margin
 
 DEFAULT_LINK_GBPS = 25.0  # PCIe 4 x16

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import RequestError, shown
 
 TokenIds = Sequence[int] | range | np.ndarray | torch.Tensor
 Prompt = str | TokenIds | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 _FORMS = 'text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
-_SHOWN_CHARS = 80
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -113,7 +112,7 @@ def conversation(messages: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, list | tuple):
         raise RequestError(
-            f"messages is {_shown(messages)}: give a list of {{'role': ..., 'content': ...}}", field="messages"
+            f"messages is {shown(messages)}: give a list of {{'role': ..., 'content': ...}}", field="messages"
         )
     if not messages:
         raise RequestError("messages is empty: give at least one message", field="messages")
@@ -134,7 +133,7 @@ def _plain_message(where: str, message: Any) -> dict[str, Any]:
             )
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise RequestError(f"{where}.content is {_shown(content)}: give text or a list of text parts", field="messages")
+        raise RequestError(f"{where}.content is {shown(content)}: give text or a list of text parts", field="messages")
     return {**{name: value for name, value in message.items() if value is not None}, "content": content}
 
 
@@ -145,14 +144,14 @@ def _is_text_part(part: Any) -> bool:
 def _unpack_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
     given = {name: value for name, value in prompt.items() if value is not None}
     if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
-        raise RequestError(f"the prompt is a dict with {_shown(list(given))}: give {_FORMS}", field="prompt")
+        raise RequestError(f"the prompt is a dict with {shown(list(given))}: give {_FORMS}", field="prompt")
     if "prompt_token_ids" not in given:
         if not isinstance(given["prompt"], str):
-            raise RequestError(f"the prompt's text is {_shown(given['prompt'])}: give {_FORMS}", field="prompt")
+            raise RequestError(f"the prompt's text is {shown(given['prompt'])}: give {_FORMS}", field="prompt")
         return given["prompt"]
     plain = _plain_ids(given["prompt_token_ids"])
     if not isinstance(plain, list | tuple):
-        raise RequestError(f"prompt_token_ids is {_shown(plain)}: give a list of token ids", field="prompt")
+        raise RequestError(f"prompt_token_ids is {shown(plain)}: give a list of token ids", field="prompt")
     return list(plain)
 
 
@@ -163,8 +162,3 @@ def _plain_ids(ids: Any) -> Any:
     if isinstance(ids, list | tuple) and ids and isinstance(ids[0], np.integer):
         return [token_id.item() if isinstance(token_id, np.integer) else token_id for token_id in ids]
     return list(ids) if isinstance(ids, range) else ids
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from nanoinfer.errors import nearest
+from nanoinfer.errors import nearest, shown
 
 # Rows made at a time: bounds the float32 temporaries of a long table to 16384 * head_dim * 4 bytes each.
 _TABLE_ROWS = 16384
@@ -34,7 +34,7 @@ def rope_inv_freq(parameters: Mapping, head_dim: int, device: torch.device | str
     if rope_type not in _SCALINGS:
         guess = nearest(rope_type, _SCALINGS)
         hint = f" (did you mean {guess!r}?)" if guess else ""
-        raise ValueError(f"rope_type {rope_type!r} is not supported{hint}. Supported: {', '.join(_SCALINGS)}")
+        raise ValueError(f"rope_type {shown(rope_type)} is not supported{hint}. Supported: {', '.join(_SCALINGS)}")
     missing = [name for name in ("rope_theta", *_SCALING_PARAMETERS[rope_type]) if parameters.get(name) is None]
     if missing:
         raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)} in the config's rope_parameters")

@@ -258,7 +258,7 @@ class _Readers:
 @contextmanager
 def _host_buffers(count: int, num_bytes: int, device: torch.device) -> Iterator[list[Tensor]]:
     """`count` buffers [num_bytes] uint8 in host memory: pinned for CUDA, or pageable where the system refuses."""
-    # Not bounded by what the system has left: it counts files in its cache as used, and so those read here.
+    # Not bounded by what is left, of which they are no part worth a refusal.
     sizes = dict(num_segments=count, segment_bytes=num_bytes, background=False, available_bytes=2**62)
     with torch.cuda.device(device) if _has_streams(device) else nullcontext():
         try:

@@ -18,10 +18,10 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
-import psutil
 import torch
+
+from offload.host_memory import memory_available_bytes
 
 GIB = 2**30
 PAGE_BYTES = mmap.PAGESIZE
@@ -36,21 +36,6 @@ Register = Callable[[int, int], str | None]
 
 class PinError(RuntimeError):
     """The system refused to pin host memory."""
-
-
-def memory_available_bytes() -> int:
-    """Host memory that can still be taken: what the kernel reports, or what the cgroup leaves if that is less."""
-    available = psutil.virtual_memory().available
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            left = int(Path(limit).read_text()) - int(Path(used).read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        available = min(available, max(left, 0))
-    return available
 
 
 class HostArena:
@@ -69,7 +54,7 @@ class HostArena:
         register, unregister: pin (address, bytes) and return None or what went wrong; unpin an address.
 
     Raises:
-        MemoryError: more than is available; nothing was mapped.
+        MemoryError: more than is available, or than the system maps; nothing was mapped.
         PinError: with `require_pin` and without `background`, the system refused. In the background, `wait` raises it.
     """
 
@@ -100,7 +85,14 @@ class HostArena:
                 f"{self.mapped_bytes / GIB:.2f} GiB of host memory wanted, {available / GIB:.2f} GiB are available: "
                 "lower host_memory_limit or free some memory"
             )
-        self._map = mmap.mmap(-1, self.mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._map = mmap.mmap(-1, self.mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(
+                f"{self.mapped_bytes / GIB:.2f} GiB of host memory wanted, {memory_available_bytes() / GIB:.2f} GiB "
+                f"are available, but the system does not map as much ({error}): lower host_memory_limit, or raise the "
+                "limit of address space (ulimit -v; vm.overcommit_memory=2 sets one for the whole machine)"
+            ) from error
         try:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         except (OSError, AttributeError):
@@ -246,7 +238,6 @@ class HostArena:
             torch.cuda.set_device(device)
         begin = self._address + index * self._stride
         end = begin + self._span(index)
-        pieces = []
         for address in range(begin, end, MAX_REGISTER_BYTES):
             refusal = self._register(address, min(MAX_REGISTER_BYTES, end - address))
             if refusal is not None:
@@ -257,10 +248,8 @@ class HostArena:
                         f"{self.mapped_bytes / GIB:.2f} GiB ({refusal}): lower host_memory_limit, raise the limit of "
                         'locked memory (ulimit -l; WSL2 allows little), or set pin_host_memory="auto" to go on slower'
                     )
-                self._registered.extend(pieces)
                 return
-            pieces.append(address)
-        self._registered.extend(pieces)
+            self._registered.append(address)  # at once: whatever follows, close() unpins it
         self._is_pinned[index] = True
 
     def _warn(self) -> None:

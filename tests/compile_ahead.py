@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import warnings
 
 import torch
 import triton
@@ -113,3 +114,14 @@ for interrupt_inside in (True, False):
     for value in values:
         add_kernel[(1,)](x, SIZE=16, ADDED=value)
     assert len(gpu.launches) == len(values), gpu.launches
+
+# Where triton lacks what this takes, a launch inside compiles and runs.
+compile_mode, gpu.launches[:] = triton.AsyncCompileMode, []
+del triton.AsyncCompileMode
+with warnings.catch_warnings(record=True) as caught, compile_ahead(x.device):
+    add_kernel[(1,)](x, SIZE=16, ADDED=1000)
+assert gpu.launches == [threading.main_thread()] and "cannot compile them ahead" in str(caught[0].message)
+triton.AsyncCompileMode = compile_mode
+with compile_ahead(x.device):
+    add_kernel[(1,)](x, SIZE=16, ADDED=1001)
+assert len(gpu.launches) == 1, "it can again"

@@ -4,11 +4,15 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+
+from nanoinfer.kernels.ahead import compile_ahead
 
 TESTS = Path(__file__).parent
 KERNELS = TESTS.parent / "nanoinfer" / "kernels"
@@ -38,3 +42,40 @@ def test_every_kernel_compiles(architecture, tmp_path):
 
 def test_kernels_are_compiled_ahead_without_being_run_and_an_interruption_leaves_nothing_behind(tmp_path):
     assert run_compiler("compile_ahead.py", tmp_path) == "refused\ninterrupted\ninterrupted\n"
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "triton.runtime._async_compile",
+        "triton.runtime._async_compile.FutureKernel",
+        "triton.runtime._async_compile.active_mode",
+        "triton.AsyncCompileMode",
+        "triton.runtime.jit.JITFunction",
+        "triton",
+    ],
+)
+def test_a_triton_that_cannot_compile_ahead_runs_what_is_launched(missing, monkeypatch):
+    if missing in sys.modules:
+        monkeypatch.setitem(sys.modules, missing, None)
+    else:
+        monkeypatch.delattr(missing)
+    assert_nothing_is_compiled_ahead()
+
+
+def test_a_triton_whose_launch_takes_other_arguments_is_left_alone(monkeypatch):
+    monkeypatch.setattr("triton.runtime.jit.JITFunction.run", lambda self, *args, grid, **kwargs: None)
+    assert_nothing_is_compiled_ahead()
+
+
+def assert_nothing_is_compiled_ahead() -> None:
+    """The body runs, twice, and what it raises goes on."""
+    num_runs = 0
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="compiled one after the other, .* this version of triton cannot"):
+            with compile_ahead(torch.device("cpu")):
+                num_runs += 1
+    assert num_runs == 2
+    with pytest.warns(UserWarning), pytest.raises(KeyboardInterrupt), compile_ahead(torch.device("cpu")):
+        raise KeyboardInterrupt
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]

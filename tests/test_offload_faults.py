@@ -3,9 +3,11 @@
 Each time: the requests of the failed step end, the others get what they get alone, and both pools are as before.
 """
 
+import errno
 import functools
 import itertools
 import re
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -345,6 +347,45 @@ def test_auto_without_pinned_memory_preempts_and_says_so(path, alone, monkeypatc
     assert engine.mode == "resident" and engine.scheduler.num_preemptions > 0
     engine.close()
     assert not driver.registered
+
+
+def refuse_mapping(monkeypatch) -> None:
+    """The host pool cannot be mapped; the buffers that weights are read through can."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    def arena(*args, **kwargs) -> HostArena:
+        with monkeypatch.context() as patch:
+            patch.setattr("offload.pinned.mmap.mmap", refuse)
+            return HostArena(*args, **kwargs)
+
+    monkeypatch.setattr(nanoinfer.runner, "HostArena", arena)
+
+
+def test_auto_without_memory_for_the_host_pool_starts_resident_says_so_and_tries_again(path, alone, monkeypatch):
+    with monkeypatch.context() as patch:
+        refuse_mapping(patch)
+        with pytest.warns(UserWarning, match="offload mode cannot be entered, .*GiB of host memory wanted.*allocate"):
+            engine, give_back = start(path, "auto")
+        assert engine.mode == "resident" and engine.runner.offload is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it was said
+            assert_goes_on_as_before(engine, give_back, alone)
+        assert engine.mode == "resident" and engine.scheduler.num_preemptions > 0
+    assert_goes_on_as_before(engine, give_back, alone)
+    assert engine.mode == "offload", "there is memory now"
+
+
+def test_offload_mode_without_memory_for_the_host_pool_says_what_to_change(path, monkeypatch):
+    with monkeypatch.context() as patch:
+        refuse_mapping(patch)
+        with pytest.raises(MemoryError, match="GiB of host memory wanted, .* are available.*: lower host_memory_limit"):
+            start(path, "offload")
+        engine, _ = start(path, "resident")
+        with pytest.raises(MemoryError, match="GiB of host memory wanted"):
+            engine.switch_mode("offload")
+        assert engine.mode == "resident"
 
 
 @pytest.mark.parametrize("num_prompt_tokens, max_tokens", [(180, 10), (60, 130)], ids=["prompt", "growth"])

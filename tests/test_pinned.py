@@ -1,13 +1,15 @@
 """The host arena without a GPU: sizes, order, refusals and cleaning up, with a register function of our own."""
 
+import errno
 import gc
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from offload.pinned import PAGE_BYTES, HostArena, PinError, memory_available_bytes
+from offload.pinned import PAGE_BYTES, HostArena, PinError
 
 
 class Driver:
@@ -17,12 +19,14 @@ class Driver:
         self.sizes: dict[int, int] = {}
         self.num_calls = 0
         self._refuse_from, self._hold = refuse_from, hold
+        self.is_held = threading.Event()
 
     def register(self, address: int, num_bytes: int) -> str | None:
         self.num_calls += 1
         if self._refuse_from is not None and self.num_calls >= self._refuse_from:
             return "out of memory"
         if self._hold is not None and self.num_calls > 1:
+            self.is_held.set()
             assert self._hold.wait(10)
         assert address not in self.sizes
         self.sizes[address] = num_bytes
@@ -116,6 +120,21 @@ def test_more_than_is_available_is_refused_before_any_work():
     assert driver.num_calls == 0
 
 
+def test_memory_that_the_system_does_not_map_is_named_with_what_there_is_and_what_to_change(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    driver = Driver()
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.pinned.mmap.mmap", refuse)
+        wanted = r"^2\.00 GiB of host memory wanted, [\d.]+ GiB are available, but the system does not map as much "
+        with pytest.raises(MemoryError, match=wanted + r"\(.*Cannot allocate memory\): lower host_memory_limit, or"):
+            arena(driver, num_segments=2, segment_bytes=2**30, available_bytes=2**62)
+    with pytest.raises(MemoryError, match="the system does not map as much"):
+        arena(driver, segment_bytes=2**60, available_bytes=2**70)
+    assert driver.num_calls == 0
+
+
 def test_large_segments_are_registered_in_pieces(monkeypatch):
     monkeypatch.setattr("offload.pinned.MAX_REGISTER_BYTES", 2 * PAGE_BYTES)
     driver = Driver()
@@ -123,6 +142,63 @@ def test_large_segments_are_registered_in_pieces(monkeypatch):
         host.wait()
         assert sorted(driver.sizes.values()) == [PAGE_BYTES, 2 * PAGE_BYTES, 2 * PAGE_BYTES]
     assert not driver.sizes
+
+
+@pytest.mark.parametrize("require_pin", [False, True])
+@pytest.mark.parametrize("num_pieces", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore:the system refused to pin")
+def test_pieces_that_were_pinned_before_a_refusal_are_given_back(require_pin, num_pieces, monkeypatch):
+    """The second segment of 3 pieces is refused at its first, second or last one."""
+    monkeypatch.setattr("offload.pinned.MAX_REGISTER_BYTES", PAGE_BYTES)
+    driver = Driver(refuse_from=4 + num_pieces)
+    host = arena(driver, num_segments=3, require_pin=require_pin)
+    host._thread.join()
+    assert len(driver.sizes) == 3 + num_pieces and host.pinned_bytes == 3 * PAGE_BYTES
+    if require_pin:
+        with pytest.raises(PinError, match="refused to pin"):
+            host.wait(2)
+    else:
+        host.wait()
+        assert host.unpinned_bytes == 6 * PAGE_BYTES, "a segment is pinned as a whole or not at all"
+        assert host.segment(1).fill_(1).sum() == 3 * PAGE_BYTES
+    host.close()
+    assert not driver.sizes
+
+
+def test_a_piece_that_was_pinned_before_the_driver_failed_is_given_back(monkeypatch):
+    monkeypatch.setattr("offload.pinned.MAX_REGISTER_BYTES", PAGE_BYTES)
+    driver = Driver()
+
+    def register(address: int, num_bytes: int) -> str | None:
+        if driver.num_calls == 1:
+            raise OSError("the driver fell over")
+        return driver.register(address, num_bytes)
+
+    host = arena(driver, num_segments=1, register=register)
+    with pytest.raises(OSError, match="fell over"):
+        host.wait()
+    host.close()
+    assert not driver.sizes
+
+
+def test_closing_while_a_piece_is_being_pinned_waits_for_it_and_gives_it_back():
+    hold = threading.Event()
+    driver = Driver(hold=hold)  # all calls but the first one
+    host = arena(driver, num_segments=6)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(host.wait)
+        assert driver.is_held.wait(10)
+        closing = pool.submit(host.close)
+        assert host._stop.wait(10)
+        assert not closing.done() and len(driver.sizes) == 1, "memory that is being pinned must not be unmapped"
+        hold.set()
+        closing.result(10)
+        with pytest.raises(RuntimeError, match="the host arena is closed"):
+            waiting.result(10)
+    assert not host._thread.is_alive()
+    assert driver.num_calls == 2 and not driver.sizes, "nothing is pinned after that"
+    with pytest.raises(RuntimeError, match="segment 0 of 6 is not ready"):
+        host.segment(0)
 
 
 def test_closing_stops_the_background_and_may_be_repeated():
@@ -150,10 +226,6 @@ def test_a_forgotten_arena_unregisters_when_it_is_collected():
 def test_without_pinning_everything_is_ready_at_once():
     with HostArena(3, 100, pin=False) as host:
         assert host.num_ready == 3 and host.pinned_bytes == 0 and host.segment(2).dtype == torch.uint8
-
-
-def test_available_memory_is_a_sensible_number():
-    assert 0 < memory_available_bytes() < 2**50
 
 
 def test_the_last_segment_may_be_smaller_and_is_mapped_to_its_own_pages():

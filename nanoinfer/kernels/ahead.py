@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
-import triton
-from triton.runtime._async_compile import FutureKernel, active_mode
-from triton.runtime.jit import JITFunction
 
 MAX_THREADS = 16
 _ONE_AT_A_TIME = threading.Lock()
@@ -33,6 +34,27 @@ class _Compilers(ThreadPoolExecutor):
         return super().submit(prepare)
 
 
+@dataclass(frozen=True)
+class _Triton:
+    """What is needed of triton. Most of it is private, and other versions may lack it."""
+
+    mode: type
+    active_mode: ContextVar
+    future_kernel: type
+    function: type
+
+    @classmethod
+    def find(cls) -> _Triton:
+        """Raises ImportError or AttributeError where something is missing."""
+        import triton
+        from triton.runtime._async_compile import FutureKernel, active_mode
+        from triton.runtime.jit import JITFunction
+
+        if not {"grid", "warmup"} <= inspect.signature(JITFunction.run).parameters.keys():
+            raise AttributeError("JITFunction.run takes no grid and warmup")
+        return cls(triton.AsyncCompileMode, active_mode, FutureKernel, JITFunction)
+
+
 @contextmanager
 def compile_ahead(device: torch.device) -> Iterator[None]:
     """Inside, this thread's launch of a Triton kernel begins to compile it, and runs nothing; at the end all can run.
@@ -41,39 +63,57 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
     help. A kernel that does not compile says so when it is launched outside. What is raised inside, a Ctrl-C too, goes on
     when the kernels that compile just now are done; the others are compiled when they are launched.
 
+    Where triton lacks what this takes, launches inside compile and run, one after the other: what is launched must be
+    allowed to run.
+
     Args:
         device: where the kernels will run.
     """
-    this_thread = threading.get_ident()
-    launched: set[JITFunction] = set()
+    try:
+        parts = _Triton.find()
+    except (ImportError, AttributeError) as error:
+        warnings.warn(
+            "kernels are compiled one after the other, which makes a first start slower: this version of triton cannot "
+            f"compile them ahead ({error})",
+            stacklevel=3,
+        )
+        yield
+        return
+    with _ONE_AT_A_TIME, _compiling(parts, device):
+        yield
 
-    def compile_only(self: JITFunction, *args, grid, warmup, **kwargs):
+
+@contextmanager
+def _compiling(triton: _Triton, device: torch.device) -> Iterator[None]:
+    this_thread = threading.get_ident()
+    launched = set()
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
         # Another engine, in a thread of its own, must not lose a launch.
         if threading.get_ident() == this_thread:
             launched.add(self)
             warmup = True
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    with _ONE_AT_A_TIME:
-        executor, run, mode_before = _Compilers(device), JITFunction.run, active_mode.get()
-        mode = triton.AsyncCompileMode(executor, ignore_errors=True)
-        try:
-            JITFunction.run = compile_only
-            mode.__enter__()
-            yield
-            mode.__exit__(None, None, None)  # waits for every kernel
-        finally:
-            # Not left to the mode: it would wait for kernels that nobody wants after an interruption (for good, if they
-            # are cancelled), and triton 3.6 and 3.7 stay in it where the wait is interrupted: no launch would run again.
-            active_mode.set(mode_before)
-            JITFunction.run = run
-            for function in launched:
-                _forget_unfinished(function)
-            executor.shutdown(cancel_futures=True)
+    executor, run, mode_before = _Compilers(device), triton.function.run, triton.active_mode.get()
+    mode = triton.mode(executor, ignore_errors=True)
+    try:
+        triton.function.run = compile_only
+        mode.__enter__()
+        yield
+        mode.__exit__(None, None, None)  # waits for every kernel
+    finally:
+        # Not left to the mode: it would wait for kernels that nobody wants after an interruption (for good, if they
+        # are cancelled), and triton 3.6 and 3.7 stay in it where the wait is interrupted: no launch would run again.
+        triton.active_mode.set(mode_before)
+        triton.function.run = run
+        for function in launched:
+            _forget_unfinished(function, triton.future_kernel)
+        executor.shutdown(cancel_futures=True)
 
 
-def _forget_unfinished(function: JITFunction) -> None:
+def _forget_unfinished(function, future_kernel: type) -> None:
     """The next launch compiles what is not ready, instead of asking a future that was cancelled or failed."""
-    for kernels, *_ in function.device_caches.values():
-        for key in [key for key, kernel in kernels.items() if isinstance(kernel, FutureKernel)]:
+    for kernels, *_ in getattr(function, "device_caches", {}).values():
+        for key in [key for key, kernel in kernels.items() if isinstance(kernel, future_kernel)]:
             kernels.pop(key, None)

@@ -4,9 +4,9 @@ import importlib
 import pkgutil
 
 from nanoinfer.models.base import DecoderModel, ModelSpec
-from nanoinfer.models.registry import find_architecture, register, resolve, supported_architectures
+from nanoinfer.models.registry import find_class, register, resolve, supported_architectures
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["DecoderModel", "ModelSpec", "find_architecture", "register", "resolve", "supported_architectures"]
+__all__ = ["DecoderModel", "ModelSpec", "find_class", "register", "resolve", "supported_architectures"]

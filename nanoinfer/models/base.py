@@ -68,7 +68,7 @@ class ModelSpec:
         if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.architecture} has {self.num_q_heads} query heads and {self.num_kv_heads} KV heads: "
-                "the number of query heads must be a multiple of the number of KV heads"
+                "num_attention_heads must be a multiple of num_key_value_heads"
             )
         assert len(self.windows) == self.num_layers, "one window (or None) per layer"
 
@@ -95,6 +95,10 @@ class DecoderModel(nn.Module, ABC):
     """
 
     spec: ModelSpec
+    model_type: str
+    """What transformers calls the family in a config, such as "qwen3"."""
+    rotates_by_layer_type: bool = False
+    """Whether `rope_parameters` in a config are keyed by the type of layer."""
 
     def __init__(
         self, hf_config: PretrainedConfig, spec: ModelSpec, *, device: torch.device | str, max_position: int

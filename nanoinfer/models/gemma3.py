@@ -22,8 +22,10 @@ class Gemma3Layer(DecoderLayer):
         self.post_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm, last: bool) -> Normed:
-        attended = self.post_attention_layernorm(self.self_attn.o_proj(attn))
-        normed = self.pre_feedforward_layernorm.after_sum(x, attended)
+        # Each part has no name, and so ends before the gated layer, the largest part of a step.
+        normed = self.pre_feedforward_layernorm.after_sum(
+            x, self.post_attention_layernorm(self.self_attn.o_proj(attn))
+        )
         return Normed(norm.after_sum(x, self.post_feedforward_layernorm(self.mlp(normed))))
 
 
@@ -31,6 +33,8 @@ class Gemma3Layer(DecoderLayer):
 class Gemma3(Decoder):
     """https://arxiv.org/abs/2503.19786"""
 
+    model_type = "gemma3_text"
+    rotates_by_layer_type = True
     layer_class = Gemma3Layer
 
     @classmethod

@@ -10,6 +10,8 @@ from nanoinfer.models.registry import register
 class Llama(Decoder):
     """https://arxiv.org/abs/2407.21783"""
 
+    model_type = "llama"
+
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
         return Traits(

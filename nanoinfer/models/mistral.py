@@ -10,6 +10,8 @@ from nanoinfer.models.registry import register
 class Mistral(Decoder):
     """https://arxiv.org/abs/2310.06825"""
 
+    model_type = "mistral"
+
     @classmethod
     def windows(cls, hf_config: PretrainedConfig) -> tuple[int | None, ...]:
         return (hf_config.sliding_window or None,) * hf_config.num_hidden_layers

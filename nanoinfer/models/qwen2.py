@@ -10,6 +10,8 @@ from nanoinfer.models.registry import register
 class Qwen2(Decoder):
     """https://arxiv.org/abs/2407.10671"""
 
+    model_type = "qwen2"
+
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
         return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act, qkv_bias=True)

@@ -10,6 +10,8 @@ from nanoinfer.models.registry import register
 class Qwen3(Decoder):
     """https://arxiv.org/abs/2505.09388"""
 
+    model_type = "qwen3"
+
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
         return Traits(

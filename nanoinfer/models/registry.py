@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from transformers import PretrainedConfig
 
-from nanoinfer.errors import nearest
+from nanoinfer.errors import nearest, shown
 from nanoinfer.models.base import DecoderModel
 
 Model = TypeVar("Model", bound=type[DecoderModel])
@@ -37,27 +37,27 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted(_MODELS))
 
 
-def find_architecture(names: list[str] | None) -> str:
-    """The first supported one of a config's `architectures`.
+def find_class(architectures: list[str] | None) -> type[DecoderModel]:
+    """The class that runs the first supported one of a config's `architectures`.
 
     Raises:
-        ValueError: none of them is supported, or the config names none.
+        ValueError: none of them is supported, or the config names none; lists those that are.
     """
-    for name in names or ():
+    for name in architectures or ():
         if name in _MODELS:
-            return name
+            return _MODELS[name]
     supported = ", ".join(supported_architectures())
-    if not names:
+    if not architectures:
         raise ValueError(f'the config names no architecture: set "architectures" to one of {supported}')
-    guess = nearest(names[0], _MODELS)
+    guess = nearest(architectures[0], _MODELS)
     hint = f" (nearest: {guess})" if guess else ""
-    raise ValueError(f"architecture {names[0]!r} is not supported{hint}. Supported: {supported}")
+    raise ValueError(f"architecture {shown(architectures[0])} is not supported{hint}. Supported: {supported}")
 
 
 def resolve(hf_config: PretrainedConfig) -> type[DecoderModel]:
     """The class that runs this config's model.
 
     Raises:
-        ValueError: the architecture is not supported; lists those that are.
+        ValueError: as `find_class`.
     """
-    return _MODELS[find_architecture(hf_config.architectures)]
+    return find_class(hf_config.architectures)

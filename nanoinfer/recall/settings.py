@@ -24,7 +24,7 @@ from nanoinfer.loader import check_safetensors, find_model, load_config
 from nanoinfer.memory import gpu_budget, make_plan
 from nanoinfer.recall.evaluate import Grid
 from nanoinfer.recall.options import DEFAULT_DEPTHS, DEFAULT_MODES, DEFAULT_QUESTIONS, MODES, REFERENCE
-from offload.pinned import memory_available_bytes
+from offload.host_memory import memory_available_bytes
 
 DEFAULT_LENGTHS = {"cuda": "1k,2k,4k,8k,16k,32k,64k", "cpu": "1k,2k"}
 ANSWER_ROOM = 64

@@ -14,7 +14,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.loader import load_config
 from nanoinfer.memory import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.sampling_params import SamplingParams
-from offload.pinned import memory_available_bytes
+from offload.host_memory import memory_available_bytes
 
 # Prompt lengths as shares of the context: the first request decodes, and ends, while others are in prefill.
 LENGTH_SHARES = (0.25, 1.0, 0.5, 0.75)

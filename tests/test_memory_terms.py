@@ -1,0 +1,204 @@
+"""Each term of the memory plan against the bytes of the tensors that it stands for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engines import SMALL, make_engine
+from live_bytes import LiveBytes, held_bytes
+from tiny_models import FAMILIES, tiny_config
+
+from nanoinfer import LLMEngine, memory
+from nanoinfer.attention.torch_backend import TorchBackend
+from nanoinfer.build import attention_spec
+from nanoinfer.layers import KVSlots
+from nanoinfer.models import DecoderModel, resolve, supported_architectures
+from nanoinfer.prefill_pieces import PrefillPieces, StepTensors
+
+pytest.importorskip("triton")
+
+from nanoinfer.kernels.sample import workspace
+
+ARGUMENTS = dict(
+    enable_cpu_offload=True,
+    load_format="dummy",
+    gpu_memory_limit="64MiB",
+    host_memory_limit="4MiB",
+    num_gpu_blocks_override=20,
+    capture_num_tokens=[16],
+)
+
+
+def config_of(family: str, **fields):
+    (architecture,) = (name for name in supported_architectures() if name.lower().startswith(f"{family}for"))
+    return tiny_config(family, architectures=[architecture], **(SMALL | fields))
+
+
+@pytest.fixture
+def engine_of(tmp_path):
+    def make(family: str = "llama", fields: dict | None = None, **arguments) -> LLMEngine:
+        config_of(family, **(fields or {})).save_pretrained(tmp_path)
+        return make_engine(tmp_path, **(ARGUMENTS | arguments))
+
+    return make
+
+
+# What is held for the engine's whole life
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_and_position_tables(engine_of, family, tied, dtype):
+    engine = engine_of(family, dict(tied=tied), dtype=dtype, max_model_len=300)
+    assert held_bytes(engine.runner.model, *engine.runner.model.parameters()) == engine.plan.weight_bytes
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("num_ring_slots, ring_slot_bytes", [(2, 2**14), (5, 40_000)])
+def test_ring_and_pools(engine_of, num_ring_slots, ring_slot_bytes, kv_cache_dtype):
+    ring = dict(num_ring_slots=num_ring_slots, ring_slot_bytes=ring_slot_bytes)
+    fields = dict(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32)
+    engine = engine_of("qwen3", fields, **ring, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+    runner, plan = engine.runner, engine.plan
+    assert held_bytes(runner.ring) == plan.ring_bytes
+    assert runner.kv_cache.gpu_kv.nbytes == plan.num_gpu_blocks * plan.block_bytes
+    host, num_blocks = runner.offload.host, plan.num_host_blocks
+    assert plan.host_bytes == sum(host.block(layer, block).nbytes for layer in range(3) for block in range(num_blocks))
+
+
+def buffers(engine: LLMEngine) -> tuple[int, int]:
+    """Bytes of all else that the engine holds, and what is planned for it."""
+    runner, plan = engine.runner, engine.plan
+    kv = [runner.ring, *runner.ring.slots, runner.kv_cache.gpu_kv, runner.offload, runner._arena]
+    on_host = [buffer for buffer, _ in runner._tokens_host]
+    kernels = workspace(len(runner.decode_program.logits), runner.model.spec.vocab_size, torch.device("cpu"))
+    held = held_bytes(runner, kernels, without=[runner.model, *kv, *on_host])
+    return held, plan.workspace_bytes + plan.max_splits * plan.split_bytes
+
+
+LONG = dict(max_model_len=4000, host_memory_limit="16MiB", max_num_seqs=16)
+
+
+@pytest.mark.parametrize(
+    "family, fields, arguments, tolerance",
+    [
+        ("llama", dict(vocab_size=5160), {}, 1.01),
+        ("llama", dict(hidden_size=4096), {}, 1.01),
+        ("llama", dict(num_heads=64, hidden_size=128), {}, 1.01),  # queries, attention outputs and partials
+        ("llama", {}, dict(max_num_seqs=100), 1.1),
+        ("llama", {}, dict(max_model_len=4000, max_num_seqs=64), 1.15),  # block tables
+        ("llama", {}, dict(max_num_batched_tokens=2048, num_gpu_blocks_override=200), 1.4),
+        ("llama", {}, dict(max_num_batched_tokens=1024, capture_num_tokens=[1024], num_gpu_blocks_override=80), 1.02),
+        ("llama", {}, LONG, 1.1),  # partials and the splits' tables
+        ("llama", {}, LONG | dict(ring_slot_bytes=2048), 1.06),  # one block of a layer
+        ("gemma3", {}, LONG, 1.12),  # two windows, so two sets of tables
+    ],
+)
+def test_buffers_grow_as_planned(engine_of, family, fields, arguments, tolerance):
+    """One number of a small engine is made larger: what it adds is planned, and hardly more than that."""
+    held, planned = buffers(engine_of("llama"))
+    assert held <= planned <= 1.05 * held
+    more_held, more_planned = buffers(engine_of(family, fields, **arguments))
+    assert more_held <= more_planned
+    added, planned_for_it = more_held - held, more_planned - planned
+    assert added <= planned_for_it <= tolerance * added, f"{added} bytes more, {planned_for_it} planned"
+
+
+# What lives for a while. The layers run as on CUDA, on a device without memory, with kernels that do nothing: their
+# launchers allocate what they return.
+
+
+class NoKernel:
+    def __getitem__(self, grid):
+        return lambda *args, **options: None
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    for module, kernel in (
+        ("rms_norm", "rms_norm_kernel"),
+        ("activation", "act_and_mul_kernel"),
+        ("norm_rope_store", "norm_rope_store_kernel"),
+    ):
+        monkeypatch.setattr(f"nanoinfer.kernels.{module}.{kernel}", NoKernel())
+        monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x: {})
+    monkeypatch.setattr("nanoinfer.kernels.layers.takes_rows", lambda x, weight: False)  # many rows
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+
+
+def meta_model(family: str, **fields) -> DecoderModel:
+    config = config_of(family, **fields)
+    spec = resolve(config).spec_from_config(config, torch.bfloat16)
+    return resolve(config)(config, spec, device="meta", max_position=64)
+
+
+def meta_pool(model: DecoderModel) -> torch.Tensor:
+    spec = model.spec
+    shape = (spec.num_layers, 2, 2, 16, spec.num_kv_heads, spec.head_dim)
+    return torch.empty(shape, dtype=spec.dtype, device="meta")
+
+
+# Where a step is at its peak: in the projections, in the gated layer, or behind it.
+SHAPES = {
+    "projections": dict(num_heads=32, num_kv_heads=8, head_dim=64, hidden_size=64, intermediate_size=16),
+    "many KV heads": dict(num_heads=32, num_kv_heads=32, head_dim=64, hidden_size=64, intermediate_size=16),
+    "gated layer": dict(intermediate_size=4000),
+    "gated layer, wide": dict(hidden_size=512, intermediate_size=1500),
+    "behind it": dict(hidden_size=1024, intermediate_size=8),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
+    model, num_tokens = meta_model(family, **SHAPES[shape]), 64
+    table = torch.empty(3, num_tokens, dtype=torch.int32, device="meta")
+    tensors = StepTensors(table.view(-1), [slice(i * num_tokens, (i + 1) * num_tokens) for i in range(3)])
+    pieces = SimpleNamespace(_model=model, _kv_cache=SimpleNamespace(gpu_kv=meta_pool(model)))
+    backend = TorchBackend(attention_spec(model.spec, 16), "meta")
+    with LiveBytes() as live:
+        state = backend.prefill_state(num_tokens)
+        tensors.reserve(model.spec)
+        for index in range(model.spec.num_layers + 1):
+            PrefillPieces._run(pieces, index, tensors)
+    assert state is not None
+    planned = memory._prefill_bytes(model.spec, num_tokens)
+    if shape == "behind it" and family == "gemma3":  # the product ends one norm sooner
+        planned -= num_tokens * 8 * 2
+    assert live.peak == planned
+
+
+@pytest.mark.parametrize("shape", ["many KV heads", "gated layer", "behind it"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
+    """Of decode steps, whose rows have buffers for what one layer leaves for the next."""
+    model, num_rows = meta_model(family, **SHAPES[shape]), 64
+    spec, pool = model.spec, meta_pool(model)
+    q = torch.empty(num_rows, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device="meta")
+    attention, numbers = torch.empty_like(q), torch.empty(num_rows, dtype=torch.int64, device="meta")
+    with LiveBytes() as live:
+        x, normed = model.embed(numbers)
+        for layer in range(spec.num_layers):
+            model.before_attention(layer, normed, numbers, KVSlots(pool[layer], numbers, q))
+            del normed
+            normed = model.after_attention(layer, x, attention)
+    planned = memory._graph_bytes(spec, num_rows, 0)
+    assert live.peak <= planned <= 1.08 * live.peak
+    assert memory._graph_bytes(spec, 1, num_rows) == planned, "small prefill steps run in graphs, too"
+
+
+def test_logits_that_graphs_and_sampling_take():
+    model, rows = meta_model("llama", vocab_size=50_000), 8
+    spec = model.spec
+    normed = torch.empty(rows, spec.hidden_size, dtype=spec.dtype, device="meta")
+    index = torch.empty(rows, dtype=torch.int64, device="meta")
+    with LiveBytes() as live:
+        logits = model.logits(normed)
+        wide = logits[index].float()
+    assert wide.dtype == torch.float32
+    planned = memory._sampling_bytes(spec, rows, True) - memory.logprobs_bytes(rows, spec.vocab_size)
+    assert live.peak == planned
+    assert memory._sampling_bytes(spec, 1, True) == memory._sampling_bytes(spec, 2, True), "one row is computed as two"
+    # In graphs: what is added up in float32, and in the model's dtype.
+    assert memory._graph_bytes(spec, rows, 0) == rows * (spec.vocab_size * (4 + 2) + spec.hidden_size * 2)
