@@ -52,8 +52,9 @@ class Served:
         self.async_engine.start()
         self.app = create_app(self.async_engine, served_model_names=[MODEL, "other"], api_key=api_key)
         self.client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://server", timeout=60
-        )
+            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://server", timeout=60,
+            headers={"Content-Type": "application/json"},
+        )  # fmt: skip
 
     async def post(self, path: str = "/v1/completions", **body) -> httpx.Response:
         return await self.client.post(path, json={"model": MODEL, **body})
@@ -116,7 +117,8 @@ class LeavingClient:
         self.messages: list[dict] = []
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
-            "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"", "headers": [],
+            "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
             "server": ("server", 80), "client": ("client", 1),
         }  # fmt: skip
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
