@@ -132,7 +132,7 @@ class LeavingClient:
 
     def __init__(self, app, body: dict, path: str = "/v1/completions", *, is_cut: bool = False) -> None:
         self._is_cut = is_cut
-        self._body, self._leaves = json.dumps({"model": MODEL, **body}).encode(), asyncio.Event()
+        self.sent, self._leaves = json.dumps({"model": MODEL, **body}).encode(), asyncio.Event()
         self._was_read = False
         self.messages: list[dict] = []
         scope = {
@@ -149,7 +149,7 @@ class LeavingClient:
     async def _receive(self) -> dict:
         if not self._was_read:
             self._was_read = True
-            return {"type": "http.request", "body": self._body, "more_body": self._is_cut}
+            return {"type": "http.request", "body": self.sent, "more_body": self._is_cut}
         await self._leaves.wait()
         return {"type": "http.disconnect"}
 
