@@ -92,7 +92,7 @@ def render_chat(
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text whose tokens, without special tokens around it, `encode_chat` returns; arguments and errors are the same."""
+    """The text whose tokens, without special tokens around it, `encode_chat` returns; arguments and errors are its."""
     return _templated(tokenizer, messages, variables, add_generation_prompt, tokenize=False)
 
 

@@ -120,11 +120,11 @@ def test_an_output_that_is_an_error_ends_its_request_and_no_other(path, stream, 
                 for output in outputs:
                     request = engine._requests.get(output.request_id)
                     if request and request.prompt_token_ids == [20] and request.sequences[0].num_generated > 5:
-                        engine.abort(output.request_id)
                         failed.append(output.request_id)
                         error = dict(finished=True, finish_reason="error", error=text)
-                        gone = StreamOutput(request_id=output.request_id, index=0, text_delta="", token_ids_delta=[], **error)
-                        return [one for one in outputs if one.request_id != output.request_id] + [gone, gone]
+                        name = output.request_id
+                        gone = StreamOutput(request_id=name, index=0, text_delta="", token_ids_delta=[], **error)
+                        return [one for one in outputs if one.request_id != name] + [gone, gone]
                 return outputs
 
             engine.step = step
@@ -227,7 +227,7 @@ class WatchedLock:
 
 
 def test_what_is_asked_while_the_engine_ends_is_answered(path):
-    """The engine's thread empties its inbox for the last time between somebody's look whether it has and his putting."""
+    """The engine's thread empties its inbox for the last time between somebody's look whether it has and the putting."""
 
     async def ask():
         async with serving(path) as served:

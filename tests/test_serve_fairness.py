@@ -89,7 +89,7 @@ def test_a_text_that_can_never_fit_is_refused_by_its_length():
         with tokenizing(max_model_len=2000) as (prompts, texts):
             longest = prompts._known.token_chars
             for text in ("a" * (2000 * longest), PROSE * 10**4):
-                with pytest.raises(RequestError, match=r"characters, which are at least \d+ tokens, max_model_len is 2000"):
+                with pytest.raises(RequestError, match=r"characters, .* at least \d+ tokens, max_model_len is 2000"):
                     await prompts.tokenize(text)
                 with pytest.raises(RequestError, match="characters, which are at least") as caught:
                     chat = [{"role": "user", "content": text}]
@@ -151,7 +151,7 @@ def test_long_texts_take_turns():
             before = len(texts)
             await prompts.tokenize("Here " + "comes another one " * 1500)
             mine = [place for place, text in enumerate(texts) if "another" in text]
-            assert len(mine) == 2 and mine[-1] - before <= 2 * (len(long) + 1) + 4, "its pieces waited for more than one turn"
+            assert len(mine) == 2 and mine[-1] - before <= 2 * (len(long) + 1) + 4, "they waited for several turns"
             assert not any(call.done() for call in long)
             for call in long:
                 call.cancel()
@@ -387,14 +387,3 @@ def test_a_body_beyond_the_limit_closes_its_connection(path):
             assert served.async_engine.waiting.num_bytes == 0
 
     asyncio.run(ask())
-
-
-def test_what_is_shown_of_a_large_value_is_its_beginning():
-    from nanoinfer.serve.shown import shown
-
-    for value in (None, 5, "x", "x" * 80, "x" * 81, [], {}, [1, ["a", {"b": None}]], {"a": [1.5, True], "b": {}}, "'\"é\n"):
-        whole = value if isinstance(value, str) and len(value) > 80 else repr(value)
-        assert shown(value) == (whole if len(whole) <= 80 else whole[:80] + "...")
-    for value in ([5] * 10**5, {"a": ["x" * 10**6] * 3}, {str(i): i for i in range(10**4)}, ["y" * 100]):
-        text = shown(value)
-        assert len(text) == 83 and text.endswith("...") and repr(value)[:80] == text[:80]

@@ -1,4 +1,4 @@
-"""JSON in pieces is JSON: the values and the refusals of `json.loads`, at any size of the pieces."""
+"""JSON in pieces is JSON, with the refusals of `json.loads`, at any size of the pieces; and what errors show of it."""
 
 import json
 import random
@@ -7,11 +7,12 @@ import re
 import pytest
 
 from nanoinfer.serve import json_body
+from nanoinfer.serve.shown import shown
 
 ATOMS = [
-    '"', "\\", '\\"', "\\u", "\\ud83d", "\\ude00", "d83d", "{", "}", "[", "]", ",", ":", " ", "\n", "5", "-", "1.5e3", "e",
-    ".", "true", "null", "NaN", "-Infinity", "a", "é", "😀", '"a":', "[5,6,7,", '"x",', "\\n", "\x01", "\\\\", "00", "[]",
-    "{}", "123,", "\ufeff", "\\u00e9",
+    '"', "\\", '\\"', "\\u", "\\ud83d", "\\ude00", "d83d", "{", "}", "[", "]", ",", ":", " ", "\n", "5", "-", "1.5e3",
+    "e", ".", "true", "null", "NaN", "-Infinity", "a", "é", "😀", '"a":', "[5,6,7,", '"x",', "\\n", "\x01", "\\\\", "00",
+    "[]", "{}", "123,", "\ufeff", "\\u00e9",
 ]  # fmt: skip
 
 
@@ -118,3 +119,13 @@ def test_reading_ends_when_nobody_wants_it():
         with pytest.raises(json_body.GivenUpError):
             json_body.load(body, is_wanted)
         assert len(asked) == 3
+
+
+def test_what_is_shown_of_a_large_value_is_its_beginning():
+    some = (None, 5, "x", "x" * 80, "x" * 81, [], {}, [1, ["a", {"b": None}]], {"a": [1.5, True], "b": {}}, "'\"é\n")
+    for value in some:
+        whole = value if isinstance(value, str) and len(value) > 80 else repr(value)
+        assert shown(value) == (whole if len(whole) <= 80 else whole[:80] + "...")
+    for value in ([5] * 10**5, {"a": ["x" * 10**6] * 3}, {str(i): i for i in range(10**4)}, ["y" * 100]):
+        text = shown(value)
+        assert len(text) == 83 and text.endswith("...") and repr(value)[:80] == text[:80]

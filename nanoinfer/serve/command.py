@@ -152,8 +152,8 @@ def run(options: argparse.Namespace) -> int:
 def _start(engine: Any) -> None:
     try:
         engine.start()
-        # The collector's walk through all that was imported and loaded takes up to a second, in which nothing else runs;
-        # none of it is ever garbage.
+        # A walk of the garbage collector through all that was imported and loaded takes up to a second, in which nothing
+        # else runs; none of it is ever garbage.
         gc.collect()
         gc.freeze()
     except KeyboardInterrupt:

@@ -78,7 +78,7 @@ class EngineStepError(ApiError):
     def __init__(self, error: BaseException | str) -> None:
         why = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         super().__init__(
-            f"the engine failed while it computed this request ({why}): send it again, and look into the server's log if "
-            "it happens again",
+            f"the engine failed while it computed this request ({why}): send it again, and look into the server's "
+            "log if it happens again",
             code="engine_error",
         )

@@ -36,8 +36,8 @@ def allowed_origins(text: str) -> list[str]:
     for origin in origins:
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
             raise ValueError(
-                f'--allowed-origins has {origin!r}: an origin is "scheme://host" or "scheme://host:port" in small letters '
-                f'and without a path, "*" allows all; give a list such as {example}'
+                f'--allowed-origins has {origin!r}: an origin is "scheme://host" or "scheme://host:port" in small '
+                f'letters and without a path, "*" allows all; give a list such as {example}'
             )
     return origins
 

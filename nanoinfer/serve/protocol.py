@@ -188,7 +188,8 @@ class CompletionRequest(GenerationRequest):
         for one in prompts:
             if not isinstance(one, str | list):
                 raise BadRequestError(
-                    f"prompt holds {shown(one)}: give text, a list of texts, a list of token ids, or a list of such lists",
+                    f"prompt holds {shown(one)}: give text, a list of texts, a list of token ids, or a list of such "
+                    "lists",
                     param="prompt",
                 )
         return prompts
@@ -304,7 +305,7 @@ class DetokenizeRequest(Body):
 def too_many_stops(stops: list) -> BadRequestError:
     longest = max((len(stop) for stop in stops if isinstance(stop, str)), default=0)
     return BadRequestError(
-        f"stop holds {len(stops)} strings, the longest of {longest} characters: give at most {MAX_STOP_STRINGS} of at most "
-        f"{MAX_STOP_CHARS} characters",
+        f"stop holds {len(stops)} strings, the longest of {longest} characters: give at most {MAX_STOP_STRINGS} of "
+        f"at most {MAX_STOP_CHARS} characters",
         param="stop",
     )

@@ -1,4 +1,4 @@
-"""What may wait: sequences for a place in the engine, and the bytes of requests from their arrival to their first token."""
+"""What may wait: sequences for a place in the engine, and bytes of requests from their arrival to the first token."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class QueueLimit:
         possible = self._max_queue + self.num_places
         if num_new > possible:
             raise RequestError(
-                f"the request has {num_new} completions (prompts times n), the server runs {self.num_places} at once and "
-                f"queues {self._max_queue}: send at most {possible} in one request, or start the server with a larger "
+                f"the request has {num_new} completions (prompts times n), the server runs {self.num_places} at once "
+                f"and queues {self._max_queue}: send at most {possible} in one request, or start the server with a larger "
                 "--max-queue",
                 field="prompt",
             )
@@ -97,8 +97,8 @@ class Charge:
         waiting = self._waiting
         if waiting.num_bytes + num_bytes > waiting.limit:
             raise OverloadedError(
-                f"{waiting.num_bytes} bytes of requests wait, and the server lets at most {waiting.limit} wait: try again "
-                "later, or start the server with a larger --max-queue-bytes",
+                f"{waiting.num_bytes} bytes of requests wait, and the server lets at most {waiting.limit} wait: try "
+                "again later, or start the server with a larger --max-queue-bytes",
                 closes=True,
             )
         waiting.num_bytes += num_bytes
@@ -112,6 +112,8 @@ class Charge:
     def __enter__(self) -> Charge:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None or not self.is_handed_over:
             self.release()

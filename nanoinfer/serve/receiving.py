@@ -45,8 +45,8 @@ async def read_body(request: Request, charge: Charge, timeout: float, max_bytes:
         raise StreamClosedError from error
     except TimeoutError as error:
         raise BadRequestError(
-            f"the body has not arrived within {timeout:g} s, {len(body)} bytes of it have: send it faster, or start the "
-            "server with a larger --body-timeout",
+            f"the body has not arrived within {timeout:g} s, {len(body)} bytes of it have: send it faster, or start "
+            "the server with a larger --body-timeout",
             status=408,
             code="body_timeout",
             closes=True,

@@ -25,8 +25,8 @@ _LETTERS = "A-Za-zА-Яа-яぁ-ゖァ-ヺ一-龥가-힣"
 # No letters, and no marks that NFC would join with a letter before them. The apostrophe begins English endings.
 _OTHERS = " \n\t0123456789_.,;:()<>={}*/+\"#。，、；：！？"
 
-# Alternatives of the patterns by which GPT-2, Llama 3, Qwen, DeepSeek, GPT-4o and their like find words. In none of them
-# a letter is followed by one of `_OTHERS`, and none looks back: with all letters, all space and all else matched by some
+# Alternatives of the patterns by which GPT-2, Llama 3, Qwen, GPT-4o and their like find words. In none of them a letter
+# is followed by one of `_OTHERS`, and none looks back: with all letters, all space and all else matched by some
 # alternative, a word ends wherever a letter is followed by one of `_OTHERS`, whatever stands before or behind.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -130,7 +130,7 @@ class _Description:
         return 4 ** sum(part["type"] in ("NFC", "NFKC") for part in self._normalizers)
 
     def token_chars(self, added: list[str]) -> int | None:
-        """Characters of a normalised text that one token stands for, at most; None where one may stand for any number."""
+        """Characters of a normalised text that one token stands for, at most; None where it may be any number."""
         takes_space = any(token["lstrip"] or token["rstrip"] for token in self.added_tokens)
         keeps_all = all(map(_keeps_length, self._normalizers)) and all(map(_keeps_text, self._words))
         if takes_space or not keeps_all or self._model["type"] != "BPE" or not self._every_character_counts():

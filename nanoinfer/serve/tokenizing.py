@@ -26,8 +26,8 @@ class PromptTokenizer:
     """Tokenises on threads, so that short prompts do not wait for long ones, which can take seconds.
 
     Each thread does one thing after another. A long text comes in pieces where it may be cut, each queued when the one
-    before is done: several long texts take turns. Where no cut is known, a text is one piece, and huge ones have a thread
-    of their own. Work whose caller was cancelled is not begun. A further thread serves what is no part of a generation,
+    before is done: several long texts take turns. Where no cut is known, a text is one piece, and huge ones have a
+    thread of their own. Work whose caller was cancelled is not begun. A further thread serves what is no part of a generation,
     /tokenize and /detokenize, and two read large bodies.
 
     Args:
