@@ -17,7 +17,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import RequestError
 from nanoinfer.metrics import StepMeter
 from nanoinfer.outputs import StreamOutput
-from nanoinfer.prompts import Prompt, encode, unpack
+from nanoinfer.prompts import Prompt, encode, too_long, unpack
 from nanoinfer.request import Request
 from nanoinfer.runner import PendingTokens
 from nanoinfer.sampling_params import SamplingParams
@@ -113,15 +113,9 @@ class LLMEngine:
             token_ids = encode(self.tokenizer, token_ids)
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token", field="prompt")
+        if len(token_ids) >= self.plan.max_model_len:  # before the tokens are looked at one by one
+            raise too_long(f"{len(token_ids)} tokens", self.plan.max_model_len)
         self.check_vocabulary(token_ids)
-        limit = self.plan.max_model_len
-        if len(token_ids) >= limit:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, max_model_len is {limit} and at least one token is "
-                "generated: shorten the prompt or raise max_model_len",
-                field="prompt",
-                is_too_long=True,
-            )
         return token_ids
 
     def check_vocabulary(self, token_ids: list[int]) -> None:

@@ -79,19 +79,50 @@ def encode_chat(
     Raises:
         RequestError: there is no template, or it refuses the messages.
     """
+    return list(
+        _templated(tokenizer, messages, variables, add_generation_prompt, tokenize=True, return_dict=False)
+    )
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text whose tokens, without special tokens around it, `encode_chat` returns; arguments and errors are its."""
+    return _templated(tokenizer, messages, variables, add_generation_prompt, tokenize=False)
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any] | None,
+    add_generation_prompt: bool,
+    **arguments: Any,
+) -> Any:
     check_chat(tokenizer)
     try:
-        return list(
-            tokenizer.apply_chat_template(
-                messages,
-                tokenize=True,
-                return_dict=False,
-                add_generation_prompt=add_generation_prompt,
-                **(variables or {}),
-            )
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, **arguments, **(variables or {})
         )
     except Exception as error:  # a template is a program of the checkpoint's and raises what it likes
         raise RequestError(f"the chat template refuses the messages: {error}", field="messages") from error
+
+
+def too_long(what: str, max_model_len: int) -> RequestError:
+    """What to say of a prompt that has no room.
+
+    Args:
+        what: what it has, such as "9000 tokens".
+    """
+    return RequestError(
+        f"the prompt has {what}, max_model_len is {max_model_len} and at least one token is generated: shorten the "
+        "prompt or raise max_model_len",
+        field="prompt",
+        is_too_long=True,
+    )
 
 
 def check_chat(tokenizer: PreTrainedTokenizerBase | None) -> None:

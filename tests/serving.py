@@ -38,9 +38,23 @@ def make_served_checkpoint(directory: Path) -> Path:
 
 
 class Served:
-    """An application in this process, a client of it, and the engine below."""
+    """An application in this process, a client of it, and the engine below.
 
-    def __init__(self, path: Path, *, max_queue: int = 1024, api_key: str | None = None, **arguments) -> None:
+    Args:
+        app_options: further arguments of `create_app`.
+        limits: further arguments of `AsyncEngine`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_queue: int = 1024,
+        api_key: str | None = None,
+        app_options: dict | None = None,
+        limits: dict | None = None,
+        **arguments,
+    ) -> None:
         self.engine = None
         arguments = dict(skip_tokenizer_init=False) | arguments
 
@@ -48,12 +62,14 @@ class Served:
             self.engine = make_engine(path, **arguments)
             return self.engine
 
-        self.async_engine = AsyncEngine(make, max_queue=max_queue)
+        self.async_engine = AsyncEngine(make, max_queue=max_queue, **(limits or {}))
         self.async_engine.start()
-        self.app = create_app(self.async_engine, served_model_names=[MODEL, "other"], api_key=api_key)
+        names = [MODEL, "other"]
+        self.app = create_app(self.async_engine, served_model_names=names, api_key=api_key, **(app_options or {}))
         self.client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://server", timeout=60
-        )
+            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://server", timeout=60,
+            headers={"Content-Type": "application/json"},
+        )  # fmt: skip
 
     async def post(self, path: str = "/v1/completions", **body) -> httpx.Response:
         return await self.client.post(path, json={"model": MODEL, **body})
@@ -77,6 +93,7 @@ class Served:
         stats = await self.async_engine.stats()
         assert stats["num_running"] == stats["num_waiting"] == stats["gpu_blocks_used"] == 0
         assert not self.async_engine._tracked and not self.async_engine._streams
+        assert self.async_engine.waiting.num_bytes == 0
         return stats
 
 
@@ -108,15 +125,20 @@ async def metrics_of(served: Served) -> dict[str, float]:
 
 
 class LeavingClient:
-    """One request straight to the application, by a client that leaves when it is told to."""
+    """One request straight to the application, by a client that leaves when it is told to.
 
-    def __init__(self, app, body: dict, path: str = "/v1/completions") -> None:
-        self._body, self._leaves = json.dumps({"model": MODEL, **body}).encode(), asyncio.Event()
+    is_cut: the end of the body never comes.
+    """
+
+    def __init__(self, app, body: dict, path: str = "/v1/completions", *, is_cut: bool = False) -> None:
+        self._is_cut = is_cut
+        self.sent, self._leaves = json.dumps({"model": MODEL, **body}).encode(), asyncio.Event()
         self._was_read = False
         self.messages: list[dict] = []
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
-            "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"", "headers": [],
+            "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
             "server": ("server", 80), "client": ("client", 1),
         }  # fmt: skip
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
@@ -127,7 +149,7 @@ class LeavingClient:
     async def _receive(self) -> dict:
         if not self._was_read:
             self._was_read = True
-            return {"type": "http.request", "body": self._body, "more_body": False}
+            return {"type": "http.request", "body": self.sent, "more_body": self._is_cut}
         await self._leaves.wait()
         return {"type": "http.disconnect"}
 

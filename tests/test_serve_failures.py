@@ -1,11 +1,14 @@
 """An engine that fails, and the end of a server: nobody waits for ever, and nobody else notices."""
 
 import asyncio
+import threading
 
 import pytest
 from serving import events, make_served_checkpoint, metrics_of, serving
 
+from nanoinfer.outputs import StreamOutput
 from nanoinfer.serve.async_engine import AsyncEngine
+from nanoinfer.serve.errors import UnavailableError
 
 LONG = dict(max_tokens=300, temperature=0, ignore_eos=True)
 
@@ -102,6 +105,154 @@ def test_a_lost_device_ends_everything_and_is_seen_by_the_probe(path):
     asyncio.run(asyncio.wait_for(ask(), 30))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ["out of luck", None])
+def test_an_output_that_is_an_error_ends_its_request_and_no_other(path, stream, text):
+    """The engine goes on; it says in a step's outputs that one request of it has failed."""
+
+    async def ask():
+        async with serving(path) as served:
+            wanted = await served.complete([40], max_tokens=40)
+            engine, original, failed = served.engine, served.engine.step, []
+
+            def step():
+                outputs = original()
+                for output in outputs:
+                    request = engine._requests.get(output.request_id)
+                    if request and request.prompt_token_ids == [20] and request.sequences[0].num_generated > 5:
+                        failed.append(output.request_id)
+                        error = dict(finished=True, finish_reason="error", error=text)
+                        name = output.request_id
+                        gone = StreamOutput(request_id=name, index=0, text_delta="", token_ids_delta=[], **error)
+                        return [one for one in outputs if one.request_id != name] + [gone, gone]
+                return outputs
+
+            engine.step = step
+            failing = asyncio.create_task(served.post(prompt=[[21], [20]], n=2, stream=stream, **LONG))
+            fine = asyncio.create_task(served.complete([40], max_tokens=40))
+            response = await failing
+            assert (await fine)["choices"] == wanted["choices"]
+            message = text or "it says no more"
+            if stream:
+                assert response.status_code == 200
+                *parts, last = events(response.text)
+                assert len(parts) > 5
+            else:
+                assert response.status_code == 500
+                last = response.json()
+            assert message in last["error"]["message"] and last["error"]["code"] == "engine_error"
+            stats = await served.wait_until_idle()
+            assert len(failed) == 1 and stats["num_decode_tokens"] < 300, "the rest of it has gone on"
+            samples = await metrics_of(served)
+            assert samples["nanoinfer:request_success_total error"] == 2
+            assert samples["nanoinfer:request_success_total abort"] == 2, "the other prompt of the same client"
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_after_a_failed_step_only_those_end_that_the_engine_has_ended(path, reason):
+    async def ask():
+        async with serving(path) as served:
+            wanted = await served.complete([40], max_tokens=40)
+            engine, original = served.engine, served.engine.step
+
+            def step():
+                for name, request in engine._requests.items():
+                    if request.prompt_token_ids == [20] and request.sequences[0].num_generated > 5:
+                        engine.abort(name)
+                        request.sequences[0].finish_reason = reason
+                        raise RuntimeError("out of luck")
+                return original()
+
+            engine.step = step
+            failing = asyncio.create_task(served.post(prompt=[20], **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_streams == 1)
+            fine = asyncio.create_task(served.complete([40], max_tokens=40))
+            assert (await failing).status_code == 500
+            assert (await fine)["choices"] == wanted["choices"]
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
+
+
+def test_a_step_that_hangs_is_seen_by_the_probe(path):
+    async def ask():
+        async with serving(path, limits=dict(max_step_seconds=0.05)) as served:
+            assert served.async_engine.step_seconds == 0
+            original, may_go_on = served.engine.step, threading.Event()
+
+            def hanging():
+                assert may_go_on.wait(30)
+                return original()
+
+            served.engine.step = hanging
+            waiting = asyncio.create_task(served.complete([40], max_tokens=2))
+            await served.wait_until(lambda served: served.async_engine.step_seconds > 0.05)
+            for url in ("/health", "/ping"):
+                response = await served.client.get(url)
+                assert response.status_code == 503 and response.json()["error"]["code"] == "engine_hangs"
+                assert "longer than --max-step-seconds 0.05" in response.json()["error"]["message"]
+            served.async_engine.max_step_seconds = 1000
+            assert (await served.client.get("/health")).status_code == 200, "long, and not too long"
+            may_go_on.set()
+            await waiting
+            assert served.async_engine.step_seconds == 0
+
+            def failing():
+                served.engine.step = original
+                raise RuntimeError("out of luck")
+
+            served.engine.step = failing
+            assert (await served.post(prompt=[40])).status_code == 500
+            await served.wait_until_idle()
+            assert served.async_engine.step_seconds == 0, "a step that failed does not run"
+
+    asyncio.run(ask())
+
+
+class WatchedLock:
+    """A lock that says who comes to it."""
+
+    def __init__(self) -> None:
+        self._lock, self.engine_is_here = threading.Lock(), threading.Event()
+
+    def __enter__(self):
+        if threading.current_thread().name == "nanoinfer-engine":
+            self.engine_is_here.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+
+def test_what_is_asked_while_the_engine_ends_is_answered(path):
+    """The engine's thread empties its inbox for the last time between somebody's look whether it has and the putting."""
+
+    async def ask():
+        async with serving(path) as served:
+            engine = served.async_engine
+            inner, lock = engine._inbox, WatchedLock()
+            engine._lock = lock
+
+            class Inbox:
+                get, get_nowait, empty = inner.get, inner.get_nowait, inner.empty
+
+                def put(self, call):
+                    if call is not None:  # the question below
+                        inner.put(None)  # what `close` puts
+                        assert lock.engine_is_here.wait(10) or not engine._thread.is_alive()
+                        engine._thread.join(0.3)  # it cannot end before this is put, if it is locked out
+                    inner.put(call)
+
+            engine._inbox = Inbox()
+            with pytest.raises(UnavailableError, match="the engine is not running"):
+                await asyncio.wait_for(engine.stats(), 10)
+            engine._inbox = inner
+
+    asyncio.run(ask())
+
+
 def test_an_engine_that_cannot_be_made_says_why():
     def make():
         raise ValueError("no such model")
@@ -112,6 +263,10 @@ def test_an_engine_that_cannot_be_made_says_why():
     engine.close()
     with pytest.raises(ValueError, match="max_queue is 0"):
         AsyncEngine(make, max_queue=0)
+    with pytest.raises(ValueError, match="max_queue_bytes is 1000, it must be at least 33554432"):
+        AsyncEngine(make, max_queue_bytes=1000)
+    with pytest.raises(ValueError, match="max_step_seconds is 0"):
+        AsyncEngine(make, max_step_seconds=0)
 
 
 # Shutdown

@@ -145,7 +145,8 @@ def test_a_closed_connection_ends_its_request(server, stream):
     content = json.dumps(body).encode()
     host, port = re.search(r"http://(.*):(\d+)", server.url).groups()
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: {len(content)}"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}"
         connection.sendall(f"{head}\r\n\r\n".encode() + content)
         if stream:
             assert connection.recv(12) == b"HTTP/1.1 200"

@@ -67,7 +67,8 @@ class Connection:
 
     async def send(self, method: str, path: str, body: bytes = b"") -> int:
         """Sends a request and returns the status of its answer, which `read` or `events` must then take."""
-        head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+        head = f"{head}Content-Length: {len(body)}\r\n\r\n".encode()
         was_open = self._writer is not None
         try:
             line = await self._exchange(head + body)

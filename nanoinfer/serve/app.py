@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
 
 import nanoinfer
 from nanoinfer.errors import RequestError
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
-from nanoinfer.serve.errors import ApiError, BadRequestError, UnavailableError
+from nanoinfer.serve.errors import ApiError, BadRequestError
+from nanoinfer.serve.gate import ApiGate, Counting, OriginGate
 from nanoinfer.serve.metrics import ServerMetrics
+from nanoinfer.serve.parsing import parse
 from nanoinfer.serve.protocol import (
     Body,
     ChatRequest,
@@ -26,16 +28,18 @@ from nanoinfer.serve.protocol import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
-    parse,
 )
+from nanoinfer.serve.queue_limits import MAX_BODY_BYTES, Charge
+from nanoinfer.serve.receiving import DEFAULT_BODY_SECONDS, read_body, while_client_stays
 from nanoinfer.serve.request_stream import StreamClosedError
-from nanoinfer.serve.responding import EventStream, read_body, whole_answer
+from nanoinfer.serve.responding import EventStream, error_response, whole_answer
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import Prompt
 
-GUARDED = ("/v1", "/tokenize", "/detokenize")  # starts of the paths that need the API key
+_LARGE_BODY_BYTES = 65_536  # a millisecond of work
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 TOO_LONG = "context_length_exceeded"
+B = TypeVar("B", bound=Body)
 
 
 def create_app(
@@ -43,6 +47,8 @@ def create_app(
     *,
     served_model_names: Sequence[str],
     api_key: str | None = None,
+    allowed_origins: Sequence[str] = (),
+    body_timeout: float = DEFAULT_BODY_SECONDS,
     shutdown_timeout: float = 30.0,
 ) -> FastAPI:
     """The application over an engine that was started.
@@ -50,6 +56,8 @@ def create_app(
     Args:
         served_model_names: names that clients may call the model; answers carry the one that was asked for.
         api_key: what clients must send as bearer token for the paths that are `GUARDED`; None: nothing.
+        allowed_origins: of web pages that may use the server, as browsers name them; "*": all.
+        body_timeout: seconds in which a request's body must arrive.
         shutdown_timeout: seconds that running requests have to end after the application is told to shut down.
     """
     metrics = ServerMetrics(engine)
@@ -64,22 +72,33 @@ def create_app(
         engine.close()
 
     app = FastAPI(lifespan=lifespan, title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(_Gate, metrics=metrics, api_key=api_key)
+    # The last one is passed first. A browser asks what it may do without the key, and reads errors, too.
+    app.add_middleware(ApiGate, api_key=api_key)
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
+    app.add_middleware(OriginGate, allowed=allowed_origins)
+    app.add_middleware(Counting, metrics=metrics)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(StreamClosedError, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
-    _add_generation(app, engine, list(served_model_names))
-    _add_tokenizing(app, engine, list(served_model_names))
-    _add_models(app, engine, list(served_model_names))
+    names, reader = list(served_model_names), _Reader(engine, body_timeout)
+    _add_generation(app, engine, names, reader)
+    _add_tokenizing(app, engine, names, reader)
+    _add_models(app, engine, names)
 
     @app.get("/health")
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        if engine.is_healthy:
-            return Response()
-        raise UnavailableError("the engine is not running or the server is shutting down", "unhealthy")
+        engine.check_health()
+        return Response()
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -92,41 +111,68 @@ def create_app(
     return app
 
 
-def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
+class _Reader:
+    """Reads requests."""
+
+    def __init__(self, engine: AsyncEngine, body_timeout: float) -> None:
+        self._engine, self._body_timeout = engine, body_timeout
+
+    async def body(self, request: Request, charge: Charge, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+        return await read_body(request, charge, self._body_timeout, max_bytes)
+
+    async def parsed(self, kind: type[B], body: bytes) -> B:
+        """As `parse`; large bodies are parsed beside the loop, so that it can do other things."""
+        if len(body) <= _LARGE_BODY_BYTES:
+            return parse(kind, body)
+        return await self._engine.prompts.read(len(body), lambda is_wanted: parse(kind, body, is_wanted))
+
+
+def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], reader: _Reader) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        arrival = time.perf_counter()
-        asked = parse(CompletionRequest, await read_body(request))
+        return await respond(request, completion_answer)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await respond(request, chat_answer)
+
+    async def completion_answer(body: bytes) -> tuple[Answer, SamplingParams]:
+        asked = await reader.parsed(CompletionRequest, body)
         model = _model_name(asked, names)
         params = asked.sampling_params(engine.sampling_defaults | {"max_tokens": DEFAULT_MAX_TOKENS})
         with _refusing(asked):
             prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
         echoed = [await engine.prompts.text_of(prompt) for prompt in prompts] if asked.echo else None
-        answer = CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed=echoed)
-        return await respond(request, answer, params, arrival)
+        return CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed=echoed), params
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        arrival = time.perf_counter()
-        asked = parse(ChatRequest, await read_body(request))
+    async def chat_answer(body: bytes) -> tuple[Answer, SamplingParams]:
+        asked = await reader.parsed(ChatRequest, body)
         model = _model_name(asked, names)
         params = asked.sampling_params({"max_tokens": None} | engine.sampling_defaults)  # None: what the prompt leaves
         with _refusing(asked):
-            prompt = await engine.prompts.tokenize_chat(asked.conversation(), asked.template_arguments)
-        answer = ChatAnswer(asked, model, [prompt], engine.prompts.has_text)
-        return await respond(request, answer, params, arrival)
+            prompt = await engine.prompts.tokenize_chat(asked.conversation, asked.template_arguments, len(body))
+        return ChatAnswer(asked, model, [prompt], engine.prompts.has_text), params
 
-    async def respond(request: Request, answer: Answer, params: Any, arrival: float) -> Response:
-        asked = answer.request
-        _check_length(asked, answer.prompts, engine.plan.max_model_len)
-        with _refusing(asked):
-            stream = await engine.submit(answer.prompts, params, wants_deltas=bool(asked.stream), arrival=arrival)
-        if asked.stream:
-            return EventStream(stream, answer)
-        return await whole_answer(stream, answer, request.receive)
+    async def respond(
+        request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, tuple[Answer, SamplingParams]]]
+    ) -> Response:
+        arrival = time.perf_counter()
+        with engine.waiting.charge() as charge:
+            body = await reader.body(request, charge)
+            answer, params = await while_client_stays(request.receive, prepare(body))
+            del body  # the answer may take long
+            asked = answer.request
+            _check_length(asked, answer.prompts, engine.plan.max_model_len)
+            with _refusing(asked):
+                stream = await engine.submit(
+                    answer.prompts, params, wants_deltas=bool(asked.stream), arrival=arrival, charge=charge
+                )
+            if asked.stream:
+                return EventStream(stream, answer)
+            return await whole_answer(stream, answer, request.receive)
 
 
-def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
+def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str], reader: _Reader) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         def work(asked: TokenizeRequest) -> bytes:
@@ -142,10 +188,16 @@ def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None
         return await respond(request, DetokenizeRequest, work)
 
     async def respond(request: Request, kind: type[Body], work: Callable[[Any], bytes]) -> Response:
-        asked = parse(kind, await read_body(request, MAX_TOKENIZING_BYTES))
-        _model_name(asked, names)
-        with _refusing(asked):
-            return Response(await engine.prompts.aside(lambda: work(asked)), media_type="application/json")
+        async def answer(body: bytes) -> bytes:
+            asked = await reader.parsed(kind, body)
+            _model_name(asked, names)
+            with _refusing(asked):
+                return await engine.prompts.aside(lambda: work(asked))
+
+        with engine.waiting.charge() as charge:
+            body = await reader.body(request, charge, MAX_TOKENIZING_BYTES)
+            content = await while_client_stays(request.receive, answer(body))
+        return Response(content, media_type="application/json")
 
 
 def _add_models(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
@@ -217,12 +269,8 @@ def _refusing(asked: Body):
 # Errors
 
 
-def _error_response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, error.headers, "application/json")
-
-
 async def _api_error(_: Request, error: ApiError) -> Response:
-    return _error_response(error)
+    return error_response(error)
 
 
 async def _client_left(*_: Any) -> Response:
@@ -231,46 +279,10 @@ async def _client_left(*_: Any) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    response = _error_response(BadRequestError(message, status=error.status_code))
+    response = error_response(BadRequestError(message, status=error.status_code))
     response.headers.update(error.headers or {})
     return response
 
 
 async def _unexpected_error(*_: Any) -> Response:
-    return _error_response(ApiError("the server failed on this request: look into its log", code="internal_error"))
-
-
-class _Gate:
-    """Checks the API key and counts answers. Plain ASGI: what stands here is passed by every event of a stream."""
-
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, api_key: str | None) -> None:
-        self._app, self._metrics = app, metrics
-        self._token = None if api_key is None else f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def counting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                # The route, not the path, of which clients can make up any number.
-                path = getattr(scope.get("route"), "path", "other")
-                self._metrics.count_response(path, message["status"])
-            await send(message)
-
-        if self._may_pass(scope):
-            await self._app(scope, receive, counting)
-            return
-        error = BadRequestError(
-            "the API key is missing or wrong: send the header Authorization: Bearer KEY",
-            status=401,
-            code="invalid_api_key",
-        )
-        await _error_response(error)(scope, receive, counting)
-
-    def _may_pass(self, scope: Scope) -> bool:
-        if self._token is None or not scope["path"].startswith(GUARDED):
-            return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._token)
+    return error_response(ApiError("the server failed on this request: look into its log", code="internal_error"))

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nanoinfer.engine import LLMEngine
-from nanoinfer.errors import RequestError
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.serve.errors import ApiError, EngineStepError, OverloadedError, UnavailableError
+from nanoinfer.serve.errors import ApiError, EngineStepError, UnavailableError
+from nanoinfer.serve.queue_limits import DEFAULT_QUEUE_BYTES, Charge, QueueLimit, WaitingBytes, num_queued
 from nanoinfer.serve.request_stream import FinishedRequest, RequestStream
 from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
 
 logger = logging.getLogger("nanoinfer.serve")
 T = TypeVar("T")
 _JOIN_SECONDS = 60.0  # for the step that runs at the end, and for giving back pinned memory
+DEFAULT_STEP_SECONDS = 120.0  # the first ones may compile kernels
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,23 @@ class AsyncEngine:
     Args:
         make_engine: called once, on the engine's thread.
         max_queue: sequences that may wait for a place among the running ones; a request with more is refused.
+        max_queue_bytes: bytes of requests that may wait, from their arrival to their first token.
+        max_step_seconds: a step that runs for longer is taken to hang.
     """
 
-    def __init__(self, make_engine: Callable[[], LLMEngine], *, max_queue: int = 1024) -> None:
-        if max_queue < 1:
-            raise ValueError(f"max_queue is {max_queue}, it must be at least 1: else nothing is ever taken")
-        self.max_queue = max_queue
+    def __init__(
+        self,
+        make_engine: Callable[[], LLMEngine],
+        *,
+        max_queue: int = 1024,
+        max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        max_step_seconds: float = DEFAULT_STEP_SECONDS,
+    ) -> None:
+        if not max_step_seconds > 0:
+            raise ValueError(f"max_step_seconds is {max_step_seconds}, it must be above 0")
+        self.max_step_seconds = max_step_seconds
+        self.waiting = WaitingBytes(max_queue_bytes)
+        self._limit = QueueLimit(max_queue)
         self.prompts: PromptTokenizer | None = None
         """Set by `start`, as are `mode`, `plan`, `config` and `sampling_defaults`, the engine's."""
         self.num_prompt_tokens = 0
@@ -65,6 +77,7 @@ class AsyncEngine:
         self._is_draining = False
         self._failure: BaseException | None = None
         self._num_queued = 0  # for lack of a place; below 0: free places
+        self._step_began: float | None = None  # `time.monotonic` of the step that runs
         self._tracked: dict[str, _Tracked] = {}  # of the engine's thread, as is all below
         self._must_flush = False
         self._batch: list[Callable[[], None]] = []  # for the loop, after this step
@@ -84,12 +97,27 @@ class AsyncEngine:
         engine = self._started.result()
         self.mode, self.plan, self.config = engine.mode, engine.plan, engine.config
         self.sampling_defaults = engine.sampling_defaults
+        self._limit.num_places = engine.plan.max_num_seqs
         self._num_queued = -engine.plan.max_num_seqs
-        self.prompts = PromptTokenizer(engine.tokenizer, engine.tokenize, engine.check_vocabulary)
+        self.prompts = PromptTokenizer(
+            engine.tokenizer, engine.tokenize, engine.check_vocabulary, engine.plan.max_model_len
+        )
+
+    def check_health(self) -> None:
+        """Raises UnavailableError where new requests would not be answered, or not soon."""
+        self._check_open()
+        if (seconds := self.step_seconds) > self.max_step_seconds:
+            raise UnavailableError(
+                f"a step of the engine has run for {seconds:.0f} s, longer than --max-step-seconds "
+                f"{self.max_step_seconds:g}: it hangs if this goes on; restart the server then",
+                "engine_hangs",
+            )
 
     @property
-    def is_healthy(self) -> bool:
-        return self._thread.is_alive() and self._failure is None and not self._is_draining
+    def step_seconds(self) -> float:
+        """For how long the step has run that runs now; 0 where none does."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     @property
     def has_failed(self) -> bool:
@@ -110,11 +138,13 @@ class AsyncEngine:
         *,
         wants_deltas: bool,
         arrival: float | None = None,
+        charge: Charge | None = None,
     ) -> RequestStream:
         """Queues all prompts or none.
 
         Args:
             prompts: as `self.prompts` makes them.
+            charge: the bytes of the request, which the stream releases.
 
         Raises:
             RequestError: the engine refuses a prompt or its parameters, or the queue could never hold all prompts.
@@ -123,7 +153,7 @@ class AsyncEngine:
         """
         self._check_open()
         num_new = len(prompts) * params.n
-        self._check_queue(self._num_queued, num_new)  # the engine's thread checks again; this saves it the work
+        self._limit.check(self._num_queued, num_new)  # the engine's thread checks again; this saves it the work
         self._loop = asyncio.get_running_loop()
         stream = RequestStream(
             prompts,
@@ -131,7 +161,10 @@ class AsyncEngine:
             arrival=time.perf_counter() if arrival is None else arrival,
             on_end=self._streams.discard,
             on_close=self._abort_later,
+            charge=charge,
         )
+        if charge is not None:
+            charge.is_handed_over = True
         self._streams.add(stream)
         try:
             await self._call(lambda engine: self._add(engine, stream, params))
@@ -167,27 +200,6 @@ class AsyncEngine:
             raise self._dead()
         if self._is_draining:
             raise UnavailableError("the server is shutting down: send the request to another one", "shutting_down")
-
-    def _check_queue(self, num_queued: int, num_new: int) -> None:
-        """Refuses sequences that would go beyond the limit.
-
-        Args:
-            num_queued: sequences that wait for a place; below 0: so many places are free.
-        """
-        if num_queued + num_new <= self.max_queue:
-            return
-        num_places = self.plan.max_num_seqs
-        if num_new > self.max_queue + num_places:
-            raise RequestError(
-                f"the request has {num_new} completions (prompts times n), the server runs {num_places} at once and "
-                f"queues {self.max_queue}: send at most {self.max_queue + num_places} in one request, or start the "
-                "server with a larger --max-queue",
-                field="prompt",
-            )
-        raise OverloadedError(
-            f"{max(0, num_queued)} sequences wait, the request has {num_new} and the server queues at most "
-            f"{self.max_queue}: try again later"
-        )
 
     def _dead(self) -> UnavailableError:
         why = f" ({type(self._failure).__name__}: {self._failure})" if self._failure is not None else ""
@@ -234,7 +246,7 @@ class AsyncEngine:
             while self._take_inbox(engine):
                 if engine.has_work or self._must_flush:
                     self._step(engine)
-                self._num_queued = _num_queued(engine)
+                self._num_queued = num_queued(engine)
                 self._send_batch()
         except BaseException as error:
             logger.exception("the engine is dead")
@@ -262,7 +274,7 @@ class AsyncEngine:
     def _add(self, engine: LLMEngine, stream: RequestStream, params: SamplingParams) -> None:
         if stream.has_ended:
             return  # its reader left meanwhile
-        self._check_queue(_num_queued(engine), len(stream.prompts) * params.n)
+        self._limit.check(num_queued(engine), len(stream.prompts) * params.n)
         name = uuid.uuid4().hex
         added = {}
         try:
@@ -283,6 +295,7 @@ class AsyncEngine:
             self._finish(request_id)
 
     def _step(self, engine: LLMEngine) -> None:
+        self._step_began = time.monotonic()
         try:
             outputs = engine.step()
         except Exception as error:
@@ -290,18 +303,28 @@ class AsyncEngine:
             self._fail_step(engine, error)
             self._must_flush = True  # the engine may hold outputs for the next call, without other work
             return
-        self._hand_out(outputs)
+        finally:
+            self._step_began = None
+        self._hand_out(engine, outputs)
         if self._must_flush:
             self._must_flush = False
             for request_id in [name for name, tracked in self._tracked.items() if tracked.request.is_finished]:
                 self._finish(request_id, EngineStepError(RuntimeError("outputs were lost in a failed step")))
 
-    def _hand_out(self, outputs: list[StreamOutput]) -> None:
+    def _hand_out(self, engine: LLMEngine, outputs: list[StreamOutput]) -> None:
         ended = {}
         for output in outputs:
             tracked = self._tracked.get(output.request_id)
             if tracked is None:
                 continue
+            if output.finish_reason == "error":
+                engine.abort(output.request_id)  # its other completions, if there are
+                ended.pop(output.request_id, None)
+                self._finish(output.request_id, EngineStepError(output.error or "it says no more"))
+                continue
+            if not tracked.stream.has_started:
+                tracked.stream.has_started = True
+                self._batch.append((tracked.stream.start,))
             self.num_generated_tokens += len(output.token_ids_delta)
             if tracked.stream.wants_deltas:
                 self._batch.append((tracked.stream.put, tracked.place, output))
@@ -317,7 +340,7 @@ class AsyncEngine:
         failed = [
             name
             for name, tracked in self._tracked.items()
-            if any(sequence.finish_reason == "abort" for sequence in tracked.request.sequences)
+            if any(sequence.finish_reason in ("abort", "error") for sequence in tracked.request.sequences)
         ]
         if not failed:
             engine.runner.settle()  # raises where the device is lost: nothing can run then
@@ -370,12 +393,6 @@ class AsyncEngine:
     def _fail_all(self) -> None:
         for stream in list(self._streams):
             stream.fail(self._dead())
-
-
-def _num_queued(engine: LLMEngine) -> int:
-    """Sequences that wait for a place, those not counted that the next step can take; below 0: free places."""
-    waiting, running = len(engine.scheduler.waiting), len(engine.scheduler.running)
-    return waiting - (engine.plan.max_num_seqs - running)
 
 
 def _call_all(calls: list[tuple]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from typing import Any
 import nanoinfer
 from nanoinfer import tuning_options
 from nanoinfer.command_line import INTERRUPTED, length
-from nanoinfer.config import EngineConfig, counted
+from nanoinfer.config import EngineConfig, counted, parse_bytes
 
 # Longer than the 5 s after which common clients close an idle connection: who closes it while the other one sends a
 # request breaks that request.
@@ -33,8 +34,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key", help="bearer token that clients must send for /v1, /tokenize, /detokenize (default: none)"
     )
     parser.add_argument(
+        "--allowed-origins", default="[]", metavar="JSON",
+        help="web pages that may use the server from a browser, such as '[\"http://localhost:3000\"]'; "
+        "'[\"*\"]': all (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-queue", type=int, default=1024, help="waiting sequences beyond which the answer is 429 (%(default)s)"
     )
+    parser.add_argument(
+        "--max-queue-bytes", default="256MiB", metavar="SIZE",
+        help="bytes of waiting requests beyond which the answer is 429 (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--body-timeout", type=float, default=60.0, metavar="SECONDS",
+        help="for the body of a request to arrive (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-step-seconds", type=float, default=120.0, metavar="SECONDS",
+        help="a step that runs for longer makes /health say 503 (%(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
         help="for running requests to end after SIGTERM or SIGINT (%(default)s)",
@@ -84,20 +102,33 @@ def run(options: argparse.Namespace) -> int:
 
         from nanoinfer.serve.app import create_app
         from nanoinfer.serve.async_engine import AsyncEngine
+        from nanoinfer.serve.gate import allowed_origins
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'nanoinfer[serve]'") from error
     if options.shutdown_timeout < 0:
         raise ValueError(f"--shutdown-timeout is {options.shutdown_timeout}, it must be 0 or more seconds")
+    for name in ("body_timeout", "max_step_seconds"):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, it must be more than 0 seconds")
+    origins = allowed_origins(options.allowed_origins)
+    max_queue_bytes = parse_bytes(options.max_queue_bytes, "--max-queue-bytes")
     config = EngineConfig.from_arguments(_engine_arguments(options))
     # Bound before the model is loaded, which takes long; it does not listen yet.
     with _bind(options.host, options.port) as listener:
-        engine = AsyncEngine(lambda: nanoinfer.LLMEngine(config), max_queue=options.max_queue)
+        engine = AsyncEngine(
+            lambda: nanoinfer.LLMEngine(config),
+            max_queue=options.max_queue,
+            max_queue_bytes=max_queue_bytes,
+            max_step_seconds=options.max_step_seconds,
+        )
         try:
             _start(engine)
             app = create_app(
                 engine,
                 served_model_names=options.served_model_name or [options.model],
                 api_key=options.api_key,
+                allowed_origins=origins,
+                body_timeout=options.body_timeout,
                 shutdown_timeout=options.shutdown_timeout,
             )
             server_config = uvicorn.Config(
@@ -121,6 +152,10 @@ def run(options: argparse.Namespace) -> int:
 def _start(engine: Any) -> None:
     try:
         engine.start()
+        # A walk of the garbage collector through all that was imported and loaded takes up to a second, in which nothing
+        # else runs; none of it is ever garbage.
+        gc.collect()
+        gc.freeze()
     except KeyboardInterrupt:
         _report("interrupted while the model was loaded")
         # The thread that loads cannot be stopped, and the interpreter's own way out aborts while it runs.

@@ -14,6 +14,7 @@ class ApiError(Exception):
         param: the field of the request that is at fault.
         code: OpenAI's short name of the error.
         retry_after: seconds after which another attempt makes sense.
+        closes: the connection is closed after the answer, as the rest of the request is not read.
     """
 
     status = 500
@@ -27,9 +28,10 @@ class ApiError(Exception):
         code: str | None = None,
         status: int | None = None,
         retry_after: int | None = None,
+        closes: bool = False,
     ) -> None:
         super().__init__(message)
-        self.message, self.param, self.code, self.retry_after = message, param, code, retry_after
+        self.message, self.param, self.code, self.retry_after, self.closes = message, param, code, retry_after, closes
         if status is not None:
             self.status = status
 
@@ -39,7 +41,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        retry_after = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return retry_after | ({"Connection": "close"} if self.closes else {})
 
 
 class BadRequestError(ApiError):
@@ -55,12 +58,12 @@ class OverloadedError(ApiError):
     status = 429
     type = "overloaded_error"
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, code="overloaded", retry_after=1)
+    def __init__(self, message: str, *, closes: bool = False) -> None:
+        super().__init__(message, code="overloaded", retry_after=1, closes=closes)
 
 
 class UnavailableError(ApiError):
-    """The server is shutting down, or its engine is dead."""
+    """The server is shutting down, or its engine is dead or hangs."""
 
     status = 503
     type = "service_unavailable_error"
@@ -72,9 +75,10 @@ class UnavailableError(ApiError):
 class EngineStepError(ApiError):
     """The engine failed in a step of this request; other requests are not affected."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException | str) -> None:
+        why = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         super().__init__(
-            f"the engine failed while it computed this request ({type(error).__name__}: {error}): send it again, and "
-            "look into the server's log if it happens again",
+            f"the engine failed while it computed this request ({why}): send it again, and look into the server's "
+            "log if it happens again",
             code="engine_error",
         )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from nanoinfer.errors import nearest
 from nanoinfer.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
-from nanoinfer.unsupported import SAMPLING, refusal
+from nanoinfer.serve.shown import shown
+from nanoinfer.unsupported import SAMPLING
 
 MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
 MAX_STOP_STRINGS = 64  # each is searched for in every token's text
@@ -21,14 +19,13 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_REQUEST_ID_CHARS = 256  # it is in every event of a stream
 # Larger ones do not fit into the device's 64-bit tables, and nobody means them.
 _INT32_MAX = 2**31 - 1
-_SHOWN_CHARS = 80
 
 # Sent by stock clients, and without influence on the answer.
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls".split()
 )
 # Fields of the API that are not supported: the values that mean the same as leaving the field out, and what to do.
-_UNSUPPORTED = SAMPLING | {
+UNSUPPORTED = SAMPLING | {
     "suffix": (("",), "leave it out"),
     "response_format": (({"type": "text"},), "only text is generated"),
     "tools": (([],), "leave it out"),
@@ -123,12 +120,8 @@ class GenerationRequest(Body):
                 code="unsupported_parameter",
             )
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-            raise BadRequestError(
-                f"stop holds {len(stops)} strings, the longest of {max(map(len, stops))} characters: give at most "
-                f"{MAX_STOP_STRINGS} of at most {MAX_STOP_CHARS} characters",
-                param="stop",
-            )
+        if any(len(stop) > MAX_STOP_CHARS for stop in stops):
+            raise too_many_stops(stops)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -195,7 +188,8 @@ class CompletionRequest(GenerationRequest):
         for one in prompts:
             if not isinstance(one, str | list):
                 raise BadRequestError(
-                    f"prompt holds {_shown(one)}: give text, a list of texts, a list of token ids, or a list of such lists",
+                    f"prompt holds {shown(one)}: give text, a list of texts, a list of token ids, or a list of such "
+                    "lists",
                     param="prompt",
                 )
         return prompts
@@ -204,7 +198,7 @@ class CompletionRequest(GenerationRequest):
 class _Conversation(Body):
     """What is put through the chat template."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Any]  # checked here: pydantic holds Python's lock while it goes through them
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -217,6 +211,11 @@ class _Conversation(Body):
 
     def check(self) -> None:
         super().check()
+        for place, message in enumerate(self.messages or ()):
+            if not isinstance(message, dict):
+                raise BadRequestError(
+                    f"messages.{place} is {shown(message)}: Input should be a valid dictionary", param="messages"
+                )
         for name in self.chat_template_kwargs or ():
             if name in self._reserved:
                 raise BadRequestError(
@@ -278,7 +277,7 @@ class TokenizeRequest(_Conversation):
     """Text or a conversation."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -292,7 +291,7 @@ class TokenizeRequest(_Conversation):
         for name in names:
             if (value := getattr(self, name)) is not None:
                 raise BadRequestError(
-                    f"{name}={_shown(value)} stands beside {given}, but goes with {other} only: leave it out",
+                    f"{name}={shown(value)} stands beside {given}, but goes with {other} only: leave it out",
                     param=name,
                 )
 
@@ -303,70 +302,10 @@ class DetokenizeRequest(Body):
     tokens: list[int]
 
 
-R = TypeVar("R", bound=Body)
-
-
-def parse(kind: type[R], body: bytes) -> R:
-    """A checked request from the body of an HTTP request.
-
-    Raises:
-        BadRequestError: the body is no JSON object, or a field is unknown, not supported or has a wrong value.
-    """
-    given = _load(body)
-    fields = kind.model_fields
-    for name, value in given.items():
-        if name in _UNSUPPORTED and name not in fields:
-            if message := refusal(name, value, _UNSUPPORTED, _shown, json.dumps):
-                raise BadRequestError(message, param=name, code="unsupported_parameter")
-        elif name not in fields and name not in IGNORED:
-            _refuse_unknown(name, fields, "the request")
-    for name in given.get("stream_options") or () if isinstance(given.get("stream_options"), dict) else ():
-        if name not in StreamOptions.model_fields:
-            _refuse_unknown(name, StreamOptions.model_fields, "stream_options")
-    try:
-        request = kind.model_validate(given)
-    except ValidationError as error:
-        raise _explained(error) from error
-    request.check()
-    return request
-
-
-def _refuse_unknown(name: str, allowed: Any, where: str) -> None:
-    guess = nearest(name, allowed)
-    hint = f": did you mean {guess!r}?" if guess else "."
-    raise BadRequestError(
-        f"{where} has an unknown field {name[:_SHOWN_CHARS]!r}{hint} Allowed: {', '.join(sorted(allowed))}.",
-        param=name[:_SHOWN_CHARS],
-        code="unknown_parameter",
+def too_many_stops(stops: list) -> BadRequestError:
+    longest = max((len(stop) for stop in stops if isinstance(stop, str)), default=0)
+    return BadRequestError(
+        f"stop holds {len(stops)} strings, the longest of {longest} characters: give at most {MAX_STOP_STRINGS} of "
+        f"at most {MAX_STOP_CHARS} characters",
+        param="stop",
     )
-
-
-def _load(body: bytes) -> dict[str, Any]:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON number")
-
-    try:
-        given = json.loads(body, parse_constant=refuse)
-        if re.search(rb"\\u[dD][89a-fA-F]", body):
-            json.dumps(given, ensure_ascii=False).encode()  # half a surrogate pair is no character
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"the body is no valid JSON: {_shown(str(error))}", code="invalid_json") from error
-    if not isinstance(given, dict):
-        raise BadRequestError("the body is no JSON object: send {...}", code="invalid_json")
-    return given
-
-
-def _explained(error: ValidationError) -> BadRequestError:
-    """The first thing that pydantic found, in one line."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    name = str(first["loc"][0])
-    if first["type"] == "missing":
-        return BadRequestError(f"{name} is missing: it is required", param=name)
-    shown = "" if len(first["loc"]) > 1 and first["loc"][-1] in ("str", "list[str]") else _shown(first["input"])
-    path = ".".join(str(part) for part in first["loc"] if part not in ("str", "list[str]"))
-    return BadRequestError(f"{path}{' is ' + shown if shown else ''}: {first['msg']}", param=name)
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) and len(value) > _SHOWN_CHARS else repr(value)
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

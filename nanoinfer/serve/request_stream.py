@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nanoinfer.outputs import RequestMetrics, RequestOutput, StreamOutput
 from nanoinfer.serve.tokenizing import Prompt
+from nanoinfer.serve.queue_limits import Charge
 
 Item = tuple[int, StreamOutput | RequestOutput]
 
@@ -39,6 +40,7 @@ class RequestStream:
         prompts: (text or None, token ids) of each prompt; items carry the place in this list.
         wants_deltas: items are `StreamOutput`s, token by token; else one `RequestOutput` for each prompt, at its end.
         arrival: `time.perf_counter` of the HTTP request.
+        has_started: the first token was read; of the engine's thread.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class RequestStream:
         arrival: float,
         on_end: Callable[[RequestStream], None],
         on_close: Callable[[RequestStream], None],
+        charge: Charge | None = None,
     ) -> None:
         self.prompts, self.wants_deltas, self.arrival = prompts, wants_deltas, arrival
-        self._on_end, self._on_close = on_end, on_close
+        self.has_started = False
+        self._on_end, self._on_close, self._charge = on_end, on_close, charge
         self._num_running = len(prompts)
         self._items: list[Item] = []
         self._error: Exception | None = None
@@ -80,12 +84,18 @@ class RequestStream:
         self._items.append((place, output))
         self._wake()
 
+    def start(self) -> None:
+        """It waits no longer."""
+        if self._charge is not None:
+            self._charge.release()
+
     def end_one(self) -> None:
         """One of the prompts has ended."""
         if self.has_ended:
             return
         self._num_running -= 1
         if self._num_running == 0:
+            self.start()
             self._on_end(self)
         self._wake()
 
@@ -94,6 +104,7 @@ class RequestStream:
         if self.has_ended:
             return
         self._error = error
+        self.start()
         self._on_end(self)
         self._on_close(self)
         self._wake()

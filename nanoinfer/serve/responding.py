@@ -6,36 +6,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.serve.answers import Answer
-from nanoinfer.serve.errors import ApiError, BadRequestError
+from nanoinfer.serve.errors import ApiError
+from nanoinfer.serve.receiving import client_left
 from nanoinfer.serve.request_stream import RequestStream, StreamClosedError
 
-MAX_BODY_BYTES = 32 * 2**20
-
-
-async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The request's body.
-
-    Raises:
-        BadRequestError: it is longer than `max_bytes`.
-        StreamClosedError: the client has gone.
-    """
-    body = bytearray()
-    try:
-        async for part in request.stream():
-            body += part
-            if len(body) > max_bytes:
-                raise BadRequestError(
-                    f"the body has more than {max_bytes} bytes: send fewer or shorter prompts at once", status=413
-                )
-    except ClientDisconnect as error:
-        raise StreamClosedError from error
-    return bytes(body)
+def error_response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers, "application/json")
 
 
 @contextlib.asynccontextmanager
@@ -43,8 +24,7 @@ async def closing_when_client_leaves(stream: RequestStream, receive: Receive) ->
     """Aborts the stream's requests as soon as the client has gone, and at the end of the block."""
 
     async def wait() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await client_left(receive)
         stream.close()
 
     listener = asyncio.create_task(wait())

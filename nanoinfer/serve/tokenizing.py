@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.prompts import encode, encode_chat
+from nanoinfer.prompts import encode, encode_chat, render_chat, too_long
+from nanoinfer.serve import text_pieces
 
 T = TypeVar("T")
 Prompt = tuple[str | None, list[int]]
 """Its text, if it was given as such, and its token ids."""
-_LONG_PROMPT_CHARS = 20_000  # a few milliseconds of work
+_LONG_PROMPT_CHARS = 20_000  # some 20 ms of work
+_HUGE_PIECE_CHARS = 200_000
+_HUGE_BODY_BYTES = 2**20
 
 
 class PromptTokenizer:
-    """Tokenises on two threads, so that short prompts do not wait for long ones, which can take seconds.
+    """Tokenises on threads, so that short prompts do not wait for long ones, which can take seconds.
 
-    A third one serves what is no part of a generation, /tokenize and /detokenize.
+    Each thread does one thing after another. A long text comes in pieces where it may be cut, each queued when the one
+    before is done: several long texts take turns. Where no cut is known, a text is one piece, and huge ones have a
+    thread of their own. Work whose caller was cancelled is not begun. A further thread serves what is no part of a generation,
+    /tokenize and /detokenize, and two read large bodies.
 
     Args:
         tokenizer: the engine's, which is copied: tokenizers of the Rust library refuse to be changed on one thread
             while another uses them. None: prompts must be token ids.
         check: returns token ids that the engine can use, or raises RequestError; called on these threads.
         check_vocabulary: raises RequestError where one of the ids is no token; likewise.
+        max_model_len: tokens, of which a prompt must have fewer.
     """
 
     def __init__(
@@ -35,13 +43,18 @@ class PromptTokenizer:
         tokenizer: PreTrainedTokenizerBase | None,
         check: Callable[[list[int]], list[int]],
         check_vocabulary: Callable[[list[int]], None],
+        max_model_len: int,
     ) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
         if self.tokenizer is not None:
             self.tokenizer.encode("a")  # turns off truncation and padding, which no later call changes
-        self._check, self.check_vocabulary = check, check_vocabulary
-        self._threads = [ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{length}") for length in ("short", "long")]
-        self._thread_aside = ThreadPoolExecutor(1, "nanoinfer-tokenizer-aside")
+        self._check, self.check_vocabulary, self._max_model_len = check, check_vocabulary, max_model_len
+        self._known = text_pieces.examine(self.tokenizer)
+        self._renders_first = _renders_plainly(self.tokenizer)
+        self._threads = {
+            name: ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{name}")
+            for name in ("short", "long", "huge", "aside", "bodies", "huge-bodies")
+        }
 
     @property
     def has_text(self) -> bool:
@@ -53,49 +66,109 @@ class PromptTokenizer:
         Raises:
             RequestError: as `LLMEngine.tokenize`.
         """
+        if isinstance(prompt, str):
+            return prompt, await self._tokenize_text(prompt, lambda text: encode(self.tokenizer, text))
+        return None, await self._on(_lane(len(prompt)), lambda: self._check(prompt))
 
-        def work() -> Prompt:
-            if isinstance(prompt, str):
-                return prompt, self._check(encode(self.tokenizer, prompt))
-            return None, self._check(prompt)
-
-        return await self._on_thread(len(prompt), work)
-
-    async def tokenize_chat(self, messages: list[dict], template_arguments: dict[str, Any]) -> Prompt:
+    async def tokenize_chat(
+        self, conversation: Callable[[], list[dict]], template_arguments: dict[str, Any], num_bytes: int
+    ) -> Prompt:
         """A conversation, through the tokenizer's chat template, with its checked token ids.
 
         Args:
-            messages: as `conversation` returns them.
+            conversation: returns messages as `prompts.conversation` does, or raises what it raises; called on a thread.
             template_arguments: those of `encode_chat`.
+            num_bytes: of the conversation as it came.
 
         Raises:
             RequestError: as `encode_chat` and `LLMEngine.tokenize`.
         """
 
-        def work() -> Prompt:
-            return None, self._check(encode_chat(self.tokenizer, messages, **template_arguments))
+        def whole() -> list[int]:
+            return self._check(encode_chat(self.tokenizer, conversation(), **template_arguments))
 
-        return await self._on_thread(_num_chars(messages), work)
+        def rendered() -> str:
+            return render_chat(self.tokenizer, conversation(), **template_arguments)
+
+        if num_bytes <= _LONG_PROMPT_CHARS or not self._renders_first:
+            return None, await self._on(_lane(num_bytes), whole)
+        text = await self._on(_lane(num_bytes), rendered)
+        return None, await self._tokenize_text(text, self._encode_bare, is_bare=True)
 
     async def text_of(self, prompt: Prompt) -> str:
         """The prompt as text; "" without a tokenizer."""
         text, token_ids = prompt
         if text is not None or self.tokenizer is None:
             return text or ""
-        return await self._on_thread(len(token_ids), lambda: self.tokenizer.decode(token_ids))
+        return await self._on(_lane(len(token_ids)), lambda: self.tokenizer.decode(token_ids))
 
     async def aside(self, work: Callable[[], T]) -> T:
         """Runs work that no generation waits for, on a thread that no prompt waits for."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread_aside, work)
+        return await self._on("aside", work)
+
+    async def read(self, num_bytes: int, work: Callable[[Callable[[], bool]], T]) -> T:
+        """Reads a large body on a thread that only such bodies wait for.
+
+        Args:
+            work: gets a function that says whether the result is still wanted.
+        """
+        is_given_up = threading.Event()
+        lane = "bodies" if num_bytes <= _HUGE_BODY_BYTES else "huge-bodies"
+        try:
+            return await self._on(lane, lambda: work(lambda: not is_given_up.is_set()))
+        finally:
+            is_given_up.set()
 
     def close(self) -> None:
-        for thread in (*self._threads, self._thread_aside):
+        for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _on_thread(self, num_chars: int, work: Callable[[], T]) -> T:
-        thread = self._threads[num_chars > _LONG_PROMPT_CHARS]
-        return await asyncio.get_running_loop().run_in_executor(thread, work)
+    async def _tokenize_text(
+        self, text: str, encode_whole: Callable[[str], list[int]], *, is_bare: bool = False
+    ) -> list[int]:
+        """Checked token ids of a text, and no more work than it takes to see that it is too long.
+
+        Args:
+            is_bare: without special tokens around it.
+        """
+        if (num_tokens := self._known.num_tokens_at_least(text)) >= self._max_model_len:
+            raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", self._max_model_len)
+        if self._known.cut is None or len(text) <= _LONG_PROMPT_CHARS:
+            return await self._on(_lane(len(text)), lambda: self._check(encode_whole(text)))
+        token_ids = [] if is_bare else list(self._known.before)
+        at = 0
+        while at < len(text):
+            at, piece_ids = await self._piece(text, at)
+            token_ids += piece_ids
+            if len(token_ids) >= self._max_model_len and at < len(text):
+                raise too_long(f"at least {len(token_ids)} tokens", self._max_model_len)
+        token_ids += () if is_bare else self._known.after
+        return await self._on("long", lambda: self._check(token_ids))
+
+    async def _piece(self, text: str, begin: int) -> tuple[int, list[int]]:
+        """The end of the piece that begins there, and its token ids."""
+
+        def work() -> tuple[int, list[int] | None]:
+            end = self._known.end_of_piece(text, begin)
+            return end, self._encode_bare(text[begin:end]) if end - begin <= _HUGE_PIECE_CHARS else None
+
+        end, token_ids = await self._on("long", work)
+        if token_ids is None:
+            token_ids = await self._on("huge", lambda: self._encode_bare(text[begin:end]))
+        return end, token_ids
+
+    def _encode_bare(self, text: str) -> list[int]:
+        return encode(self.tokenizer, text, add_special_tokens=False)
+
+    async def _on(self, lane: str, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads[lane], work)
 
 
-def _num_chars(messages: list[dict]) -> int:
-    return sum(len(message["content"]) for message in messages)
+def _lane(size: int) -> str:
+    return "short" if size <= _LONG_PROMPT_CHARS else "long" if size <= _HUGE_PIECE_CHARS else "huge"
+
+
+def _renders_plainly(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether its chat template makes a text, which is then tokenised as any other."""
+    given = getattr(type(tokenizer), "apply_chat_template", None)
+    return given is PreTrainedTokenizerBase.apply_chat_template

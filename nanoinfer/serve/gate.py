@@ -1,0 +1,149 @@
+"""What every request passes before the application: who may ask, from where, and in what form."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import re
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanoinfer.serve.errors import ApiError, BadRequestError
+from nanoinfer.serve.metrics import ServerMetrics
+from nanoinfer.serve.responding import error_response
+
+GUARDED = ("/v1", "/tokenize", "/detokenize")  # starts of the paths that need the API key, and whose bodies are JSON
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+
+
+def allowed_origins(text: str) -> list[str]:
+    """The origins of a JSON list, as `--allowed-origins` takes it.
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    example = """'["http://localhost:3000"]'"""
+    try:
+        origins = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--allowed-origins {text} is no JSON ({error}): give a list such as {example}") from error
+    if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
+        raise ValueError(f"--allowed-origins {text} is no JSON list of texts: give one such as {example}")
+    for origin in origins:
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f'--allowed-origins has {origin!r}: an origin is "scheme://host" or "scheme://host:port" in small '
+                f'letters and without a path, "*" allows all; give a list such as {example}'
+            )
+    return origins
+
+
+class Counting:
+    """Counts answers. Plain ASGI, as all here: what stands in between is passed by every event of a stream."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # The route, not the path, of which clients can make up any number.
+                path = getattr(scope.get("route"), "path", "other")
+                self._metrics.count_response(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting if scope["type"] == "http" else send)
+
+
+class _Gate:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self.error(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else error_response(error))(scope, receive, send)
+
+    def error(self, scope: Scope) -> ApiError | None:
+        """Why the request may not pass."""
+        raise NotImplementedError
+
+
+class OriginGate(_Gate):
+    """Refuses what a browser sends for a web page of somebody else's.
+
+    A page may send requests to any server that the browser reaches, also to one that listens on this machine only. The
+    browser says on whose behalf in the header Origin; other clients send none.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
+        super().__init__(app)
+        self._allowed = frozenset(allowed)
+
+    def error(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        for origin in headers.getlist("origin"):
+            if "*" in self._allowed or origin in self._allowed or _is_same_origin(origin, headers.get("host", "")):
+                continue
+            return BadRequestError(
+                f"web pages of the origin {origin[:200]!r} may not use this server: start it with --allowed-origins "
+                f"'{json.dumps([origin[:200]])}' if they should",
+                status=403,
+                code="origin_not_allowed",
+            )
+        return None
+
+
+class ApiGate(_Gate):
+    """Checks the API key and that a body is JSON."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        super().__init__(app)
+        self._token = None if api_key is None else f"Bearer {api_key}".encode()
+
+    def error(self, scope: Scope) -> ApiError | None:
+        if not scope["path"].startswith(GUARDED):
+            return None
+        headers = Headers(scope=scope)
+        if self._token is not None:
+            given = headers.getlist("authorization")
+            if len(given) != 1 or not hmac.compare_digest(given[0].encode("latin-1"), self._token):
+                return BadRequestError(
+                    "the API key is missing or wrong: send the header Authorization: Bearer KEY",
+                    status=401,
+                    code="invalid_api_key",
+                )
+        if scope["method"] != "POST":
+            return None
+        # Pages may post other types, and none, to any server without asking it first.
+        given = headers.getlist("content-type")
+        if len(given) == 1 and given[0].split(";", 1)[0].strip().lower() == "application/json":
+            return None
+        shown = f"is {given[0][:200]!r}" if given else "is missing"
+        return BadRequestError(
+            f"the header Content-Type {shown}: send Content-Type: application/json",
+            status=415,
+            code="unsupported_media_type",
+        )
+
+
+def _is_same_origin(origin: str, host: str) -> bool:
+    """Whether the page came from this server, as its browser reached it.
+
+    A name only counts if nobody else can make it lead here: a page of evil.example may have that name lead to this
+    machine, and then asks its own origin.
+    """
+    try:
+        parts = urlsplit(origin)
+        name = parts.hostname or ""
+        if parts.netloc.lower() != host.lower():
+            return False
+        if name == "localhost" or name.endswith(".localhost"):
+            return True
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

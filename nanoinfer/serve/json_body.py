@@ -1,0 +1,161 @@
+"""JSON in pieces: Python's lock is held all through one call of the `json` module, for seconds where a body is large.
+
+The grammar, the values and the errors are those of `json.loads`; what may be long (a string, a list of numbers) is read
+piece by piece, so that other threads get their turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from json import JSONDecodeError
+from json.decoder import scanstring
+from typing import Any
+
+MAX_VALUES = 200_000  # numbers in lists do not count; the rest is read value by value, some microseconds each
+_PIECE_CHARS = 65_536  # a millisecond of work
+_SPACE = re.compile(r"[ \t\n\r]*")
+_NUMBERS = re.compile(r"[-0-9][-+.0-9eE \t\n\r,]*,")
+# Ends between two characters of the decoded text: no escape is cut, nor a pair of surrogates.
+_STRING_PIECE = re.compile(
+    r'(?:[^"\\]{1,64}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]){0,1024}+'
+)
+
+
+class GivenUpError(Exception):
+    """Nobody waits for the value any more."""
+
+
+def load(body: bytes, is_wanted: Callable[[], bool] = lambda: True) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        is_wanted: asked between pieces.
+
+    Raises:
+        ValueError: no JSON, a constant such as NaN, half a surrogate pair, or more than `MAX_VALUES` values.
+        RecursionError: it is nested too deeply.
+        GivenUpError: `is_wanted` said no.
+    """
+    reader = _Reader(body.decode(json.detect_encoding(body)), is_wanted)
+    value, end = reader.value(reader.space(0))
+    end = reader.space(end)
+    if end != len(reader.text):
+        raise JSONDecodeError("Extra data", reader.text, end)
+    return value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+_whole = json.JSONDecoder(parse_constant=_refuse)
+
+
+class _Reader:
+    """Every method takes the place where something begins, and returns it with the place behind it."""
+
+    def __init__(self, text: str, is_wanted: Callable[[], bool]) -> None:
+        if text.startswith("\ufeff"):
+            raise JSONDecodeError("Unexpected UTF-8 BOM (decode using utf-8-sig)", text, 0)
+        self.text, self._is_wanted = text, is_wanted
+        self._num_values = 0
+        self._no_numbers_before = 0  # one of them is wrong: read one by one, they say which
+
+    def space(self, at: int) -> int:
+        return _SPACE.match(self.text, at).end()
+
+    def value(self, at: int) -> tuple[Any, int]:
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise ValueError(f"it holds more than {MAX_VALUES} values beside lists of numbers: send less at once")
+        if self._num_values % 256 == 0:
+            self._ask()
+        match self.text[at : at + 1]:
+            case '"':
+                return self._string(at + 1)
+            case "[":
+                return self._array(at + 1)
+            case "{":
+                return self._object(at + 1)
+        try:
+            return _whole.scan_once(self.text, at)
+        except StopIteration:
+            raise JSONDecodeError("Expecting value", self.text, at) from None
+
+    def _array(self, at: int) -> tuple[list, int]:
+        values: list[Any] = []
+        at = self.space(at)
+        if self.text[at : at + 1] == "]":
+            return values, at + 1
+        while True:
+            at = self._numbers(values, at)
+            value, at = self.value(at)
+            values.append(value)
+            at, is_last = self._next(at, "]")
+            if is_last:
+                return values, at
+
+    def _numbers(self, values: list[Any], at: int) -> int:
+        """Takes numbers as long as a comma follows, many at once."""
+        while at >= self._no_numbers_before and (found := _NUMBERS.match(self.text, at, at + _PIECE_CHARS)):
+            self._ask()
+            try:
+                values += _whole.decode(f"[{found.group()[:-1]}]")
+            except ValueError:
+                self._no_numbers_before = found.end()
+                return at
+            at = self.space(found.end())
+        return at
+
+    def _object(self, at: int) -> tuple[dict[str, Any], int]:
+        members: dict[str, Any] = {}
+        at = self.space(at)
+        if self.text[at : at + 1] == "}":
+            return members, at + 1
+        while True:
+            if self.text[at : at + 1] != '"':
+                raise JSONDecodeError("Expecting property name enclosed in double quotes", self.text, at)
+            name, at = self._string(at + 1)
+            at = self.space(at)
+            if self.text[at : at + 1] != ":":
+                raise JSONDecodeError("Expecting ':' delimiter", self.text, at)
+            members[name], at = self.value(self.space(at + 1))
+            at, is_last = self._next(at, "}")
+            if is_last:
+                return members, at
+
+    def _next(self, at: int, closing: str) -> tuple[int, bool]:
+        """The place of the next member, or the place behind the `closing` bracket and True."""
+        at = self.space(at)
+        mark = self.text[at : at + 1]
+        if mark == closing:
+            return at + 1, True
+        if mark != ",":
+            raise JSONDecodeError("Expecting ',' delimiter", self.text, at)
+        return self.space(at + 1), False
+
+    def _string(self, at: int) -> tuple[str, int]:
+        parts, begin = [], at
+        while True:
+            piece = _STRING_PIECE.match(self.text, at).group()
+            try:
+                part = scanstring(piece + '"', 0)[0]
+            except JSONDecodeError as error:
+                raise JSONDecodeError(error.msg, self.text, at + error.pos) from None
+            if "\\u" in piece:
+                part.encode()  # half a surrogate pair is no character
+            parts.append(part)
+            at += len(piece)
+            if self.text[at : at + 1] == '"':
+                return "".join(parts), at + 1
+            if not piece:
+                is_cut = len(self.text) - at < 2  # nothing, or a lone backslash
+                what = ("Unterminated string starting at", begin - 1) if is_cut else ("Invalid \\uXXXX escape", at + 1)
+                raise JSONDecodeError(what[0], self.text, what[1])
+            self._ask()
+
+    def _ask(self) -> None:
+        if not self._is_wanted():
+            raise GivenUpError

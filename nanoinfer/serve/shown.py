@@ -1,0 +1,40 @@
+"""What a client sent, as error messages show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+SHOWN_CHARS = 80
+
+
+def shown(value: Any) -> str:
+    text = value if isinstance(value, str) and len(value) > SHOWN_CHARS else _beginning(value)
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
+
+
+def _beginning(value: Any) -> str:
+    """The beginning of its `repr`, which for large values takes seconds."""
+    text = ""
+    for part in _repr_parts(value):
+        text += part
+        if len(text) > SHOWN_CHARS:
+            break
+    return text
+
+
+def _repr_parts(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        yield "["
+        for place, one in enumerate(value):
+            yield ", " if place else ""
+            yield from _repr_parts(one)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for place, (name, one) in enumerate(value.items()):
+            yield f"{', ' if place else ''}{_beginning(name)}: "
+            yield from _repr_parts(one)
+        yield "}"
+    else:
+        yield repr(value[: SHOWN_CHARS + 1] if isinstance(value, str) else value)

@@ -1,0 +1,242 @@
+"""What a tokenizer's description says about long texts: how many tokens they have at least, and where to cut them.
+
+Both are proved from the parts of the tokenizer, or not claimed: a tokenizer with a part that is not known here has no
+bound, or no cuts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PIECE_CHARS = 16_384  # 10 to 30 ms of work
+_NOT_OVERRIDDEN = ("encode", "_encode_plus")  # else the description does not say it all
+_SEARCHED_CHARS = 65_536  # at once: a search holds Python's lock
+
+# Letters of all versions of Unicode that NFC leaves as they are.
+_LETTERS = "A-Za-zА-Яа-яぁ-ゖァ-ヺ一-龥가-힣"
+# No letters, and no marks that NFC would join with a letter before them. The apostrophe begins English endings.
+_OTHERS = " \n\t0123456789_.,;:()<>={}*/+\"#。，、；：！？"
+
+# Alternatives of the patterns by which GPT-2, Llama 3, Qwen, GPT-4o and their like find words. In none of them a letter
+# is followed by one of `_OTHERS`, and none looks back: with all letters, all space and all else matched by some
+# alternative, a word ends wherever a letter is followed by one of `_OTHERS`, whatever stands before or behind.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LETTER_WORDS = {
+    r" ?\p{L}+",
+    r"[^\r\n\p{L}\p{N}]?\p{L}+",
+    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?",
+}
+_OTHER_WORDS = {r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"}
+_NUMBERS = {r"\p{N}", r"\p{N}{1,3}", r" ?\p{N}+"}
+_SPACES = {r"\s+"}
+_FURTHER = {
+    _ENDINGS,
+    *"'s 't 're 've 'm 'll 'd".split(),
+    r"\s*[\r\n]+",
+    r"\s+(?!\S)",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?",
+}
+
+
+@dataclass(frozen=True)
+class TextPieces:
+    """What is known about one tokenizer.
+
+    Attributes:
+        token_chars: characters of a text that one token stands for, at most; None: not known.
+        ascii_token_chars: the same for texts of ASCII characters only.
+        cut: matches the two characters between which a text may be cut: the tokens of the two pieces, without special
+            tokens, are those of the whole. None: no such place is known.
+        before, after: the special tokens around every text.
+    """
+
+    token_chars: int | None = None
+    ascii_token_chars: int | None = None
+    cut: re.Pattern[str] | None = None
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def num_tokens_at_least(self, text: str) -> int:
+        longest = self.ascii_token_chars if text.isascii() else self.token_chars
+        return 0 if longest is None else math.ceil(len(text) / longest)
+
+    def end_of_piece(self, text: str, begin: int) -> int:
+        """The first place after `PIECE_CHARS` where the text may be cut, or its end."""
+        at = begin + PIECE_CHARS
+        while self.cut is not None and at < len(text):
+            # One character more, so that no pair is missed between two searches.
+            if found := self.cut.search(text, at - 1, at + _SEARCHED_CHARS):
+                return found.start() + 1
+            at += _SEARCHED_CHARS
+        return len(text)
+
+
+def examine(tokenizer: PreTrainedTokenizerBase | None) -> TextPieces:
+    """Takes about half a second for a large vocabulary."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return TextPieces()
+    if any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in _NOT_OVERRIDDEN):
+        return TextPieces()
+    described = _Description(json.loads(tokenizer.backend_tokenizer.to_str()))
+    added = [token["content"] for token in described.added_tokens]
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    if normalizer is not None:
+        added += [normalizer.normalize_str(content) for content in added]
+    token_chars = described.token_chars(added)
+    special = _special_tokens(tokenizer)
+    return TextPieces(
+        token_chars=None if token_chars is None else token_chars * described.normalizer_shrinks,
+        ascii_token_chars=token_chars,
+        cut=None if special is None else described.cut(added),
+        **{} if special is None else dict(before=special[0], after=special[1]),
+    )
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """What is put around every text; None where that cannot be told."""
+    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    places = [at for at in range(len(whole)) if bare and whole[at : at + len(bare)] == bare]
+    if len(places) != 1:
+        return None
+    return tuple(whole[: places[0]]), tuple(whole[places[0] + len(bare) :])
+
+
+class _Description:
+    """A tokenizer.json."""
+
+    def __init__(self, parts: dict[str, Any]) -> None:
+        self.added_tokens: list[dict] = parts["added_tokens"]
+        self._model: dict[str, Any] = parts["model"]
+        self._normalizers = list(_flat(parts["normalizer"], "normalizers"))
+        self._words = list(_flat(parts["pre_tokenizer"], "pretokenizers"))
+        self._processors = list(_flat(parts["post_processor"], "processors"))
+
+    @property
+    def normalizer_shrinks(self) -> int:
+        """So many characters, not all ASCII, may become one."""
+        # Those that NFC joins into one are those of its decomposition, 4 at most; the compatibility forms add none.
+        return 4 ** sum(part["type"] in ("NFC", "NFKC") for part in self._normalizers)
+
+    def token_chars(self, added: list[str]) -> int | None:
+        """Characters of a normalised text that one token stands for, at most; None where it may be any number."""
+        takes_space = any(token["lstrip"] or token["rstrip"] for token in self.added_tokens)
+        keeps_all = all(map(_keeps_length, self._normalizers)) and all(map(_keeps_text, self._words))
+        if takes_space or not keeps_all or self._model["type"] != "BPE" or not self._every_character_counts():
+            return None
+        return max(map(len, (*self._model["vocab"], *added)))
+
+    def _every_character_counts(self) -> bool:
+        """Whether none is dropped for not being in the vocabulary, nor fused with its neighbours."""
+        vocab, model = self._model["vocab"], self._model
+        if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+            return False
+        if model.get("unk_token") is not None and not model.get("fuse_unk"):
+            return True
+        if any(part["type"] == "ByteLevel" for part in (*self._words, *self._normalizers)):
+            return all(byte in vocab for byte in pre_tokenizers.ByteLevel.alphabet())
+        return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+
+    def cut(self, added: list[str]) -> re.Pattern[str] | None:
+        """Where a text may be cut, as in `TextPieces`."""
+        takes_neighbours = any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in self.added_tokens)
+        if takes_neighbours or self._model["type"] != "BPE" or self._model.get("dropout"):
+            return None
+        if not {part["type"] for part in self._processors} <= {"ByteLevel", "TemplateProcessing"}:
+            return None
+        letters, others = self._between_words() or self._never_merged() or ("", "")
+        for content in added:  # found before all else, so never cut
+            others = others.translate(dict.fromkeys(map(ord, re.findall(f"(?<=[{_LETTERS}]).", content))))
+        return re.compile(f"[{letters}][{others}]") if letters and others else None
+
+    def _between_words(self) -> tuple[str, str] | None:
+        """For tokenizers that look for words first: letters, and what always ends a word that ends with one of them."""
+        if not self._words or any(part["type"] != "NFC" for part in self._normalizers):
+            return None
+        first, *rest = self._words
+        if any(part["type"] not in ("ByteLevel", "Split", "Digits", "Punctuation") for part in rest):
+            return None
+        if first["type"] == "ByteLevel" and first.get("use_regex", True):
+            # A text that does not begin with a space may be given one.
+            return _LETTERS, " " if first.get("add_prefix_space") else _OTHERS
+        return (_LETTERS, _OTHERS) if _is_known_split(first) else None
+
+    def _never_merged(self) -> tuple[str, str] | None:
+        """For tokenizers that write a space as "▁" and merge across words: letters that no token has before it."""
+        model, vocab = self._model, self._model["vocab"]
+        writes_space = [part for part in self._normalizers if part["type"] == "Replace"]
+        is_written = any(part["pattern"] == {"String": " "} and part["content"] == "▁" for part in writes_space)
+        if len(self._normalizers) != len(writes_space) or len(writes_space) > 1 or len(writes_space) != is_written:
+            return None
+        if is_written and any(
+            part["type"] != "Split" or part["pattern"] != {"String": " "} or part["behavior"] == "Removed"
+            for part in self._words
+        ):
+            return None
+        if not is_written and not (
+            len(self._words) == 1 and self._words[0]["type"] == "Metaspace" and self._words[0]["replacement"] == "▁"
+        ):
+            return None
+        if model.get("ignore_merges") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+            return None
+        letters = {letter for letter in vocab if len(letter) == 1 and re.match(f"[{_LETTERS}]", letter)}
+        for token in vocab:
+            letters.difference_update(re.findall("(.)(?=▁)", token))
+        if not letters or "▁" not in vocab:
+            return None
+        return "".join(sorted(letters)), " "
+
+
+def _flat(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
+    """The parts of a sequence of such, in their order."""
+    if part is None:
+        return
+    if part["type"] == "Sequence":
+        for one in part[name]:
+            yield from _flat(one, name)
+    else:
+        yield part
+
+
+def _keeps_length(normalizer: dict[str, Any]) -> bool:
+    """Whether no character of a text is left out, but for those that NFC joins."""
+    if normalizer["type"] == "Replace":
+        pattern = normalizer["pattern"].get("String")
+        return pattern is not None and 0 < len(pattern) <= len(normalizer["content"])
+    return normalizer["type"] in ("NFC", "NFD", "NFKC", "NFKD", "Prepend", "ByteLevel")
+
+
+def _keeps_text(words: dict[str, Any]) -> bool:
+    if words["type"] in ("Split", "Punctuation"):
+        return words["behavior"] != "Removed"
+    return words["type"] in ("ByteLevel", "Digits", "Metaspace")
+
+
+def _is_known_split(words: dict[str, Any]) -> bool:
+    if words["type"] != "Split" or words["behavior"] != "Isolated" or words["invert"]:
+        return False
+    given = set(_alternatives(words["pattern"].get("Regex", "")))
+    groups = (_LETTER_WORDS, _OTHER_WORDS, _NUMBERS, _SPACES)
+    return all(given & group for group in groups) and given <= set().union(*groups, _FURTHER)
+
+
+def _alternatives(pattern: str) -> Iterator[str]:
+    """What stands between the outermost bars."""
+    depth, begin = 0, 0
+    for at, character in enumerate(pattern):
+        depth += (character in "([") - (character in ")]")
+        if character == "|" and depth == 0:
+            yield pattern[begin:at]
+            begin = at + 1
+    yield pattern[begin:]
