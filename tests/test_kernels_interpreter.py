@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -17,7 +18,9 @@ if not triton.knobs.runtime.interpret:
 
 from nanoinfer.attention.base import MAX_SPLITS_OF_FEW, MAX_SPLITS_PER_BLOCK
 from nanoinfer.attention.triton_backend import PROGRAMS_OF_FEW, TritonBackend
+from nanoinfer.decode import DecodeProgram
 from nanoinfer.kernels.shape import KernelShape, decode_programs, decode_tiles, largest_tile, prefill_tiles
+from nanoinfer.kernels.step_inputs import step_inputs
 from nanoinfer.kernels.store_partials import store_partials
 from nanoinfer.kernels.update_rows import update_rows
 
@@ -31,6 +34,20 @@ def kernel_shape(head_dim, dtype, block_size=256, num_q_heads=32):
     )  # fmt: skip
 
 
+@pytest.fixture
+def operands_lie_alike(monkeypatch):
+    """The interpreter's dot is numpy's, which picks its order of sums by strides: transposed tiles are packed first."""
+    matmul, num_calls = np.matmul, []
+
+    def packed(a, b, **arguments):
+        num_calls.append(1)
+        return matmul(np.ascontiguousarray(a), np.ascontiguousarray(b), **arguments)
+
+    monkeypatch.setattr(np, "matmul", packed)
+    yield
+    assert num_calls, "the interpreter's dot is another one: its operands' layout is not under control"
+
+
 def test_decode_bits_do_not_depend_on_the_number_of_programs():
     spec, lens = make_spec(q_heads=2, kv_heads=1), [70, 33]
     paged, q = make_paged(spec, lens), make_q(spec, 2)
@@ -40,6 +57,7 @@ def test_decode_bits_do_not_depend_on_the_number_of_programs():
 
 
 @pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.usefixtures("operands_lie_alike")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_the_copy_unit_gives_the_bits_of_plain_loads(dtype, window):
     """Tiles that it brings are whole; the cut ones at both ends are masked, over poisoned memory."""
@@ -108,6 +126,7 @@ def test_query_group_is_padded_to_the_matrix_unit(num_q_heads, rows):
     assert decode_tiles(kernel_shape(64, torch.bfloat16, num_q_heads=num_q_heads)).block_m == rows
 
 
+@pytest.mark.usefixtures("operands_lie_alike")
 @pytest.mark.parametrize("window", [None, 40, 70])
 def test_cut_blocks_through_the_copy_unit_have_the_bits_of_plain_loads(window):
     spec, lens = make_spec(8, 2, 64, 256, torch.float16), [300, 256, 65, 64, 1]
@@ -154,3 +173,27 @@ def test_update_rows_writes_what_the_torch_code_writes():
     update_rows(lines, *got, kept)
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
     assert got[0][0] == before[0][0] and got[0][7] == lines[0, 1]
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_step_inputs_are_those_of_the_torch_code_at_block_edges(block_size):
+    lengths = int32([1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size, 2 * block_size + 1, 3 * block_size])
+    num_rows, size = len(lengths), 11  # some rows not at all, some twice, as padding is
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randint(1, 2**31 // block_size, (num_rows, 3), dtype=torch.int32, generator=generator)
+    rows = SimpleNamespace(token=torch.arange(num_rows) + 2**40, length=lengths, block_table=table)
+    batch_rows = int32([7, 6, 0, 5, 4, 3, 2, 1, 0, 0, 7])
+
+    def outputs():
+        wide = [torch.full((size + 1,), -7) for _ in range(3)]
+        return SimpleNamespace(_next=wide[0], _lengths=int32([-7] * (size + 1)), _positions=wide[1], _slots=wide[2])
+
+    want, got = outputs(), outputs()
+    want.rows, want._batch_rows = rows, SimpleNamespace(tensor=batch_rows)
+    want._kv_cache = SimpleNamespace(block_size=block_size)
+    DecodeProgram._prepare(want, size, whole_rows=False)
+    step_inputs(
+        batch_rows, rows.token, lengths, table, got._next, got._lengths, got._positions, got._slots, block_size
+    )
+    for name in ("_next", "_lengths", "_positions", "_slots"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name

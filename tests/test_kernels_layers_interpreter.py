@@ -34,6 +34,12 @@ def test_norm_rotation_and_store(heads, with_norm, offset, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_what_is_beyond_the_range_of_float8_is_stored_as_its_largest(with_norm, dtype):
+    check_norm_rope_store((4, 2, 16), with_norm, False, dtype, "cpu", kv_dtype=torch.float8_e4m3fn)
+
+
+@DTYPES
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("size", [56, 1100])
 def test_activation(size, activation, dtype):

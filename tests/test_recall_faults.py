@@ -18,7 +18,7 @@ from nanoinfer.recall.evaluate import Exam, Grid, ask, evaluate
 from offload import OffloadEngine
 
 BLOCK_SIZE = 64
-GRID = Grid(lengths=(1024,), depths=(0.0, 0.5, 1.0), num_questions=10)  # two documents
+GRID = Grid(lengths=(1024,), depths=(0.5, 1.0), num_questions=10)  # two documents
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ class Faults:
 def run(exam, faults=None):
     longest = GRID.lengths[0] + BLOCK_SIZE  # room for positions that are one block too large
     with LLM(
-        "recall", device="cpu", dtype="float32", block_size=BLOCK_SIZE, max_model_len=longest, max_num_seqs=15,
+        "recall", device="cpu", dtype="float32", block_size=BLOCK_SIZE, max_model_len=longest, max_num_seqs=10,
         enable_cpu_offload=True, resident_kv_limit=0, ring_slot_bytes=131072, skip_tokenizer_init=True, progress_bar=False,
     ) as llm:  # fmt: skip
         after = faults.after_document if faults else None
@@ -95,7 +95,7 @@ def blocks_of_facts(tokenizer):
 @pytest.mark.parametrize("fault", ["another document's block", "block table read one entry early", "stale ring slot"])
 def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, exam, whole, monkeypatch, fault):
     places = blocks_of_facts(tokenizer)
-    middle = next(iter(places[len(places) // 2]))  # a block with facts of depth 0.5
+    middle = next(iter(places[len(places) // 4]))  # a block with facts of depth 0.5
     last = (
         len(tokenizer.encode(ask(tokenizer, GRID, 1024, 1)[0].prompt_text.split("\nQuestion")[0]))
     ) // BLOCK_SIZE - 1
@@ -129,14 +129,21 @@ def shift_positions_of_decode_steps(monkeypatch, shift):
     monkeypatch.setattr(DecodeProgram, "_prepare", shifted)
 
 
-def test_positions_of_generated_tokens_off_by_a_block_show_in_every_cell(exam, whole, monkeypatch):
+@pytest.fixture(scope="module")
+def first_document(tokenizer):
+    return Exam(tokenizer, replace(GRID, num_questions=5))
+
+
+def test_positions_of_generated_tokens_off_by_a_block_show_in_every_cell(first_document, whole, monkeypatch):
     shift_positions_of_decode_steps(monkeypatch, BLOCK_SIZE)
-    found = run(exam)
+    found = run(first_document)
     assert whole.lowest == 1 and max(max(row) for row in found.accuracy) <= 0.1
 
 
-def test_positions_off_by_one_show_in_the_log_probabilities_where_answers_stay_right(exam, whole, monkeypatch):
+def test_positions_off_by_one_show_in_the_log_probabilities_where_answers_stay_right(
+    first_document, whole, monkeypatch
+):
     shift_positions_of_decode_steps(monkeypatch, 1)
-    found = run(exam)
-    assert found.answers == whole.answers, "attention finds the facts by what they say"
+    found = run(first_document)
+    assert len(found.answers) == 10 and found.answers == whole.answers[:10], "attention finds the facts by what they say"
     assert largest_error(found.probes[0], whole.probes[0]) > 0.5

@@ -14,7 +14,7 @@ from nanoinfer.recall.evaluate import Exam, Grid, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers
 from nanoinfer.recall.words import FIRST_NAMES, LAST_NAMES
 
-GRID = Grid(lengths=(1024,), depths=(0.0, 0.6), num_questions=20)
+GRID = Grid(lengths=(1024,), depths=(0.0, 0.6), num_questions=10)
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
@@ -28,12 +28,13 @@ def test_both_modes_and_transformers_answer_rightly(tokenizer):
     exam = Exam(tokenizer, GRID)
     wanted = evaluate(ReferenceAnswers(PACKAGED["recall"], end), exam, progress=False)
     assert wanted.lowest >= 0.95
-    common = dict(device="cpu", max_model_len=1024, max_num_seqs=10, progress_bar=False)
+    # Not bfloat16: where the processor has no instructions for it, it takes minutes.
+    common = dict(device="cpu", dtype="float32", max_model_len=1024, max_num_seqs=10, progress_bar=False)
     for extra in ({}, dict(enable_cpu_offload=True, resident_kv_limit=0)):
         with LLM("recall", **common, **extra) as llm:
             found = evaluate(EngineAnswers(llm, end), exam, progress=False)
         assert found.answers == wanted.answers and (found.streamed_bytes[0] > 0) == bool(extra)
-        assert 0 < largest_error(found.probes[0], wanted.probes[0]) < 2
+        assert largest_error(found.probes[0], wanted.probes[0]) < 0.01
 
 
 def test_readmes_first_lines_print_a_right_answer_about_each_name(capsys):

@@ -306,6 +306,8 @@ def test_any_exception_in_a_thread_reaches_the_caller(several, monkeypatch):
 def test_ctrl_c_ends_all_threads_at_once(several, monkeypatch):
     reads = []
     main = threading.main_thread().ident
+    # A shell starts what runs in the background with SIGINT ignored, and this process may have inherited that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt(descriptor, buffers, offset):
         reads.append(offset)
@@ -315,8 +317,11 @@ def test_ctrl_c_ends_all_threads_at_once(several, monkeypatch):
         return len(buffers[0])
 
     monkeypatch.setattr(os, "preadv", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        read(several, piece_bytes=20, num_threads=4)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            read(several, piece_bytes=20, num_threads=4)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(reads) < 60, "of 400: the threads went on"
 
 

@@ -37,6 +37,17 @@ def test_norm_rotation_and_store(heads, with_norm, offset, dtype):
 
 
 @DTYPES
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs compute capability 8.9"
+)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_what_is_beyond_the_range_of_float8_is_stored_as_its_largest(with_norm, dtype):
+    from layer_kernel_cases import check_norm_rope_store
+
+    check_norm_rope_store((4, 2, 16), with_norm, False, dtype, "cuda", kv_dtype=torch.float8_e4m3fn)
+
+
+@DTYPES
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("size", [56, 9728])
 def test_activation(size, activation, dtype):
