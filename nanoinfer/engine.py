@@ -20,7 +20,7 @@ from nanoinfer.outputs import StreamOutput
 from nanoinfer.prompts import Prompt, encode, too_long, unpack
 from nanoinfer.request import Request
 from nanoinfer.runner import PendingTokens
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import Advised, SamplingParams
 from nanoinfer.sampling_state import MAX_BANNED
 from nanoinfer.scheduler import DecodeBatch, PrefillBatch, Scheduler
 from nanoinfer.sequence import Sequence, SequenceState
@@ -180,8 +180,7 @@ class LLMEngine:
         modes = [self.mode] if self.config.enable_cpu_offload != "auto" else [self.mode, "offload"]
         capacity = max(self.max_sequence_tokens(mode) for mode in modes)
         max_tokens = self.plan.max_model_len - num_prompt_tokens
-        if params.max_tokens is None or params.max_tokens == self.sampling_defaults.get("max_tokens"):
-            # Nobody has asked for that many: the checkpoint recommends it, at most.
+        if params.max_tokens is None or isinstance(params.max_tokens, Advised):
             max_tokens = min(max_tokens, params.max_tokens or max_tokens)
             max_tokens = max(1, min(max_tokens, capacity - num_prompt_tokens))
         else:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from nanoinfer.checkpoint_config import TOKEN_IDS
 from nanoinfer.loader import read_json_object
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import Advised, SamplingParams
 
 FILE = "generation_config.json"
 # The fields that vLLM reads, with their names in SamplingParams. Like vLLM we do not read do_sample: checkpoints often
@@ -61,4 +61,6 @@ def sampling_defaults(model_dir: Path) -> dict[str, Any]:
         raise ValueError(
             f'{model_dir / FILE}: {error} Mend the file, or set generation_config="vllm" to leave its values out.'
         ) from error
+    if "max_tokens" in defaults:
+        defaults["max_tokens"] = Advised(defaults["max_tokens"])
     return defaults

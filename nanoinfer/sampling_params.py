@@ -15,6 +15,10 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
 
 
+class Advised(int):
+    """A number of tokens that a checkpoint recommends and nobody has asked for: fewer will do where room is short."""
+
+
 @partial(refuse_unknown_keywords, known=lambda given: refuse_unsupported(given, SAMPLING))
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -96,7 +100,8 @@ class SamplingParams:
             given = getattr(self, name)
             self._set(name, _number(name, given, "a number in [-2, 2]", lambda x: -2 <= x <= 2, "use 0 to turn it off"))
         if self.max_tokens is not None:
-            self._set("max_tokens", _integer("max_tokens", self.max_tokens, low=1, fix="ask for at least one token"))
+            checked = _integer("max_tokens", self.max_tokens, low=1, fix="ask for at least one token")
+            self._set("max_tokens", Advised(checked) if isinstance(self.max_tokens, Advised) else checked)
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, low=0, fix="use 0 to turn it off"))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(

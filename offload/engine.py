@@ -30,8 +30,6 @@ from offload.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
 
 # Blocks that `store` sends between two events: whoever waits for a few of them does not wait for the whole pool.
 STORE_GROUP = 64
-_REUSE_GPU = "gpu_block.reuse_after_write_through"
-_REUSE_HOST = "host_block.reuse_after_copies"
 
 
 class OffloadStep(Protocol):
@@ -209,7 +207,7 @@ class OffloadEngine:
             insort(self._deferred_gpu, deferred, key=lambda other: other.order)
 
     def _forget_finished_writes(self) -> None:
-        while self._writing and self._writing[0].written.query(_REUSE_GPU):
+        while self._writing and self._writing[0].written.query("gpu_block.reuse_after_write_through"):
             done = self._writing.popleft()
             for block in done.blocks:
                 if self._last_write.get(block) is done:
@@ -231,16 +229,16 @@ class OffloadEngine:
     def reclaim(self) -> None:
         """Puts released blocks whose copies have run back into their pools."""
         self._forget_finished_writes()
-        self._reclaim(self._deferred_gpu, self._gpu_blocks, _REUSE_GPU)
-        self._reclaim(self._deferred_host, self.host.blocks, _REUSE_HOST)
+        self._reclaim(self._deferred_gpu, self._gpu_blocks, "gpu_block.reuse_after_write_through")
+        self._reclaim(self._deferred_host, self.host.blocks, "host_block.reuse_after_copies")
 
     def wait_for_gpu(self, count: int) -> None:
         """Waits until `count` GPU blocks are free, or all that were released: for as few copies as that takes."""
-        self._reclaim(self._deferred_gpu, self._gpu_blocks, _REUSE_GPU, wanted=count)
+        self._reclaim(self._deferred_gpu, self._gpu_blocks, "gpu_block.reuse_after_write_through", wanted=count)
 
     def wait_for_host(self, count: int) -> None:
         """Waits until `count` host blocks are free, or all that were released: for as few copies as that takes."""
-        self._reclaim(self._deferred_host, self.host.blocks, _REUSE_HOST, wanted=count)
+        self._reclaim(self._deferred_host, self.host.blocks, "host_block.reuse_after_copies", wanted=count)
 
     def take_back_gpu(self, block: int) -> bool:
         """Holds on to a released GPU block that a write-through still reads; False: it is not on its way to the pool.

@@ -98,7 +98,7 @@ class Player:
                 try:
                     with tracer.tracing():
                         requests[number] = engine.add_request(str(number), PROMPTS[number], PARAMS[number])
-                except (KeyboardInterrupt, RuntimeError):
+                except (KeyboardInterrupt, RuntimeError, MemoryError):
                     engine.abort(str(number))  # nobody knows whether it was added
             if not engine.has_work and len(begun) == len(PROMPTS):
                 return {number: outcome(request) for number, request in requests.items()}
@@ -107,7 +107,7 @@ class Player:
                     if step == 14:
                         engine.abort("4")
                     engine.step()
-            except (KeyboardInterrupt, RuntimeError):
+            except (KeyboardInterrupt, RuntimeError, MemoryError):
                 pass
         pytest.fail("the engine does not come to an end")
 

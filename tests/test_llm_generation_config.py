@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from engines import COMMON
+from request_helpers import shrink_gpu_pool
 from serving import make_served_checkpoint, serving
 
 from nanoinfer import LLM, SamplingParams
@@ -52,6 +54,21 @@ def test_generate_without_params_takes_them_and_with_params_does_not(path):
         (sampled,) = llm.generate([7, 8], SamplingParams(max_tokens=5, seed=1), use_tqdm=False)
     assert found.outputs[0].token_ids == wanted.outputs[0].token_ids == sum(streamed, [])
     assert sampled.outputs[0].token_ids != wanted.outputs[0].token_ids
+
+
+def test_who_asks_for_as_many_tokens_as_the_checkpoint_recommends_is_not_cut_in_silence(path):
+    """What nobody asked for is cut to what the pool holds; the same number, asked for, is refused."""
+    write(path, max_new_tokens=150)
+    with make_llm(path, max_model_len=200) as llm:
+        shrink_gpu_pool(llm.engine, 8)
+        (output,) = llm.generate([5] * 20, replace(llm.get_default_sampling_params(), ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 8 * 16 - 20
+        for params in (
+            SamplingParams(max_tokens=150),
+            replace(llm.get_default_sampling_params(), max_tokens=150),
+        ):
+            with pytest.raises(ValueError, match="may grow by 150, the resident mode's pool holds 128: lower max_tokens"):
+                llm.generate([5] * 20, params, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

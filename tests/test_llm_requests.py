@@ -3,15 +3,20 @@
 `test_engine_requests.py` has the plain cases.
 """
 
+import shutil
+
 import pytest
 import torch
 from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, outcome, random_prompts, run, some_params
 from request_helpers import shrink_gpu_pool
+from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.detokenizer import Detokenizer
+from nanoinfer.request import Request
 from nanoinfer.runner import ModelRunner
 from nanoinfer.saved_kv import SavedKV
 from nanoinfer.sequence import SequenceState
@@ -269,3 +274,63 @@ def test_streamed_and_written_bytes_are_those_counted_by_hand(path, num_ring_slo
     assert (stats["num_prefill_steps"], stats["num_prefill_tokens"]) == (1, 40)
     assert (stats["num_decode_steps"], stats["num_decode_tokens"]) == (11, 11)
     assert_pools_as_before(engine)
+
+
+# A request that fails by itself
+
+
+@BOTH_MODES
+def test_generate_returns_what_others_got_beside_a_request_that_fails(path, enable_cpu_offload, monkeypatch):
+    prompts, params = random_prompts(3, 5, 30), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with make_llm(path, enable_cpu_offload=enable_cpu_offload) as llm:
+        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        append, bad = Detokenizer.append, []
+
+        def failing(detokenizer, token_ids):
+            bad.append(detokenizer) if not bad else None
+            if detokenizer is bad[0] and token_ids[0] == wanted[0][4]:
+                raise KeyError("no such piece")
+            return append(detokenizer, token_ids)
+
+        monkeypatch.setattr(Detokenizer, "append", failing)
+        with pytest.warns(UserWarning, match="prompt 0 of 3 failed: 'no such piece'"):
+            failed, *others = llm.generate(prompts, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in others] == wanted[1:]
+        assert not any(output.error for output in others)
+        assert failed.outputs[0].finish_reason == "error" and failed.error == "'no such piece'" and failed.finished
+        place = wanted[0].index(wanted[0][4])
+        assert failed.outputs[0].token_ids == wanted[0][: place + 1]
+        bad.clear()
+        with pytest.raises(KeyError, match="no such piece"):  # nobody else's output would be lost
+            llm.generate(prompts[0], params, use_tqdm=False)
+        assert_pools_as_before(llm.engine)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_prompt_whose_logits_are_nan_fails_alone(path, dtype, tmp_path):
+    """It comes first, and the others share its step."""
+    shutil.copytree(path, tmp_path / "nan")
+    weights = load_file(tmp_path / "nan" / "model.safetensors")
+    weights["model.embed_tokens.weight"][150] = torch.nan
+    save_file(weights, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
+    prompts = [[7, 150, 9], [8, 9, 10], [11, 12]]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with make_llm(path, dtype=dtype) as llm:
+        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts[1:], params, use_tqdm=False)]
+    with make_llm(tmp_path / "nan", dtype=dtype) as llm:
+        with pytest.warns(UserWarning, match="prompt 0 of 3 failed: all logits of the prompt are NaN"):
+            failed, *others = llm.generate(prompts, params, use_tqdm=False)
+        assert failed.outputs[0].finish_reason == "error"
+        assert [output.outputs[0].token_ids for output in others] == wanted
+        assert [output.error for output in others] == [None, None]
+        assert_pools_as_before(llm.engine)
+
+
+def test_a_step_does_not_look_at_requests_that_it_gave_nothing(path, monkeypatch):
+    """Thousands wait behind the ones that run: counting them in each step took longer than the step."""
+    looks, is_finished = [], Request.is_finished.fget
+    monkeypatch.setattr(Request, "is_finished", property(lambda self: looks.append(1) or is_finished(self)))
+    prompts, params = random_prompts(60, 2, 6), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    with make_llm(path, max_num_seqs=2) as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+    assert len(looks) < 20 * len(prompts), f"{len(looks)} looks at {len(prompts)} requests"

@@ -1,0 +1,94 @@
+"""Tables on the device: what the host believes that they hold is true after a failure at any point of an upload."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params
+from tiny_models import make_checkpoint
+
+from nanoinfer.device_tables import DeviceTable
+from offload import SimulatedRuntime, Staging
+from offload.simulated import SimulatedStream
+
+OLD, NEW = np.array([[1, 2], [3, 4]], dtype=np.int32), np.array([5, 6, 7, 8], dtype=np.int32)
+
+
+def failing(method, call: int, *, after: bool):
+    """The method, raising at its nth call, before or after its work."""
+    calls = itertools.count(1)
+
+    def wrapped(*args, **kwargs):
+        number = next(calls)
+        if number == call and not after:
+            raise RuntimeError("out of luck")
+        result = method(*args, **kwargs)
+        if number == call:
+            raise RuntimeError("out of luck")
+        return result
+
+    return wrapped
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("owner, name", [(Staging, "acquire"), (Staging, "upload"), (SimulatedStream, "record")])
+def test_a_table_whose_upload_failed_is_uploaded_again_whatever_is_set(owner, name, after, monkeypatch):
+    for then in (OLD, NEW):
+        runtime = SimulatedRuntime()
+        stream, table = runtime.stream("compute"), DeviceTable(runtime, 4)
+        table.set(stream, OLD)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
+            patch.setattr(owner, name, failing(getattr(owner, name), 1, after=after))
+            table.set(stream, NEW)
+        table.set(stream, then)
+        assert table.tensor.tolist() == then.reshape(-1).tolist()
+
+
+def test_equal_values_are_uploaded_once():
+    runtime = SimulatedRuntime()
+    stream, table, uploads = runtime.stream("compute"), DeviceTable(runtime, 4), []
+    stream.copy = lambda destination, source: uploads.append(destination.copy_(source))
+    for values in (OLD, OLD.copy(), NEW, NEW, NEW[:2], OLD):
+        table.set(stream, values)
+    assert len(uploads) == 3
+    table.forget()
+    table.set(stream, OLD)
+    assert len(uploads) == 4
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+def test_rows_whose_upload_failed_are_uploaded_again(tmp_path, enable_cpu_offload, monkeypatch):
+    """The device decodes from its own rows: a row believed to be there would give another one's tokens."""
+    path = make_checkpoint("qwen3", tmp_path, **SMALL)
+    prompts, params = random_prompts(3, 20, 40), some_params(3, max_tokens=24, logprobs=None)
+    wanted = run(make_engine(path), prompts, params)
+    for call, after in itertools.product((1, 2), (False, True)):
+        engine = make_engine(path, enable_cpu_offload=enable_cpu_offload)
+        rows = engine.runner.decode_program.rows
+        with monkeypatch.context() as patch:
+            patch.setattr(rows._staging, "upload", failing(rows._staging.upload, call, after=after))
+            requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+            with pytest.raises(RuntimeError, match="out of luck"):
+                while engine.has_work:
+                    engine.step()
+        assert any(request.is_finished for request in requests)
+        assert run(engine, prompts, params) == wanted
+        assert_pools_as_before(engine)
+
+
+def test_a_row_update_that_failed_leaves_its_rows_changed(tmp_path):
+    engine = make_engine(make_checkpoint("qwen3", tmp_path, **SMALL))
+    kv_cache, rows = engine.runner.kv_cache, engine.runner.decode_program.rows
+    request = engine.add_request("0", [5, 6, 7], some_params(1)[0])
+    while not request.sequences[0].num_generated:
+        engine.step()
+    (sequence,) = request.sequences
+    kv_cache.changed_rows.add(sequence.row)
+    rows._staging.upload = failing(rows._staging.upload, 1, after=False)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="out of luck"):
+        rows.update(engine.runner.compute, [sequence], kv_cache)
+    assert kv_cache.changed_rows == {sequence.row}
+    with torch.inference_mode():
+        assert rows.update(engine.runner.compute, [sequence], kv_cache)
+    assert not kv_cache.changed_rows
