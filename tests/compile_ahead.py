@@ -125,3 +125,9 @@ triton.AsyncCompileMode = compile_mode
 with compile_ahead(x.device):
     add_kernel[(1,)](x, SIZE=16, ADDED=1001)
 assert len(gpu.launches) == 1, "it can again"
+
+# Where triton keeps its kernels elsewhere, only the unfinished ones of an interruption stay.
+with compile_ahead(x.device):
+    add_kernel[(1,)](x, SIZE=16, ADDED=1002)
+    del add_kernel.device_caches
+assert JITFunction.run is run

@@ -232,9 +232,10 @@ def test_files_that_are_nested_too_deeply_are_refused(name, depth, tmp_path):
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_nesting_that_files_may_have_is_taken(name, tmp_path):
     make_checkpoint("llama", tmp_path, **SMALL)
-    content = json.loads((tmp_path / name).read_text())
+    deep: list = []
     for _ in range(30):
-        content = content | dict(deeper=[content["deeper"]] if "deeper" in content else [])
+        deep = [deep]
+    content = json.loads((tmp_path / name).read_text()) | dict(deep=deep)  # 32 with the object around it
     (tmp_path / name).write_text(json.dumps(content))
     make_engine(tmp_path).close()
 

@@ -149,6 +149,13 @@ def test_a_process_outside_of_what_it_sees_gets_what_is_mounted(tmp_path, group)
     assert machine.available() == 30_000
 
 
+def test_what_lies_beside_the_mount_point_is_no_group(tmp_path):
+    machine = on_host(tmp_path, "/../outside")
+    machine.v2("", limit=40_000, used=10_000)
+    machine.v2("../outside", limit=40_000, used=39_000)
+    assert machine.available() == 30_000
+
+
 def test_another_groups_mount_does_not_count_beside_the_own(tmp_path):
     machine = Machine(
         tmp_path,
