@@ -312,15 +312,15 @@ class DecodeProgram:
             num_splits = found.ranges[-1]
             assert num_splits <= self.max_splits, f"{num_splits} splits in a workspace of {self.max_splits}"
             self._splits[index].set(self._compute, found)
-            layer = self._kind.index(index)
-            self._records[index].set(self._compute, found, plan.chunks[layer] + (beside.chunks[layer] if beside else []))
+            chunks = [chunk for part in (plan, beside) if part for chunk in part.chunks[self._kind.index(index)]]
+            self._records[index].set(self._compute, found, chunks)
         self._last_splits = resident
         num_streamed = self._kv_cache.residency.num_streamed
         promoted = self._kv_cache.promote(rows.tolist())
         # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
         have_come = self._kv_cache.residency.num_streamed < num_streamed
-        is_same = beside is None and not have_come
-        ahead = plan if is_same else self._stream_plan(self._split_lists(size, rows, lengths))
+        changes = have_come or beside is not None
+        ahead = self._stream_plan(self._split_lists(size, rows, lengths)) if changes else plan
         readers = [(found.on_host[:, 0], found.on_host[:, 2]) for found in lists]
         return DecodeStep(self, size, plan, ahead, write_through, promoted, readers)
 

@@ -81,7 +81,7 @@ class ChunkRecords:
 
     @staticmethod
     def num_elements(blocks_per_slot: int, max_batch: int, max_splits: int) -> int:
-        """Of the longest record: each row may attend to each place; rows whose blocks are cut have few splits in all."""
+        """Of the longest record: each row may attend to each place; rows with cut blocks have few splits in all."""
         return 4 + 4 * min(max_splits, blocks_per_slot * max_batch + MAX_SPLITS_OF_FEW)
 
     def set(self, stream: Stream, lists: SplitLists, chunks: list[Chunk]) -> None:

@@ -9,9 +9,9 @@ pool, or not yet anywhere:
 
 The tables say for each row and logical block where it lies; attention reads nothing else, so any mixture works. What
 lies in both pools is read on the GPU. Dropping that copy costs nothing, so whenever GPU blocks are wanted, full ones
-are dropped (`offload.Residency` says which), and when there is room again they come back as they pass the ring. Rows that
-share a host block share the GPU's copy of it, too. What a sequence leaves on the GPU when it ends stays there until the
-room is wanted, for the next one with that beginning.
+are dropped (`offload.Residency` says which), and when there is room again they come back as they pass the ring. Rows
+that share a host block share the GPU's copy of it, too. What a sequence leaves on the GPU when it ends stays there
+until the room is wanted, for the next one with that beginning.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ class KVCache:
         return refusal.num_own is None or not self._keeps_throughput(refusal.num_own)
 
     def _find_copies(self, host_blocks: list[int]) -> list[int]:
-        """Takes up the GPU blocks that running sequences have of a beginning's host blocks, or ended ones have left: of the
-        last ones, as a row keeps its newest."""
+        """Takes up the GPU blocks that running sequences have of these, or ended ones have left: of the last ones, as a
+        row keeps its newest."""
         assert self.offload is not None
         copies: list[int] = []
         for place, host_block in reversed(list(enumerate(host_blocks))):

@@ -1,8 +1,8 @@
 """A mixed step: chunks of prompts, and the next tokens of sequences that run, through all layers together.
 
 Between the attentions they are rows of the same small step, so the weights are read once for both. Each attends as it
-would alone: the chunks by the prefill attention, the others by the splits of their blocks, wherever these lie. What both
-have on the host streams once, in the ring chunks of the prompts' history.
+would alone: the chunks by the prefill attention, the others by the splits of their blocks, wherever these lie. What
+both have on the host streams once, in the ring chunks of the prompts' history.
 """
 
 from __future__ import annotations

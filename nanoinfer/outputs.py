@@ -40,7 +40,8 @@ class RequestMetrics:
     kv_resident_share: float = 1.0
     """Of the KV blocks that its steps read, the share that lay on the GPU."""
     streamed_bytes: int = 0
-    """Bytes of its KV blocks that its steps moved from the host to the GPU."""
+    """Bytes of its KV blocks that its steps moved from the host to the GPU; each of those that read a block at once has
+    a part of it."""
     copy_wait_time: float = 0.0
     """Estimate of the time in which its decode steps waited for copies, from a sample of the steps."""
 

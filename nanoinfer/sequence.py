@@ -49,7 +49,7 @@ class Sequence:
     num_cached: int = 0
     num_pending: int = 0  # tokens sampled on the device that the host has not read yet
     num_published: int = 0  # full blocks that were offered to the prefix cache of this mode
-    streamed_bytes: int = 0  # of its own blocks, over all its steps
+    streamed_bytes: int = 0  # of its blocks, over all its steps: its share where others read them, too
     num_blocks_read: int = 0  # full blocks that its decode steps read, one by one ...
     num_resident_read: int = 0  # ... and those of them that lay on the GPU
     copy_wait_seconds: float = 0.0  # estimate

@@ -18,8 +18,8 @@ class SplitLists:
     Attributes:
         on_gpu: [n, 4] int32, items: (batch row, split, GPU block, partial index). Those with most keys come first: the
             programs of a kernel that deals them out in this order end together.
-        on_host: [m, 5] int32, (batch row, first split, host block, first partial index, number of splits) for each block
-            of each row, in the order of the host pool.
+        on_host: [m, 5] int32, (batch row, first split, host block, first partial index, number of splits) for each
+            block of each row, in the order of the host pool.
         ranges: [batch + 1] int32: row b's partials are ranges[b] to ranges[b + 1] - 1, in ascending order of split.
         splits_per_block: [batch], how many splits a whole block of the row is cut into.
     """
@@ -31,8 +31,7 @@ class SplitLists:
 
     @property
     def host_blocks(self) -> np.ndarray:
-        """What streams: each block once, whoever shares it, in the order of the host pool, where neighbours pass in one
-        copy."""
+        """What streams, each block once: in the order of the host pool, where neighbours pass in one copy."""
         blocks = self.on_host[:, 2]
         return blocks[np.diff(blocks, prepend=-1) > 0]
 
@@ -170,7 +169,8 @@ def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: 
     found, times = np.unique(np.array(streamed, dtype=np.int64), return_counts=True)
     at = np.searchsorted(found, blocks)
     num_readers = np.bincount(at, minlength=len(found))
-    parts = (times * block_bytes)[at] // num_readers[at]
+    num_bytes = times * block_bytes
+    parts = (num_bytes // num_readers)[at]
     _, first_reader = np.unique(at, return_index=True)
-    parts[first_reader] += times * block_bytes - times * block_bytes // num_readers * num_readers  # what does not divide
+    parts[first_reader] += num_bytes % num_readers
     return np.bincount(numbers, weights=parts, minlength=count).astype(np.int64)

@@ -5,8 +5,8 @@ what streams is then a prefix of the row, which prefill walks in order, and a sl
 tokens only, never streams. A block lies on the GPU with all its layers, so every full-attention layer streams the same
 number of bytes.
 
-Rows with an equal beginning share host blocks, which lie at the same place in each of them, and share the GPU's copies of
-these: a copy comes once for all, and is dropped by all at once, or its room would not be free.
+Rows with an equal beginning share host blocks, which lie at the same place in each of them, and share the GPU's copies
+of these: a copy comes once for all, and is dropped by all at once, or its room would not be free.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Residency:
     """For each row, the full blocks `[first, full)` that the GPU keeps; those before stream.
 
     Args:
-        gpu_table, host_table: [num_rows, max_blocks] the GPU and host block at each place of each row, below 0 for none;
-            only read. None: no two rows share a block.
-        joins: whether a row may take up a copy that another row has. With sliding windows it may lack layers whose window
-            had moved on in that row.
+        gpu_table, host_table: [num_rows, max_blocks] the GPU and host block at each place of each row, below 0 for
+            none; only read. None: no two rows share a block.
+        joins: whether a row may take up a copy that another row has. With sliding windows it may lack layers whose
+            window had moved on in that row.
 
     Attributes:
         first: [num_rows] the first full block that lies on the GPU.
@@ -129,7 +129,8 @@ class Residency:
         while len(rows := rows[self.first[rows] > 0]):
             blocks = self.first[rows] - 1
             # [rows of all, rows that stream]: none of the latter keeps its own
-            has_copy = (self._host_table[:, blocks] == self._host_table[rows, blocks]) & (self._gpu_table[:, blocks] >= 0)
+            has_copy = self._host_table[:, blocks] == self._host_table[rows, blocks]
+            has_copy &= self._gpu_table[:, blocks] >= 0
             has_copy &= (self.first[:, None] <= blocks) & (blocks < self.full[:, None])
             holders, found = has_copy.argmax(axis=0), has_copy.any(axis=0)
             rows, blocks, holders = rows[found], blocks[found], holders[found]

@@ -254,7 +254,7 @@ def test_the_command_generates_and_reports_errors_in_one_line(tmp_path, capsys):
 def test_the_gpu_record_can_be_made_without_a_gpu(tmp_path):
     """Scaled down, for the code's sake: the figures mean nothing."""
     out = tmp_path / "made" / "record.json"
-    only = "pin_16gib,one_sequence_32k,hf_offloaded,auto_3x"
+    only = "pin_16gib,one_sequence_32k,hf_offloaded,auto_3x,shared_document"
     arguments = ["--shape", "tiny", "--scale", "128", "--only", only, "--out", str(out)]
     subprocess.run([*GPU_BENCH, *arguments], check=True, capture_output=True, timeout=500)
     record = json.loads(out.read_text())
@@ -264,6 +264,8 @@ def test_the_gpu_record_can_be_made_without_a_gpu(tmp_path):
     assert len(settings) == 7 and [found.get("bit_identical_to_resident") for found in settings] == [None] + [True] * 6
     auto = record["cases"]["auto_3x"]
     assert auto["auto"]["bit_identical"] and auto["auto"]["num_preemptions"] == 0 < auto["auto"]["streamed_bytes"]
+    shared = record["cases"]["shared_document"]
+    assert 0 < shared["bytes_ratio"] <= 1.1 and shared["tokens_per_second_ratio"] > 0
     assert all(record["cases"]["hf_offloaded"][mode]["ratio_to_floor"] > 0 for mode in ("hf", "hf-static"))
 
 

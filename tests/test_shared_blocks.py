@@ -1,7 +1,7 @@
 """Sequences that share host blocks share what comes of them: one stream, one copy on the GPU.
 
-Beginnings are drawn from a tree that branches at block edges and inside blocks. Whoever starts, grows, ends, is aborted or
-switched: everyone gets the bits of resident mode, and the reference counts are those of the tables.
+Beginnings are drawn from a tree that branches at block edges and inside blocks. Whoever starts, grows, ends, is aborted
+or switched: everyone gets the bits of resident mode, and the reference counts are those of the tables.
 """
 
 import random
@@ -116,7 +116,7 @@ def tree_engine(generator: random.Random, path, seed: int):
 
 
 def play(engine, requests, generator: random.Random):
-    """Adds, aborts and switches at random; returns the requests, the aborted ones, and how many blocks were ever shared."""
+    """Adds, aborts and switches at random; returns the requests, the aborted ones, and how many blocks were shared."""
     added, aborted, num_shared = [], set(), 0
     for _ in range(3000):
         while len(added) < len(requests) and (generator.random() < 0.25 or not engine.has_work):
@@ -169,7 +169,7 @@ def test_beginnings_drawn_from_a_tree(paths, alone, first_seed):
 
 
 def tree_script(seed: int) -> Script:
-    """Requests of one tree that come while others run, with log-probabilities (read at once) and without (run ahead)."""
+    """Requests of one tree that come while others run, some with log-probabilities (read at once), some without."""
     generator = random.Random(seed)
     arrivals, step = {}, 0
     for i, prompt in enumerate(tree_of_prompts(generator, 9)):
@@ -300,6 +300,9 @@ def test_a_mixed_step_streams_once_what_its_prompt_and_its_running_rows_share(pa
         requests.append(engine.add_request(str(len(requests)), question, greedy(9)))
         for _ in range(5 if len(requests) == 1 else 1):
             engine.step()
+        assert len(requests) == 1 or [chunk.blocks for _, chunk in engine.runner.offload._filled] == [
+            tuple(range(begin, begin + 4)) for begin in (0, 4, 8)
+        ], "the next step's first chunks are on their way"
     while engine.has_work:
         engine.step()
     mixed = [layers for name, layers, _ in link.steps if name == "MixedStep"]
@@ -309,6 +312,45 @@ def test_a_mixed_step_streams_once_what_its_prompt_and_its_running_rows_share(pa
     assert sum(request.sequences[0].streamed_bytes for request in requests) == link.planned_bytes
     for request, question in zip(requests, QUESTIONS, strict=False):
         assert outcome(request)[0][0] == alone("qwen3", question, greedy(9))[0][0]
+
+
+def test_sequences_between_two_that_share_a_history_keep_their_own(paths, alone, monkeypatch):
+    """In one prefill step: a question, another prompt with a history, one without, and a question of another length."""
+    engine = make_engine(paths["qwen3"], **STREAMED)
+    other = random_prompts(1, 70, 70, seed=9)[0]
+    run(engine, [DOCUMENT[:165], other], [greedy(2)] * 2)
+    prompts = [DOCUMENT[:170], other[:64] + [5, 6], [7, 8, 9], DOCUMENT[:160] + [4] * 20, DOCUMENT[:160] + [3] * 30]
+    pieces, prefill = [], engine.runner.backend.prefill
+    monkeypatch.setattr(engine.runner.backend, "prefill", lambda *args: pieces.append(args[2]) or prefill(*args))
+    found = run(engine, prompts, [greedy(6)] * 5)
+    assert [completions[0][0] for completions in found] == [alone("qwen3", p, greedy(6))[0][0] for p in prompts]
+    through_ring = [piece for piece in pieces if piece.store_state]
+    assert {tuple(piece.cu_seqlens_q.tolist()) for piece in through_ring} == {(0, 10), (10, 12), (15, 35, 65)}
+    for piece in pieces:
+        bounds = piece.cu_seqlens_q
+        assert piece.max_query_len == bounds.diff().max() and piece.query_rows == (bounds[0], bounds[-1])
+
+
+def test_with_auto_a_question_about_what_streams_already_is_admitted(paths, alone):
+    """It adds a block to what streams; a prompt of the same length that shares nothing would add 25, and waits."""
+    arguments = LENGTHS | dict(enable_cpu_offload="auto", resident_kv_limit=None, num_gpu_blocks_override=20)
+    engine = make_engine(paths["qwen3"], **arguments)
+    prompts = [QUESTIONS[0], QUESTIONS[1], random_prompts(1, 388, 388, seed=8)[0]]
+    first = engine.add_request("first", prompts[0], greedy(30))
+    while not first.sequences[0].num_generated:
+        engine.step()
+    assert engine.mode == "offload" and engine.runner.kv_cache.num_streamed > 4
+    requests = [first, *(engine.add_request(str(i), prompts[i], greedy(8)) for i in (1, 2))]
+    engine.step()
+    engine.step()
+    assert [request.sequences[0].row is not None for request in requests] == [True, True, False]
+    while engine.has_work:
+        engine.step()
+        check_references(engine)
+    for request, prompt in zip(requests, prompts, strict=True):
+        params = request.sequences[0].params
+        assert outcome(request)[0][0] == alone("qwen3", prompt, params)[0][0]
+    assert_pools_as_before(engine)
 
 
 # What stays on the GPU
@@ -331,9 +373,10 @@ def add_questions(engine, count: int, max_tokens: int = 7, prefix: str = "q"):
     return [engine.add_request(f"{prefix}{i}", prompt, greedy(max_tokens)) for i, prompt in enumerate(prompts)]
 
 
-def test_one_gpu_block_comes_back_for_all_rows(paths):
-    """10 shared blocks, 6 rows, 20 GPU blocks: all of the beginning comes back, 8 blocks in a step, and streams no more."""
-    engine = shared_engine(paths["qwen3"], 20)
+@pytest.mark.parametrize("limit", [None, 12 * BLOCK_BYTES])
+def test_one_gpu_block_comes_back_for_all_rows(paths, limit):
+    """10 shared blocks, 6 rows, 20 GPU blocks: all of it comes back, 8 blocks in a step, and streams no more."""
+    engine = shared_engine(paths["qwen3"], 20, resident_kv_limit=limit)
     kv_cache, link = engine.runner.kv_cache, Link(engine)
     add_questions(engine, 6)
     while engine.has_work:
@@ -362,6 +405,29 @@ def test_who_comes_later_takes_up_the_copies_of_running_rows(paths):
         engine.step()
         check_references(engine)
     engine.give_back()
+    assert_pools_as_before(engine)
+
+
+def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(paths):
+    engine = shared_engine(paths["qwen3"], 20)
+    kv_cache, offload = engine.runner.kv_cache, engine.runner.offload
+    requests = add_questions(engine, 2)
+    while kv_cache.num_streamed or not engine.scheduler.running:
+        engine.step()
+    row = requests[1].sequences[0].row
+    kv_cache.gpu_blocks.release(kv_cache.gpu_table[row, :10].tolist())  # as if it had been out of the steps
+    kv_cache.gpu_table[row, :10] = NO_BLOCK
+    kv_cache.residency.first[row] = 10
+    link = Link(engine)
+    engine.step()
+    assert check_references(engine) == 10 and kv_cache.num_streamed == 0
+    ((_, layers, _),) = link.steps
+    assert all(len(blocks) == 10 for blocks in layers) and not offload._filled, "nothing is to stream in the next step"
+    while engine.has_work:
+        engine.step()
+        check_references(engine)
+    assert offload.counters.discarded_bytes == 0
+    kv_cache.gpu_blocks.release(engine.taken)
     assert_pools_as_before(engine)
 
 

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from nanoinfer.attention.base import MAX_SPLITS_OF_FEW
+from nanoinfer.device_tables import ChunkRecords
 from nanoinfer.work import shares, slot_records, split_lists
 from offload import Chunk, pack
 
@@ -79,7 +81,8 @@ def test_rows_that_share_a_block_have_an_item_each_and_stream_it_once(splits):
     gpu = np.full_like(host, -1)
     gpu[3, 2:] = [5, 6, 7, 8]
     lists = split_lists(gpu, host, lengths, None, BLOCK_SIZE, lambda counts: np.array(splits))
-    wanted = {(row, i) for row, length in enumerate(lengths) for i in range(-(-length // BLOCK_SIZE)) if gpu[row, i] < 0}
+    counts = -(-lengths // BLOCK_SIZE)
+    wanted = {(row, i) for row, count in enumerate(counts) for i in range(count) if gpu[row, i] < 0}
     assert lists.host_blocks.tolist() == sorted({int(host[place]) for place in wanted})
     beside = Chunk((77, int(host[0, 1]), 78), 0, "a prompt's")
     own = pack(np.setdiff1d(lists.host_blocks, beside.blocks), 3)
@@ -95,6 +98,21 @@ def test_rows_that_share_a_block_have_an_item_each_and_stream_it_once(splits):
             assert partial == lists.ranges[row] + split
     assert found == wanted
     assert {row for row, *_ in slot_records(lists.on_host, chunks)[-1][1:].tolist()} == {0, 1, 2, 3}
+
+
+def test_no_record_is_longer_than_its_place():
+    """Rows whose blocks are cut, and rows that share all their blocks."""
+    for lengths, splits, blocks_per_slot in (
+        ([16 * BLOCK_SIZE], [4], 16),
+        ([6 * BLOCK_SIZE, 2 * BLOCK_SIZE], [4, 4], 3),
+        ([BLOCK_SIZE * 40] * 5, [1] * 5, 8),
+    ):
+        assert max(length // BLOCK_SIZE * cut for length, cut in zip(lengths, splits)) <= MAX_SPLITS_OF_FEW
+        host = np.tile(np.arange(max(lengths) // BLOCK_SIZE, dtype=np.int32), (len(lengths), 1))
+        gpu, splits = np.full_like(host, -1), np.array(splits)
+        lists = split_lists(gpu, host, np.array(lengths), None, BLOCK_SIZE, lambda counts, splits=splits: splits)
+        longest = max(record.size for record in slot_records(lists.on_host, pack(lists.host_blocks, blocks_per_slot)))
+        assert longest <= ChunkRecords.num_elements(blocks_per_slot, len(lengths), int(lists.ranges[-1]))
 
 
 def test_a_block_that_lies_in_no_chunk_is_noticed():

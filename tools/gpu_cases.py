@@ -273,6 +273,48 @@ def auto_3x(bench: Bench) -> dict:
     return result
 
 
+def shared_document(bench: Bench) -> dict:
+    """A document of 65,536 tokens that is not known yet, and one or 16 questions about it; everything streamed.
+
+    Bytes of the link and output tokens per second of the whole run, prefill included.
+    """
+    chunk = max(1024, bench.tokens(8192))  # has room for all questions behind the document's last chunk
+    document_len = max(1, bench.tokens(65536) // chunk) * chunk
+    question_len, output_len, most = 48, 64, 16
+    llm = bench.llm(
+        bench.large,
+        enable_cpu_offload=True,
+        enable_prefix_caching=True,
+        resident_kv_limit=0,
+        max_model_len=document_len + question_len + output_len,
+        max_num_seqs=most,
+        max_num_batched_tokens=chunk,
+        gpu_memory_limit=bench.limit(24),
+        host_memory_limit=bench.host_bytes(bench.large, 3 * document_len + most * 1024),
+    )
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=output_len, ignore_eos=True)
+    result: dict = {"document_tokens": document_len}
+    for name, count in (("warm-up", most), ("1 question", 1), (f"{most} questions", most)):
+        lengths = [document_len if name != "warm-up" else chunk] + [question_len] * count
+        document, *questions = random_prompts(llm.engine.vocab_size, lengths, len(result))
+        before = llm.stats()["streamed_bytes"]
+        begin = time.perf_counter()
+        llm.generate([document + question for question in questions], params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        result[name] = {
+            "seconds": seconds,
+            "tokens_per_second": count * output_len / seconds,
+            "streamed_bytes": llm.stats()["streamed_bytes"] - before,
+        }
+    release(llm)
+    del result["warm-up"]
+    one, many = result["1 question"], result[f"{most} questions"]
+    return result | {
+        "bytes_ratio": many["streamed_bytes"] / one["streamed_bytes"],
+        "tokens_per_second_ratio": many["tokens_per_second"] / one["tokens_per_second"],
+    }
+
+
 def soak(bench: Bench) -> dict:
     """2,000 requests under a small limit; memory after the first 200, after 1,100 and at the end."""
     generator = random.Random(0)
@@ -339,6 +381,7 @@ CASES: dict[str, Callable[[Bench], dict]] = {
         planner,
         one_sequence_400k,
         auto_3x,
+        shared_document,
         soak,
     )
 }

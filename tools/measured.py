@@ -215,8 +215,7 @@ def auto(record: dict) -> str:
 def other(record: dict) -> str:
     """Figures that are no tables, of those cases that the record has."""
     cases = {name: case for name, case in record["cases"].items() if "failed" not in case}
-    mib = 2**20
-    lines = []
+    lines, mib = [], 2**20
     if one := cases.get("one_sequence_32k"):
         compared = [case for case in one.values() if isinstance(case, dict) and "bit_identical_to_resident" in case]
         identical = sum(case["bit_identical_to_resident"] for case in compared)
@@ -231,6 +230,11 @@ def other(record: dict) -> str:
             f"- **400,000 tokens within 8 GiB** (Qwen3-0.6B shape, {huge['kv_bytes'] / 1e9:.1f} GB of KV): peak "
             f"{huge['peak_bytes'] / GIB:.2f} GiB, ring {huge['ring_bytes'] / mib:.0f} MiB "
             f"({huge['ring_bytes_at_32k'] / mib:.0f} MiB at 32k), prefill {huge['time_to_first_token']:.0f} s."
+        )
+    if shared := cases.get("shared_document"):
+        lines.append(
+            f"- **16 questions about {shared['document_tokens']:,} tokens**, all streamed: {shared['bytes_ratio']:.2f} times "
+            f"the bytes of one question, {shared['tokens_per_second_ratio']:.1f} times its tokens/s."
         )
     if soak := cases.get("soak"):
         half = soak["growth_at_half"]
@@ -248,11 +252,9 @@ def other(record: dict) -> str:
             f"{first['seconds_to_first_segment']:.2f} and {again['seconds_to_first_segment']:.2f} s."
         )
     if batch := cases.get("batch_throughput"):
-        step = (
-            f", prefill steps of up to {batch['max_num_batched_tokens']:,} tokens"
-            if "max_num_batched_tokens" in batch
-            else ""
-        )
+        step = ""
+        if "max_num_batched_tokens" in batch:
+            step = f", prefill steps of up to {batch['max_num_batched_tokens']:,} tokens"
         lines.append(
             f"- **Throughput, everything resident** (Qwen3-0.6B shape, 256 requests of 100 to 1,024 tokens in and out, "
             f"temperature 0.6{step}): {batch['tokens_per_second']:,.0f} output tokens/s."

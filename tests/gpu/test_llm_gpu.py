@@ -120,6 +120,24 @@ def test_any_share_of_the_kv_on_the_gpu_gives_the_same_bits(model, rounds):
             assert any(taken) or blocks == 1, "no block came back to the GPU"
 
 
+def test_rows_that_share_a_document_stream_it_once_and_get_the_bits_of_resident_mode(model):
+    """16 blocks in two prefill steps; no question and answer fills a block."""
+    (document,) = prompts(1, seed=4)
+    document = (document * 600)[:512]
+    texts, settings = [document + end[:15] for end in prompts(8, seed=5)], params(8, 14)
+    with LLM(model, **COMMON) as llm:
+        wanted = run_all(llm, texts, settings)
+    streamed = []
+    for count in (1, 8):
+        with LLM(model, **COMMON, enable_cpu_offload=True, ring_slot_bytes="128KiB") as llm:
+            found = run_all(llm, texts[:count], settings[:count])
+            streamed.append(llm.stats()["streamed_bytes"])
+    assert found == wanted and 0 < streamed[1] <= 1.1 * streamed[0]
+    arguments = COMMON | dict(enable_cpu_offload=True, resident_kv_limit=None, num_gpu_blocks_override=27)
+    with LLM(model, **arguments) as llm:
+        assert run_all(llm, texts, settings) == wanted
+
+
 def test_where_all_fits_nothing_streams_and_whole_steps_are_replayed(model, expected):
     with LLM(model, **(COMMON | dict(resident_kv_limit=None)), enable_cpu_offload=True) as llm:
         assert run(llm) == expected
