@@ -86,8 +86,7 @@ class DecodeProgram:
         self._batch_rows = DeviceTable(runtime, max_batch)
         self._splits = [SplitTables(runtime, max_batch, max_splits) for _ in self.windows]
         self._records = [ChunkRecords(runtime, max_splits) for _ in self.windows]
-        shape = ring.num_ring_slots, ChunkRecords.num_elements(ring.blocks_per_slot, max_batch, max_splits)
-        self._slot_records = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * max_splits, dtype=torch.int32, device=device)
         self._no_stream = StreamPlan(((),) * len(self._kind))
         self._last_splits: bytes | None = None  # of the lists in the tables, where they are those of resident mode
         self._step_graphs: dict[int, Graph] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanoinfer.attention.base import MAX_SPLITS_OF_FEW
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.sequence import Sequence
 from nanoinfer.work import SplitLists, slot_records, work_table
@@ -71,18 +70,13 @@ class SplitTables:
 class ChunkRecords:
     """What a decode step attends to in each of its ring chunks, for the layers of one window: one upload for all of it.
 
-    A record lists items, not places: rows that share a block have an item each.
+    A record lists items, not places: rows that share a block have an item each. So one record may hold all splits.
     """
 
     def __init__(self, runtime: Runtime, max_splits: int) -> None:
         # The items of all chunks and a head for each, which has an item at least.
         self._table = DeviceTable(runtime, 2 * 4 * max_splits)
         self._places: dict[Chunk, slice] = {}
-
-    @staticmethod
-    def num_elements(blocks_per_slot: int, max_batch: int, max_splits: int) -> int:
-        """Of the longest record: each row may attend to each place; rows with cut blocks have few splits in all."""
-        return 4 + 4 * min(max_splits, blocks_per_slot * max_batch + MAX_SPLITS_OF_FEW)
 
     def set(self, stream: Stream, lists: SplitLists, chunks: list[Chunk]) -> None:
         """For all work enqueued on `stream` from here on; the chunks may hold other blocks, too."""

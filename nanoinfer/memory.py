@@ -171,9 +171,9 @@ def _spend(
 ) -> MemoryPlan:
     max_blocks = -(-sizes.max_model_len // layout.block_size)
     blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * sizes.max_num_seqs)
-    # Attention partials, float32; the tables of items and ring chunks take 96 bytes per split and window, the record of
-    # each ring slot at most 16 per split.
-    split_bytes = spec.num_q_heads * (spec.head_dim + 1) * 4 + 96 * len(set(spec.windows)) + 16 * config.num_ring_slots
+    # Attention partials, float32; the tables of items and ring chunks, of decode and prefill, take 60 bytes per split and
+    # window, and the record of each ring slot 16 per split.
+    split_bytes = spec.num_q_heads * (spec.head_dim + 1) * 4 + 60 * len(set(spec.windows)) + 16 * config.num_ring_slots
     size = spec.dtype.itemsize
     # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
     max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)

@@ -427,7 +427,7 @@ def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(path
         engine.step()
         check_references(engine)
     assert offload.counters.discarded_bytes == 0
-    kv_cache.gpu_blocks.release(engine.taken)
+    engine.give_back()
     assert_pools_as_before(engine)
 
 
