@@ -11,7 +11,7 @@ ARGS ?=
 # Processes that run tests, each some of the files.
 JOBS ?= 2
 
-.PHONY: setup test bench gpu-test gpu-bench clean
+.PHONY: setup test fuzz bench gpu-test gpu-bench clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests -n $(JOBS) --dist loadfile $(ARGS)
+
+# What `make test` takes a sample of: a thousand random workloads, and an exception at every line of a step. An hour.
+fuzz: $(STAMP)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest tests/test_offload_random.py tests/test_interrupts.py --fuzz -n $(JOBS) \
+		--dist load $(ARGS)
 
 bench: $(STAMP)
 	$(VENV)/bin/python bench_offload.py $(ARGS)
