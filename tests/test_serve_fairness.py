@@ -237,10 +237,12 @@ def test_a_large_body_does_not_wait_for_a_huge_one(path, monkeypatch):
 def test_a_client_that_leaves_while_its_text_is_tokenised_ends_the_work(path, url):
     async def ask():
         async with serving(path) as served:
-            prompts, may_go_on, done = served.async_engine.prompts, threading.Event(), []
+            prompts, may_go_on, begun, done = served.async_engine.prompts, threading.Event(), [], []
             inner = prompts.tokenizer.encode
+            queue = prompts._threads["aside" if url == "/tokenize" else "short"]._work_queue
 
             def slow(text, **arguments):
+                begun.append(1)
                 assert may_go_on.wait(30)
                 done.append(text[:3])
                 return inner(text, **arguments)
@@ -254,8 +256,7 @@ def test_a_client_that_leaves_while_its_text_is_tokenised_ends_the_work(path, ur
                 return dict(messages=[{"role": "user", "content": text}]) if chat else dict(prompt=text)
 
             clients = [LeavingClient(served.app, body(f"w{i} "), url) for i in (20, 21, 22)]
-            await served.wait_until(lambda served: served.async_engine.waiting.num_bytes > 100)
-            await asyncio.sleep(0.05)
+            await served.wait_until(lambda _: begun and queue.qsize() == 2)
             for client in clients:
                 client.leave()
                 await asyncio.wait_for(client.task, 30)

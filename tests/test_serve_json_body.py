@@ -99,6 +99,24 @@ def test_no_call_of_the_json_module_gets_more_than_a_piece(monkeypatch):
     assert sum(sizes) > 0.99 * len(body) and max(sizes) < 70_000
 
 
+def test_a_wrong_number_is_looked_for_once(monkeypatch):
+    """The numbers before it are not read again for each of them."""
+    sizes, whole = [], json_body._whole
+
+    class Recorded:
+        scan_once = whole.scan_once
+
+        def decode(self, text):
+            sizes.append(len(text))
+            return whole.decode(text)
+
+    monkeypatch.setattr(json_body, "_whole", Recorded())
+    body = b"[%s,,5,%s5]" % (b"5," * 2000, b"5," * 2000)
+    with pytest.raises(ValueError, match="Expecting value"):
+        json_body.load(body)
+    assert 0 < sum(sizes) <= len(body) + 2
+
+
 def test_a_body_of_very_many_values_is_refused(monkeypatch):
     monkeypatch.setattr(json_body, "MAX_VALUES", 50)
     for text in ("[5]", '"x"', "{}", '{"a": 1}', "null"):
