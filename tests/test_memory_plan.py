@@ -130,3 +130,13 @@ def test_weight_bytes_of_known_shapes(tmp_path):
     assert set(expected) < set(SHAPES)
     assert replace(spec, num_parameters=3).weight_bytes == 6
     assert tiny_config("qwen3").vocab_size == 160
+
+
+def test_rows_that_share_a_long_document_have_room_for_their_splits_together(tmp_path):
+    """Each attends to the whole of it: 16 rows of 257 blocks over a pool of 800."""
+    arguments = dict(enable_cpu_offload=True, max_model_len=65_648, max_num_seqs=16, host_memory_limit=30 * GIB)
+    made = plan(tmp_path, 24, **arguments)
+    assert made.num_host_blocks < 900 and made.max_splits == 16 * 257
+    many = plan(tmp_path, 24, **arguments | dict(max_num_seqs=200))
+    assert 16 * 257 < many.max_splits < 200 * 257
+    assert many.max_splits * many.split_bytes <= 0.0101 * many.budget_bytes
