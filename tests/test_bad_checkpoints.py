@@ -342,14 +342,16 @@ def test_token_ids_beyond_any_vocabulary_are_refused_before_transformers_takes_t
 
 
 def test_no_code_of_a_tokenizer_is_run_and_nobody_is_asked(tmp_path, monkeypatch):
-    path = make_served_checkpoint(tmp_path)
-    (path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Tokenizer: pass\n")
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    config |= dict(auto_map={"AutoTokenizer": ["code.Tokenizer", None]}, tokenizer_class="Tokenizer")
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    path, other = make_served_checkpoint(tmp_path / "model"), tmp_path / "tokenizer"
+    other.mkdir()  # without a config.json, which would say which of transformers' own classes may take its place
+    (other / "tokenizer.json").write_text((path / "tokenizer.json").read_text())
+    (other / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Tokenizer: pass\n")
+    config = dict(auto_map={"AutoTokenizer": ["code.Tokenizer", None]}, tokenizer_class="Tokenizer")
+    (other / "tokenizer_config.json").write_text(json.dumps(config))
     questions = []
     monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "y")
-    make_engine(path, skip_tokenizer_init=False).close()
+    with pytest.raises(ValueError, match="tokenizer .* cannot be loaded .*custom code"):
+        make_engine(path, tokenizer=other, skip_tokenizer_init=False)
     assert not questions and not (tmp_path / "ran").exists()
 
 

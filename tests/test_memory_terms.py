@@ -105,6 +105,15 @@ def test_buffers_grow_as_planned(engine_of, family, fields, arguments, tolerance
     assert added <= planned_for_it <= tolerance * added, f"{added} bytes more, {planned_for_it} planned"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_tables_of_rows_grow_as_planned(engine_of, family):
+    """Of short rows, so that block tables do not matter, and of a tiny vocabulary."""
+    rows = dict(max_model_len=16, host_memory_limit="16MiB", max_num_batched_tokens=256, num_gpu_blocks_override=20)
+    held, planned = buffers(engine_of(family, dict(vocab_size=32), max_num_seqs=8, **rows))
+    more_held, more_planned = buffers(engine_of(family, dict(vocab_size=32), max_num_seqs=256, **rows))
+    assert more_held - held <= more_planned - planned <= 1.15 * (more_held - held)
+
+
 # What lives for a while. The layers run as on CUDA, on a device without memory, with kernels that do nothing: their
 # launchers allocate what they return.
 
