@@ -175,6 +175,8 @@ def count_streamed(runner: ModelRunner, sequences: list[Sequence], step: DecodeS
     windows = runner.model.spec.windows
     for window, (numbers, blocks) in zip(dict.fromkeys(windows), step.readers, strict=True):
         streamed = step.plan.blocks(windows.index(window))
+        if not streamed:
+            continue
         block_bytes = windows.count(window) * runner.layout.layer_block_bytes
         parts = shares(streamed, numbers, blocks, len(sequences), block_bytes)
         for sequence, num_bytes in zip(sequences, parts.tolist(), strict=True):

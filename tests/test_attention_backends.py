@@ -22,6 +22,7 @@ from test_attention_cases import (
     run_prefill,
     run_prefill_after_history,
     run_prefill_through_ring,
+    run_prefill_through_shared_slot,
 )
 
 from nanoinfer.attention import make_backend
@@ -247,6 +248,17 @@ def test_prefill_through_ring_slots_equals_resident_bit_for_bit(name, blocks_per
     paged, q = make_paged(spec, [57, 18, 67]), make_q(spec, 41)
     backend = build(name, spec)
     out = run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_slot)
+    assert torch.equal(out, run_prefill(backend, q, paged, query_pos, q_lens))
+
+
+@backends
+def test_sequences_that_share_a_ring_slot_equal_resident_bit_for_bit(name):
+    spec, query_pos, q_lens = make_spec(), [37, 32, 64], [20, 18, 3]
+    paged, q = make_paged(spec, [57, 50, 67]), make_q(spec, 41)
+    for table in paged.tables[1:]:
+        table[:2] = paged.tables[0][:2]
+    backend = build(name, spec)
+    out = run_prefill_through_shared_slot(backend, q, paged, query_pos, q_lens, 2)
     assert torch.equal(out, run_prefill(backend, q, paged, query_pos, q_lens))
 
 

@@ -248,6 +248,36 @@ def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_sl
     return out
 
 
+def run_prefill_through_shared_slot(backend, q, paged, query_pos, q_lens, num_shared):
+    """All sequences begin with the same blocks, which lie in one ring slot; then the rest of each."""
+    spec, device, count = backend.spec, q.device, len(q_lens)
+    state = backend.prefill_state(len(q), device)
+    for part in (state.acc, state.m, state.l):
+        part.fill_(POISON)
+    out = torch.full(q.shape, POISON, dtype=q.dtype, device=device)
+    slot = paged.kv[paged.tables[0][:num_shared]].contiguous()
+    widest = max(len(table) for table in paged.tables) - num_shared
+    rest = [table[num_shared:] + [2**30] * (num_shared + widest - len(table)) for table in paged.tables]
+    whole = [pos + n for pos, n in zip(query_pos, q_lens, strict=True)]
+    for kv, first, ends, blocks in (
+        (slot, 0, [num_shared * spec.block_size] * count, int32([list(range(num_shared))], device).expand(count, -1)),
+        (paged.kv, num_shared, whole, int32(rest, device)),
+    ):
+        piece = PrefillPiece(
+            cu_seqlens_q=int32([sum(q_lens[:i]) for i in range(count + 1)], device),
+            query_pos=int32(query_pos, device),
+            first_block=int32([first] * count, device),
+            kv_end=int32(ends, device),
+            load_state=int32([int(first > 0)] * count, device),
+            block_table=blocks,
+            max_query_len=max(q_lens),
+            query_rows=(0, len(q)),
+            store_state=first == 0,
+        )
+        backend.prefill(q, kv, piece, state, out, None)
+    return out
+
+
 def _move(paged, first, step):
     moved = [table[first : first + step] for table in paged.tables]
     blocks = [block for table in moved for block in table][::-1]

@@ -390,8 +390,9 @@ def test_one_gpu_block_comes_back_for_all_rows(paths, limit):
     assert_pools_as_before(engine)
 
 
-def test_who_comes_later_takes_up_the_copies_of_running_rows(paths):
-    engine = shared_engine(paths["qwen3"], 20)
+@pytest.mark.parametrize("limit", [None, 12 * BLOCK_BYTES])
+def test_who_comes_later_takes_up_the_copies_of_running_rows(paths, limit):
+    engine = shared_engine(paths["qwen3"], 20, resident_kv_limit=limit)
     kv_cache, link = engine.runner.kv_cache, Link(engine)
     add_questions(engine, 2)
     while kv_cache.num_streamed or not engine.scheduler.running:
@@ -423,6 +424,9 @@ def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(path
     assert check_references(engine) == 10 and kv_cache.num_streamed == 0
     ((_, layers, _),) = link.steps
     assert all(len(blocks) == 10 for blocks in layers) and not offload._filled, "nothing is to stream in the next step"
+    engine.step()
+    on_device = engine.runner.decode_program.rows.block_table[row, :10]
+    assert on_device.tolist() == kv_cache.gpu_table[row, :10].tolist()
     while engine.has_work:
         engine.step()
         check_references(engine)

@@ -233,7 +233,7 @@ def other(record: dict) -> str:
         )
     if shared := cases.get("shared_document"):
         lines.append(
-            f"- **16 questions about {shared['document_tokens']:,} tokens**, all streamed: {shared['bytes_ratio']:.2f} times "
+            f"- **16 questions about {shared['document_tokens']:,} tokens**, streamed: {shared['bytes_ratio']:.2f} times "
             f"the bytes of one question, {shared['tokens_per_second_ratio']:.1f} times its tokens/s."
         )
     if soak := cases.get("soak"):
