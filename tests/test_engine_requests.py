@@ -1,7 +1,5 @@
 """What a user sees of requests: alone or in company, one after the other, ended early, preempted, failed."""
 
-import random
-
 import pytest
 from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, outcome, random_prompts, run, some_params
 from request_helpers import shrink_gpu_pool
@@ -42,59 +40,6 @@ def test_many_requests_one_after_the_other_equal_fresh_engines(path, enable_cpu_
         assert run(fresh, [prompt], [param]) == outcomes
         fresh.close()
     assert_pools_as_before(engine)
-
-
-def random_params(generator: random.Random) -> SamplingParams:
-    max_tokens = generator.randint(1, 8)
-    return SamplingParams(
-        temperature=generator.choice([0, 0, 0.5, 1.0, 1.5]),
-        top_k=generator.choice([0, 0, 5]),
-        top_p=generator.choice([1.0, 1.0, 0.8]),
-        min_p=generator.choice([0.0, 0.0, 0.05]),
-        repetition_penalty=generator.choice([1.0, 1.0, 1.2]),
-        presence_penalty=generator.choice([0.0, 0.0, 0.5, -2.0]),
-        frequency_penalty=generator.choice([0.0, 0.0, 0.3, -1.0]),
-        max_tokens=max_tokens,
-        min_tokens=generator.randint(0, max_tokens),
-        stop_token_ids=generator.sample(range(VOCAB), generator.choice([0, 0, 10])),
-        ignore_eos=generator.random() < 0.5,
-        seed=generator.getrandbits(40),
-        n=generator.choice([1, 1, 1, 2]),
-    )
-
-
-@BOTH_MODES
-def test_a_thousand_random_requests_leave_both_pools_as_before_and_do_not_see_each_other(path, enable_cpu_offload):
-    generator = random.Random(11)
-    arguments = dict(enable_cpu_offload=enable_cpu_offload, max_model_len=64, max_num_batched_tokens=96)
-    engine = make_engine(path, **arguments, capture_num_tokens=[8, 32, 64])
-    requests, aborted = {}, set()
-    num_added = 0
-    while num_added < 1000 or engine.has_work:
-        while num_added < 1000 and len(engine._requests) < 12:
-            prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(1, 40))]
-            request = engine.add_request(str(num_added), prompt, random_params(generator))
-            requests[request.request_id] = request
-            num_added += 1
-        if generator.random() < 0.05 and engine._requests:
-            victim = generator.choice(sorted(engine._requests))
-            assert engine.abort(victim)
-            aborted.add(victim)
-        engine.step()
-    assert_pools_as_before(engine)
-    assert len(requests) == 1000 and 10 < len(aborted) < 500
-    assert engine.stats()["num_mixed_steps"] > 100
-    reasons = {completion[2] for request in requests.values() for completion in outcome(request)}
-    assert reasons == {"stop", "length", "abort"}
-    alone = make_engine(path, **(arguments | dict(enable_cpu_offload=False)))
-    for request_id in generator.sample(sorted(requests), 60):
-        request = requests[request_id]
-        (wanted,) = run(alone, [request.prompt_token_ids], [request.params])
-        for (tokens, _, reason), (wanted_tokens, _, wanted_reason) in zip(outcome(request), wanted, strict=True):
-            if reason == "abort":
-                assert tokens == wanted_tokens[: len(tokens)]
-            else:
-                assert (tokens, reason) == (wanted_tokens, wanted_reason), request.params
 
 
 @pytest.mark.parametrize("penalties", [{}, dict(presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.1)])
