@@ -48,7 +48,7 @@ MODES = {
     "offload": (dict(enable_cpu_offload=True), 9),
     "auto": (dict(enable_cpu_offload="auto", num_gpu_blocks_override=9), None),
 }
-NUM_SAMPLED = 40  # lines of each mode in a test run
+NUM_SAMPLED = 14  # lines of each mode in a test run
 
 
 @pytest.fixture(scope="module")
@@ -128,34 +128,36 @@ class Player:
         assert_pools_as_before(engine)
 
 
-def lines_of(player: Player, alone: list, function: str | None = None) -> dict[Line, int]:
-    """How often each line runs while all requests are played; with `function`, what runs inside of it in a failure."""
+def lines_of(player: Player, alone: list) -> dict[Line, int]:
+    """How often each line runs while all requests are played."""
     tracer = Tracer()
     player.check(tracer, alone)
-    if function is None:
-        return dict(tracer.counts)
+    return dict(tracer.counts)
+
+
+def lines_of_recovery(player: Player, alone: list, causes: list[Line]) -> dict[Line, int]:
+    """The lines that run in a recovery from an exception at any of `causes`."""
     lines: dict[Line, int] = {}
-    generator = random.Random(1)
-    for target in generator.sample(sorted(tracer.counts), 12):
-        inner = Tracer()
-        inner.raise_at((target, 1, None), (("", 0), 1, function), error=KeyboardInterrupt)
-        player.check(inner, alone)
-        lines |= inner.counts
+    for cause in causes:
+        tracer = Tracer()
+        tracer.raise_at((cause, 1, None), (("", 0), 1, "_recover"), error=KeyboardInterrupt)
+        player.check(tracer, alone)
+        lines |= tracer.counts
     return lines
 
 
-def draw(lines: dict[Line, int], everything: bool, seed: int) -> list[tuple[Line, int]]:
-    """Each line with the time at which it is to raise: any of those at which it ran."""
+def draw(lines: dict[Line, int], num_drawn: int | None, seed: int) -> list[tuple[Line, int]]:
+    """Lines, all for None, each with the time at which it is to raise: any of those at which it ran."""
     generator = random.Random(seed)
     found = [(line, generator.randint(1, count)) for line, count in sorted(lines.items())]
-    return found if everything else generator.sample(found, min(NUM_SAMPLED, len(found)))
+    return found if num_drawn is None else generator.sample(found, min(num_drawn, len(found)))
 
 
 @pytest.mark.parametrize("seed", [None, 3], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
 def test_an_exception_at_any_line_leaves_nothing_behind(path, alone, mode, seed, fuzz):
-    lines = draw(lines_of(Player(path, mode, seed), alone), fuzz, seed=len(mode))
+    lines = draw(lines_of(Player(path, mode, seed), alone), None if fuzz else NUM_SAMPLED, seed=len(mode))
     errors = itertools.cycle([KeyboardInterrupt, KeyboardInterrupt, lambda: RuntimeError("out of luck")])
     attempts = [([(line, times, None)], error) for (line, times), error in zip(lines, errors, strict=False)]
     num_raised = attempt_all(path, alone, mode, seed, attempts)
@@ -167,10 +169,10 @@ def test_an_exception_at_any_line_leaves_nothing_behind(path, alone, mode, seed,
 @pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
 def test_an_exception_in_the_middle_of_a_recovery_leaves_nothing_behind(path, alone, mode, seed, fuzz):
     player, generator = Player(path, mode, seed), random.Random(5)
-    outer = sorted(lines_of(player, alone))
+    causes = generator.sample(sorted(lines_of(player, alone)), 40 if fuzz else 4)
     attempts = [
-        ([(generator.choice(outer), 1, None), (line, 1, "_recover")], KeyboardInterrupt)
-        for line, _ in draw(lines_of(player, alone, "_recover"), fuzz, seed=len(mode))
+        ([(generator.choice(causes), 1, None), (line, 1, "_recover")], KeyboardInterrupt)
+        for line, _ in draw(lines_of_recovery(player, alone, causes), None if fuzz else NUM_SAMPLED // 2, seed=len(mode))
     ]
     num_raised = attempt_all(path, alone, mode, seed, attempts)
     assert num_raised > len(attempts), "hardly a recovery was interrupted"

@@ -280,7 +280,7 @@ def shared_document(bench: Bench) -> dict:
     """
     chunk = max(1024, bench.tokens(8192))  # has room for all questions behind the document's last chunk
     document_len = max(1, bench.tokens(65536) // chunk) * chunk
-    question_len, output_len, most = 48, 64, 16
+    question_len, output_len, most = 48, 64 if bench.scale == 1 else 6, 16
     llm = bench.llm(
         bench.large,
         enable_cpu_offload=True,
