@@ -1,9 +1,9 @@
 """What the fields of a checkpoint's config.json may hold.
 
 Checked before transformers reads the file, which works with the values before it looks at their types (a huge
-`num_hidden_layers` is a list as long), and once more after that, for the values that it worked out. What is accepted here
-can be built, or is refused by what it does not fit: kernels, weights, or memory. Upper bounds lie far above the models
-there are, and low enough that numbers made from them stay exact.
+`num_hidden_layers` is a list as long), and once more after that, for the values that it worked out. What is accepted
+here can be built, or is refused by what it does not fit: kernels, weights, or memory. Upper bounds lie far above the
+models there are, and low enough that numbers made from them stay exact.
 """
 
 from __future__ import annotations

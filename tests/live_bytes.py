@@ -1,4 +1,4 @@
-"""How much memory tensors take: those that objects hold, and those that live for a while, on a device that need not be there."""
+"""How much memory tensors take: those that objects hold, and those that live for a while."""
 
 from __future__ import annotations
 

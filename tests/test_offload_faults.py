@@ -9,6 +9,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from engines import (
@@ -355,12 +356,10 @@ def test_auto_without_pinned_memory_preempts_and_says_so(path, alone, monkeypatc
 def refuse_mapping(monkeypatch) -> None:
     """The host pool cannot be mapped; the buffers that weights are read through can."""
 
-    def refuse(*args, **kwargs):
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
     def arena(*args, **kwargs) -> HostArena:
         with monkeypatch.context() as patch:
-            patch.setattr("offload.pinned.mmap.mmap", refuse)
+            error = OSError(errno.ENOMEM, "Cannot allocate memory")
+            patch.setattr("offload.pinned.mmap.mmap", Mock(side_effect=error))
             return HostArena(*args, **kwargs)
 
     monkeypatch.setattr(nanoinfer.runner, "HostArena", arena)
