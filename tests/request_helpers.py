@@ -55,11 +55,9 @@ def shrink_gpu_pool(engine: LLMEngine, num_free: int) -> Callable[[], None]:
     pool.rebuild([])
 
     def give_back() -> None:
-        if engine.runner.offload is not None:
-            engine.runner.offload.drain()
-        assert not pool.num_used, "only an idle engine gets another pool"
         pool._first = first
-        pool.rebuild([])
+        held = [block for block, count in pool._references.items() for _ in range(count)]
+        pool.rebuild(held, keeps_key=lambda key: True)
 
     return give_back
 

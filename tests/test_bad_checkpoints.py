@@ -335,7 +335,7 @@ def test_any_value_in_a_file_of_the_tokenizer_is_refused_by_name_or_the_tokenize
 def test_token_ids_beyond_any_vocabulary_never_come_to_transformers(name, content, tmp_path, monkeypatch):
     path = make_served_checkpoint(tmp_path)
     (path / name).write_text(json.dumps(content, indent=1))
-    monkeypatch.setattr("nanoinfer.tokenizer_files.AutoTokenizer.from_pretrained", None)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
     wanted = rf"tokenizer .* cannot be loaded \(ValueError: .*/{name} has token id \d+, it must be below 16,777,216\)"
     with pytest.raises(ValueError, match=wanted):
         make_engine(path, skip_tokenizer_init=False)

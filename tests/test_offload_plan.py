@@ -128,7 +128,7 @@ def test_shared_blocks_are_freed_by_the_last_holder():
     assert pool.num_used == 1
     pool.release([block])
     assert pool.num_used == 0 and pool.num_cached == 1
-    pool.clear_cache()
+    pool.rebuild([])
     assert pool.num_cached == 0 and pool.num_free == 2 and pool.lookup("key") is None
 
 
