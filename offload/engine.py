@@ -216,15 +216,15 @@ class OffloadEngine:
     def release_host(self, blocks: Iterable[int]) -> None:
         """Gives back host blocks, once the copies that read or write them have run.
 
-        Prefetched chunks that hold one of them are dropped: the block may come back with other content.
+        Prefetched chunks are dropped if they hold one that nobody else holds: it may come back with other content.
         """
-        blocks = list(blocks)
-        released = set(blocks)
-        if any(released.intersection(chunk.blocks) for _, chunk in self._filled):
-            self._discard_prefetch()
         copied = self.runtime.event()
         self.copy.record(copied)
-        self._deferred_host.append(_Deferred(blocks, (copied, self._written)))
+        self._deferred_host.append(_Deferred(list(blocks), (copied, self._written)))
+        if self._filled:
+            leaving = self._leaving_host
+            if any(leaving.intersection(chunk.blocks) for _, chunk in self._filled):
+                self._discard_prefetch()
 
     def reclaim(self) -> None:
         """Puts released blocks whose copies have run back into their pools."""
@@ -259,8 +259,12 @@ class OffloadEngine:
     @property
     def num_deferred_host(self) -> int:
         """Host blocks that nobody holds any more, but that a copy may still touch."""
+        return len(self._leaving_host)
+
+    @property
+    def _leaving_host(self) -> set[int]:
         released = Counter(block for deferred in self._deferred_host for block in deferred.blocks)
-        return sum(self.host.blocks.references(block) == count for block, count in released.items())
+        return {block for block, count in released.items() if self.host.blocks.references(block) == count}
 
     def store(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole (GPU block, host block) pairs to the host, in their order, beside whatever comes next."""

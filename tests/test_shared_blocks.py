@@ -292,6 +292,33 @@ def test_sixteen_questions_about_one_document_move_the_bytes_of_one(paths, max_m
     assert tokens[1] == [completions[0][0] for completions in run(wide, QUESTIONS, [greedy(9)] * 16)]
 
 
+def test_who_ends_leaves_the_prefetch_of_what_others_read(paths):
+    discarded = []
+    for count in (1, 8):
+        engine = make_engine(paths["qwen3"], **STREAMED)
+        run(engine, QUESTIONS[:count], [greedy(9 - i) for i in range(count)])
+        discarded.append(engine.stats()["discarded_prefetch_bytes"])
+        assert_pools_as_before(engine)
+    assert discarded[1] == discarded[0]
+
+
+def test_a_prefetch_of_what_nobody_holds_any_more_is_dropped(paths):
+    """Two rows that share all of it end one after the other: the second one's end drops it."""
+    engine = make_engine(paths["qwen3"], **STREAMED)
+    requests = [engine.add_request(str(i), QUESTIONS[i], greedy(9)) for i in range(2)]
+    while not requests[1].sequences[0].num_generated:
+        engine.step()
+    offload = engine.runner.offload
+    assert offload._filled
+    engine.abort("0")
+    assert offload._filled
+    engine.abort("1")
+    assert not offload._filled
+    while engine.has_work:
+        engine.step()
+    assert_pools_as_before(engine)
+
+
 def test_a_mixed_step_streams_once_what_its_prompt_and_its_running_rows_share(paths, alone):
     engine = make_engine(paths["qwen3"], **STREAMED, capture_num_tokens=[24, 40])
     link = Link(engine)
