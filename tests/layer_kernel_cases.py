@@ -10,10 +10,10 @@ from nanoinfer.rope import rope_table
 EPS = 1e-6
 
 
-def is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Within one rounding of the dtype: sums may come in another order."""
+def is_close(got: torch.Tensor, want: torch.Tensor, scale: float = 1.0) -> bool:
+    """Within one rounding of the dtype, of values around `scale`: sums may come in another order."""
     tolerance = max(1e-5, torch.finfo(want.dtype).eps)
-    return torch.allclose(got.float().cpu(), want.float().cpu(), rtol=tolerance, atol=tolerance)
+    return torch.allclose(got.float().cpu(), want.float().cpu(), rtol=tolerance, atol=tolerance * scale)
 
 
 def make_norm(size: int, offset: bool, dtype: torch.dtype, device: str) -> RMSNorm:
@@ -69,7 +69,7 @@ def check_norm_rope_store(
     target = KVSlots(want_kv, slots.cpu())
     want_q = norm_rotate_store(qkv.cpu(), num_q_heads, num_kv_heads, on_cpu, table.cpu(), positions.cpu(), target)
     got_kv, want_kv = kv.cpu().float(), want_kv.float()
-    assert is_close(q, want_q)
+    assert is_close(q, want_q, scale=1 if kv_dtype is None or with_norm else 300)
     if kv_dtype is None:
         assert is_close(got_kv.to(dtype), want_kv.to(dtype))
     else:
