@@ -16,7 +16,7 @@ from tiny_models import make_checkpoint
 
 from offload import RaceError, SimulatedRuntime
 
-NUM_SEEDS = 30
+NUM_SEEDS = 20
 # Tight: 12 GPU blocks and a ring of 2 or 3 slots, so blocks and slots come back while copies are in flight.
 TIGHT = dict(max_num_seqs=3, max_num_batched_tokens=32, max_model_len=128, enable_prefix_caching=False)
 PROMPTS = random_prompts(4, 20, 70, seed=3)

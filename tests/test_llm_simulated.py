@@ -21,7 +21,7 @@ from tiny_models import make_checkpoint
 
 from offload import RaceError, SimulatedRuntime
 
-NUM_SEEDS = 30
+NUM_SEEDS = 20
 TIGHT = dict(max_num_seqs=3, max_num_batched_tokens=48, max_model_len=128, num_ring_slots=2, ring_slot_bytes=2048)
 PAIRS = list(zip(random_prompts(6, 30, 90, seed=3), some_params(6, max_tokens=14)[::-1], strict=True))
 PREFIX = random_prompts(1, 50, 50, seed=5)[0]

@@ -127,7 +127,7 @@ def test_any_budget_pool_ring_and_order_gives_the_same_batches_and_bits_as_resid
     script = random_script(generator)
     wanted = play(make_engine(path_of(family), **ARGUMENTS, enable_prefix_caching=False), script)
     num_promoted = num_dropped = 0
-    for trial in range(6):
+    for trial in range(4):
         runtime, captured = counting_runtime(generator.choice([None, generator.getrandbits(20)]))
         limit = generator.choice([None, None, generator.randint(1, 12) * BLOCK_BYTES])
         pool = generator.randint(9, 26)
