@@ -161,7 +161,7 @@ def test_an_exception_at_any_line_leaves_nothing_behind(path, alone, mode, seed,
     errors = itertools.cycle([KeyboardInterrupt, KeyboardInterrupt, lambda: RuntimeError("out of luck")])
     attempts = [([(line, times, None)], error) for (line, times), error in zip(lines, errors, strict=False)]
     num_raised = attempt_all(path, alone, mode, seed, attempts)
-    assert num_raised > 0.8 * len(lines), "hardly a line was met"
+    assert num_raised > 0.5 * len(lines), "hardly a line was met"
 
 
 @pytest.mark.parametrize("seed", [None, 3], ids=["in order", "shuffled"])
