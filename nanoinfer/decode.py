@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
 
-from nanoinfer.attention.base import MAX_SPLITS_OF_FEW, AttentionBackend, DecodeWork, Partials
+from nanoinfer.attention.base import MAX_SPLITS_APART, AttentionBackend, DecodeWork, Partials
 from nanoinfer.device_tables import ChunkRecords, DeviceTable, RowState, SplitTables
+from nanoinfer.kernels.counts import MAX_ROWS
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.layers import KVSlots
 from nanoinfer.models.base import DecoderModel
@@ -64,8 +64,8 @@ class DecodeProgram:
         self.batch_sizes = batch_sizes
         self.windows = list(dict.fromkeys(spec.windows))
         self.counters = DecodeCounters()
-        # Rows whose blocks are cut have no more splits than that beside the others' blocks.
-        self.max_splits = max_splits = max_blocks + MAX_SPLITS_OF_FEW
+        # Splits of cut blocks lie apart while all of them are no more than that; beside them no block has more than one.
+        self.max_splits = most = max_blocks + MAX_SPLITS_APART
         self.rows = rows
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -81,12 +81,12 @@ class DecodeProgram:
         self._slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
-        self._partials: Partials = backend.partials(max_splits)
+        self._partials: Partials = backend.partials(most)
         # The host's tables, one set per window.
         self._batch_rows = DeviceTable(runtime, max_batch)
-        self._splits = [SplitTables(runtime, max_batch, max_splits) for _ in self.windows]
-        self._records = [ChunkRecords(runtime, max_splits) for _ in self.windows]
-        self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * max_splits, dtype=torch.int32, device=device)
+        self._splits = [SplitTables(runtime, max_batch, most) for _ in self.windows]
+        self._records = [ChunkRecords(runtime, most) for _ in self.windows]
+        self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=device)
         self._no_stream = StreamPlan(((),) * len(self._kind))
         self._last_splits: bytes | None = None  # of the lists in the tables, where they are those of resident mode
         self._step_graphs: dict[int, Graph] = {}
@@ -128,7 +128,7 @@ class DecodeProgram:
             self.merge(index - 1, attention, whole_rows)
             normed = model.after_attention(index - 1, x, attention)
         if index == len(self._kind):
-            self._finish(size, normed.value)
+            self._finish(size, normed)
             return x
         target = KVSlots(self._kv_cache.gpu_kv[index], self._slots[:size], self._q[:size])
         q = model.before_attention(index, normed, self._positions[:size], target)
@@ -153,7 +153,8 @@ class DecodeProgram:
     def merge(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
         """Puts together what was attended to in the GPU pool and in ring slots; arguments as in `attend_gpu`."""
         if not whole_rows:
-            self._backend.merge(self._partials, self._splits[self._kind[layer]].ranges[: len(out) + 1], out)
+            splits = self._splits[self._kind[layer]]
+            self._backend.merge(self._partials, splits.ranges[: len(out) + 1], splits.partials_per_block, out)
 
     def attend_slot(self, window_index: int, ring_slot: int) -> None:
         """Attends to whatever the ring slot holds. Knows no layer: everything that varies lies in device tables."""
@@ -168,8 +169,13 @@ class DecodeProgram:
 
     def _work(self, table: torch.Tensor, window_index: int) -> DecodeWork:
         """Reads a flat `work_table`."""
-        splits_per_block = self._splits[window_index].splits_per_block
-        return DecodeWork(items=table[4:].view(-1, 4), num_items=table[:1], splits_per_block=splits_per_block)
+        splits = self._splits[window_index]
+        return DecodeWork(
+            items=table[4:].view(-1, 4),
+            num_items=table[:1],
+            splits_per_block=splits.splits_per_block,
+            partials_per_block=splits.partials_per_block,
+        )
 
     def copy_inputs(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, whole_rows: bool
@@ -213,8 +219,6 @@ class DecodeProgram:
 
     def run_each_kind(self) -> None:
         """Runs pieces in which every kernel of a step occurs, for each kind of batch, on padding rows."""
-        from nanoinfer.kernels.linear import MAX_ROWS  # triton comes with CUDA builds of torch only
-
         self._reset_tables()
         layers = {self._kind.index(kind) for kind in self._kind}
         pieces = sorted({0, 1, len(self._kind)} | layers | {layer + 1 for layer in layers})
@@ -300,12 +304,11 @@ class DecodeProgram:
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
         resident = None
         if self._kv_cache.offload is None:
-            splits_per_block = partial(self._splits_per_block, size)
-            resident = resident_key(size, rows, lengths, self.windows, self._kv_cache.block_size, splits_per_block)
+            resident = resident_key(size, rows, lengths, self.windows, self._kv_cache.block_size, self._cut)
         if resident is not None and resident == self._last_splits and not rows_changed:
             return DecodeStep(self, size, self._no_stream, self._no_stream, write_through)
         self._last_splits = None
-        lists = self._split_lists(size, rows, lengths)
+        lists = self._split_lists(rows, lengths)
         plan = self._stream_plan(lists, beside)
         for index, found in enumerate(lists):
             num_splits = found.ranges[-1]
@@ -319,20 +322,25 @@ class DecodeProgram:
         # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
         have_come = self._kv_cache.residency.num_streamed < num_streamed
         changes = have_come or beside is not None
-        ahead = self._stream_plan(self._split_lists(size, rows, lengths)) if changes else plan
+        ahead = self._stream_plan(self._split_lists(rows, lengths)) if changes else plan
         readers = [(found.on_host[:, 0], found.on_host[:, 2]) for found in lists]
         return DecodeStep(self, size, plan, ahead, write_through, promoted, readers)
 
-    def _split_lists(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
+    def _split_lists(self, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
         """For each window, where the splits of the rows lie."""
         block_size = self._kv_cache.block_size
         width = -(-int(lengths.max()) // block_size)
         gpu_rows, host_rows = self._kv_cache.gpu_table[rows, :width], self._kv_cache.host_table[rows, :width]
-        splits = partial(self._splits_per_block, size)
-        return [split_lists(gpu_rows, host_rows, lengths, window, block_size, splits) for window in self.windows]
+        return [split_lists(gpu_rows, host_rows, lengths, window, block_size, self._cut) for window in self.windows]
 
-    def _splits_per_block(self, size: int, counts: np.ndarray) -> np.ndarray:
-        return self._backend.splits_per_block(counts * size)
+    def _cut(self, num_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Splits and partials of a block of each row, for the number of blocks that it reads; all [batch].
+
+        How a row is cut depends on that number alone, and its bits with it. Many splits are left to one program a block.
+        """
+        splits = self._backend.splits_per_block(num_blocks)
+        apart = np.sum(splits * num_blocks) <= MAX_SPLITS_APART or not self._backend.folds_splits
+        return splits, splits if apart else np.ones_like(splits)
 
     def _stream_plan(self, lists: list[SplitLists], beside: StreamPlan | None = None) -> StreamPlan:
         chunks = []

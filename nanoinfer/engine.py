@@ -527,6 +527,11 @@ class LLMEngine:
             "eager_steps": counters.eager_steps,
             "padded_rows": counters.padded_rows,
             "graph_bytes": 0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
+            "products_in_own_tiles": {
+                "x".join(map(str, check.shape)): list(check.differing)
+                for check in runner.product_checks
+                if check.differing
+            },
             **metrics.report(self),
         }
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.errors import nearest, shown
+from nanoinfer.kernels.counts import num_parts
 from nanoinfer.rope import apply_rope
 
 _ACTIVATIONS = {
@@ -43,19 +44,6 @@ def find_activation(name: str):
 def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
     """An uninitialised weight that takes no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-@dataclass(frozen=True)
-class Normed:
-    """norm(x), the input of projections.
-
-    For one row on CUDA it may lack the division by rms(x), which the projection makes up for: so the norm costs no
-    launch. `value` is weight * x then, and `squares` [n] float32 adds up to the sum of x^2.
-    """
-
-    value: Tensor
-    squares: Tensor | None = None
-    eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,36 +93,43 @@ class Linear(nn.Module):
         self.weight = empty_weight(num_rows, in_features, dtype=dtype, device=device)
         self.bias = empty_weight(num_rows, dtype=dtype, device=device) if bias else None
 
+        self.library_counts: frozenset[int] = frozenset()
+        """Numbers of rows at which, on CUDA, the library gives our kernels' bits; see `nanoinfer.products`."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias, library_counts=self.library_counts)
 
-    def of(self, normed: Normed) -> Tensor:
-        """The projection of a norm."""
-        if self.has_kernel(normed.value):
-            return _kernels().rows_linear(normed.value, self.weight, self.bias, squares=normed.squares, eps=normed.eps)
-        assert normed.squares is None, "the library does not divide"
-        return self(normed.value)
+    def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
+        """The norm of x, to which the projection of y was added, in place."""
+        parts = self.num_parts
+        if parts == 1 or not y.is_cuda or y.element_size() != 2:
+            return norm.after_sum(x, self(y))
+        return norm.after_sum(
+            x, _kernels().linear_parts(y, self.weight, parts, library_counts=self.library_counts)
+        )
 
-    def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm, *, last: bool = False) -> Normed:
-        """The norm of x, to which the projection of y was added, in place; last: no projection of ours follows."""
-        if self.bias is not None or not self.has_kernel(y):
-            return Normed(norm.after_sum(x, self(y)))
-        kernels = _kernels()
-        if len(y) > 1:
-            num_rows, size = self.weight.shape
-            parts = kernels.rows_linear(y, self.weight, num_splits=kernels.column_splits(size, num_rows, len(y)))
-            return Normed(norm.after_sum(x, parts))
-        # What follows must be able to divide; and float16 may not hold weight * x before it is divided.
-        divides = not last and y.dtype != torch.float16 and len(self.weight) % kernels.SIZE_STEP == 0
-        if not divides:
-            kernels.vector_linear(y, self.weight, x)
-            return Normed(norm(x))
-        value, squares = kernels.vector_linear(y, self.weight, x, (norm.weight, norm.offset))
-        return Normed(value, squares, norm.eps)
+    @property
+    def num_parts(self) -> int:
+        """Parts of the sums of `added_to` on CUDA, in bfloat16 and float16."""
+        return 1 if self.bias is not None else num_parts(self.weight.shape[1])
 
-    def has_kernel(self, x: Tensor) -> bool:
-        """Whether a kernel of ours takes x: [N, in_features]."""
-        return x.is_cuda and _kernels().takes_rows(x, self.weight)
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    library_counts: frozenset[int] = frozenset(),
+) -> Tensor:
+    """x @ weight.T + bias: the bits of a row depend on nothing but the row, the weight and the bias.
+
+    x: [N, in_features]; weight: [num_rows, in_features]; out: [N, num_rows], for the result.
+    """
+    if x.is_cuda:
+        return _kernels().linear(x, weight, bias, out=out, library_counts=library_counts)
+    result = F.linear(x, weight, bias)
+    return result if out is None else out.copy_(result)
 
 
 class Embedding(nn.Module):
@@ -214,20 +209,17 @@ class GatedMLP(nn.Module):
         self._activation, self.activation_name = find_activation(activation), activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.hidden(Normed(x)))
+        return self.down_proj(self.hidden(x))
 
-    def hidden(self, normed: Normed) -> Tensor:
+    def hidden(self, x: Tensor) -> Tensor:
         """What `down_proj` takes: [N, intermediate_size]."""
         projection = self.gate_up_proj
-        if normed.value.is_cuda and self.activation_name in _kernels().ACTIVATIONS:
-            if projection.has_kernel(normed.value):
-                return _kernels().rows_linear(
-                    normed.value, projection.weight, projection.bias,
-                    squares=normed.squares, eps=normed.eps, activation=self.activation_name,
-                )  # fmt: skip
-            assert normed.squares is None, "the library does not divide"
-            return _kernels().act_and_mul(projection(normed.value), self.activation_name)
-        gate, up = projection.of(normed).chunk(2, dim=-1)
+        if x.is_cuda and x.element_size() == 2 and self.activation_name in _kernels().ACTIVATIONS:
+            return _kernels().linear(
+                x, projection.weight, projection.bias,
+                activation=self.activation_name, library_counts=projection.library_counts,
+            )  # fmt: skip
+        gate, up = projection(x).chunk(2, dim=-1)
         return self._activation(gate) * up
 
 

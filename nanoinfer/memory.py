@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
-from nanoinfer.attention.base import MAX_SPLITS_OF_FEW
+from nanoinfer.attention.base import MAX_SPLITS_APART
 from nanoinfer.config import EngineConfig, format_gib, is_share, parse_bytes
+from nanoinfer.kernels.counts import num_parts, padded_rows
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.sampler import logprobs_bytes
 from nanoinfer.sampler import workspace_bytes as reference_bytes
@@ -182,10 +183,10 @@ def _spend(
     max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
     row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + TABLE_ROW_BYTES
     workspace = SamplingState.num_bytes(sizes.max_num_seqs, spec.vocab_size, max_batch)
-    workspace += max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * sizes.max_num_batched_tokens
+    workspace += max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * padded_rows(sizes.max_num_batched_tokens)
     # Of small prefill steps: positions, hidden states, queries, attention outputs.
     graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)
-    workspace += MAX_SPLITS_OF_FEW * split_bytes  # of blocks that are cut
+    workspace += MAX_SPLITS_APART * split_bytes  # of blocks that are cut
     workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim))
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
@@ -226,7 +227,7 @@ def max_resident_blocks(config: EngineConfig, layout: KVLayout) -> int | None:
 
 def _activation_bytes(spec: ModelSpec, sizes: _Sizes, max_batch: int, is_cuda: bool) -> int:
     """The largest prefill step or, behind it, the sampling of all rows; an eager decode step takes less."""
-    tokens = sizes.max_num_batched_tokens
+    tokens = padded_rows(sizes.max_num_batched_tokens) if is_cuda else sizes.max_num_batched_tokens
     largest = max(_prefill_bytes(spec, tokens), _sampling_bytes(spec, max_batch, is_cuda))
     return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
 
@@ -242,7 +243,8 @@ def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
     # The gated layer: the normalised residual, gate and up, their product.
     mlp = always + size * (hidden + 3 * spec.intermediate_size)
     # Behind it: the normalised residual, the product, what is added to the residual, and its norm.
-    behind = always + size * (3 * hidden + spec.intermediate_size)
+    added = 4 if max(num_parts(heads), num_parts(spec.intermediate_size)) > 1 else size  # parts of a sum are float32
+    behind = always + size * (2 * hidden + spec.intermediate_size) + added * hidden
     return tokens * max(attention, mlp, behind)
 
 
@@ -257,7 +259,7 @@ def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
 def _sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
     """Logits behind a prefill step, and what takes more beside them: the reference, which samples where there are no
     kernels, or log-probabilities, whose rows are picked from the logits and widened to float32."""
-    rows, size = max(2, max_batch), spec.dtype.itemsize  # one row's logits are computed as two
+    rows, size = max_batch, spec.dtype.itemsize
     logprobs = rows * spec.vocab_size * (size + 4) + logprobs_bytes(rows, spec.vocab_size)
     reference = 0 if is_cuda else reference_bytes(rows, spec.vocab_size)
     return rows * spec.vocab_size * size + max(logprobs, reference)

@@ -16,6 +16,7 @@ import torch
 
 from nanoinfer.attention.base import AttentionBackend, PrefillPiece, PrefillState
 from nanoinfer.device_tables import DeviceTable
+from nanoinfer.kernels.counts import padded_rows
 from nanoinfer.kv_cache import NO_BLOCK, KVCache
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.packer import Packer
@@ -62,7 +63,8 @@ class PrefillProgram:
         # Every sequence of the step may have a history on the host (a shared prefix, a switch), each of its blocks in a
         # ring slot of its own.
         blocks = min(kv_cache.max_splits, self.max_seqs * max_blocks_per_seq)
-        size = 3 * max_tokens + (6 + len(windows)) * self.max_seqs + 1 + self.max_seqs * max_blocks_per_seq
+        num_rows = padded_rows(max_tokens) if runtime.device.type == "cuda" else max_tokens
+        size = 3 * num_rows + (6 + len(windows)) * self.max_seqs + 1 + self.max_seqs * max_blocks_per_seq
         size += 3 * (9 + 2 * len(windows))  # each part begins at a multiple of 4
         size += 3 * len(windows) * blocks
         self._table = DeviceTable(runtime, size)

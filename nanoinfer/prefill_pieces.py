@@ -4,8 +4,8 @@ Piece l is `after_attention` of layer l - 1 and `before_attention` of layer l. T
 sequences' lengths and histories, so it is launched eagerly. What is left is some ten kernels per layer, at 13 us of host
 time each: with few tokens the device waits for the host. One graph per piece takes their place.
 
-A step of at most the largest captured token count is padded to the next one, with graphs or without, so that the
-matrix library picks the same kernels, and the bits are the same, in every mode.
+A step of at most the largest captured token count is padded to the next one, with graphs or without; on CUDA a large one
+to a number of rows that the matrix library is asked for (`counts.padded_rows`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.device_tables import DeviceTable
+from nanoinfer.kernels.counts import padded_rows
 from nanoinfer.kv_cache import KVCache
 from nanoinfer.layers import KVSlots
 from nanoinfer.models.base import DecoderModel, ModelSpec
@@ -135,7 +136,7 @@ class PrefillPieces:
     Args:
         table: the steps' table. Token ids, positions and slots are what each step packs first, so their places depend on
             the padded count alone, and graphs read them there.
-        capture_num_tokens: padded token counts, ascending; a larger step runs eagerly and unpadded.
+        capture_num_tokens: padded token counts, ascending; a larger step runs eagerly.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class PrefillPieces:
         self.counters = PrefillCounters()
         self._runtime, self._compute, self._table = runtime, compute, table
         self._model, self._kv_cache = model, kv_cache
+        self._pads = runtime.device.type == "cuda"
         self.buffers = FixedBuffers(model.spec, max(capture_num_tokens, default=0), runtime.device)
         self._fixed = {
             count: FixedTensors(table.tensor, self._pack_padding(count)[1], self.buffers)
@@ -163,8 +165,9 @@ class PrefillPieces:
         return self._model.spec.num_layers + 1
 
     def padded_count(self, num_tokens: int) -> int:
-        """The smallest captured count that holds `num_tokens`, or `num_tokens` itself beyond the largest."""
-        return next((count for count in self.capture_num_tokens if count >= num_tokens), num_tokens)
+        """The smallest captured count that holds `num_tokens`; beyond the largest what the products are padded to."""
+        captured = next((count for count in self.capture_num_tokens if count >= num_tokens), None)
+        return captured or (padded_rows(num_tokens) if self._pads else num_tokens)
 
     def begin(self, num_tokens: int, places: list[slice]) -> StepTensors:
         """The tensors of a step of `num_tokens` tokens, whose padded ids, positions and slots lie at `places`."""
@@ -221,7 +224,7 @@ class PrefillPieces:
             tensors.drop_q()
             normed = model.after_attention(index - 1, tensors.x, tensors.attention)
         if index == model.spec.num_layers:
-            tensors.keep(normed.value)
+            tensors.keep(normed)
             return
         target = KVSlots(self._kv_cache.gpu_kv[index], tensors.slots, tensors.q)
         tensors.q = model.before_attention(index, normed, tensors.positions, target)

@@ -20,11 +20,13 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.decode import DecodeProgram
 from nanoinfer.device_tables import RowState
 from nanoinfer.kv_cache import KVCache
+from nanoinfer.kernels.counts import padded_rows
 from nanoinfer.layers import KVSlots
 from nanoinfer.memory import GIB, MemoryPlan
 from nanoinfer.mixed import MixedStep
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.prefill import PrefillProgram, PrefillStep
+from nanoinfer.products import ProductCheck, check_products
 from nanoinfer.sampler import logprobs_of
 from nanoinfer.sampling_state import SamplingState
 from nanoinfer.scheduler import DecodeBatch, PrefillBatch
@@ -100,6 +102,7 @@ class ModelRunner:
         self.ring = Ring(runtime, layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
         self._memory_before = memory_before
+        self.product_checks: list[ProductCheck] = []
         if runtime.device.type == "cuda":
             self.num_gpu_blocks -= self._blocks_over_plan()
         max_blocks = -(-plan.max_model_len // layout.block_size)
@@ -326,10 +329,7 @@ class ModelRunner:
         logits: list[torch.Tensor] = []
 
         def choose() -> None:
-            # The library may add up in another order for one row alone: a prompt's first token would depend on whether
-            # another prompt ends in the same step.
-            normed = step.last_normed.expand(max(2, len(sequences)), -1)
-            logits.append(self.model.logits(normed)[: len(sequences)])
+            logits.append(self.model.logits(step.last_normed))
             tokens = self._prefill_tokens[: len(sequences)]
             # It counts up the rows' lengths: those of prompts that end here are uploaded before they are read.
             self.sampling.sample(logits[0], step.last_rows, tokens)
@@ -452,12 +452,13 @@ class ModelRunner:
 
             with compile_ahead(device):
                 self._run_prefill(min(128, plan.max_num_batched_tokens))
+            self.product_checks = check_products(self.model, plan.max_num_batched_tokens)
         held = reserved_bytes(device) - self._memory_before  # weights, ring and workspace
         self._reserve_activations()
         torch.cuda.reset_peak_memory_stats(device)
         what = "compiling kernels, measuring memory"
         with tqdm(total=1, desc=what, delay=2, disable=not self.config.progress_bar) as bar, self.compute.current():
-            self._run_prefill(plan.max_num_batched_tokens)
+            self._run_prefill(padded_rows(plan.max_num_batched_tokens))
             self.compute.synchronize()
             bar.update()
         peak = self.peak_bytes()
@@ -514,7 +515,7 @@ class ModelRunner:
             normed = self.model.after_attention(0, x, out)
         del state, out
         rows = min(self.plan.max_num_seqs, tokens)
-        self.model.logits(normed.value[:rows]).argmax(dim=-1)
+        self.model.logits(normed[:rows]).argmax(dim=-1)
 
 
 def reserved_bytes(device: torch.device) -> int:

@@ -46,13 +46,24 @@ jit.JITFunction.__getitem__ = compile_only
 
 from sampling_cases import make_state
 
-from nanoinfer.kernels import decode_partial, layers, merge, prefill, sample, step_inputs, store_partials, update_rows
+from nanoinfer.kernels import (
+    decode_partial,
+    layers,
+    merge,
+    prefill,
+    sample,
+    step_inputs,
+    store_partials,
+    tile_linear,
+    update_rows,
+)
 from nanoinfer.kernels.shape import KernelShape, prefill_tiles
 from nanoinfer.sampler import RowSampling
 
 for name, module in list(sys.modules.items()):
     if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
         module.launch_options = lambda x: {"PDL": IS_HOPPER, "launch_pdl": IS_HOPPER}
+tile_linear.takes_descriptors = lambda device, size, itemsize: IS_HOPPER and size * itemsize % 16 == 0
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -68,23 +79,19 @@ def floats(*shape):
 
 
 def compile_layers() -> None:
-    one, eight, weight = zeros(1, 2560), zeros(8, 2560), zeros(2560)
-    for other in (None, zeros(8, 2560), floats(4, 8, 2560)):
+    eight, weight, wide = zeros(8, 2560), zeros(2560), zeros(6144, 2560)
+    for other in (None, eight.clone(), floats(2, 8, 2560)):
         layers.rms_norm(eight, weight, 1e-6, offset=other is None, other=other)
-    for norm in (None, (weight, True)):
-        for size in (2560, 9728):
-            layers.vector_linear(zeros(1, size), zeros(2560, size), one.clone(), norm)
-    wide = zeros(6144, 2560)
-    layers.rows_linear(one, wide, squares=floats(320), eps=1e-6)
-    layers.rows_linear(eight, wide, zeros(6144))
-    layers.rows_linear(eight, wide, activation="silu")
-    layers.rows_linear(zeros(32, 2560), zeros(100, 2560), activation=None, num_splits=8)
-    if IS_HOPPER:
-        for num_rows in (64, 256):
-            layers.rows_linear(zeros(num_rows, 1024), zeros(4096, 1024), zeros(4096))
-            layers.rows_linear(zeros(num_rows, 1024), zeros(6144, 1024), activation="silu")
-        layers.rows_linear(zeros(128, 1024), zeros(6144, 1024), activation="silu")
-        layers.rows_linear(zeros(64, 3072), zeros(1024, 3072), num_splits=4)
+    for num_tokens in (1, 16):
+        layers.linear(zeros(num_tokens, 2560), wide, zeros(6144))
+    layers.linear(zeros(32, 2560), wide, activation="silu")
+    layers.linear(zeros(16, 333), zeros(100, 333))
+    layers.linear_parts(eight, wide, 2)
+    for num_tokens in (64, 500):
+        layers.linear(zeros(num_tokens, 1024), zeros(4096, 1024), zeros(4096))
+        layers.linear(zeros(num_tokens, 1024), zeros(6144, 1024), activation="silu")
+    layers.linear_parts(zeros(64, 8192), zeros(1024, 8192), 2)
+    layers.linear(zeros(64, 333), zeros(100, 333))
     layers.act_and_mul(zeros(8, 512), "gelu_pytorch_tanh")
 
 
@@ -106,14 +113,14 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
     for window in (None, 100) if is_common else (100,):
         decode_partial.decode_partial(
-            q, kv, ints(8, 4), ints(1), ints(8), ints(8), out, lse, window=window, shape=shape, num_programs=33
+            q, kv, ints(8, 4), ints(1), ints(8), ints(8), ints(8), out, lse, window=window, shape=shape, num_programs=33
         )
         prefill.prefill(
             q, kv, q.clone(), state, tables, ints(1, 4),
             max_query_len=8, store_state=False, window=window, shape=shape, tiles=tiles,
         )  # fmt: skip
     for batch_size in (8, 64) if is_common else ():
-        merge.merge(out, lse, ints(batch_size + 1), zeros(batch_size, 32, head_dim))
+        merge.merge(out, lse, ints(batch_size + 1), ints(batch_size), zeros(batch_size, 32, head_dim))
 
 
 def compile_step() -> None:

@@ -2,8 +2,7 @@
 
 import torch
 
-from nanoinfer.kernels.layers import act_and_mul, norm_rope_store, rms_norm, rows_linear, vector_linear
-from nanoinfer.kernels.linear import FEW_ROWS
+from nanoinfer.kernels.layers import act_and_mul, linear, linear_parts, norm_rope_store, rms_norm
 from nanoinfer.layers import KVSlots, OffsetRMSNorm, RMSNorm, find_activation, norm_rotate_store
 from nanoinfer.rope import rope_table
 
@@ -90,47 +89,39 @@ def check_act_and_mul(size: int, activation: str, dtype: torch.dtype, device: st
     assert is_close(act_and_mul(gate_up, activation), find_activation(activation)(gate) * up)
 
 
-def check_rows_linear(
+def check_linear(
     size: int, num_rows: int, num_tokens: int, activation: str | None, dtype: torch.dtype, device: str
 ) -> None:
-    """Every part on and off, against the same parts one after the other."""
+    """Every part on and off, against the same parts one after the other; and each row alone."""
     factor = 1 if activation is None else 2
     x = torch.randn(num_tokens, size).to(device, dtype)
     weight = (torch.randn(factor * num_rows, size) * size**-0.5).to(device, dtype)
     some_bias = torch.randn(factor * num_rows).to(device, dtype)
-    squares = torch.rand(21, device=device) * size / 7
-    rms = (squares.sum() / size + EPS).sqrt()
-    few = num_tokens <= FEW_ROWS
-    for bias, divide in ((None, False), (some_bias, False)) + ((None, True), (some_bias, True)) * few:
-        got = rows_linear(x, weight, bias, squares=squares if divide else None, eps=EPS, activation=activation)
-        want = x.float() @ weight.float().T / (rms if divide else 1.0)
+    for bias in (None, some_bias):
+        got = linear(x, weight, bias, activation=activation)
+        want = x.float() @ weight.float().T
         want = (want + (0 if bias is None else bias.float())).to(dtype)
         if activation is not None:
             gate, up = want.chunk(2, dim=-1)
             want = find_activation(activation)(gate) * up
         assert got.shape == (num_tokens, num_rows) and _almost(got, want)
-    if activation is None and size % (128 if few else 256) == 0:
-        parts = rows_linear(x, weight, num_splits=2)
-        assert parts.shape == (2, num_tokens, num_rows) and parts.dtype == torch.float32
-        half = size // 2
-        assert _almost(parts[1].to(dtype), (x[:, half:].float() @ weight[:, half:].float().T).to(dtype))
-        first = x[: 1 if few else 40].contiguous()
-        same = torch.equal(rows_linear(first, weight), rows_linear(x, weight)[: len(first)])
-        assert same or 16 < num_tokens <= FEW_ROWS, "a row depends on its neighbours"
+        if activation is None:
+            out = torch.full((num_tokens, num_rows), 7.0).to(device, dtype)
+            assert linear(x, weight, bias, out=out) is out and torch.equal(out, got)
 
 
-def check_vector_linear(size: int, num_rows: int, offset: bool, dtype: torch.dtype, device: str) -> None:
-    """The sum, and with the next projection's division the whole norm."""
-    x, other = torch.randn(1, size).to(device, dtype), torch.randn(1, num_rows).to(device, dtype)
+def check_linear_parts(size: int, num_rows: int, num_tokens: int, num_parts: int, dtype: torch.dtype, device: str) -> None:
+    """The parts are sums over columns one after the other, and `rms_norm` adds them up."""
+    x, other = torch.randn(num_tokens, size).to(device, dtype), torch.randn(num_tokens, num_rows).to(device, dtype)
     weight = (torch.randn(num_rows, size) * size**-0.5).to(device, dtype)
-    norm = make_norm(num_rows, offset, dtype, device)
-    want, total = other + (x.float() @ weight.float().T).to(dtype), other.clone()
-    assert vector_linear(x, weight, total) is None and _almost(total, want)
-    total = other.clone()
-    scaled, squares = vector_linear(x, weight, total, (norm.weight, offset))
-    assert _almost(total, want)
-    rms = (squares.sum() / num_rows + EPS).sqrt()
-    assert _almost((scaled.float() / rms).to(dtype), norm.norm(total, norm.weight, EPS))
+    parts = linear_parts(x, weight, num_parts)
+    assert parts.shape == (num_parts, num_tokens, num_rows) and parts.dtype == torch.float32
+    wanted = [a.float() @ b.float().T for a, b in zip(x.chunk(num_parts, 1), weight.chunk(num_parts, 1), strict=True)]
+    assert all(_almost(part.to(dtype), want.to(dtype)) for part, want in zip(parts, wanted, strict=True))
+    norm, total = make_norm(num_rows, False, dtype, device), other.clone()
+    normed = rms_norm(total, norm.weight, EPS, offset=False, other=parts)
+    assert _almost(total, other + (x.float() @ weight.float().T).to(dtype))
+    assert is_close(normed, norm.norm(total, norm.weight, EPS))
 
 
 def _almost(got: torch.Tensor, want: torch.Tensor) -> bool:

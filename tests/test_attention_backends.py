@@ -17,6 +17,7 @@ from test_attention_cases import (
     make_q,
     make_spec,
     make_work,
+    per_block,
     relative_error,
     run_decode,
     run_prefill,
@@ -82,6 +83,9 @@ def test_decode_of_blocks_that_are_cut_equals_dense_attention(name, window, spli
     paged, q = make_paged(spec, lens), make_q(spec, len(lens))
     out, _ = run_decode(build(name, spec), q, paged.kv, paged.tables, lens, window, splits_per_block)
     assert relative_error(out, dense_decode(spec, q, paged, lens, window)) < 2e-6
+    if name == "triton":
+        whole, _ = run_decode(build(name, spec), q, paged.kv, paged.tables, lens, window, splits_per_block, 1)
+        assert relative_error(whole, dense_decode(spec, q, paged, lens, window)) < 2e-6
 
 
 @backends
@@ -108,7 +112,7 @@ def test_decode_bits_do_not_depend_on_where_blocks_lie(name, dtype, window, spli
     for part in (kept[:2], kept[2:]):
         backend.decode_partial(q, paged.kv, make_work(part, stale=1, **work), int32(lens), partials, window)
     out = torch.empty_like(want)
-    backend.merge(partials, int32(ranges), out)
+    backend.merge(partials, int32(ranges), per_block(splits_per_block), out)
     assert torch.equal(partials.out, want_partials.out[: len(items)])
     assert torch.equal(partials.lse, want_partials.lse[: len(items)])
     assert torch.equal(out, want)
@@ -146,11 +150,11 @@ def test_split_without_a_visible_key_is_zero_and_adds_nothing_to_the_merge(name,
 
     partials.out[1], partials.lse[1] = 3.0, -50.0
     out = torch.full((3, 6, 16), POISON)
-    backend.merge(partials, int32([0, 1, 1, 2]), out)
+    backend.merge(partials, int32([0, 1, 1, 2]), per_block(), out)
     assert not out[:2].any()
     assert (out[2] == 3).all()
     both = torch.empty(1, 6, 16)
-    backend.merge(partials, int32([0, 2]), both)
+    backend.merge(partials, int32([0, 2]), per_block(), both)
     assert (both == 3).all()
 
 
@@ -166,7 +170,7 @@ def test_merge_equals_one_softmax_over_all_splits(name, count):
     for outside in (slice(0, 3), slice(3 + count, None)):
         partials.out[outside], partials.lse[outside] = POISON, POISON
     out = torch.empty(1, 2, 48)
-    backend.merge(partials, int32([3, 3 + count]), out)
+    backend.merge(partials, int32([3, 3 + count]), per_block(), out)
     assert relative_error(out[0], want) < 1e-6
 
 
@@ -193,7 +197,7 @@ def test_merge_of_rows_with_any_number_of_splits_equals_one_softmax_each(
         weights = partials.lse[begin:end].double().softmax(0)
         want[row] = torch.einsum("sh,shd->hd", weights, partials.out[begin:end].double())
     out = torch.full_like(want, POISON)
-    backend.merge(partials, ranges.int(), out)
+    backend.merge(partials, ranges.int(), per_block(), out)
     assert torch.allclose(out, want, rtol=1e-5, atol=1e-5)
 
 

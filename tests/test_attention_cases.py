@@ -107,26 +107,33 @@ def list_items(spec, tables, lens, window, splits_per_block=1):
     return [(*item[:3], p) for p, item in enumerate(items)], ranges
 
 
-def make_work(items, stale=2, device="cpu", splits_per_block=1):
+def per_block(count=1, device="cpu"):
+    """Splits or partials of a block, the same for all rows."""
+    return torch.full((400,), count, dtype=torch.int32, device=device)
+
+
+def make_work(items, stale=2, device="cpu", splits_per_block=1, partials_per_block=None):
     """A work list with stale rows behind it that would fault if they were read."""
     rows = [list(item) for item in items] + [[2**30] * 4] * stale
     return DecodeWork(
         items=int32(rows, device).view(-1, 4),
         num_items=int32([len(items)], device),
-        splits_per_block=torch.full((64,), splits_per_block, dtype=torch.int32, device=device),
+        splits_per_block=per_block(splits_per_block, device),
+        partials_per_block=per_block(partials_per_block or splits_per_block, device),
     )
 
 
-def run_decode(backend, q, kv, tables, lens, window=None, splits_per_block=1):
-    spec = backend.spec
-    items, ranges = list_items(spec, tables, lens, window, splits_per_block)
+def run_decode(backend, q, kv, tables, lens, window=None, splits_per_block=1, partials_per_block=None):
+    """partials_per_block: 1 for whole blocks as items; None: each split is one."""
+    spec, per = backend.spec, partials_per_block or splits_per_block
+    items, ranges = list_items(spec, tables, lens, window, per)
     partials = backend.partials(len(items) + 1, q.device)
     partials.out.fill_(POISON)
     partials.lse.fill_(POISON)
-    work = make_work(items, device=q.device, splits_per_block=splits_per_block)
+    work = make_work(items, device=q.device, splits_per_block=splits_per_block, partials_per_block=per)
     backend.decode_partial(q, kv, work, int32(lens, q.device), partials, window)
     out = torch.full(q.shape, POISON, dtype=q.dtype, device=q.device)
-    backend.merge(partials, int32(ranges, q.device), out)
+    backend.merge(partials, int32(ranges, q.device), work.partials_per_block, out)
     return out, partials
 
 

@@ -56,7 +56,7 @@ def trace(num_steps=6, with_launches=True):
             span("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", begin - 6, 2, graph),
             span("kernel", "rows_linear_kernel", begin, 40, graph + 1),
             span(
-                "kernel", "vector_linear_kernel", begin + 30, 20, graph + 1
+                "kernel", "merge_kernel", begin + 30, 20, graph + 1
             ),  # started early, waits for the one before
             span("kernel", "rows_linear_kernel", begin + 55, 20, graph + 1),  # after a gap of 5
             span("kernel", "void index_copy<float, int>(long)", begin + 75, 15, graph + 2),
@@ -71,7 +71,7 @@ def test_work_belongs_to_the_step_that_launched_it():
     assert [work.name for work in steps[0]] == [
         "Memcpy HtoD (Pinned -> Device)",
         "rows_linear_kernel",
-        "vector_linear_kernel",
+        "merge_kernel",
         "rows_linear_kernel",
         "void index_copy<float, int>(long)",
     ]
@@ -91,7 +91,7 @@ def test_gaps_within_and_between_steps():
 
 def test_overlapping_kernels_share_the_time(spec):
     lines = {line["name"]: line for line in kernels.kernel_table(trace(6), spec, [1024], 4e12)}
-    rows, vector = lines["rows_linear_kernel"], lines["vector_linear_kernel"]
+    rows, vector = lines["rows_linear_kernel"], lines["merge_kernel"]
     assert rows["calls_per_step"] == 2 and rows["seconds_per_call"] == pytest.approx(30e-6)
     assert rows["share"] == pytest.approx(0.6)
     assert vector["calls_per_step"] == 1 and vector["seconds_per_call"] == pytest.approx(10e-6)
@@ -115,17 +115,18 @@ def test_a_trace_that_says_nothing_is_refused():
 
 
 def test_the_floors_of_a_step_add_up_to_its_bytes(spec):
-    """36 layers with two calls of either kernel, the head from the library, attention: all that a step must read."""
+    """36 layers with four products, the head with them or from the library, attention: all that a step must read."""
     for lengths in ([1024], [4096] * 8):
-        floor = {
-            (name, calls): kernels.kernel_floor(name, spec, lengths, 1.0, calls=calls)
-            for name, calls in (("vector_linear_kernel", 72), ("rows_linear_kernel", 72), ("nvjet_tst_64x8", 1),
-                                ("decode_partial_kernel", 36))
-        }  # fmt: skip
-        rows, vector = floor["rows_linear_kernel", 72], floor["vector_linear_kernel", 72]
-        layers = 36 * (2 * rows + 2 * vector if len(lengths) == 1 else 4 * rows)
-        total = layers + floor["nvjet_tst_64x8", 1] + 36 * floor["decode_partial_kernel", 36]
-        assert total == pytest.approx(bytes_read_per_step(spec, lengths), rel=1e-3), "but for norms, which are small"
+
+        def floor(name, calls, lengths=lengths):
+            return kernels.kernel_floor(name, spec, lengths, 1.0, calls=calls)
+
+        attention = 36 * floor("decode_partial_kernel", 36)
+        with_head = 145 * floor("rows_linear_kernel", 145)
+        apart = 144 * floor("tile_linear_kernel", 144) + floor("nvjet_tst_64x8", 1)
+        assert with_head == pytest.approx(apart)
+        wanted = bytes_read_per_step(spec, lengths)
+        assert with_head + attention == pytest.approx(wanted, rel=1e-3), "but for norms, which are small"
 
 
 def test_floors_by_name(spec):

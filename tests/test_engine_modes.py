@@ -101,7 +101,7 @@ def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(paths, expected
     used = set()
 
     def splits_per_block(self, num_blocks):
-        splits = np.where(num_blocks <= 6, 4, np.where(num_blocks <= 12, 2, 1))
+        splits = np.where(num_blocks <= 2, 4, np.where(num_blocks <= 6, 2, 1))
         used.update(splits.tolist())
         return splits
 

@@ -9,11 +9,13 @@ if not triton.knobs.runtime.interpret:
 
 from layer_kernel_cases import (
     check_act_and_mul,
+    check_linear,
+    check_linear_parts,
     check_norm_rope_store,
     check_rms_norm,
-    check_rows_linear,
-    check_vector_linear,
 )
+
+from nanoinfer.kernels.counts import MAX_ROWS, num_parts, padded_counts, padded_rows
 
 # Not bfloat16: the interpreter cuts it off where a GPU rounds. float16 shows the places of rounding as well.
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -48,27 +50,28 @@ def test_activation(size, activation, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize("size, num_rows, num_tokens", [(64, 21, 1), (192, 64, 7), (128, 32, 21), (256, 200, 70)])
-def test_few_rows_through_a_projection(size, num_rows, num_tokens, activation, dtype):
-    check_rows_linear(size, num_rows, num_tokens, activation, dtype, "cpu")
-
-
-@DTYPES
 @pytest.mark.parametrize(
-    "size, num_rows, offset", [(48, 10, False), (600, 21, True), (1024, 4, False), (4608, 3, True)]
+    "size, num_rows, num_tokens", [(64, 21, 1), (192, 64, 7), (33, 40, 12), (57, 32, 21), (128, 32, 21), (256, 200, 70), (100, 70, 40)]
 )
-def test_one_row_added_to_the_sum(size, num_rows, offset, dtype):
-    check_vector_linear(size, num_rows, offset, dtype, "cpu")
+def test_a_product(size, num_rows, num_tokens, activation, dtype):
+    check_linear(size, num_rows, num_tokens, activation, dtype, "cpu")
 
 
-@pytest.mark.parametrize("num_tokens", [33, 64, 65, 128, 200, 256])
-def test_splits_of_columns_are_whole_tiles_and_no_more_than_there_are_cores_for(num_tokens):
-    from nanoinfer.kernels import tile_linear
+@pytest.mark.parametrize("num_tokens", [1, 12, 40])
+@pytest.mark.parametrize("size, num_rows, num_parts", [(256, 21, 2), (512, 70, 4), (128, 16, 1)])
+def test_a_sum_in_parts(size, num_rows, num_parts, num_tokens):
+    check_linear_parts(size, num_rows, num_tokens, num_parts, torch.float16, "cpu")
 
-    for size in (64, 192, 1024, 1152, 3072, 9728):
-        for num_rows in (21, 1024, 2560, 5120):
-            splits = tile_linear.tile_splits(size, num_rows, num_tokens)
-            block_n, block_k, _ = tile_linear._tiles(num_tokens, num_rows, gated=False)
-            programs = -(-num_tokens // tile_linear.BLOCK_M) * -(-num_rows // block_n)
-            assert splits == 1 or (size % (splits * block_k) == 0 and splits * programs <= tile_linear.PROGRAMS)
-    assert tile_linear.tile_splits(3072, 1024, 64) == 4, "few programs share the columns"
+
+def test_long_sums_have_parts_and_others_do_not():
+    assert [num_parts(size) for size in (1024, 4096, 9728, 14336, 8192, 8193, 8320)] == [1, 1, 2, 2, 2, 1, 1]
+
+
+def test_rows_are_padded_to_few_counts_of_which_the_check_knows_all():
+    counts = padded_counts(20_000)
+    for num_rows in range(1, 20_001):
+        padded = padded_rows(num_rows)
+        assert num_rows <= padded <= max(num_rows + 255, num_rows * 1.25)
+        assert padded == num_rows <= MAX_ROWS or (padded in counts and padded_rows(padded) == padded)
+    assert len(counts) < 40 and all(count % 256 == 0 for count in counts)
+    assert padded_counts(MAX_ROWS) == []

@@ -19,23 +19,21 @@ SKIPPED_FIRST, SKIPPED_LAST = 2, 1  # steps in which the profiler starts, or who
 MIN_SHARE = 0.005  # of a step, for a line in the table
 DEFAULT_BLOCK_SIZE = 256
 
-# Part of a kernel's name -> the products that it serves in each layer, for one row and for several. The first match
-# counts. None: moves little, or nothing that is worth a floor.
+# Part of a kernel's name -> what it computes. The first match counts. None: moves little, or nothing that is worth a floor.
 LAYER = ("qkv", "o", "gate_up", "down")
 LIBRARY_LAYERS = "all library products of the layers"
-KERNELS: tuple[tuple[str, object, object], ...] = (
-    ("vector_linear_kernel", ("o", "down"), ("o", "down")),
-    ("rows_linear_kernel", ("qkv", "gate_up"), LAYER),
-    ("tile_linear_kernel", LAYER, LAYER),
-    ("decode_partial_kernel", "attention", "attention"),
-    ("merge_kernel", "merge", "merge"),
-    ("splitKreduce", None, None),
+KERNELS: tuple[tuple[str, str | None], ...] = (
+    ("rows_linear_kernel", "products"),
+    ("tile_linear_kernel", "products"),
+    ("decode_partial_kernel", "attention"),
+    ("merge_kernel", "merge"),
+    ("splitKreduce", None),
     # The library's: called once per step it is the head. The layers' products share names in ways that depend on the
     # library's version, so they have a floor only together.
-    ("nvjet", "library", "library"),
-    ("gemm", "library", "library"),
-    ("gemv", "library", "library"),
-    ("cutlass", "library", "library"),
+    ("nvjet", "library"),
+    ("gemm", "library"),
+    ("gemv", "library"),
+    ("cutlass", "library"),
 )
 
 
@@ -59,27 +57,33 @@ def kernel_floor(
         block_size: tokens of one split of the attention. Those of a short row are smaller, and the merge's floor then lower
             than its bytes would have it.
     """
-    served = LAYER if name == LIBRARY_LAYERS else _served(name, len(lengths))
-    if served == "library":
-        served = ("lm_head",) if calls < 1.5 else None
-    if served is None:
+    served, products = _served(name), product_bytes(spec)
+    if name == LIBRARY_LAYERS:
+        num_bytes = statistics.fmean(products[product] for product in LAYER)
+    elif served == "library":
+        if calls >= 1.5:
+            return None
+        num_bytes = products["lm_head"]
+    elif served == "products":
+        # All of the layers and, where there is one call more, the head.
+        num_bytes = spec.num_layers * sum(products[product] for product in LAYER)
+        num_calls = spec.num_layers * len(LAYER)
+        if calls > num_calls:
+            num_bytes, num_calls = num_bytes + products["lm_head"], num_calls + 1
+        num_bytes /= num_calls
+    elif served is None:
         return None
-    if served == "attention":
+    elif served == "attention":
         num_bytes = kv_bytes(spec, lengths) / spec.num_layers
     elif served == "merge":
         num_splits = sum(-(-length // block_size) for length in lengths)
         num_bytes = num_splits * spec.num_q_heads * (spec.head_dim + 1) * 4  # float32: the sum, and one exponent
-    else:
-        num_bytes = statistics.fmean(product_bytes(spec)[product] for product in served)
     return num_bytes / device_bandwidth
 
 
-def _served(name: str, num_rows: int) -> object:
+def _served(name: str) -> str | None:
     """The entry of `KERNELS` for a kernel's name; None where there is none."""
-    for part, for_one, for_several in KERNELS:
-        if part in name:
-            return for_one if num_rows == 1 else for_several
-    return None
+    return next((served for part, served in KERNELS if part in name), None)
 
 
 def product_bytes(spec: ModelSpec) -> dict[str, int]:
@@ -230,7 +234,7 @@ def kernel_table(
     library = [
         work
         for name, calls in found.items()
-        if _served(name, len(lengths)) == "library" and len(calls) > 1.5 * (len(steps) - 1)
+        if _served(name) == "library" and len(calls) > 1.5 * (len(steps) - 1)
         for work in calls
     ]
     if round(len(library) / (len(steps) - 1)) == len(LAYER) * spec.num_layers:

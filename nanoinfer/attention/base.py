@@ -3,12 +3,12 @@
 A KV buffer of one layer is ``kv: [num_blocks, 2, block_size, num_kv_heads, head_dim]``, contiguous; index 0 of dim 1
 is K and 1 is V. It may be a layer's part of the GPU pool or a ring slot. A *split* is one block, or an equal part of one where so few
 blocks are read that they would leave most of a GPU idle: with ``span = block_size / splits_per_block``, split ``s`` of a
-sequence covers its tokens ``[s * span, (s + 1) * span)``.
+sequence covers its tokens ``[s * span, (s + 1) * span)``. An *item* of work is one split, or a block with all of its splits.
 
-Decode attends to each split on its own (``decode_partial``) and combines the splits in ascending order (``merge``),
-as in Flash-Decoding (Dao et al., 2023) with splits at fixed absolute positions. So the bits of a split depend on its
-bytes and its query alone, and the result does not depend on which buffer a block lies in. How a row's
-blocks are cut depends on their number and the padded batch size alone, not on its neighbours.
+Decode attends to each split on its own (``decode_partial``) and combines the splits of a block, then the blocks, in one
+order (``merge``), as in Flash-Decoding (Dao et al., 2023) with splits at fixed absolute positions. So the bits of a split
+depend on its bytes and its query alone, and the result does not depend on which buffer a block lies in. How a row's blocks
+are cut depends on their number alone; whether their splits are attended to apart depends on the batch, and changes no bit.
 
 Prefill walks the keys in ascending order with the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1) and can
 put its running state down between two buffers and take it up again.
@@ -25,8 +25,17 @@ import torch
 from torch import Tensor
 
 MAX_SPLITS_PER_BLOCK = 4
-MAX_SPLITS_OF_FEW = 64
-"""Blocks are cut only while a row's splits times the padded batch size are at most this."""
+MAX_SPLITS_OF_CUT_ROW = 64
+PROGRAMS_OF_CUT_ROW = 384
+"""Blocks of a row are cut while its splits are at most `MAX_SPLITS_OF_CUT_ROW`, and with each KV head at most these: more
+programs than the cores of a large GPU."""
+MAX_SPLITS_APART = 64
+"""The splits of cut blocks are attended to apart while a step has no more than these; else block by block."""
+
+
+def most_splits_of_cut_row(num_kv_heads: int) -> int:
+    """The most splits of a row whose blocks are cut. The bound is no GPU's and no batch's, so the bits are everyone's."""
+    return min(MAX_SPLITS_OF_CUT_ROW, PROGRAMS_OF_CUT_ROW // num_kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +97,15 @@ class DecodeWork:
     """Which splits of which batch rows lie in one KV buffer. Read from device memory each time a graph is replayed."""
 
     items: Tensor
-    """[capacity, 4] int32, device, contiguous: (batch row b, split s, block index in the buffer, partial index p)."""
+    """[capacity, 4] int32, device, contiguous: (batch row b, number of the item, block index in the buffer, partial index
+    p). A row's items are numbered from its first token on: n covers [n * span, (n + 1) * span), with span = block_size /
+    partials_per_block[b]."""
     num_items: Tensor
     """[1] int32, device. Rows of ``items`` from here on are stale and never reach a result."""
     splits_per_block: Tensor
     """[B] int32, device: of each batch row, one of the numbers that the backend's ``splits_per_block`` gives."""
+    partials_per_block: Tensor
+    """[B] int32, device: ``splits_per_block``; or 1 with a backend that ``folds_splits``: an item is a whole block then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +170,8 @@ class AttentionBackend(ABC):
     """Decode (decode_partial or decode_rows, merge) may be captured in a CUDA graph."""
     exact_splits: bool
     """Results are bit-identical wherever the blocks lie and however prefill is cut into pieces."""
+    folds_splits: bool = False
+    """``decode_partial`` takes whole blocks of several splits, with the bits of splits apart."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device | str) -> None:
         self.spec = spec
@@ -170,8 +185,9 @@ class AttentionBackend(ABC):
     def splits_per_block(self, num_blocks: np.ndarray) -> np.ndarray:
         """How many splits a decode step makes of each block of its rows: [B], for num_blocks [B].
 
-        num_blocks: blocks that the row reads, wherever they lie, times the padded batch size. A result is at most
-        `MAX_SPLITS_PER_BLOCK`, and where it is above 1, its product with num_blocks at most `MAX_SPLITS_OF_FEW`.
+        num_blocks: blocks that the row reads, wherever they lie. A result is at most `MAX_SPLITS_PER_BLOCK`, and where it is
+        above 1, its product with num_blocks at most `most_splits_of_cut_row`. It depends on nothing else, or else the
+        row's bits would.
         """
         return np.ones_like(num_blocks)
 
@@ -196,17 +212,17 @@ class AttentionBackend(ABC):
     def decode_partial(
         self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
     ) -> None:
-        """Attend to each split listed in ``work`` and write partial p of each.
+        """Attend to each item listed in ``work`` and write partial p of each.
 
         q: [B, num_q_heads, head_dim], one query a row at position seq_lens[b] - 1; rows may be strided.
         seq_lens: [B] int32, device, the current token counted. A split without a visible key yields out 0, lse -inf.
         """
 
     @abstractmethod
-    def merge(self, partials: Partials, ranges: Tensor, out: Tensor) -> None:
-        """Combine partials ranges[b]:ranges[b + 1], which lie in ascending order of split, into out[b].
+    def merge(self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
+        """Combine partials ranges[b]:ranges[b + 1], which lie in ascending order, into out[b].
 
-        ranges: [B + 1] int32, device. out: [B, num_q_heads, head_dim], contiguous; an empty range yields zeros.
+        ranges: [B + 1] int32, device; partials_per_block: as in ``DecodeWork``. out: [B, num_q_heads, head_dim], contiguous; an empty range yields zeros.
         """
 
     @abstractmethod

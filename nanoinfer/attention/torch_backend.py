@@ -47,7 +47,7 @@ class TorchBackend(AttentionBackend):
             partials.out[p] = ((logits - lse[..., None]).exp() @ v).flatten(0, 1)
             partials.lse[p] = lse.flatten()
 
-    def merge(self, partials: Partials, ranges: Tensor, out: Tensor) -> None:
+    def merge(self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
         bounds = ranges.tolist()
         for row, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
             lse = partials.lse[first:last]  # [R, Hq]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.base import (
-    MAX_SPLITS_OF_FEW,
     MAX_SPLITS_PER_BLOCK,
     AttentionBackend,
     AttentionSpec,
@@ -17,14 +16,13 @@ from nanoinfer.attention.base import (
     Partials,
     PrefillPiece,
     PrefillState,
+    most_splits_of_cut_row,
 )
 from nanoinfer.kernels.decode_partial import decode_partial
 from nanoinfer.kernels.merge import merge
 from nanoinfer.kernels.prefill import prefill
 from nanoinfer.kernels.shape import KernelShape, can_use_tma, decode_programs, decode_tiles, prefill_tiles
 
-PROGRAMS_OF_FEW = 384
-"""Blocks are cut into several splits while these and the KV heads make no more programs than this."""
 INTERPRETER_PROGRAMS = 2
 INTERPRETER_SHARED_MEMORY_BYTES = 99 * 1024
 MAX_HEAD_DIM = 256
@@ -40,6 +38,7 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     graph_safe = True
     exact_splits = True
+    folds_splits = True
 
     def __init__(self, spec: AttentionSpec, device: torch.device | str, num_programs: int | None = None) -> None:
         super().__init__(spec, device)
@@ -95,8 +94,8 @@ class TritonBackend(AttentionBackend):
 
     def splits_per_block(self, num_blocks: np.ndarray) -> np.ndarray:
         # A core needs about 0.9 microseconds for each tile of a split, one after the other: the four of a block are more
-        # than all else that a short sequence's attention does. The bound is no GPU's, so that the bits are everyone's.
-        most = min(MAX_SPLITS_OF_FEW, PROGRAMS_OF_FEW // self.spec.num_kv_heads)
+        # than all else that a short sequence's attention does.
+        most = most_splits_of_cut_row(self.spec.num_kv_heads)
         result, splits = np.ones_like(num_blocks), 2
         while splits <= MAX_SPLITS_PER_BLOCK and self.spec.block_size % (splits * self._decode_block_n) == 0:
             result[num_blocks * splits <= most] = splits
@@ -109,13 +108,14 @@ class TritonBackend(AttentionBackend):
         self._check_rows(q, kv)
         assert work.items.is_contiguous() and work.items.dtype == torch.int32, "items must be packed int32"
         decode_partial(
-            q, kv, work.items, work.num_items, work.splits_per_block, seq_lens, partials.out, partials.lse,
+            q, kv, work.items, work.num_items, work.splits_per_block, work.partials_per_block,
+            seq_lens, partials.out, partials.lse,
             window=window, shape=self.shape, num_programs=self.num_programs,
         )  # fmt: skip
 
-    def merge(self, partials: Partials, ranges: Tensor, out: Tensor) -> None:
+    def merge(self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
         assert out.is_contiguous(), "out must be contiguous"
-        merge(partials.out, partials.lse, ranges, out)
+        merge(partials.out, partials.lse, ranges, partials_per_block, out)
 
     def prefill(
         self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None

@@ -1,1 +1,1 @@
-"""Triton kernels over the paged KV cache. Importing a module of this package imports triton."""
+"""Triton kernels over the paged KV cache. Importing a module of this package, but for `counts`, imports triton."""

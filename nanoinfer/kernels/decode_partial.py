@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.online_softmax import softmax_step, tile_logits
+from nanoinfer.kernels.online_softmax import finished, fold, softmax_step, tile_logits
 from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.shape import NO_WINDOW, KernelShape, decode_tiles, kv_descriptor
 
@@ -40,28 +40,40 @@ def dealt(program, number, programs):
 
 
 @triton.jit
-def read_item(item, seq_lens, splits_per_block, listed):
-    """(batch row, split, block in kv, partial index), and the row's length and splits of a block."""
+def fold_split(out, lse, acc, m, l):
+    """Folds a finished split into what the item has so far, and begins the next one."""
+    split_out, split_lse = finished(acc, m, l)
+    out, lse = fold(out, lse, split_out, split_lse)
+    return out, lse, tl.zeros_like(acc), tl.full(m.shape, float("-inf"), tl.float32), tl.zeros_like(l)
+
+
+@triton.jit
+def read_item(item, seq_lens, splits_per_block, partials_per_block, listed):
+    """(batch row, place in the sequence, block in kv, partial index), the row's length, splits and partials of a block."""
     row = tl.load(item, mask=listed, other=0)
     split = tl.load(item + 1, mask=listed, other=0)
     block = tl.load(item + 2, mask=listed, other=0)
     partial = tl.load(item + 3, mask=listed, other=0)
     seq_len = tl.load(seq_lens + row, mask=listed, other=0)
-    return row, split, block, partial, seq_len, tl.load(splits_per_block + row, mask=listed, other=1)
+    splits = tl.load(splits_per_block + row, mask=listed, other=1)
+    return row, split, block, partial, seq_len, splits, tl.load(partials_per_block + row, mask=listed, other=1)
 
 
 @triton.jit(
     do_not_specialize=["q_stride", "window"],
     # A work list may be any slice of a larger one: its alignment must not pick another binary.
-    do_not_specialize_on_alignment=["items", "num_items", "splits_per_block", "seq_lens", "lse"],
+    do_not_specialize_on_alignment=[
+        "items", "num_items", "splits_per_block", "partials_per_block", "seq_lens", "lse"
+    ],
 )
 def decode_partial_kernel(
     q,  # [B, num_q_heads, HEAD_DIM], rows q_stride apart
     kv,  # [num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
     kv_rows,  # the same as a descriptor of [num_blocks * 2 * BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM], with TMA
-    items,  # [capacity, 4] int32: batch row, split, block in kv, partial index
+    items,  # [capacity, 4] int32: batch row, number among all items of the row, block in kv, partial index
     num_items,  # [1] int32
     splits_per_block,  # [B] int32
+    partials_per_block,  # [B] int32: as many as there are splits, or 1
     seq_lens,  # [B] int32
     out,  # [capacity, num_q_heads, HEAD_DIM] float32
     lse,  # [capacity, num_q_heads] float32
@@ -100,37 +112,40 @@ def decode_partial_kernel(
     rounds += (dealt(program, rounds, programs) < count - rounds * programs).to(tl.int32)
     # Each item is read while the one before it is computed, the first while the kernel in front still runs.
     item = items + program * 4
-    next_row, next_split, next_block, next_partial, next_len, next_splits = read_item(
-        item, seq_lens, splits_per_block, rounds > 0
+    next_row, next_number, next_block, next_partial, next_len, next_splits, next_partials = read_item(
+        item, seq_lens, splits_per_block, partials_per_block, rounds > 0
     )
     wait_for_inputs(PDL)
     let_next_in(PDL)
     for number in range(0, rounds):
         row = next_row.to(tl.int64)
-        split = next_split
+        number_in_row = next_number
         block = next_block
         partial = next_partial.to(tl.int64)
         seq_len = next_len
-        span = BLOCK_SIZE // next_splits
+        split_span = BLOCK_SIZE // next_splits
+        span = BLOCK_SIZE // next_partials
         item = items + ((number + 1) * programs + dealt(program, number + 1, programs)) * 4
-        next_row, next_split, next_block, next_partial, next_len, next_splits = read_item(
-            item, seq_lens, splits_per_block, number + 1 < rounds
+        next_row, next_number, next_block, next_partial, next_len, next_splits, next_partials = read_item(
+            item, seq_lens, splits_per_block, partials_per_block, number + 1 < rounds
         )
 
         q_row = q + row * tl.multiple_of(q_stride, 16)
         q_tile = tl.load(q_row + q_heads[:, None] * HEAD_DIM + columns[None, :], mask=in_q, other=0.0)
         # int64: a pool holds more than 2^31 values
-        first = split * span  # key of the sequence, and where it lies in the block
+        first = number_in_row * span  # key of the sequence, and where it lies in the block
         k_row = block * (2 * BLOCK_SIZE) + first % BLOCK_SIZE
         k_head = kv + k_row.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM) + head * HEAD_DIM
         v_head = k_head + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
 
-        # Offsets in the split of the keys that the query at seq_len - 1 sees: [begin, end)
+        # Offsets in the item of the keys that the query at seq_len - 1 sees: [begin, end)
         begin = tl.maximum(seq_len - window - first, 0)
         end = tl.maximum(tl.minimum(seq_len - first, span), 0)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
+        item_out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        item_lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
         if TMA:
             # Tiles that are seen as a whole come through the copy unit, which takes no mask; the first or the last may
             # be cut, by a window or by the sequence's end. The order of tiles is the same as below.
@@ -142,11 +157,15 @@ def decode_partial_kernel(
                         acc, m, l, q_tile, k_head, v_head, begin // BLOCK_N * BLOCK_N, begin, end,
                         NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
                     )  # fmt: skip
+                    if full % split_span == 0:
+                        item_out, item_lse, acc, m, l = fold_split(item_out, item_lse, acc, m, l)
             for start in tl.range(full, full_end, BLOCK_N, num_stages=STAGES):
                 k = kv_rows.load([k_row + start, head * HEAD_DIM]).to(q_tile.dtype)
                 v = kv_rows.load([k_row + BLOCK_SIZE + start, head * HEAD_DIM]).to(q_tile.dtype)
                 logits = tile_logits(q_tile, k.T, SCALE, SOFTCAP, PRECISION, WIDEN)
                 acc, m, l = softmax_step(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
+                if (start + BLOCK_N) % split_span == 0:
+                    item_out, item_lse, acc, m, l = fold_split(item_out, item_lse, acc, m, l)
             if full_end < end:
                 acc, m, l = attend_masked(
                     acc, m, l, q_tile, k_head, v_head, full_end, begin, end,
@@ -158,12 +177,13 @@ def decode_partial_kernel(
                     acc, m, l, q_tile, k_head, v_head, start, begin, end,
                     NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
                 )  # fmt: skip
+                if (start + BLOCK_N) % split_span == 0:
+                    item_out, item_lse, acc, m, l = fold_split(item_out, item_lse, acc, m, l)
 
-        l_safe = tl.where(l == 0.0, 1.0, l)
-        natural = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * 0.6931471805599453)
+        item_out, item_lse, acc, m, l = fold_split(item_out, item_lse, acc, m, l)
         partial_heads = partial * (NUM_KV_HEADS * GROUP_SIZE) + q_heads
-        tl.store(lse + partial_heads, natural, mask=rows < GROUP_SIZE)
-        tl.store(out + partial_heads[:, None] * HEAD_DIM + columns[None, :], acc / l_safe[:, None], mask=in_q)
+        tl.store(lse + partial_heads, item_lse, mask=rows < GROUP_SIZE)
+        tl.store(out + partial_heads[:, None] * HEAD_DIM + columns[None, :], item_out, mask=in_q)
 
 
 def decode_partial(
@@ -172,6 +192,7 @@ def decode_partial(
     items: Tensor,
     num_items: Tensor,
     splits_per_block: Tensor,
+    partials_per_block: Tensor,
     seq_lens: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -180,15 +201,17 @@ def decode_partial(
     shape: KernelShape,
     num_programs: int,
 ) -> None:
-    """Attend to the listed splits; out and lse (natural log, float32) are written at each item's partial index.
+    """Attend to the listed items, splits or whole blocks; out and lse (natural log, float32) are written at each one's
+    partial index. The splits of a whole block are folded in ascending order, as `merge` folds those that it finds apart.
 
     q: [B, num_q_heads, head_dim]; kv: one layer's pool or one ring slot; items: [capacity, 4] int32; num_items: [1]
-    int32; splits_per_block: [B] int32, parts of a block of whole tiles of keys. num_programs changes which program computes a split, never its bits.
+    int32; splits_per_block: [B] int32, parts of a block of whole tiles of keys; partials_per_block: [B] int32, items of a
+    block, as many as it has splits or 1. num_programs changes which program computes an item, never its bits.
     """
     tiles = decode_tiles(shape)
     decode_partial_kernel[(num_programs, shape.num_kv_heads)](
-        q, kv, kv_descriptor(kv, tiles.block_n, shape), items, num_items, splits_per_block, seq_lens, out, lse,
-        q.stride(0), NO_WINDOW if window is None else window,
+        q, kv, kv_descriptor(kv, tiles.block_n, shape), items, num_items, splits_per_block, partials_per_block,
+        seq_lens, out, lse, q.stride(0), NO_WINDOW if window is None else window,
         **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch_options(q),
     )  # fmt: skip

@@ -1,71 +1,94 @@
-"""Combine the partials of each row's splits by their log-sum-exps (Flash-Decoding's reduction step)."""
+"""Combine the partials of each row by their log-sum-exps (Flash-Decoding's reduction step).
+
+Two steps, each in one order for every batch: the splits of a block are folded one after the other, where `decode_partial`
+has not done it already; then the blocks are added up, as a tree over 128 of them (halves onto halves, so that a tree over
+fewer is the same with zeros), and one such tree after the other. The kernel is compiled without fusing products and
+sums, since what is fused would depend on how a program's tile lies in its threads.
+"""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.online_softmax import finite
+from nanoinfer.kernels.online_softmax import finite, fold
 from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.shape import next_power_of_2
 
-LSE_TILE = 128
-FEW_SPLITS = 32
+LANES = 32
+"""Blocks that a program adds up at a time, a quarter of a tree."""
 MANY_PROGRAMS = 512
-HEADS_OF_MANY = 4
-SPLITS_OF_MANY = 8
+LANES_OF_MANY_SHORT_ROWS = 8
 COLUMNS_OF_FEW = 32
 
 
-def merge_tiles(num_row_heads: int, num_q_heads: int) -> tuple[int, int]:
-    """(heads of a program, splits that it adds at a time).
-
-    Few programs wait for memory: they share the columns of a head and take up to 32 splits at once; of more, 128 at a time
-    make 4 dependent steps of 512 splits (128k tokens). Many programs keep the cores busy, and mostly have few splits
-    each: they take eight at a time, mostly all. The choice, and so the bits, depend on the number of rows,
-    those of a decode step's padding included, and the row's own splits alone.
-    """
-    if num_row_heads <= MANY_PROGRAMS:
-        return 1, LSE_TILE
-    heads = next(
-        heads for heads in range(HEADS_OF_MANY, 0, -1) if num_q_heads % heads == 0 and heads & (heads - 1) == 0
-    )
-    return heads, SPLITS_OF_MANY
-
-
 @triton.jit
-def read_splits(
-    lse_row, out_row, splits, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+def read_partials(
+    lse_row, out_row, numbers, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """lse [SPLITS, HEADS] and partials [SPLITS, HEADS, COLUMNS]: -inf and 0 from `count` on."""
-    at = splits[:, None] * NUM_Q_HEADS + heads[None, :]
-    listed = (splits < count)[:, None]
+    """partials [LANES, HEADS, COLUMNS] and lse [LANES, HEADS]: 0 and -inf from `count` on."""
+    at = numbers[:, None] * NUM_Q_HEADS + heads[None, :]
+    listed = (numbers < count)[:, None]
     lse = tl.load(lse_row + at, mask=listed, other=float("-inf"))
     parts = tl.load(
         out_row + at[:, :, None] * HEAD_DIM + columns[None, None, :],
         mask=listed[:, :, None] & (columns < HEAD_DIM)[None, None, :],
         other=0.0,
     )
-    return lse, parts
+    return parts, lse
 
 
-@triton.jit(do_not_specialize_on_alignment=["partial_lse", "ranges"])
+@triton.jit
+def read_block(
+    lse_row, out_row, blocks, per_block, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """The same of whole blocks, of which each has 1, 2 or 4 partials."""
+    first = blocks * per_block
+    parts, lse = read_partials(lse_row, out_row, first, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+    for number in range(1, per_block):
+        # The numbers of one block's partials end with it, so none of another block is taken for one of it.
+        other, other_lse = read_partials(lse_row, out_row, first + number, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        parts, lse = fold(parts, lse, other, other_lse)
+    return parts, lse
+
+
+@triton.jit
+def add_halves(x):
+    """[LANES, HEADS, COLUMNS] -> [HEADS, COLUMNS]: the second half of the lanes onto the first, until one is left."""
+    for _ in tl.static_range(8):
+        if x.shape[0] > 2:
+            x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2])), 0)
+    return tl.sum(x, 0)
+
+
+@triton.jit
+def add_blocks(parts, lse, peak):
+    """Sum and weight of up to LANES blocks, relative to the peak: [HEADS, COLUMNS], [HEADS, 1]."""
+    weights = tl.exp2((lse - peak[None, :]) * 1.4426950408889634)
+    return add_halves(weights[:, :, None] * parts), add_halves(weights[:, :, None])
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["partial_lse", "ranges", "partials_per_block"],
+)
 def merge_kernel(
     partial_out,  # [capacity, NUM_Q_HEADS, HEAD_DIM] float32
     partial_lse,  # [capacity, NUM_Q_HEADS] float32, natural log
     ranges,  # [B + 1] int32
+    partials_per_block,  # [B] int32
     out,  # [B, NUM_Q_HEADS, HEAD_DIM]
     NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,  # of one program
     COLUMNS: tl.constexpr,  # of one program
-    SPLIT_TILE: tl.constexpr,
-    FEW_SPLITS: tl.constexpr,
+    LANES: tl.constexpr,
+    SHORT: tl.constexpr,  # lanes for a row of few blocks
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     first = tl.load(ranges + row)
     count = tl.load(ranges + row + 1) - first
+    per_block = tl.load(partials_per_block + row)
     lse_row = partial_lse + first.to(tl.int64) * NUM_Q_HEADS
     wait_for_inputs(PDL)
     let_next_in(PDL)
@@ -74,59 +97,61 @@ def merge_kernel(
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     in_head = columns < HEAD_DIM
     acc = tl.zeros([HEADS, COLUMNS], tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    lanes = tl.arange(0, SPLIT_TILE)
-    if SPLIT_TILE < FEW_SPLITS:
-        peak = tl.full([HEADS], float("-inf"), tl.float32)
-        for start in range(0, count, SPLIT_TILE):
-            lse, parts = read_splits(lse_row, out_row, start + lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-            new_peak = tl.maximum(peak, tl.max(lse, 0))
-            base = finite(new_peak)
-            old = tl.exp2((peak - base) * 1.4426950408889634)
-            weights = tl.exp2((lse - base[None, :]) * 1.4426950408889634)
-            acc = acc * old[:, None] + tl.sum(weights[:, :, None] * parts, 0)
-            total = total * old + tl.sum(weights, 0)
-            peak = new_peak
-    elif count <= FEW_SPLITS:
-        # One read of all, for loads that wait for nothing but each other.
-        lse, parts = read_splits(
-            lse_row, out_row, tl.arange(0, FEW_SPLITS), count, heads, columns, NUM_Q_HEADS, HEAD_DIM
-        )
-        weights = tl.exp2((lse - finite(tl.max(lse, 0))[None, :]) * 1.4426950408889634)
-        acc = tl.sum(weights[:, :, None] * parts, 0)
-        total = tl.sum(weights, 0)
+    total = tl.zeros([HEADS, 1], tl.float32)
+    lanes = tl.arange(0, LANES)
+    if count <= SHORT * per_block:
+        short = tl.arange(0, SHORT)
+        parts, lse = read_block(lse_row, out_row, short, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        acc, total = add_blocks(parts, lse, finite(tl.max(lse, 0)))
+    elif count <= LANES * per_block:
+        parts, lse = read_block(lse_row, out_row, lanes, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        acc, total = add_blocks(parts, lse, finite(tl.max(lse, 0)))
     else:
-        peaks = tl.full([SPLIT_TILE, HEADS], float("-inf"), tl.float32)
-        for start in range(0, count, SPLIT_TILE):
-            at = (start + lanes)[:, None] * NUM_Q_HEADS + heads[None, :]
-            peaks = tl.maximum(peaks, tl.load(lse_row + at, mask=(start + lanes < count)[:, None], other=float("-inf")))
+        # So many blocks are never cut.
+        peaks = tl.full([4 * LANES, HEADS], float("-inf"), tl.float32)
+        many = tl.arange(0, 4 * LANES)
+        for start in range(0, count, 4 * LANES):
+            at = (start + many)[:, None] * NUM_Q_HEADS + heads[None, :]
+            peaks = tl.maximum(peaks, tl.load(lse_row + at, mask=(start + many < count)[:, None], other=float("-inf")))
         peak = finite(tl.max(peaks, 0))
-        for start in range(0, count, SPLIT_TILE):
-            lse, parts = read_splits(lse_row, out_row, start + lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-            weights = tl.exp2((lse - peak[None, :]) * 1.4426950408889634)
-            acc += tl.sum(weights[:, :, None] * parts, 0)
-            total += tl.sum(weights, 0)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        for start in range(0, count, 4 * LANES):
+            at = start + lanes
+            parts0, lse0 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+            at += LANES
+            parts1, lse1 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+            at += LANES
+            parts2, lse2 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+            at += LANES
+            parts3, lse3 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+            weight0 = tl.exp2((lse0 - peak[None, :]) * 1.4426950408889634)[:, :, None]
+            weight1 = tl.exp2((lse1 - peak[None, :]) * 1.4426950408889634)[:, :, None]
+            weight2 = tl.exp2((lse2 - peak[None, :]) * 1.4426950408889634)[:, :, None]
+            weight3 = tl.exp2((lse3 - peak[None, :]) * 1.4426950408889634)[:, :, None]
+            # The first two steps of a tree over 128.
+            acc += add_halves((weight0 * parts0 + weight2 * parts2) + (weight1 * parts1 + weight3 * parts3))
+            total += add_halves((weight0 + weight2) + (weight1 + weight3))
+    mixed = acc / tl.where(total == 0.0, 1.0, total)
     target = out + (row.to(tl.int64) * NUM_Q_HEADS + heads[:, None]) * HEAD_DIM + columns[None, :]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=in_head[None, :])
+    tl.store(target, mixed.to(out.dtype.element_ty), mask=in_head[None, :])
 
 
-def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, out: Tensor) -> None:
+def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
     """out[b] = softmax-weighted mean of the partials ranges[b]:ranges[b + 1]; zeros where there is none.
 
     partial_out: [capacity, num_q_heads, head_dim] float32; partial_lse: [capacity, num_q_heads] float32, natural log;
-    ranges: [B + 1] int32; out: [B, num_q_heads, head_dim], contiguous.
+    ranges: [B + 1] int32; partials_per_block: [B] int32, 1, 2 or 4, of each block of a row but its last; out: [B,
+    num_q_heads, head_dim], contiguous.
     """
     batch_size, num_q_heads, head_dim = out.shape
     if batch_size == 0:
         return
-    heads, split_tile = merge_tiles(batch_size * num_q_heads, num_q_heads)
     block_d = next_power_of_2(head_dim)
-    is_many = split_tile == SPLITS_OF_MANY
+    is_many = batch_size * num_q_heads > MANY_PROGRAMS
+    # Few programs wait for memory: they share the columns of a head. Many keep the cores busy, and mostly have few blocks.
     columns = block_d if is_many else min(block_d, COLUMNS_OF_FEW)
-    merge_kernel[(batch_size, num_q_heads // heads, block_d // columns)](
-        partial_out, partial_lse, ranges, out, NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim,
-        HEADS=heads, COLUMNS=columns, SPLIT_TILE=split_tile, FEW_SPLITS=FEW_SPLITS,
-        num_warps=max(1, block_d // 128) if is_many else 4,
+    merge_kernel[(batch_size, num_q_heads, block_d // columns)](
+        partial_out, partial_lse, ranges, partials_per_block, out, NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim,
+        HEADS=1, COLUMNS=columns, LANES=LANES, SHORT=LANES_OF_MANY_SHORT_ROWS if is_many else LANES,
+        num_warps=max(1, block_d // 64) if is_many else 4, enable_fp_fusion=False,
         **launch_options(out),
     )  # fmt: skip

@@ -35,6 +35,31 @@ def finite(peak):
 
 
 @triton.jit
+def fold(out, lse, other, other_lse):
+    """Attention over one range of keys, put together with that over the next: out [N, D], lse [N] natural, float32.
+
+    A range without a key (zeros, -inf) changes no bit of the other.
+    """
+    peak = finite(tl.maximum(lse, other_lse))
+    first = tl.exp2((lse - peak) * 1.4426950408889634)
+    second = tl.exp2((other_lse - peak) * 1.4426950408889634)
+    total = first + second
+    safe = tl.where(total == 0.0, 1.0, total)
+    spread = tl.broadcast_to(tl.expand_dims(first, -1), out.shape)
+    mixed = tl.fma(spread, out, tl.expand_dims(second, -1) * other) / tl.expand_dims(safe, -1)
+    natural = tl.fma(tl.log2(safe), tl.full(safe.shape, 0.6931471805599453, tl.float32), peak)
+    return mixed, tl.where(total == 0.0, float("-inf"), natural)
+
+
+@triton.jit
+def finished(acc, m, l):
+    """What `softmax_step` left, as a range for `fold`."""
+    l_safe = tl.where(l == 0.0, 1.0, l)
+    natural = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * 0.6931471805599453)
+    return acc / l_safe[:, None], natural
+
+
+@triton.jit
 def softmax_step(acc, m, l, logits, v, TO_LOG2: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     """Fold one tile into (acc [M, D], m [M], l [M]); FlashAttention-2, algorithm 1, with exponents in base 2.
 

@@ -7,7 +7,7 @@ A layer is cut at its attention. The engine runs
         q = model.before_attention(layer, normed, positions, target)   # keys and values go to `target`
         attn = ...                                                      # the attention backend, over the KV cache
         normed = model.after_attention(layer, x, attn)                  # adds to x
-    logits = model.logits(normed.value)
+    logits = model.logits(normed)
 
 so model files hold no branch on the mode. Every call treats each row (token) on its own: a batch may be cut into
 chunks of rows anywhere, and rows of several sequences may lie in one batch.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoinfer.layers import KVSlots, Normed
+from nanoinfer.layers import KVSlots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +120,11 @@ class DecoderModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def embed(self, token_ids: Tensor) -> tuple[Tensor, Normed]:
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype, a new tensor, and the first layer's norm of it."""
 
     @abstractmethod
-    def before_attention(self, layer: int, normed: Normed, positions: Tensor, target: KVSlots) -> Tensor:
+    def before_attention(self, layer: int, normed: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
         """Projections and positions: stores keys and values, and returns what a layer's attention needs beside them.
 
         positions: [N] int64, absolute, below max_position. Returns q [N, num_q_heads, head_dim], packed: `target.q`
@@ -132,7 +132,7 @@ class DecoderModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Normed:
+    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
         """Output projection and MLP, each added to x in place; returns x as what follows reads it.
 
         x: [N, hidden_size], the sum of all parts so far; attn: [N, num_q_heads, head_dim], contiguous.
@@ -140,7 +140,7 @@ class DecoderModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
-        """Head and cap: what the last layer returned, `normed.value` [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if
+        """Head and cap: what the last layer returned, [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if
         that is given.
         """
 

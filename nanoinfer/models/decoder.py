@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoinfer.layers import Embedding, GatedMLP, KVSlots, Linear, Normed, RMSNorm, norm_rotate_store
+from nanoinfer.layers import Embedding, GatedMLP, KVSlots, Linear, RMSNorm, norm_rotate_store, product
 from nanoinfer.models.base import DecoderModel, ModelSpec
 from nanoinfer.rope import rope_table
 
@@ -52,10 +52,10 @@ class Attention(nn.Module):
         self.q_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
         self.k_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
 
-    def project(self, normed: Normed, rope: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
+    def project(self, normed: Tensor, rope: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
         """Keys and values go to `target`; returns q: [N, num_q_heads, head_dim]."""
         num_heads = self._num_q_heads + 2 * self._num_kv_heads
-        qkv = self.qkv_proj.of(normed).unflatten(-1, (num_heads, self._head_dim))
+        qkv = self.qkv_proj(normed).unflatten(-1, (num_heads, self._head_dim))
         norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
         return norm_rotate_store(qkv, self._num_q_heads, self._num_kv_heads, norms, rope, positions, target)
 
@@ -73,13 +73,13 @@ class DecoderLayer(nn.Module):
             spec.hidden_size, spec.intermediate_size, traits.activation, bias=traits.mlp_bias, **options
         )
 
-    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm, last: bool) -> Normed:
-        """x, attn: [N, hidden_size], [N, num_q_heads * head_dim]; norm: what follows, `last` if that is the head.
+    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
+        """x, attn: [N, hidden_size], [N, num_q_heads * head_dim]; norm: what follows.
 
         Adds both parts to x, in place, and returns its norm.
         """
         normed = self.self_attn.o_proj.added_to(x, attn, self.post_attention_layernorm)
-        return self.mlp.down_proj.added_to(x, self.mlp.hidden(normed), norm, last=last)
+        return self.mlp.down_proj.added_to(x, self.mlp.hidden(normed), norm)
 
 
 class Decoder(DecoderModel):
@@ -164,25 +164,24 @@ class Decoder(DecoderModel):
 
     # The calls
 
-    def embed(self, token_ids: Tensor) -> tuple[Tensor, Normed]:
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         x = self.embed_tokens(token_ids)
         x = x if self._embedding_scale is None else x * self._embedding_scale
-        return x, Normed(self._norm_before(0)(x))
+        return x, self._norm_before(0)(x)
 
-    def before_attention(self, layer: int, normed: Normed, positions: Tensor, target: KVSlots) -> Tensor:
+    def before_attention(self, layer: int, normed: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
         rope = self._rope_tables[self._rope_of_layer[layer]]
         return self.layers[layer].self_attn.project(normed, rope, positions, target)
 
-    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Normed:
-        norm, last = self._norm_before(layer + 1), layer + 1 == len(self.layers)
-        return self.layers[layer].after_attention(x, attn.flatten(1), norm, last)
+    def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
+        return self.layers[layer].after_attention(x, attn.flatten(1), self._norm_before(layer + 1))
 
     def _norm_before(self, layer: int) -> RMSNorm:
         return self.norm if layer == len(self.layers) else self.layers[layer].input_layernorm
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
-        logits = torch.mm(normed, head.weight.t(), out=out)
+        logits = product(normed, head.weight, out=out)
         if self._logits_softcap is not None:
             logits.div_(self._logits_softcap).tanh_().mul_(self._logits_softcap)
         return logits

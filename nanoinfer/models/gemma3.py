@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoinfer.layers import Normed, OffsetRMSNorm, RMSNorm
+from nanoinfer.layers import OffsetRMSNorm, RMSNorm
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder, DecoderLayer, Traits, windows_by_layer_type
 from nanoinfer.models.registry import register
@@ -21,12 +21,12 @@ class Gemma3Layer(DecoderLayer):
         self.pre_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
         self.post_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
 
-    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm, last: bool) -> Normed:
+    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
         # Each part has no name, and so ends before the gated layer, the largest part of a step.
         normed = self.pre_feedforward_layernorm.after_sum(
             x, self.post_attention_layernorm(self.self_attn.o_proj(attn))
         )
-        return Normed(norm.after_sum(x, self.post_feedforward_layernorm(self.mlp(normed))))
+        return norm.after_sum(x, self.post_feedforward_layernorm(self.mlp(normed)))
 
 
 @register("Gemma3ForCausalLM")

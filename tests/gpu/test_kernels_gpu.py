@@ -26,6 +26,7 @@ from test_attention_cases import (
     make_q,
     make_spec,
     make_work,
+    per_block,
     relative_error,
     run_decode,
     run_prefill,
@@ -131,7 +132,7 @@ def test_decode_bits_do_not_depend_on_where_blocks_lie(head_dim, window, splits)
     other.decode_partial(q, ring_slot, make_work(moved, 5, DEVICE, splits), seq_lens, partials, window)
     backend.decode_partial(q, paged.kv, make_work(kept, 1, DEVICE, splits), seq_lens, partials, window)
     out = torch.empty_like(want)
-    backend.merge(partials, int32(ranges, DEVICE), out)
+    backend.merge(partials, int32(ranges, DEVICE), per_block(splits, DEVICE), out)
     assert torch.equal(out, want)
 
 
@@ -196,7 +197,7 @@ def test_captured_decode_follows_the_number_of_items():
 
     def step():
         backend.decode_partial(q, paged.kv, work, seq_lens, partials, None)
-        backend.merge(partials, ranges, out)
+        backend.merge(partials, ranges, work.partials_per_block, out)
 
     step()
     torch.cuda.synchronize()
@@ -291,7 +292,7 @@ def test_captured_flash_attn_decode_follows_the_number_of_items():
 
     def step():
         backend.decode_partial(q, paged.kv, work, seq_lens, partials, None)
-        backend.merge(partials, ranges, out)
+        backend.merge(partials, ranges, work.partials_per_block, out)
 
     step()
     torch.cuda.synchronize()
@@ -329,3 +330,43 @@ def test_a_float8_cache_gives_the_bits_of_a_wide_one_with_the_same_values(head_d
     assert torch.equal(
         run_prefill(TritonBackend(narrow_spec, DEVICE), many, replace(paged, kv=narrow), begin, lens), want
     )
+
+
+@pytest.mark.parametrize("q_heads, head_dim", [(32, 128), (7, 64), (16, 80)])
+def test_the_bits_of_a_merged_row_do_not_depend_on_other_rows(q_heads, head_dim):
+    """Few rows are merged by programs of few columns that read ahead, many by programs of whole heads."""
+    from nanoinfer.kernels.merge import merge
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    counts = [0, 1, 2, 7, 8, 9, 16, 20, 31, 32, 33, 64, 100, 128, 129, 300, 512] + [5, 20] * 120
+    starts = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+    out = torch.randn(int(starts[-1]), q_heads, head_dim, device="cuda", generator=generator)
+    lse = 5 * torch.randn(int(starts[-1]), q_heads, device="cuda", generator=generator)
+    lse[3] = float("-inf")
+    together = torch.empty(len(counts), q_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    merge(out, lse, starts, per_block(1, "cuda"), together)
+    for row in range(20):
+        alone = torch.empty(1, q_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+        merge(out, lse, starts[row : row + 2].contiguous(), per_block(1, "cuda"), alone)
+        assert torch.equal(alone[0], together[row]), f"{counts[row]} splits"
+        weights = lse[starts[row] : starts[row + 1]].double().softmax(0)
+        want = (weights[..., None] * out[starts[row] : starts[row + 1]].double()).sum(0)
+        assert torch.allclose(alone[0].double(), want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("head_dim, q_heads, kv_heads", [(128, 32, 8), (64, 4, 2), (80, 6, 2)])
+@pytest.mark.parametrize("window", [None, 1, 70, 300])
+@pytest.mark.parametrize("splits", [2, 4])
+def test_whole_blocks_have_the_bits_of_their_splits_apart(splits, window, head_dim, q_heads, kv_heads):
+    """One program takes a block, and folds its splits; or each split has its own, and the merge folds them."""
+    lens = [1, 63, 64, 65, 128, 200, 256, 257, 700, 1279]
+    spec = bf16_spec(q_heads // kv_heads, head_dim, windows=(window,), kv_heads=kv_heads)
+    backend, paged = TritonBackend(spec, DEVICE), make_paged(spec, lens, DEVICE)
+    q = make_q(spec, len(lens), DEVICE)
+    apart, _ = run_decode(backend, q, paged.kv, paged.tables, lens, window, splits)
+    whole, _ = run_decode(backend, q, paged.kv, paged.tables, lens, window, splits, 1)
+    assert torch.equal(apart, whole)
+    assert relative_error(whole.float(), dense_decode(spec, q, paged, lens, window)) < 2e-2
+    for row, length in enumerate(lens):
+        alone, _ = run_decode(backend, q[row : row + 1], paged.kv, paged.tables[row : row + 1], [length], window, splits)
+        assert torch.equal(alone[0], whole[row])

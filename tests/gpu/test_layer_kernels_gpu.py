@@ -61,74 +61,117 @@ HALF_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], 
 
 @HALF_DTYPES
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize("num_tokens", [1, 5, 16, 17, 32])
-@pytest.mark.parametrize("size, num_rows", [(64, 21), (2560, 9728), (4096, 2560), (1152, 1000)])
-def test_few_rows_through_a_projection(size, num_rows, num_tokens, activation, dtype):
-    from layer_kernel_cases import check_rows_linear
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 17, 32, 33, 64, 200, 500])
+@pytest.mark.parametrize("size, num_rows", [(64, 21), (2560, 9728), (4096, 2560), (1152, 1000), (333, 57)])
+def test_a_product(size, num_rows, num_tokens, activation, dtype):
+    from layer_kernel_cases import check_linear
 
-    check_rows_linear(size, num_rows, num_tokens, activation, dtype, "cuda")
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs compute capability 9"
-)
-@HALF_DTYPES
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize("num_tokens", [33, 64, 100, 256])
-@pytest.mark.parametrize(
-    "size, num_rows", [(64, 21), (1024, 3072), (1024, 6144), (3072, 1024), (1152, 1000), (4096, 2560)]
-)
-def test_more_rows_through_a_projection(size, num_rows, num_tokens, activation, dtype):
-    from layer_kernel_cases import check_rows_linear
-
-    check_rows_linear(size, num_rows, num_tokens, activation, dtype, "cuda")
-
-
-@pytest.mark.parametrize("num_tokens", [33, 64, 96, 128, 256])
-@pytest.mark.parametrize("size, num_rows", [(2048, 1024), (3072, 1024), (4096, 2560), (9728, 2560), (1152, 1000)])
-def test_splits_of_columns_are_whole_boxes(size, num_rows, num_tokens):
-    from nanoinfer.kernels.layers import column_splits, rows_linear, takes_rows
-
-    x = torch.randn(num_tokens, size, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(num_rows, size, device="cuda", dtype=torch.bfloat16) * size**-0.5
-    if not takes_rows(x, weight):
-        pytest.skip("the library's")
-    splits = column_splits(size, num_rows, num_tokens)
-    got = rows_linear(x, weight, num_splits=splits).float()
-    want = x.float() @ weight.float().T
-    assert torch.allclose(got.sum(0) if splits > 1 else got, want, rtol=2e-2, atol=2e-2)
-
-
-@DTYPES
-@pytest.mark.parametrize(
-    "size, num_rows, offset", [(48, 10, False), (4096, 2560, True), (9728, 2560, False), (600, 21, True)]
-)
-def test_one_row_added_to_the_sum(size, num_rows, offset, dtype):
-    from layer_kernel_cases import check_vector_linear
-
-    check_vector_linear(size, num_rows, offset, dtype, "cuda")
+    check_linear(size, num_rows, num_tokens, activation, dtype, "cuda")
 
 
 @HALF_DTYPES
-@pytest.mark.parametrize("scale", [1.0, 4000.0])
-@pytest.mark.parametrize("hidden_size", [480, 2560])
-@pytest.mark.parametrize("num_rows", [1, 2, 40, 300])
-def test_a_norm_between_two_projections_is_whole(num_rows, hidden_size, scale, dtype):
-    """Whoever leaves the division by rms(x) to the next projection must know that it divides, and that x fits the type."""
-    from nanoinfer.layers import Linear, RMSNorm
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 40, 130, 512])
+@pytest.mark.parametrize("size, num_rows, num_parts", [(256, 21, 2), (9728, 2560, 2), (4096, 2560, 4)])
+def test_a_sum_in_parts(size, num_rows, num_parts, num_tokens, dtype):
+    from layer_kernel_cases import check_linear_parts
 
-    options = dict(dtype=dtype, device="cuda")
-    first, second = Linear(1024, hidden_size, bias=False, **options), Linear(hidden_size, 192, bias=False, **options)
-    norm = RMSNorm(hidden_size, 1e-6, **options)
-    for weight in (first.weight, second.weight):
-        weight.data = torch.randn_like(weight) * weight.shape[1] ** -0.5
-    norm.weight.data = torch.full_like(norm.weight, 20.0)
-    x, y = torch.randn(num_rows, hidden_size, **options) * scale, torch.randn(num_rows, 1024, **options)
-    plain, total = x + y @ first.weight.T, x.clone()
-    got = second.of(first.added_to(total, y, norm))
-    want = RMSNorm.norm(plain.float(), norm.weight.float(), 1e-6) @ second.weight.float().T
-    assert torch.allclose(total.float(), plain.float(), rtol=2e-2, atol=2e-2 * scale)
-    assert torch.allclose(got.float(), want, rtol=5e-2, atol=1.0), (got.float() - want).abs().max()
+    check_linear_parts(size, num_rows, num_tokens, num_parts, dtype, "cuda")
+
+
+SIZES = [(2560, 6144), (4096, 2560), (2560, 19456), (9728, 2560), (1024, 151_936), (1000, 336), (333, 2048), (57, 200), (48, 64)]
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("size, num_rows", SIZES)
+def test_the_bits_of_a_row_do_not_depend_on_how_many_rows_there_are_or_on_its_place(size, num_rows, dtype):
+    """Of one row, of every number up to where the kernels change, and of any beyond, the library's included."""
+    from nanoinfer.kernels.linear import linear
+    from nanoinfer.layers import Linear
+    from nanoinfer.products import _agreeing, padded_counts
+
+    module = Linear(size, num_rows, bias=num_rows % 3 == 0, dtype=dtype, device="cuda")
+    module.weight.data = torch.randn_like(module.weight) * size**-0.5
+    if module.bias is not None:
+        module.bias.data = torch.randn_like(module.bias)
+    counts = _agreeing(module, padded_counts(1500)) if num_rows < 2**15 else ()
+    x = torch.randn(1300, size, dtype=dtype, device="cuda")
+    want = linear(x[:512], module.weight, module.bias)
+    for num_tokens in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 255, 256, 257, 511):
+        for begin in (0, 512 - num_tokens):
+            rows = x[begin : begin + num_tokens].clone()
+            got = linear(rows, module.weight, module.bias)
+            assert torch.equal(got, want[begin : begin + num_tokens]), f"{num_tokens} rows from {begin} on"
+    for num_tokens in (513, 768, 1000, 1300):
+        got = linear(x[:num_tokens], module.weight, module.bias, library_counts=counts)
+        assert torch.equal(got[:512], want), f"{num_tokens} rows"
+
+
+@HALF_DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_the_bits_of_a_gated_row_do_not_depend_on_how_many_rows_there_are(activation, dtype):
+    from nanoinfer.kernels.linear import linear
+
+    weight, bias = torch.randn(2 * 3072, 1024, dtype=dtype, device="cuda") / 32, torch.randn(6144, dtype=dtype, device="cuda")
+    x = torch.randn(1000, 1024, dtype=dtype, device="cuda")
+    want = linear(x[:512], weight, bias, activation=activation)
+    for num_tokens in (1, 8, 9, 16, 17, 32, 33, 64, 65, 129, 256, 300):
+        got = linear(x[:num_tokens].clone(), weight, bias, activation=activation)
+        assert torch.equal(got, want[:num_tokens]), f"{num_tokens} rows"
+    for counts in ((), (1024,)):
+        assert torch.equal(linear(x, weight, bias, activation=activation, library_counts=counts)[:512], want)
+
+
+@pytest.mark.parametrize("size, num_rows, num_parts", [(9728, 2560, 2), (14336, 4096, 2), (8192, 1000, 4)])
+def test_the_bits_of_parts_do_not_depend_on_how_many_rows_there_are(size, num_rows, num_parts):
+    from nanoinfer.kernels.layers import rms_norm
+    from nanoinfer.kernels.linear import linear_parts
+
+    weight = torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda") * size**-0.5
+    x, norm = torch.randn(1000, size, dtype=torch.bfloat16, device="cuda"), torch.ones(num_rows, dtype=torch.bfloat16, device="cuda")
+    wanted = None
+    for num_tokens, counts in ((512, ()), (1, ()), (9, ()), (40, ()), (200, ()), (1000, ()), (1000, (1024,))):
+        parts = linear_parts(x[:num_tokens].clone(), weight, num_parts, library_counts=counts)
+        assert len(parts) == (1 if counts else num_parts)
+        total = torch.zeros(num_tokens, num_rows, dtype=torch.bfloat16, device="cuda")
+        rms_norm(total, norm, 1e-6, offset=False, other=parts)
+        wanted = total if wanted is None else wanted
+        rows = min(512, num_tokens)
+        assert torch.equal(total[:rows], wanted[:rows]), f"{num_tokens} rows"
+
+
+def test_float32_rows_do_not_depend_on_how_many_there_are():
+    from nanoinfer.layers import product
+
+    weight, bias = torch.randn(700, 300, device="cuda"), torch.randn(700, device="cuda")
+    x = torch.randn(400, 300, device="cuda")
+    want = product(x, weight, bias)
+    assert torch.allclose(want, torch.nn.functional.linear(x.double(), weight.double(), bias.double()).float(), atol=1e-4)
+    for begin, end in ((0, 1), (5, 7), (100, 300), (131, 400)):
+        assert torch.equal(product(x[begin:end].clone(), weight, bias), want[begin:end])
+
+
+def test_a_library_that_adds_up_in_another_order_is_found_at_start():
+    """At the counts where it does so, and only at these; a tolerance would not see it."""
+    from nanoinfer.products import agreeing_counts
+
+    weight = torch.randn(2560, 4096, dtype=torch.bfloat16, device="cuda") / 64
+    rows = torch.randn(512, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def halves(x):
+        """K cut in two, as the library does for few rows."""
+        half = torch.mm(x[:, :2048], weight[:, :2048].t(), out_dtype=torch.float32)
+        other = torch.mm(x[:, 2048:], weight[:, 2048:].t(), out_dtype=torch.float32)
+        return (half + other).bfloat16()
+
+    def whole(x):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32).bfloat16()
+
+    counts = [768, 1024, 1280]
+    from nanoinfer.kernels.linear import linear
+
+    assert agreeing_counts(rows, lambda x: linear(x, weight), whole, counts) == set(counts)
+    mixed = lambda x: halves(x) if len(x) == 1024 else whole(x)
+    assert agreeing_counts(rows, lambda x: linear(x, weight), mixed, counts) == {768, 1280}
 
 
 class LayerSteps:
@@ -148,14 +191,14 @@ class LayerSteps:
             dtype=torch.bfloat16,
         )  # fmt: skip
         self.backend, self.num_rows, num_blocks = TritonBackend(spec, "cuda"), num_rows, -(-seq_len // 256)
-        splits = int(self.backend.splits_per_block(np.array([num_blocks * num_rows]))[0])
+        splits = int(self.backend.splits_per_block(np.array([num_blocks]))[0])
         count = -(-seq_len * splits // 256)
         items = [
             (row, s, row * num_blocks + s // splits, row * count + s) for row in range(num_rows) for s in range(count)
         ]
         table = torch.tensor([(len(items), 0, 0, 0), *items], dtype=torch.int32, device="cuda")
         cuts = torch.full((num_rows,), splits, dtype=torch.int32, device="cuda")
-        self.work = DecodeWork(items=table[1:], num_items=table[0, :1], splits_per_block=cuts)
+        self.work = DecodeWork(items=table[1:], num_items=table[0, :1], splits_per_block=cuts, partials_per_block=cuts)
         self.ranges = torch.arange(num_rows + 1, dtype=torch.int32, device="cuda") * count
         self.lengths = torch.full((num_rows,), seq_len, dtype=torch.int32, device="cuda")
         self.positions = self.lengths.long() - 1
@@ -171,25 +214,18 @@ class LayerSteps:
         from nanoinfer.kernels import layers as kernels
 
         x = self.first.clone()
-        normed, squares = kernels.rms_norm(x, self.norm, 1e-6, offset=False), None
+        normed = kernels.rms_norm(x, self.norm, 1e-6, offset=False)
         for layer, kv in zip(self.layers, self.pools, strict=True):
-            qkv = kernels.rows_linear(normed, layer["qkv"], squares=squares, eps=1e-6).unflatten(-1, (48, 128))
+            qkv = kernels.linear(normed, layer["qkv"]).unflatten(-1, (48, 128))
             heads = (self.head_norm, self.head_norm)
             kernels.norm_rope_store(qkv, 32, 8, heads, 1e-6, False, self.rope, self.positions, kv, self.slots, self.q)
             self.backend.decode_partial(self.q, kv, self.work, self.lengths, self.partials, None)
-            self.backend.merge(self.partials, self.ranges, self.attn)
-            normed, squares = self.add(x, self.attn.flatten(1), layer["o"])
-            hidden = kernels.rows_linear(normed, layer["gate_up"], squares=squares, eps=1e-6, activation="silu")
-            normed, squares = self.add(x, hidden, layer["down"])
+            self.backend.merge(self.partials, self.ranges, self.work.partials_per_block, self.attn)
+            added = kernels.linear(self.attn.flatten(1), layer["o"])
+            normed = kernels.rms_norm(x, self.norm, 1e-6, offset=False, other=added)
+            parts = kernels.linear_parts(kernels.linear(normed, layer["gate_up"], activation="silu"), layer["down"], 2)
+            normed = kernels.rms_norm(x, self.norm, 1e-6, offset=False, other=parts)
         return torch.cat((x, kernels.act_and_mul(normed, "silu")), 1)
-
-    def add(self, x, y, weight):
-        from nanoinfer.kernels import layers as kernels
-
-        if self.num_rows == 1:
-            return kernels.vector_linear(y, weight, x, (self.norm, False))
-        parts = kernels.rows_linear(y, weight, num_splits=4)
-        return kernels.rms_norm(x, self.norm, 1e-6, offset=False, other=parts), None
 
 
 @pytest.mark.skipif(
@@ -243,11 +279,10 @@ def late(tensor: torch.Tensor) -> torch.Tensor:
         "decode_partial",
         "merge",
         "merge's exponents",
-        "vector_linear",
         "rows_linear",
-        "rows_linear of 8",
-        "rows_linear of 48",
-        "rows_linear's squares",
+        "rows_linear of 12",
+        "rows_linear in parts",
+        "tile_linear of 48",
         "rms_norm",
         "rms_norm of a sum",
         "rms_norm of parts",
@@ -257,11 +292,11 @@ def late(tensor: torch.Tensor) -> torch.Tensor:
 def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
     from nanoinfer.kernels import layers as kernels
 
-    num_rows = {"rows_linear of 8": 8, "rows_linear of 48": 48}.get(kernel, 1)
+    num_rows = {"rows_linear of 12": 12, "tile_linear of 48": 48}.get(kernel, 1)
     step = LayerSteps(num_rows, 600, num_layers=1)
     step.run()  # compiles, and fills the partials
     kv, layer = step.pools[0], step.layers[0]
-    squares, parts = torch.rand(320, device="cuda") + 1, torch.randn(4, num_rows, 2560, device="cuda")
+    parts = torch.randn(4, num_rows, 2560, device="cuda")
     qkv, x = torch.randn(1, 48, 128, device="cuda").bfloat16(), torch.randn(num_rows, 2560, device="cuda").bfloat16()
 
     def call(delayed):
@@ -278,13 +313,10 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
             out, (values, lse) = torch.zeros_like(step.attn), (step.partials.out, step.partials.lse)
             values, lse = (delayed(values), lse) if kernel == "merge" else (values, delayed(lse))
             partials = type(step.partials)(out=values, lse=lse)
-            step.backend.merge(partials, step.ranges, out)
+            step.backend.merge(partials, step.ranges, step.work.partials_per_block, out)
             return out
-        if kernel == "vector_linear":
-            total = x.clone()
-            return kernels.vector_linear(delayed(step.attn).flatten(1), layer["o"], total, (step.norm, False))[0]
-        if kernel == "rows_linear's squares":
-            return kernels.rows_linear(x, layer["qkv"], squares=delayed(squares), eps=1e-6)
+        if kernel == "rows_linear in parts":
+            return kernels.linear_parts(delayed(step.attn).flatten(1), layer["o"], 2)
         if kernel == "rms_norm":
             return kernels.rms_norm(delayed(x), step.norm, 1e-6, offset=False)
         if kernel.startswith("rms_norm of"):
@@ -293,7 +325,7 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
             return kernels.rms_norm(total, step.norm, 1e-6, offset=False, other=other)
         if kernel == "act_and_mul":
             return kernels.act_and_mul(delayed(x), "silu")
-        return kernels.rows_linear(delayed(x), layer["qkv"])
+        return kernels.linear(delayed(x), layer["qkv"])
 
     want = call(torch.clone)
     assert want.any()
