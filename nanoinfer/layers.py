@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer import exact
 from nanoinfer.errors import nearest, shown
 from nanoinfer.rope import apply_rope
 
@@ -106,7 +107,7 @@ class Linear(nn.Module):
         self.bias = empty_weight(num_rows, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return (F.linear if x.is_cuda else exact.linear)(x, self.weight, self.bias)
 
     def of(self, normed: Normed) -> Tensor:
         """The projection of a norm."""
@@ -198,7 +199,7 @@ class OffsetRMSNorm(RMSNorm):
 
 def _over_rms(x: Tensor, eps: float) -> Tensor:
     x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x * exact.elementwise(torch.rsqrt, x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 class GatedMLP(nn.Module):
@@ -228,7 +229,7 @@ class GatedMLP(nn.Module):
             assert normed.squares is None, "the library does not divide"
             return _kernels().act_and_mul(projection(normed.value), self.activation_name)
         gate, up = projection.of(normed).chunk(2, dim=-1)
-        return self._activation(gate) * up
+        return exact.elementwise(self._activation, gate) * up
 
 
 def norm_rotate_store(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from nanoinfer import exact
 from nanoinfer.layers import Embedding, GatedMLP, KVSlots, Linear, Normed, RMSNorm, norm_rotate_store
 from nanoinfer.models.base import DecoderModel, ModelSpec
 from nanoinfer.rope import rope_table
@@ -182,10 +183,15 @@ class Decoder(DecoderModel):
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
-        logits = torch.mm(normed, head.weight.t(), out=out)
+        if normed.is_cuda:
+            logits = torch.mm(normed, head.weight.t(), out=out)
+            if self._logits_softcap is not None:
+                logits.div_(self._logits_softcap).tanh_().mul_(self._logits_softcap)
+            return logits
+        logits = exact.linear(normed, head.weight)
         if self._logits_softcap is not None:
-            logits.div_(self._logits_softcap).tanh_().mul_(self._logits_softcap)
-        return logits
+            logits = exact.elementwise(torch.tanh, logits.div_(self._logits_softcap)).mul_(self._logits_softcap)
+        return logits if out is None else out.copy_(logits)
 
     # The checkpoint
 
