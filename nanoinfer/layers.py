@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer import exact
 from nanoinfer.errors import nearest, shown
 from nanoinfer.kernels.counts import num_parts
 from nanoinfer.rope import apply_rope
@@ -128,7 +129,7 @@ def product(
     """
     if x.is_cuda:
         return _kernels().linear(x, weight, bias, out=out, library_counts=library_counts)
-    result = F.linear(x, weight, bias)
+    result = exact.linear(x, weight, bias)
     return result if out is None else out.copy_(result)
 
 
@@ -193,7 +194,7 @@ class OffsetRMSNorm(RMSNorm):
 
 def _over_rms(x: Tensor, eps: float) -> Tensor:
     x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x * exact.elementwise(torch.rsqrt, x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 class GatedMLP(nn.Module):
@@ -220,7 +221,7 @@ class GatedMLP(nn.Module):
                 activation=self.activation_name, library_counts=projection.library_counts,
             )  # fmt: skip
         gate, up = projection(x).chunk(2, dim=-1)
-        return self._activation(gate) * up
+        return exact.elementwise(self._activation, gate) * up
 
 
 def norm_rotate_store(

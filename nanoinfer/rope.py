@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from nanoinfer import exact
 from nanoinfer.errors import nearest, shown
 
 # Rows made at a time: bounds the float32 temporaries of a long table to 16384 * head_dim * 4 bytes each.
@@ -58,8 +59,8 @@ def rope_table(
         rows = table[begin : begin + _TABLE_ROWS]
         positions = torch.arange(begin, begin + len(rows), dtype=torch.float32, device=device)
         angles = positions[:, None] * inv_freq
-        rows[:, : head_dim // 2] = angles.cos()
-        rows[:, head_dim // 2 :] = angles.sin()
+        rows[:, : head_dim // 2] = exact.elementwise(torch.cos, angles)
+        rows[:, head_dim // 2 :] = exact.elementwise(torch.sin, angles)
     return table
 
 

@@ -15,6 +15,7 @@ tokens.
 import torch
 import torch.nn.functional as F
 
+from nanoinfer.exact import elementwise
 from nanoinfer.sampling_batch import RowSampling, SamplingBatch
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
@@ -79,9 +80,20 @@ def logprobs_of(
         chosen = logprobs.gather(1, chunk_tokens[:, None])
         # From the logits: log_softmax may round two of them to one value.
         rank = (chunk > chunk.gather(1, chunk_tokens[:, None])).sum(dim=-1) + 1
-        parts.append((chosen[:, 0], rank, *logprobs.topk(top, dim=-1)))
+        top_ids = _sort_keys(logprobs).topk(top, dim=-1).indices
+        parts.append((chosen[:, 0], rank, logprobs.gather(1, top_ids), top_ids))
     chosen, rank, top_values, top_ids = (torch.cat(part) for part in zip(*parts, strict=True))
     return chosen, rank, top_values, top_ids
+
+
+def _sort_keys(values: torch.Tensor) -> torch.Tensor:
+    """Integers that lie in the order of `values`, and equal ones in that of falling ids: [B, V] float32 -> int64.
+
+    Which of equal values `topk` takes depends on how many it takes, and so on what others ask for.
+    """
+    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative numbers: the larger the magnitude, the smaller
+    return (bits.long() << 32) - torch.arange(values.shape[1], device=values.device)
 
 
 def workspace_bytes(num_rows: int, vocab_size: int) -> int:
@@ -105,7 +117,7 @@ def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor)
     # 1 they would have steps of 6e-8, and large vocabularies would draw ties.
     u = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4))))  # of -log(1 - u); its error at 2^-6 is below 2e-8
-    return torch.where(u < 2.0**-6, series, -torch.log(1 - u))
+    return torch.where(u < 2.0**-6, series, -elementwise(torch.log, 1 - u))
 
 
 def _chunk_rows(vocab_size: int) -> int:
@@ -162,7 +174,7 @@ def _scaled(scores: torch.Tensor, row_max: torch.Tensor, temperature: torch.Tens
 
 def _cut_min_p(scores: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """scores: [R, V]; temperature, min_p: [R]. Keeps probabilities of at least min_p times the largest one."""
-    relative = _scaled(scores, scores.amax(dim=-1, keepdim=True), temperature).exp_()
+    relative = elementwise(torch.exp, _scaled(scores, scores.amax(dim=-1, keepdim=True), temperature))
     return scores.masked_fill_(relative < min_p[:, None], -torch.inf)
 
 
@@ -181,7 +193,7 @@ def _cut_top_k_top_p(
     kth_score = ordered.gather(1, k[:, None] - 1)
     ordered.masked_fill_(ordered < kth_score, -torch.inf)
     # Fixed point: a float sum on CUDA is split, and so rounded, by the number of rows.
-    relative = _scaled(ordered, ordered[:, :1], temperature).exp_()
+    relative = elementwise(torch.exp, _scaled(ordered, ordered[:, :1], temperature))
     weights = relative.mul_(_FIXED_POINT_ONE).to(torch.int64)
     sum_before = weights.cumsum(dim=-1)
     total = sum_before[:, -1].to(torch.float64)
@@ -212,12 +224,13 @@ def _race(scores: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, s
     tiles = F.pad(scores, (0, beyond), value=-torch.inf).view(num_rows, num_tiles, width)
     highs = tiles.amax(dim=-1)
     scaled = _scaled(tiles.flatten(0, 1), highs.view(-1, 1), temperature.repeat_interleave(num_tiles)).view_as(tiles)
-    weights = scaled.exp().sum(dim=-1) * torch.exp(_scaled(highs, highs.amax(dim=-1, keepdim=True), temperature))
+    shares = elementwise(torch.exp, _scaled(highs, highs.amax(dim=-1, keepdim=True), temperature))
+    weights = elementwise(torch.exp, scaled).sum(dim=-1) * shares
     tile_ids = torch.arange(vocab_size, vocab_size + num_tiles, device=scores.device)
     tile = (exponential_noise(seed, step, tile_ids) / weights).argmin(dim=-1)
     ids = tile[:, None] * width + torch.arange(width, device=scores.device)
     chosen = scaled[torch.arange(num_rows, device=scores.device), tile]
-    token = (exponential_noise(seed, step, ids) * torch.exp(-chosen)).argmin(dim=-1)
+    token = (exponential_noise(seed, step, ids) * elementwise(torch.exp, -chosen)).argmin(dim=-1)
     return tile * width + token
 
 

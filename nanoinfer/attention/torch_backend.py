@@ -1,17 +1,54 @@
-"""The reference backend: plain torch, float32 inside, one item or one block at a time.
+"""The reference backend: plain torch, float32 inside.
 
-Each item is computed on its own, by operations whose shapes depend on that item alone and whose operands are fresh
-copies, so neither its neighbours nor the place (or the alignment) of its block can change its bits.
+What is computed beside an item changes none of its bits. Products have one shape each: a whole split, or a whole block and
+the queries of `TILE_QUERIES` positions, whether they all are there or not; what an item does not see is masked and not
+sliced. A query's place among those of its tile follows from its position. The operands are fresh, contiguous copies, aligned
+alike where head_dim is a multiple of 16, as every model's is. All else is computed for many items at once, by functions
+that are exact for each value (see `nanoinfer.exact`) and sums of rows of a fixed length.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, Partials, PrefillPiece, PrefillState
+from nanoinfer.exact import elementwise
 
 NEG_INF = float("-inf")
+TILE_QUERIES = 32
+MERGED_SPLITS = 32
+"""Splits that one sum of the merge adds up; those of more are added in ascending order."""
+MAX_ELEMENTS = 2**22
+"""Of the largest temporary, 16 MiB, where one item does not have more."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries of one sequence of a prefill piece, at neighbouring positions.
+
+    Attributes:
+        sequence: in the piece.
+        rows: their rows of q, first and last + 1.
+        position: of the first of them.
+        origin: the position of the tile's first place, a multiple of `TILE_QUERIES`.
+    """
+
+    sequence: int
+    rows: tuple[int, int]
+    position: int
+    origin: int
+
+    @property
+    def last_position(self) -> int:
+        return self.position + self.rows[1] - self.rows[0] - 1
+
+    @property
+    def places(self) -> range:
+        """Places of the queries in the tile."""
+        return range(self.position - self.origin, self.last_position + 1 - self.origin)
 
 
 class TorchBackend(AttentionBackend):
@@ -29,130 +66,216 @@ class TorchBackend(AttentionBackend):
     def decode_partial(
         self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
     ) -> None:
-        lens = seq_lens.tolist()
-        spans = (self.spec.block_size // work.splits_per_block).tolist()
-        for row, split, block, p in work.items[: int(work.num_items)].tolist():
-            span = spans[row]
-            first = split * span
-            begin = 0 if window is None else max(0, lens[row] - window - first)
-            end = min(span, lens[row] - first)
-            if begin >= end:
-                partials.out[p].zero_()
-                partials.lse[p].fill_(NEG_INF)
-                continue
-            offset = first % self.spec.block_size
-            k, v = self._heads_first(kv, block, offset + begin, offset + end)
-            logits = self._logits(self._grouped(q[row : row + 1])[:, :, 0], k)  # [Hkv, G, T]
-            lse = torch.logsumexp(logits, dim=-1)
-            partials.out[p] = ((logits - lse[..., None]).exp() @ v).flatten(0, 1)
-            partials.lse[p] = lse.flatten()
+        spec = self.spec
+        items = work.items[: int(work.num_items)].long()
+        cuts = work.splits_per_block[items[:, 0]]
+        for cut in sorted(set(cuts.tolist())):
+            span = spec.block_size // cut
+            for part in items[cuts == cut].split(_at_once(span * max(spec.num_q_heads, spec.num_kv_heads * spec.head_dim))):
+                self._attend_splits(q, kv, part, cut, seq_lens, partials, window)
+
+    def _attend_splits(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        items: Tensor,  # [n, 4] int64
+        cut: int,  # splits in a block
+        seq_lens: Tensor,
+        partials: Partials,
+        window: int | None,
+    ) -> None:
+        row, split, block, place = items.unbind(1)
+        span = self.spec.block_size // cut
+        length = seq_lens[row][:, None]
+        key = (split * span)[:, None] + torch.arange(span, device=kv.device)  # [n, span]
+        hidden = key >= length if window is None else (key >= length) | (key < length - window)
+        k, v = self._heads_first(kv.unflatten(2, (cut, span)), (block, slice(None), split % cut), hidden)
+        queries = _copy(q[row]).unflatten(1, (self.spec.num_kv_heads, -1))  # [n, Hkv, G, D]
+        logits = self._logits(_products(queries, k)).masked_fill_(hidden[:, None, None], NEG_INF)
+        peak = logits.amax(-1, keepdim=True)
+        peak = torch.where(peak == NEG_INF, 0.0, peak)
+        p = elementwise(torch.exp, logits - peak)
+        total = p.sum(-1)
+        mixed = _products(p, v)  # [n, Hkv, G, D]
+        partials.out[place] = (mixed / torch.where(total == 0, 1.0, total)[..., None]).flatten(1, 2)
+        partials.lse[place] = (peak[..., 0] + elementwise(torch.log, total)).flatten(1)
 
     def merge(self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
-        bounds = ranges.tolist()
-        for row, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            lse = partials.lse[first:last]  # [R, Hq]
-            peak = lse.amax(0) if first < last else lse.new_full((self.spec.num_q_heads,), NEG_INF)
-            peak = torch.where(peak == NEG_INF, 0.0, peak)
-            weights = (lse - peak).exp()
-            total = weights.sum(0)
-            mixed = (weights[..., None] * partials.out[first:last]).sum(0)  # [Hq, D]
-            out[row] = (mixed / torch.where(total == 0, 1.0, total)[:, None]).to(out.dtype)
+        first, last = ranges[:-1, None].long(), ranges[1:, None].long()
+        widest = int((last - first).max()) if len(first) else 0
+        width = max(1, -(-widest // MERGED_SPLITS)) * MERGED_SPLITS
+        numbers = torch.arange(width, device=out.device)
+        for rows in torch.arange(len(first)).split(_at_once(width * self.spec.num_q_heads * self.spec.head_dim)):
+            index = first[rows] + numbers  # [b, width]
+            is_split = index < last[rows]
+            index = torch.where(is_split, index, 0)
+            lse = torch.where(is_split[..., None], partials.lse[index], NEG_INF)  # [b, width, Hq]
+            peak = lse.amax(1, keepdim=True)
+            weights = elementwise(torch.exp, lse - torch.where(peak == NEG_INF, 0.0, peak))
+            values = torch.where(is_split[..., None, None], partials.out[index], 0.0)  # [b, width, Hq, D]
+            total = _sum_of_splits(weights)
+            mixed = _sum_of_splits(values * weights[..., None])
+            out[rows] = (mixed / torch.where(total == 0, 1.0, total)[..., None]).to(out.dtype)
 
     def prefill(
         self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None
     ) -> None:
         assert state is not None or not piece.store_state, "store_state needs a PrefillState"
-        bounds = piece.cu_seqlens_q.tolist()
-        for i, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            if begin == end:
+        tiles = _tiles(piece.cu_seqlens_q.tolist(), piece.query_pos.tolist())
+        row_elements = TILE_QUERIES * self.spec.num_q_heads
+        count = _at_once(row_elements * max(self.spec.block_size, self.spec.head_dim))
+        for begin in range(0, len(tiles), count):
+            self._attend_tiles(tiles[begin : begin + count], q, kv, piece, state, out, window)
+
+    def _attend_tiles(
+        self,
+        tiles: list[Tile],
+        q: Tensor,
+        kv: Tensor,
+        piece: PrefillPiece,
+        state: PrefillState | None,
+        out: Tensor,
+        window: int | None,
+    ) -> None:
+        spec, count = self.spec, len(tiles)
+        rows = slice(tiles[0].rows[0], tiles[-1].rows[1])
+        places = torch.tensor(
+            [i * TILE_QUERIES + place for i, tile in enumerate(tiles) for place in tile.places], device=q.device
+        )
+        heads = (spec.num_kv_heads, spec.group_size * TILE_QUERIES)
+        queries = self._in_tiles(q[rows].float(), places, count, 0.0)  # [tiles, Hkv, G * TILE_QUERIES, D]
+        acc = queries.new_zeros(queries.shape)
+        m, l = queries.new_full((count, *heads), NEG_INF), queries.new_zeros(count, *heads)
+        load_state = piece.load_state.tolist()
+        if any(load_state[tile.sequence] for tile in tiles):
+            assert state is not None, "load_state 1 needs a PrefillState"
+            resumed = torch.tensor([load_state[tile.sequence] for tile in tiles for _ in tile.places], device=q.device) > 0
+            acc, m, l = (
+                self._in_tiles(part[rows][resumed], places[resumed], count, fill)
+                for part, fill in ((state.acc, 0.0), (state.m, NEG_INF), (state.l, 0.0))
+            )
+        first_block, kv_end = piece.first_block.tolist(), piece.kv_end.tolist()
+        for column in range(piece.block_table.shape[1]):
+            first_key = [(first + column) * spec.block_size for first in first_block]
+            seeing = [
+                i
+                for i, tile in enumerate(tiles)
+                if first_key[tile.sequence] < kv_end[tile.sequence]
+                and first_key[tile.sequence] <= tile.last_position
+                and (window is None or first_key[tile.sequence] + spec.block_size + window > tile.position + 1)
+            ]
+            if not seeing:
                 continue
-            queries = self._grouped(q[begin:end])  # [Hkv, G, n, D]
-            running = self._begin(state, begin, end, bool(piece.load_state[i]))
-            first_block, kv_end = int(piece.first_block[i]), int(piece.kv_end[i])
-            for column, block in enumerate(piece.block_table[i].tolist()):
-                first_key = (first_block + column) * self.spec.block_size
-                last_key = min(first_key + self.spec.block_size, kv_end)
-                if first_key < last_key:
-                    pos = int(piece.query_pos[i])
-                    self._attend_block(queries, kv, block, (first_key, last_key), pos, running, window)
-            acc, m, l = running
-            if piece.store_state:
-                state.acc[begin:end] = self._tokens_first(acc)
-                state.m[begin:end] = self._tokens_first(m[..., None])[..., 0]
-                state.l[begin:end] = self._tokens_first(l[..., None])[..., 0]
+            sequences = sorted({tiles[i].sequence for i in seeing})
+            key = torch.tensor([first_key[i] for i in sequences], device=q.device)[:, None]
+            key = key + torch.arange(spec.block_size, device=q.device)  # [sequences, block_size]
+            is_beyond = key >= torch.tensor([kv_end[i] for i in sequences], device=q.device)[:, None]
+            k, v = self._heads_first(kv, piece.block_table[sequences, column].long(), is_beyond)
+            at = torch.tensor([tiles[i].origin for i in seeing], device=q.device)[:, None, None]
+            at = at + torch.arange(TILE_QUERIES, device=q.device)[:, None]  # [seeing, TILE_QUERIES, 1]
+            owner = [sequences.index(tiles[i].sequence) for i in seeing]
+            key, is_beyond = key[owner][:, None], is_beyond[owner][:, None]  # [seeing, 1, block_size]
+            hidden = (key > at) | is_beyond
+            if window is not None:
+                hidden |= key <= at - window
+            every = len(seeing) == count
+            chosen = slice(None) if every else torch.tensor(seeing, device=q.device)
+            running = acc[chosen], m[chosen], l[chosen]
+            running = self._attend_block(queries[chosen], k, v, owner, hidden, running)
+            if every:
+                acc, m, l = running
             else:
-                normalised = acc / torch.where(l == 0, 1.0, l)[..., None]
-                out[begin:end] = self._tokens_first(normalised).to(out.dtype)
+                acc[chosen], m[chosen], l[chosen] = running
+        if piece.store_state:
+            state.acc[rows], state.m[rows], state.l[rows] = (self._in_rows(part, places) for part in (acc, m, l))
+        else:
+            out[rows] = self._in_rows(acc / torch.where(l == 0, 1.0, l)[..., None], places).to(out.dtype)
 
     def _attend_block(
         self,
-        queries: Tensor,  # [Hkv, G, n, D] float32
-        kv: Tensor,
-        block: int,
-        keys: tuple[int, int],  # absolute positions [first, last)
-        pos: int,  # absolute position of the first query
-        running: tuple[Tensor, Tensor, Tensor],  # acc [Hkv, G, n, D], m and l [Hkv, G, n]; updated in place
-        window: int | None,
-    ) -> None:
-        # The queries [first, last) that see a key of this block, and so get a finite maximum. All bounds are
-        # absolute: a cut between pieces moves none of them.
-        first_key, last_key = keys
-        num_queries = queries.shape[2]
-        first = max(0, first_key - pos)
-        last = num_queries if window is None else min(num_queries, last_key - 1 + window - pos)
-        if first >= last:
-            return
-        offset = first_key // self.spec.block_size * self.spec.block_size
-        begin = first_key if window is None else max(first_key, pos + first - window + 1)
-        k, v = self._heads_first(kv, block, begin - offset, last_key - offset)
-        acc, m, l = (part[:, :, first:last] for part in running)
-        group = queries.shape[1]
-        seen_by = queries[:, :, first:last].flatten(1, 2)  # [Hkv, G * rows, D]
-        logits = self._logits(seen_by, k).unflatten(1, (group, last - first))  # [Hkv, G, rows, T]
-        at = torch.arange(pos + first, pos + last, device=queries.device)[:, None]
-        key = torch.arange(begin, last_key, device=queries.device)[None, :]
-        hidden = key > at if window is None else (key > at) | (key <= at - window)
-        logits = logits.masked_fill(hidden, NEG_INF)
+        queries: Tensor,  # [tiles, Hkv, G * TILE_QUERIES, D]
+        k: Tensor,  # [sequences, Hkv, D, block_size]
+        v: Tensor,  # [sequences, Hkv, block_size, D]
+        owner: list[int],  # of each tile
+        hidden: Tensor,  # [tiles, TILE_QUERIES, block_size]
+        running: tuple[Tensor, Tensor, Tensor],  # acc, m and l of each query
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `running` becomes with one more block; it stays as it is for a query that sees none of its keys."""
+        acc, m, l = running
+        logits = self._logits(_products(queries, [k[i] for i in owner]))
+        shape = (len(owner), -1, self.spec.group_size, TILE_QUERIES, self.spec.block_size)
+        logits.view(shape).masked_fill_(hidden[:, None, None], NEG_INF)
         m_new = torch.maximum(m, logits.amax(-1))
-        p = (logits - m_new[..., None]).exp()
-        alpha = (m - m_new).exp()
-        mixed = (p.flatten(1, 2) @ v).unflatten(1, (group, last - first))
-        acc.mul_(alpha[..., None]).add_(mixed)
-        l.mul_(alpha).add_(p.sum(-1))
-        m.copy_(m_new)
+        peak = torch.where(m_new == NEG_INF, 0.0, m_new)
+        p = elementwise(torch.exp, logits - peak[..., None])
+        alpha = elementwise(torch.exp, m - peak)
+        acc = acc * alpha[..., None] + _products(p, [v[i] for i in owner])
+        return acc, m_new, l * alpha + p.sum(-1)
 
-    def _begin(self, state: PrefillState | None, begin: int, end: int, resume: bool) -> tuple[Tensor, Tensor, Tensor]:
-        spec, num_queries = self.spec, end - begin
-        heads = (spec.num_kv_heads, spec.group_size, num_queries)
-        if not resume:
-            options = {"dtype": torch.float32, "device": self.device}
-            return (
-                torch.zeros(*heads, spec.head_dim, **options),
-                torch.full(heads, NEG_INF, **options),
-                torch.zeros(heads, **options),
-            )
-        assert state is not None, "load_state 1 needs a PrefillState"
-        acc = _copy(state.acc[begin:end].permute(1, 0, 2)).reshape(*heads, spec.head_dim)
-        m, l = (_copy(part[begin:end].t()).reshape(heads) for part in (state.m, state.l))
-        return acc, m, l
+    def _in_tiles(self, x: Tensor, places: Tensor, count: int, fill: float) -> Tensor:
+        """[n, Hq, ...] of n queries -> [count, Hkv, G * TILE_QUERIES, ...] in new memory, `fill` where there is none."""
+        tiles = x.new_full((count * TILE_QUERIES, *x.shape[1:]), fill)
+        tiles[places] = x
+        tiles = tiles.unflatten(0, (count, TILE_QUERIES)).transpose(1, 2).contiguous()  # [count, Hq, TILE_QUERIES, ...]
+        return tiles.view(count, self.spec.num_kv_heads, -1, *x.shape[2:])
 
-    def _grouped(self, q: Tensor) -> Tensor:
-        """[n, Hq, D] -> a float32 copy [Hkv, G, n, D]."""
-        return _copy(q.permute(1, 0, 2)).unflatten(0, (self.spec.num_kv_heads, self.spec.group_size))
+    def _in_rows(self, x: Tensor, places: Tensor) -> Tensor:
+        """What `_in_tiles` made, for the n queries again: [n, Hq, ...]."""
+        heads = x.reshape(len(x), self.spec.num_q_heads, TILE_QUERIES, *x.shape[3:])
+        return heads.transpose(1, 2).flatten(0, 1)[places]
 
-    def _tokens_first(self, x: Tensor) -> Tensor:
-        """[Hkv, G, n, D] -> [n, Hq, D]."""
-        return x.flatten(0, 1).permute(1, 0, 2)
+    def _heads_first(
+        self, kv: Tensor, index: Tensor | tuple[Tensor | slice, ...], is_beyond: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What lies at kv[index], [n, 2, T, Hkv, D], as new float32 memory, k: [n, Hkv, D, T] and v: [n, Hkv, T, D].
 
-    def _heads_first(self, kv: Tensor, block: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Tokens [begin, end) of a block, sliced and not masked, as float32 copies: k [Hkv, D, T], v [Hkv, T, D]."""
-        k, v = kv[block, 0, begin:end], kv[block, 1, begin:end]
-        return _copy(k.permute(1, 2, 0)), _copy(v.permute(1, 0, 2))
+        is_beyond: [n, T], tokens whose memory may hold anything: a value is 0 there, since 0 * NaN is NaN, and what comes
+        of a key is masked later.
+        """
+        as_bytes = kv.dtype.itemsize == 1  # torch takes no float8 by index on the CPU
+        found = (kv.view(torch.uint8) if as_bytes else kv)[index].view(kv.dtype)
+        k, v = _copy(found[:, 0].permute(0, 2, 3, 1)), _copy(found[:, 1].permute(0, 2, 1, 3))
+        return k, v.masked_fill_(is_beyond[:, None, :, None], 0.0)
 
-    def _logits(self, q: Tensor, k: Tensor) -> Tensor:
-        logits = (q @ k) * self.spec.scale
+    def _logits(self, products: Tensor) -> Tensor:
+        logits = products.mul_(self.spec.scale)
         cap = self.spec.softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else elementwise(torch.tanh, logits.div_(cap)).mul_(cap)
+
+
+def _tiles(bounds: list[int], query_pos: list[int]) -> list[Tile]:
+    """The queries of each sequence, cut at positions that are multiples of `TILE_QUERIES`."""
+    tiles = []
+    for sequence, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        shift = query_pos[sequence] - begin  # from rows to positions
+        while begin < end:
+            origin = (begin + shift) // TILE_QUERIES * TILE_QUERIES
+            tile_end = min(end, origin + TILE_QUERIES - shift)
+            tiles.append(Tile(sequence, (begin, tile_end), begin + shift, origin))
+            begin = tile_end
+    return tiles
+
+
+def _products(left: Tensor, right: Tensor | list[Tensor]) -> Tensor:
+    """left[i] @ right[i] for each item, one at a time: [n, Hkv, R, C] and n of [Hkv, C, T] -> [n, Hkv, R, T]."""
+    out = left.new_empty(*left.shape[:-1], right[0].shape[-1])
+    for a, b, product in zip(left, right, out, strict=True):
+        torch.bmm(a, b, out=product)
+    return out
+
+
+def _sum_of_splits(x: Tensor) -> Tensor:
+    """[b, width, ...] -> [b, ...]: a fixed number at a time, as the sum of a row of memory, these in ascending order."""
+    parts = x.movedim(1, -1).contiguous().unflatten(-1, (-1, MERGED_SPLITS)).sum(-1)  # [b, ..., width / MERGED_SPLITS]
+    first, *others = parts.unbind(-1)
+    for part in others:
+        first = first + part
+    return first
+
+
+def _at_once(item_elements: int) -> int:
+    """How many items are computed at once."""
+    return max(1, MAX_ELEMENTS // item_elements)
 
 
 def _copy(x: Tensor) -> Tensor:

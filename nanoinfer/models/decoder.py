@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from nanoinfer import exact
 from nanoinfer.layers import Embedding, GatedMLP, KVSlots, Linear, RMSNorm, norm_rotate_store, product
 from nanoinfer.models.base import DecoderModel, ModelSpec
 from nanoinfer.rope import rope_table
@@ -183,7 +184,7 @@ class Decoder(DecoderModel):
         head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
         logits = product(normed, head.weight, out=out)
         if self._logits_softcap is not None:
-            logits.div_(self._logits_softcap).tanh_().mul_(self._logits_softcap)
+            logits.copy_(exact.elementwise(torch.tanh, logits.div_(self._logits_softcap))).mul_(self._logits_softcap)
         return logits
 
     # The checkpoint

@@ -1,0 +1,202 @@
+"""One set of bits on the CPU: a request's tokens and log-probabilities are a function of model, formats, prompt, parameters
+and seed.
+
+Random workloads, whose structures are drawn and not their values alone: who comes when, which beginnings are shared, the
+chunk, the mode, the budgets, the padded batch. Each request is compared, number for number, with what it gets alone on
+an engine with default settings.
+"""
+
+import random
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+from engines import assert_pools_as_before, make_engine, outcome, random_prompts
+from tiny_models import make_checkpoint
+
+from nanoinfer import EngineConfig, LLMEngine, SamplingParams
+from offload import SimulatedRuntime
+
+BLOCK_SIZE = 16
+# Odd sizes, sizes with tails behind whole vectors, and a vocabulary of two tiles of the sampler. Enough layers and heads
+# for a difference to grow.
+MODELS = {
+    "llama": dict(hidden_size=102, intermediate_size=180, num_heads=6),
+    "llama, large": dict(hidden_size=256, intermediate_size=512, vocab_size=2503, max_position_embeddings=6000),
+    "mistral": dict(hidden_size=75, intermediate_size=131, num_heads=3, num_kv_heads=1, sliding_window=40),
+    "qwen2": dict(hidden_size=75, intermediate_size=99, num_heads=5, num_kv_heads=5, sliding_window=24),
+    "qwen3": dict(hidden_size=64, intermediate_size=200, head_dim=32, num_heads=2, num_kv_heads=1, tied=True),
+    "gemma3": dict(hidden_size=132, intermediate_size=141, sliding_window=37, num_kv_heads=1)
+    | dict(final_logit_softcapping=20.0, attn_logit_softcapping=15.0),
+}
+DTYPES = ["float32", "bfloat16", "float16"]
+MAX_LEN = 512
+MAX_STEPS = 3000
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory):
+    @cache
+    def path_of(model: str):
+        return make_checkpoint(model.split(",")[0], tmp_path_factory.mktemp(model.split(",")[0]), **MODELS[model])
+
+    return path_of
+
+
+@contextmanager
+def threads(count: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def default_engine(path, **formats) -> LLMEngine:
+    """Everything as it is by default, but for the block size."""
+    return LLMEngine(
+        EngineConfig(
+            model=path, block_size=BLOCK_SIZE, device="cpu", progress_bar=False, skip_tokenizer_init=True, **formats
+        )
+    )
+
+
+def alone(path, prompt: list[int], params: SamplingParams, **formats) -> list:
+    engine = default_engine(path, **formats)
+    request = engine.add_request("alone", prompt, params)
+    while not request.is_finished:
+        engine.step()
+    engine.close()
+    return outcome(request)
+
+
+def draw_beginnings(generator: random.Random, seed: int) -> list[list[int]]:
+    """The nodes of a tree of beginnings, which branches at block edges and inside of blocks; the root is empty."""
+    beginnings: list[list[int]] = [[]]
+    for i in range(generator.randint(1, 6)):
+        length = generator.choice([16, 16, 32, 48, 5, 27, 160])
+        beginnings.append(generator.choice(beginnings) + random_prompts(1, length, length, seed=seed * 11 + i)[0])
+    return beginnings
+
+
+def draw_requests(generator: random.Random, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Greedy and sampled, with any cuts and penalties, most with a beginning of others."""
+    beginnings, requests = draw_beginnings(generator, seed), []
+    longest = generator.choice([3, 20, 60, 60, 200])
+    for i in range(generator.randint(2, 7)):
+        prompt = generator.choice(beginnings) + random_prompts(1, 1, longest, seed=seed * 7 + i)[0]
+        params = SamplingParams(
+            temperature=generator.choice([0, 0.9, 1.3]),
+            top_k=generator.choice([-1, -1, 7, 50]),
+            top_p=generator.choice([1.0, 1.0, 0.8]),
+            min_p=generator.choice([0.0, 0.0, 0.1]),
+            repetition_penalty=generator.choice([1.0, 1.0, 1.2]),
+            presence_penalty=generator.choice([0.0, 0.0, 0.7]),
+            frequency_penalty=generator.choice([0.0, 0.0, 0.5, -0.5]),
+            seed=i,
+            max_tokens=generator.choice([1, 8, 20, 35]),
+            ignore_eos=True,
+            n=generator.choice([1, 1, 1, 2]),
+            logprobs=generator.choice([1, 3, 20]),
+        )
+        requests.append((prompt[: MAX_LEN - 40], params))
+    return requests
+
+
+def draw_formats(generator: random.Random) -> dict:
+    dtype = generator.choice(["float32", "float32", "bfloat16", "bfloat16", "float16"])
+    return dict(dtype=dtype, kv_cache_dtype="auto" if generator.random() < 0.85 else "fp8")
+
+
+def draw_engine(generator: random.Random, path, seed: int, requests: list, formats: dict) -> LLMEngine:
+    """Pools, ring, budget, chunk and rows of any size that is allowed."""
+    mode, rows = generator.choice(["auto", True, False]), generator.randint(1, 8)
+    chunk = generator.choice([16, 32, 48, 64, 100, 400])
+    max_len = max(len(prompt) + params.max_tokens for prompt, params in requests)
+    fewest = max(12, -(-chunk // BLOCK_SIZE) + 3 + rows) if mode else -(-max_len // BLOCK_SIZE) + 3
+    return make_engine(
+        path,
+        SimulatedRuntime(generator.choice([None, seed])),
+        enable_cpu_offload=mode,
+        max_num_seqs=rows,
+        cuda_graph_batch_sizes=generator.choice([None, [3, 5, 8], [8]]),
+        max_model_len=max_len,
+        max_num_batched_tokens=chunk,
+        enable_prefix_caching=generator.random() < 0.8,
+        capture_num_tokens=generator.choice([[], [8, 16], [chunk // 2, chunk]]),  # with mixed steps or without
+        num_gpu_blocks_override=generator.randint(fewest, fewest + 20),
+        host_memory_limit=2**28,
+        ring_slot_bytes=generator.choice([2**17, 2**18]),
+        num_ring_slots=generator.choice([2, 3, 4]),
+        resident_kv_limit=generator.choice([None, None, 0, 2**17]),
+        **formats,
+    )
+
+
+def play(engine: LLMEngine, requests: list, generator: random.Random) -> tuple[list, set[int]]:
+    """Adds, aborts and switches at random while the engine runs; returns the requests and the aborted ones' numbers."""
+    added, aborted, eager = [], set(), generator.choice([0.1, 0.3, 1.0])
+    for _ in range(MAX_STEPS):
+        while len(added) < len(requests) and (generator.random() < eager or not engine.has_work):
+            added.append(engine.add_request(str(len(added)), *requests[len(added)]))
+        if not engine.has_work:
+            return added, aborted
+        running = [i for i, request in enumerate(added) if not request.is_finished]
+        if running and generator.random() < 0.01:
+            victim = generator.choice(running)
+            aborted.add(victim)
+            engine.abort(str(victim))
+        if generator.random() < 0.03:
+            try:
+                engine.switch_mode("resident" if engine.mode == "offload" else "offload")
+            except ValueError:
+                pass  # refused: what runs has no room there
+        engine.step()
+    pytest.fail("the engine does not come to an end")
+
+
+def is_beginning(found: list, wanted: list) -> bool:
+    """Whether each completion is the wanted one as far as it got."""
+    return all(
+        tokens == wanted_tokens[: len(tokens)] and logprobs == wanted_logprobs[: len(logprobs)]
+        for (tokens, logprobs, _), (wanted_tokens, wanted_logprobs, _) in zip(found, wanted, strict=True)
+    )
+
+
+def differing(path_of, seed: int) -> tuple[list[str], dict]:
+    """Plays the workload of a seed; returns what differs from the request alone, and what happened."""
+    generator = random.Random(seed)
+    model = generator.choice(list(MODELS))
+    formats, path = draw_formats(generator), path_of(model)
+    requests = draw_requests(generator, seed)
+    with threads(2 if seed % 30 == 7 else 1):
+        engine = draw_engine(generator, path, seed, requests, formats)
+        added, aborted = play(engine, requests, generator)
+        wrong = []
+        for i, (request, (prompt, params)) in enumerate(zip(added, requests, strict=True)):
+            found, wanted = outcome(request), alone(path, prompt, params, **formats)
+            if found != wanted and not (i in aborted and is_beginning(found, wanted)):
+                wrong.append(f"seed {seed}, request {i} of {model} in {formats}")
+    assert_pools_as_before(engine)
+    stats = engine.stats()
+    engine.close()
+    return wrong, stats
+
+
+HAPPENS = ["streamed_bytes", "num_preemptions", "num_mixed_steps"]
+NUM_GROUPS = 4
+
+
+@pytest.mark.parametrize("group", range(NUM_GROUPS))
+@pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
+def test_every_request_gets_the_bits_that_it_gets_alone(path_of, group, fuzz):
+    wrong, happened = [], dict.fromkeys(HAPPENS, 0)
+    for seed in range(group, 300 if fuzz else 8, NUM_GROUPS):
+        found, stats = differing(path_of, seed)
+        wrong += found
+        for name in HAPPENS:
+            happened[name] += stats[name] > 0
+    assert not wrong, f"{len(wrong)} wrong: {wrong}"
+    assert all(happened.values()) or not fuzz, f"some of it never happened: {happened}"
