@@ -121,7 +121,7 @@ def check_linear_parts(size: int, num_rows: int, num_tokens: int, num_parts: int
     norm, total = make_norm(num_rows, False, dtype, device), other.clone()
     normed = rms_norm(total, norm.weight, EPS, offset=False, other=parts)
     assert _almost(total, other + (x.float() @ weight.float().T).to(dtype))
-    assert is_close(normed, norm.norm(total, norm.weight, EPS))
+    assert _almost(normed, norm.norm(total, norm.weight, EPS))
 
 
 def _almost(got: torch.Tensor, want: torch.Tensor) -> bool:

@@ -125,6 +125,7 @@ def decode_partial_kernel(
         seq_len = next_len
         split_span = BLOCK_SIZE // next_splits
         span = BLOCK_SIZE // next_partials
+        is_cut = split_span < span  # the item has several splits
         item = items + ((number + 1) * programs + dealt(program, number + 1, programs)) * 4
         next_row, next_number, next_block, next_partial, next_len, next_splits, next_partials = read_item(
             item, seq_lens, splits_per_block, partials_per_block, number + 1 < rounds
@@ -157,14 +158,14 @@ def decode_partial_kernel(
                         acc, m, l, q_tile, k_head, v_head, begin // BLOCK_N * BLOCK_N, begin, end,
                         NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
                     )  # fmt: skip
-                    if full % split_span == 0:
+                    if is_cut and full % split_span == 0:
                         item_out, item_lse, acc, m, l = fold_split(item_out, item_lse, acc, m, l)
             for start in tl.range(full, full_end, BLOCK_N, num_stages=STAGES):
                 k = kv_rows.load([k_row + start, head * HEAD_DIM]).to(q_tile.dtype)
                 v = kv_rows.load([k_row + BLOCK_SIZE + start, head * HEAD_DIM]).to(q_tile.dtype)
                 logits = tile_logits(q_tile, k.T, SCALE, SOFTCAP, PRECISION, WIDEN)
                 acc, m, l = softmax_step(acc, m, l, logits, v, TO_LOG2, PRECISION, WIDEN)
-                if (start + BLOCK_N) % split_span == 0:
+                if is_cut and (start + BLOCK_N) % split_span == 0:
                     item_out, item_lse, acc, m, l = fold_split(item_out, item_lse, acc, m, l)
             if full_end < end:
                 acc, m, l = attend_masked(
@@ -177,7 +178,7 @@ def decode_partial_kernel(
                     acc, m, l, q_tile, k_head, v_head, start, begin, end,
                     NUM_KV_HEADS, HEAD_DIM, BLOCK_D, TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, BLOCK_N,
                 )  # fmt: skip
-                if (start + BLOCK_N) % split_span == 0:
+                if is_cut and (start + BLOCK_N) % split_span == 0:
                     item_out, item_lse, acc, m, l = fold_split(item_out, item_lse, acc, m, l)
 
         item_out, item_lse, acc, m, l = fold_split(item_out, item_lse, acc, m, l)

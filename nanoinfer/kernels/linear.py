@@ -125,7 +125,7 @@ def row_tiles(num_rows: int, part_size: int, block_m: int, gated: bool) -> tuple
     if gated:
         return 32, 128, 2, 3
     if num_rows > LARGE_OUTPUT:
-        return 32, 128, 2, 4
+        return 64, 128, 4, 3
     return (16, 256, 2, 4) if 4096 <= part_size < LONG_PART else (16, 128, 1, 6)
 
 

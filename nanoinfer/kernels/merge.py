@@ -1,9 +1,8 @@
 """Combine the partials of each row by their log-sum-exps (Flash-Decoding's reduction step).
 
 Two steps, each in one order for every batch: the splits of a block are folded one after the other, where `decode_partial`
-has not done it already; then the blocks are added up, as a tree over 128 of them (halves onto halves, so that a tree over
-fewer is the same with zeros), and one such tree after the other. The kernel is compiled without fusing products and
-sums, since what is fused would depend on how a program's tile lies in its threads.
+has not done it already; then eight lanes add up every eighth block each, and each other. The kernel is compiled without
+fusing products and sums, since what is fused would depend on how a program's tile lies in its threads.
 """
 
 import triton
@@ -14,10 +13,9 @@ from nanoinfer.kernels.online_softmax import finite, fold
 from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.shape import next_power_of_2
 
-LANES = 32
-"""Blocks that a program adds up at a time, a quarter of a tree."""
+LANES = 8
+"""Lane l adds up the blocks l, l + 8, l + 16, ... in this order."""
 MANY_PROGRAMS = 512
-LANES_OF_MANY_SHORT_ROWS = 8
 COLUMNS_OF_FEW = 32
 
 
@@ -52,7 +50,7 @@ def read_block(
 
 
 @triton.jit
-def add_halves(x):
+def add_lanes(x):
     """[LANES, HEADS, COLUMNS] -> [HEADS, COLUMNS]: the second half of the lanes onto the first, until one is left."""
     for _ in tl.static_range(8):
         if x.shape[0] > 2:
@@ -61,10 +59,10 @@ def add_halves(x):
 
 
 @triton.jit
-def add_blocks(parts, lse, peak):
-    """Sum and weight of up to LANES blocks, relative to the peak: [HEADS, COLUMNS], [HEADS, 1]."""
-    weights = tl.exp2((lse - peak[None, :]) * 1.4426950408889634)
-    return add_halves(weights[:, :, None] * parts), add_halves(weights[:, :, None])
+def add_blocks(acc, total, parts, lse, peak):
+    """One block more for each lane: acc [LANES, HEADS, COLUMNS], total [LANES, HEADS, 1]."""
+    weights = tl.exp2((lse - peak[None, :]) * 1.4426950408889634)[:, :, None]
+    return acc + weights * parts, total + weights
 
 
 @triton.jit(
@@ -81,7 +79,7 @@ def merge_kernel(
     HEADS: tl.constexpr,  # of one program
     COLUMNS: tl.constexpr,  # of one program
     LANES: tl.constexpr,
-    SHORT: tl.constexpr,  # lanes for a row of few blocks
+    AHEAD: tl.constexpr,  # loads many blocks at once
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -96,41 +94,55 @@ def merge_kernel(
 
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     in_head = columns < HEAD_DIM
-    acc = tl.zeros([HEADS, COLUMNS], tl.float32)
-    total = tl.zeros([HEADS, 1], tl.float32)
+    acc = tl.zeros([LANES, HEADS, COLUMNS], tl.float32)
+    total = tl.zeros([LANES, HEADS, 1], tl.float32)
     lanes = tl.arange(0, LANES)
-    if count <= SHORT * per_block:
-        short = tl.arange(0, SHORT)
-        parts, lse = read_block(lse_row, out_row, short, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-        acc, total = add_blocks(parts, lse, finite(tl.max(lse, 0)))
-    elif count <= LANES * per_block:
+    if count <= LANES * per_block:
         parts, lse = read_block(lse_row, out_row, lanes, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-        acc, total = add_blocks(parts, lse, finite(tl.max(lse, 0)))
+        acc, total = add_blocks(acc, total, parts, lse, finite(tl.max(lse, 0)))
+    elif AHEAD and count <= 4 * LANES * per_block:
+        # Loads that wait for nothing but each other.
+        parts0, lse0 = read_block(lse_row, out_row, lanes, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        lanes += LANES
+        parts1, lse1 = read_block(lse_row, out_row, lanes, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        lanes += LANES
+        parts2, lse2 = read_block(lse_row, out_row, lanes, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        lanes += LANES
+        parts3, lse3 = read_block(lse_row, out_row, lanes, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        peak = finite(tl.max(tl.maximum(tl.maximum(lse0, lse1), tl.maximum(lse2, lse3)), 0))
+        acc, total = add_blocks(acc, total, parts0, lse0, peak)
+        acc, total = add_blocks(acc, total, parts1, lse1, peak)
+        acc, total = add_blocks(acc, total, parts2, lse2, peak)
+        acc, total = add_blocks(acc, total, parts3, lse3, peak)
     else:
-        # So many blocks are never cut.
-        peaks = tl.full([4 * LANES, HEADS], float("-inf"), tl.float32)
-        many = tl.arange(0, 4 * LANES)
-        for start in range(0, count, 4 * LANES):
-            at = (start + many)[:, None] * NUM_Q_HEADS + heads[None, :]
-            peaks = tl.maximum(peaks, tl.load(lse_row + at, mask=(start + many < count)[:, None], other=float("-inf")))
-        peak = finite(tl.max(peaks, 0))
-        for start in range(0, count, 4 * LANES):
-            at = start + lanes
-            parts0, lse0 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-            at += LANES
-            parts1, lse1 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-            at += LANES
-            parts2, lse2 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-            at += LANES
-            parts3, lse3 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-            weight0 = tl.exp2((lse0 - peak[None, :]) * 1.4426950408889634)[:, :, None]
-            weight1 = tl.exp2((lse1 - peak[None, :]) * 1.4426950408889634)[:, :, None]
-            weight2 = tl.exp2((lse2 - peak[None, :]) * 1.4426950408889634)[:, :, None]
-            weight3 = tl.exp2((lse3 - peak[None, :]) * 1.4426950408889634)[:, :, None]
-            # The first two steps of a tree over 128.
-            acc += add_halves((weight0 * parts0 + weight2 * parts2) + (weight1 * parts1 + weight3 * parts3))
-            total += add_halves((weight0 + weight2) + (weight1 + weight3))
-    mixed = acc / tl.where(total == 0.0, 1.0, total)
+        peak = tl.full([HEADS], float("-inf"), tl.float32)
+        if per_block == 1:
+            many = tl.arange(0, 16 * LANES)
+            for start in range(0, count, 16 * LANES):
+                at = (start + many)[:, None] * NUM_Q_HEADS + heads[None, :]
+                lse = tl.load(lse_row + at, mask=(start + many < count)[:, None], other=float("-inf"))
+                peak = tl.maximum(peak, tl.max(lse, 0))
+        else:
+            for start in range(0, tl.cdiv(count, per_block), LANES):
+                at = start + lanes
+                parts, lse = read_block(lse_row, out_row, at, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+                peak = tl.maximum(peak, tl.max(lse, 0))
+        peak = finite(peak)
+        if AHEAD:
+            for start in range(0, tl.cdiv(count, per_block), 16 * LANES):
+                for tile in tl.static_range(16):
+                    at = start + tile * LANES + lanes
+                    parts, lse = read_block(
+                        lse_row, out_row, at, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM
+                    )
+                    acc, total = add_blocks(acc, total, parts, lse, peak)
+        else:
+            for start in range(0, tl.cdiv(count, per_block), LANES):
+                at = start + lanes
+                parts, lse = read_block(lse_row, out_row, at, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+                acc, total = add_blocks(acc, total, parts, lse, peak)
+    weight = add_lanes(total)
+    mixed = add_lanes(acc) / tl.where(weight == 0.0, 1.0, weight)
     target = out + (row.to(tl.int64) * NUM_Q_HEADS + heads[:, None]) * HEAD_DIM + columns[None, :]
     tl.store(target, mixed.to(out.dtype.element_ty), mask=in_head[None, :])
 
@@ -151,7 +163,7 @@ def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, partials_per
     columns = block_d if is_many else min(block_d, COLUMNS_OF_FEW)
     merge_kernel[(batch_size, num_q_heads, block_d // columns)](
         partial_out, partial_lse, ranges, partials_per_block, out, NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim,
-        HEADS=1, COLUMNS=columns, LANES=LANES, SHORT=LANES_OF_MANY_SHORT_ROWS if is_many else LANES,
-        num_warps=max(1, block_d // 64) if is_many else 4, enable_fp_fusion=False,
+        HEADS=1, COLUMNS=columns, LANES=LANES, AHEAD=not is_many,
+        num_warps=1, enable_fp_fusion=False,
         **launch_options(out),
     )  # fmt: skip

@@ -45,8 +45,8 @@ def fold(out, lse, other, other_lse):
     second = tl.exp2((other_lse - peak) * 1.4426950408889634)
     total = first + second
     safe = tl.where(total == 0.0, 1.0, total)
-    spread = tl.broadcast_to(tl.expand_dims(first, -1), out.shape)
-    mixed = tl.fma(spread, out, tl.expand_dims(second, -1) * other) / tl.expand_dims(safe, -1)
+    share = tl.broadcast_to(tl.expand_dims(first / safe, -1), out.shape)
+    mixed = tl.fma(share, out, tl.expand_dims(second / safe, -1) * other)
     natural = tl.fma(tl.log2(safe), tl.full(safe.shape, 0.6931471805599453, tl.float32), peak)
     return mixed, tl.where(total == 0.0, float("-inf"), natural)
 
@@ -56,7 +56,7 @@ def finished(acc, m, l):
     """What `softmax_step` left, as a range for `fold`."""
     l_safe = tl.where(l == 0.0, 1.0, l)
     natural = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * 0.6931471805599453)
-    return acc / l_safe[:, None], natural
+    return acc * (1.0 / l_safe)[:, None], natural
 
 
 @triton.jit
