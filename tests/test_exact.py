@@ -271,7 +271,7 @@ def test_two_threads_change_no_bit_of_the_attention_either(monkeypatch):
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("softcap", [None, 15.0])
 def test_decode_gives_a_row_the_same_bits_in_every_batch(window, softcap, monkeypatch):
-    lens = [1, 700, 16, 33, 100, 5]  # 44 splits: more than one sum of the merge
+    lens = [1, 700, 16, 33, 400, 5]  # 44 splits are more than one sum of the merge, 25 more than a vector
     spec = make_spec(head_dim=32, softcap=softcap, windows=(window,))
     paged, q = make_paged(spec, lens), make_q(spec, len(lens))
     backend = backend_with(monkeypatch, spec, few_at_once=False)
@@ -313,6 +313,35 @@ def test_every_product_of_the_attention_has_one_of_two_shapes(monkeypatch):
     paged = make_paged(spec, [60])
     prefill_chunks(backend, make_q(spec, 60), paged, [1, 7, 37], 20)
     assert shapes == {(2, 3 * torch_backend.TILE_QUERIES, 16, 16)}
+
+
+def test_a_library_that_rounds_by_the_place_changes_no_bit_of_the_attention(monkeypatch):
+    """A query has the same place of a product in every chunk, and no value is in the rest behind the whole vectors."""
+
+    def bmm(left, right, out):
+        places = torch.arange(left.shape[1])[:, None]
+        return out.copy_(torch.matmul(left, right) * (1 + 1e-3 * places))
+
+    def by_place(function):
+        def changed(x):
+            found, whole = function(x), x.numel() // 64 * 64
+            found.view(-1)[whole:] *= 1.001
+            return found
+
+        return changed
+
+    monkeypatch.setattr(torch_backend.torch, "bmm", bmm)
+    for name in ("exp", "log", "tanh"):
+        monkeypatch.setattr(torch_backend.torch, name, by_place(getattr(torch, name)))
+    spec, lens = make_spec(q_heads=3, kv_heads=1, softcap=15.0, windows=(40,)), [50, 90, 5]
+    backend, paged, q = make_backend("torch", spec, "cpu", offload=True), make_paged(spec, lens), make_q(spec, 3)
+    out, _ = run_decode(backend, q, paged.kv, paged.tables, lens, 40)
+    for row in range(3):
+        found, _ = run_decode(backend, q[row : row + 1], paged.kv, [paged.tables[row]], [lens[row]], 40)
+        assert torch.equal(found[0], out[row])
+    paged, q = make_paged(spec, [90]), make_q(spec, 90)
+    whole = prefill_chunks(backend, q, paged, [], 40)
+    assert torch.equal(prefill_chunks(backend, q, paged, [1, 20, 53], 40), whole)
 
 
 def test_partials_of_a_buffer_do_not_depend_on_what_else_it_holds():
