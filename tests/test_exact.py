@@ -333,12 +333,13 @@ def test_a_library_that_rounds_by_the_place_changes_no_bit_of_the_attention(monk
     monkeypatch.setattr(torch_backend.torch, "bmm", bmm)
     for name in ("exp", "log", "tanh"):
         monkeypatch.setattr(torch_backend.torch, name, by_place(getattr(torch, name)))
-    spec, lens = make_spec(q_heads=3, kv_heads=1, softcap=15.0, windows=(40,)), [50, 90, 5]
+    spec, lens = make_spec(q_heads=3, kv_heads=1, softcap=15.0, windows=(40, None)), [50, 464, 5]
     backend, paged, q = make_backend("torch", spec, "cpu", offload=True), make_paged(spec, lens), make_q(spec, 3)
-    out, _ = run_decode(backend, q, paged.kv, paged.tables, lens, 40)
-    for row in range(3):
-        found, _ = run_decode(backend, q[row : row + 1], paged.kv, [paged.tables[row]], [lens[row]], 40)
-        assert torch.equal(found[0], out[row])
+    for window in spec.windows:
+        out, _ = run_decode(backend, q, paged.kv, paged.tables, lens, window)
+        for row in range(3):
+            found, _ = run_decode(backend, q[row : row + 1], paged.kv, [paged.tables[row]], [lens[row]], window)
+            assert torch.equal(found[0], out[row])
     paged, q = make_paged(spec, [90]), make_q(spec, 90)
     whole = prefill_chunks(backend, q, paged, [], 40)
     assert torch.equal(prefill_chunks(backend, q, paged, [1, 20, 53], 40), whole)
