@@ -98,10 +98,10 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return function(x)
     flat = x.reshape(-1)
-    count = len(flat)
+    count = flat.numel()  # not len, which is slow in Python
     if count % WIDTH or flat.data_ptr() % WIDTH:
         flat = F.pad(flat, (0, -count % WIDTH))
-    if len(flat) <= MAX_ELEMENTS:
+    if flat.numel() <= MAX_ELEMENTS:
         found = function(flat)
     else:
         found = torch.cat([function(part) for part in flat.split(MAX_ELEMENTS)])
