@@ -1,5 +1,6 @@
 """What every test starts from."""
 
+import gc
 import sys
 
 import pytest
@@ -45,6 +46,21 @@ def pytest_collection_modifyitems(config, items):
 def fuzz(request) -> bool:
     """Whether tests take all that they can draw from, not a sample."""
     return request.config.getoption("--fuzz")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_collections():
+    """A collection passes over what was imported: half a million objects. Engines that end ask for one each."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def quick_floors(monkeypatch):
+    """The bandwidth of the CPU's memory is measured with little: the figures mean nothing here."""
+    monkeypatch.setattr("nanoinfer.bench.floors.CPU_COPY_BYTES", 2**20)
 
 
 @pytest.fixture(autouse=True, scope="session")

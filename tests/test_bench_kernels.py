@@ -14,6 +14,7 @@ from nanoinfer.loader import check_safetensors, load_config, load_model
 from nanoinfer.models import resolve
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
+pytestmark = pytest.mark.usefixtures("quick_floors")
 
 
 def load(name):
