@@ -48,7 +48,7 @@ MODES = {
     "offload": (dict(enable_cpu_offload=True), 9),
     "auto": (dict(enable_cpu_offload="auto", num_gpu_blocks_override=9), None),
 }
-NUM_SAMPLED = 10  # lines of each mode in a test run
+NUM_SAMPLED = 14  # lines of each mode in a test run
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,7 @@ def draw(lines: dict[Line, int], num_drawn: int | None, seed: int) -> list[tuple
 
 @pytest.mark.parametrize("seed", [None, 3], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled("resident-shuffled", "offload-in order", "auto-shuffled")
 @pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
 def test_an_exception_at_any_line_leaves_nothing_behind(path, alone, mode, seed, fuzz):
     lines = draw(lines_of(Player(path, mode, seed), alone), None if fuzz else NUM_SAMPLED, seed=len(mode))
@@ -166,6 +167,7 @@ def test_an_exception_at_any_line_leaves_nothing_behind(path, alone, mode, seed,
 
 @pytest.mark.parametrize("seed", [None, 3], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled("resident-in order", "offload-shuffled", "auto-in order")
 @pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
 def test_an_exception_in_the_middle_of_a_recovery_leaves_nothing_behind(path, alone, mode, seed, fuzz):
     player, generator = Player(path, mode, seed), random.Random(5)

@@ -123,6 +123,15 @@ def test_every_legal_order_gives_the_same_batches_and_the_same_bits(path_of, cas
     "case", ["requests come and are aborted", "two kinds of layers", "prompts and running sequences in one step"]
 )
 @pytest.mark.parametrize("rule", RULES_SEEN_BY_AN_ENGINE)
+@pytest.mark.sampled(
+    "gpu_block.reuse_after_write_through-requests come and are aborted",
+    "host.read_after_step-two kinds of layers",
+    "host_block.reuse_after_copies-prompts and running sequences in one step",
+    "ring.attention_after_fill-requests come and are aborted",
+    "ring.fill_after_attention-two kinds of layers",
+    "ring.fill_after_write_through-prompts and running sequences in one step",
+    "write_through.after_kv_is_written-requests come and are aborted",
+)
 def test_each_wait_removed_is_noticed(path_of, case, rule):
     wanted, engine = play_case(path_of, case, None)
     assert sorted(engine.runner.runtime.rules_seen) == RULES

@@ -368,10 +368,14 @@ def test_every_order_of_the_streams_gives_the_same_bits_with_a_host_that_runs_ah
         assert play_tight(path_of, seed)[0] == wanted, f"seed {seed}"
 
 
+# An order in which it shows, where that is not the first one.
+NOTICED_BY = {"host_block.reuse_after_copies": 8, "ring.fill_after_write_through": 18}
+
+
 @pytest.mark.parametrize("rule", RULES_SEEN_BY_AN_ENGINE)
 def test_each_wait_removed_is_noticed(path_of, rule):
     wanted = play_tight(path_of, None)[0]
-    for seed in range(60):
+    for seed in [NOTICED_BY.get(rule, 0), *range(60)]:
         try:
             if play_tight(path_of, seed, rule)[0] != wanted:
                 return
