@@ -230,7 +230,7 @@ def one_sequence_400k(bench: Bench) -> dict:
 
 def auto_3x(bench: Bench) -> dict:
     """Requests that grow to three times the GPU pool: with "auto", with preemption, and with a pool that holds them."""
-    count, prompt, output = (32, 200, 600) if bench.scale == 1 else (4, 40, 88)
+    count, prompt, output = (32, 200, 600) if bench.scale == 1 else (4, 40, 160)
     block_size = 32
     num_blocks = count * -(-(prompt + output) // block_size) // 3
     prompts = random_prompts(2000, [prompt] * count, 0)
