@@ -8,7 +8,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 # Without a visible GPU the tests are the same everywhere; those that need one are run by gpu-test.
 TEST_ENV := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) HF_HUB_OFFLINE=1
 ARGS ?=
-# Processes that run tests, each some of the files.
+# Processes that run tests.
 JOBS ?= 2
 
 .PHONY: setup test fuzz bench gpu-test gpu-bench clean
@@ -25,12 +25,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(STAMP)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest tests -n $(JOBS) --dist loadfile $(ARGS)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest tests -n $(JOBS) --dist worksteal $(ARGS)
 
-# What `make test` takes a sample of: 1,300 random workloads, and an exception at every line of a step. An hour.
+# What `make test` takes a sample of, whole: seeds, cases, an exception at every line of a step. Two hours.
 fuzz: $(STAMP)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest tests/test_offload_random.py tests/test_exact_bits.py tests/test_interrupts.py \
-		--fuzz -n $(JOBS) --dist load $(ARGS)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --fuzz -m sampled -n $(JOBS) --dist load $(ARGS)
 
 bench: $(STAMP)
 	$(VENV)/bin/python bench_offload.py $(ARGS)

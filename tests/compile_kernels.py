@@ -1,29 +1,42 @@
-"""Compiles every Triton kernel for a GPU that need not be there: `python compile_kernels.py 90` for compute capability 9.0.
+"""Compiles every Triton kernel for GPUs that need not be there: `python compile_kernels.py 86 90` for 8.6 and 9.0.
 
-The interpreter accepts what the compiler refuses, such as a variable that changes its shape in a loop. Prints the names
-of the kernels that were compiled, one per line.
+The interpreter accepts what the compiler refuses, such as a variable that changes its shape in a loop. Prints the
+architecture and the name of each kernel that was compiled, one per line. With --first-stages up to the layouts of tiles
+(TTGIR), a third of the time: what follows refuses little; and of an architecture after the first only what has another
+form there.
 """
 
 import sys
 from dataclasses import replace
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
-
-ARCHITECTURE = int(sys.argv[1])
-IS_HOPPER = ARCHITECTURE >= 90
-SHARED_MEMORY = (227 if IS_HOPPER else 99) * 1024
 
 
 class NoGpu:
     """As much of a driver as the compiler asks for."""
 
+    architecture = 0
+
+    @property
+    def has_pdl(self) -> bool:
+        return self.architecture >= 90
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.architecture // 10 == 9
+
+    @property
+    def shared_memory(self) -> int:
+        return {80: 163, 90: 227, 100: 227}.get(self.architecture, 99) * 1024
+
     def get_current_target(self):
-        return GPUTarget("cuda", ARCHITECTURE, 32)
+        return GPUTarget("cuda", self.architecture, 32)
 
     def get_current_device(self):
-        return 0
+        return self.architecture  # kernels are kept per device
 
     def get_current_stream(self, device=None):
         return 0
@@ -33,15 +46,23 @@ def compile_only(kernel, grid):
     """What `kernel[grid]` gives here: compiles for the arguments and launches nothing."""
 
     def launch(*args, **kwargs):
-        assert kwargs.get("PDL", IS_HOPPER) == IS_HOPPER, f"{kernel.__name__} would be compiled in another form"
-        compiled.add(kernel.__name__)
+        assert kwargs.get("PDL", gpu.has_pdl) == gpu.has_pdl, f"{kernel.__name__} would be compiled in another form"
+        compiled.add(f"{gpu.architecture} {kernel.__name__}")
         return kernel.warmup(*args, grid=grid, **kwargs)
 
     return launch
 
 
+def first_stages(backend=None, stages=None, *_):
+    """The compiler's hook, which replaces stages; without arguments: what it adds to the key of its cache."""
+    if stages is None:
+        return "first stages", "first stages"
+    for name in ("llir", "ptx", "cubin"):
+        stages[name] = lambda source, metadata: metadata.update(name="", shared=0) or b""
+
+
 compiled: set[str] = set()
-driver.set_active(NoGpu())
+driver.set_active(gpu := NoGpu())
 jit.JITFunction.__getitem__ = compile_only
 
 from sampling_cases import make_state
@@ -57,13 +78,13 @@ from nanoinfer.kernels import (
     tile_linear,
     update_rows,
 )
-from nanoinfer.kernels.shape import KernelShape, prefill_tiles
+from nanoinfer.kernels.shape import KernelShape, can_use_tma, prefill_tiles
 from nanoinfer.sampler import RowSampling
 
 for name, module in list(sys.modules.items()):
     if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
-        module.launch_options = lambda x: {"PDL": IS_HOPPER, "launch_pdl": IS_HOPPER}
-tile_linear.takes_descriptors = lambda device, size, itemsize: IS_HOPPER and size * itemsize % 16 == 0
+        module.launch_options = lambda x: {"PDL": gpu.has_pdl, "launch_pdl": gpu.has_pdl}
+tile_linear.takes_descriptors = lambda device, size, itemsize: gpu.architecture // 10 in (9, 10) and size * itemsize % 16 == 0
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -87,12 +108,15 @@ def compile_layers() -> None:
     layers.linear(zeros(32, 2560), wide, activation="silu")
     layers.linear(zeros(16, 333), zeros(100, 333))
     layers.linear_parts(eight, wide, 2)
+    layers.linear(zeros(64, 333), zeros(100, 333))
+    layers.act_and_mul(zeros(8, 512), "gelu_pytorch_tanh")
+
+
+def compile_tile_linear() -> None:
     for num_tokens in (64, 500):
         layers.linear(zeros(num_tokens, 1024), zeros(4096, 1024), zeros(4096))
         layers.linear(zeros(num_tokens, 1024), zeros(6144, 1024), activation="silu")
     layers.linear_parts(zeros(64, 8192), zeros(1024, 8192), 2)
-    layers.linear(zeros(64, 333), zeros(100, 333))
-    layers.act_and_mul(zeros(8, 512), "gelu_pytorch_tanh")
 
 
 def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) -> None:
@@ -101,14 +125,14 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
     q, kv = zeros(8, 32, head_dim), zeros(4, 2, 256, 8, head_dim, dtype=kv_dtype)
     shape = KernelShape(
         num_q_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=256, scale=0.1, softcap=None,
-        dtype=torch.bfloat16, tma=IS_HOPPER and head_dim == 128, interpreted=False,
+        dtype=torch.bfloat16, tma=can_use_tma((gpu.architecture // 10, gpu.architecture % 10), head_dim, kv_dtype), interpreted=False,
     )  # fmt: skip
     qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)
     weights = zeros(head_dim), zeros(head_dim)
     layers.norm_rope_store(qkv, 32, 8, weights, 1e-6, False, table, slots, kv, slots, q)
     out, lse, state = floats(8, 32, head_dim), floats(8, 32), (floats(8, 32, head_dim), floats(8, 32), floats(8, 32))
     tables = (ints(2), ints(1), ints(1), ints(1), ints(1))
-    tiles = prefill_tiles(shape, SHARED_MEMORY)
+    tiles = prefill_tiles(shape, gpu.shared_memory)
     if not is_common:
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
     for window in (None, 100) if is_common else (100,):
@@ -135,10 +159,17 @@ def compile_step() -> None:
     state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64))
 
 
-compile_layers()
-compile_attention(128, torch.bfloat16, is_common=True)
-compile_attention(80, torch.bfloat16, is_common=False)
-if ARCHITECTURE >= 89:
-    compile_attention(128, torch.float8_e4m3fn, is_common=False)
-compile_step()
+is_brief, *architectures = ("--first-stages" in sys.argv, *(int(word) for word in sys.argv[1:] if word.isdigit()))
+if is_brief:
+    knobs.runtime.add_stages_inspection_hook = first_stages
+for gpu.architecture in architectures:
+    compile_attention(128, torch.bfloat16, is_common=True)
+    if gpu.architecture >= 89:
+        compile_attention(128, torch.float8_e4m3fn, is_common=False)
+    compile_tile_linear()
+    if is_brief and gpu.architecture != architectures[0]:
+        continue
+    compile_layers()
+    compile_attention(80, torch.bfloat16, is_common=False)
+    compile_step()
 print("\n".join(sorted(compiled)))

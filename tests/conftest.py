@@ -1,5 +1,6 @@
 """What every test starts from."""
 
+import gc
 import sys
 
 import pytest
@@ -13,13 +14,53 @@ def seeded():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fuzz", action="store_true", help="every seed and every line, not a sample: minutes to an hour")
+    parser.addoption("--fuzz", action="store_true", help="every seed, line and case, not a sample: two hours")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "sampled(*ids): of the cases of this test, a run without --fuzz takes those")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what only `--fuzz` runs. What has more than a test run takes is selected by `-m sampled`."""
+    chosen, left_out, unknown = [], [], {}
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None:
+            key = (item.path, item.originalname)
+            unknown.setdefault(key, set(marker.args)).discard(item.callspec.id)
+        elif "fuzz" in item.fixturenames:
+            item.add_marker("sampled")
+        is_chosen = marker is None or item.callspec.id in marker.args or config.getoption("--fuzz")
+        (chosen if is_chosen else left_out).append(item)
+    wrong = {key: ids for key, ids in unknown.items() if ids}
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"ids of no case: {wrong}")
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = chosen
 
 
 @pytest.fixture(scope="session")
 def fuzz(request) -> bool:
-    """Whether random tests take all that they can draw from."""
+    """Whether tests take all that they can draw from, not a sample."""
     return request.config.getoption("--fuzz")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_collections():
+    """A collection passes over what was imported: half a million objects. Engines that end ask for one each."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def quick_floors(monkeypatch):
+    """The bandwidth of the CPU's memory is measured with little: the figures mean nothing here."""
+    monkeypatch.setattr("nanoinfer.bench.floors.CPU_COPY_BYTES", 2**20)
 
 
 @pytest.fixture(autouse=True, scope="session")

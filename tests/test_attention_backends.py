@@ -78,6 +78,16 @@ def test_decode_equals_dense_attention_at_window_edges(name, window):
 @backends
 @pytest.mark.parametrize("splits_per_block", [2, 4])
 @pytest.mark.parametrize("window", [None, 1, 37, 64])
+@pytest.mark.sampled(
+    "None-2-torch",
+    "1-4-torch",
+    "37-2-torch",
+    "64-4-torch",
+    "None-4-triton",
+    "1-2-triton",
+    "37-4-triton",
+    "64-2-triton",
+)
 def test_decode_of_blocks_that_are_cut_equals_dense_attention(name, window, splits_per_block):
     spec, lens = make_spec(block_size=64, windows=(window,)), [1, 15, 16, 17, 64, 100, 130]
     paged, q = make_paged(spec, lens), make_q(spec, len(lens))
@@ -92,6 +102,15 @@ def test_decode_of_blocks_that_are_cut_equals_dense_attention(name, window, spli
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("splits_per_block", [1, 2])
+@pytest.mark.sampled(
+    "1-None-torch.bfloat16-torch",
+    "2-20-torch.float32-torch",
+    "2-None-torch.float32-torch",
+    "1-None-torch.float32-triton",
+    "1-20-torch.bfloat16-triton",
+    "2-20-torch.float32-triton",
+    "2-None-torch.bfloat16-triton",
+)
 def test_decode_bits_do_not_depend_on_where_blocks_lie(name, dtype, window, splits_per_block):
     spec, lens = make_spec(head_dim=32, block_size=16 * splits_per_block, dtype=dtype), [40, 5, 64]
     backend, paged, q = build(name, spec), make_paged(spec, lens), make_q(spec, 3)
@@ -225,6 +244,14 @@ def test_prefill_equals_dense_attention_at_window_edges(name, window):
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 15.0)])
+@pytest.mark.sampled(
+    "None-None-torch.float32-torch",
+    "20-None-torch.bfloat16-torch",
+    "None-15.0-torch.float32-torch",
+    "None-None-torch.bfloat16-triton",
+    "20-None-torch.float32-triton",
+    "None-15.0-torch.bfloat16-triton",
+)
 def test_prefill_bits_do_not_depend_on_pieces(name, dtype, window, softcap):
     spec = make_spec(q_heads=3, kv_heads=1, head_dim=32, dtype=dtype, softcap=softcap)
     query_pos, q_lens = [37, 0, 60], [40, 9, 7]

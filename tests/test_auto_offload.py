@@ -72,6 +72,7 @@ def grown(path):
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.sampled("qwen3-None", "qwen3-0", "gemma3-1")
 def test_growth_to_three_times_the_pool_preempts_nobody_and_changes_no_bit(path, grown, seed):
     wanted, batches = grown
     engine = auto_engine(path, 18, seed)
@@ -87,6 +88,7 @@ def test_growth_to_three_times_the_pool_preempts_nobody_and_changes_no_bit(path,
     assert_pools_as_before(engine)
 
 
+@pytest.mark.sampled("gemma3")
 def test_log_probabilities_are_those_of_an_engine_that_holds_everything(path):
     params = [greedy(150, logprobs=3, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
     wanted = run(make_engine(path, **ARGUMENTS), GROWING, params)
@@ -97,6 +99,7 @@ def test_log_probabilities_are_those_of_an_engine_that_holds_everything(path):
     assert_pools_as_before(engine)
 
 
+@pytest.mark.sampled("qwen3")
 def test_blocks_come_back_when_the_others_have_ended(path):
     params = [greedy(150), *[greedy(60)] * 3]
     engine = auto_engine(path, 16)
@@ -115,6 +118,7 @@ def _streams(engine: LLMEngine) -> tuple[int, int]:
     return stats["kv_blocks_streamed"], stats["streamed_bytes"]
 
 
+@pytest.mark.sampled("gemma3")
 def test_a_prompt_that_the_gpu_pool_cannot_hold_runs_alone_and_behind_others(path):
     prompts = [*random_prompts(2, 20, 30, seed=2), random_prompts(1, 200, 200, seed=3)[0], *random_prompts(1, 9, 9)]
     params = [greedy(20), greedy(30), greedy(40), greedy(12)]
@@ -128,6 +132,7 @@ def test_a_prompt_that_the_gpu_pool_cannot_hold_runs_alone_and_behind_others(pat
         assert_pools_as_before(engine)
 
 
+@pytest.mark.sampled("qwen3")
 def test_where_the_host_is_too_small_requests_are_preempted_and_lose_nothing(path, grown):
     """17 host blocks: less than two of the four can grow to, so there is no offload mode while two run."""
     wanted = tokens_of(grown[0])
@@ -138,6 +143,7 @@ def test_where_the_host_is_too_small_requests_are_preempted_and_lose_nothing(pat
     assert_pools_as_before(engine)
 
 
+@pytest.mark.sampled("gemma3")
 def test_a_request_saved_by_a_preemption_comes_back_in_offload_mode(path):
     """Two of three are preempted for lack of host memory; offload mode can begin once fewer run."""
     prompts, params = GROWING[:3], [greedy(100), greedy(190, temperature=1.0, seed=1), greedy(100)]
@@ -153,6 +159,7 @@ def test_a_request_saved_by_a_preemption_comes_back_in_offload_mode(path):
 
 
 @pytest.mark.parametrize("seed", [None, 2])
+@pytest.mark.sampled("qwen3-None", "gemma3-2")
 def test_rows_that_share_a_prefix_enter_offload_mode_and_grow(path, seed):
     """Completions of one prompt and requests with a common beginning share GPU blocks until then."""
     prefix = random_prompts(1, 64, 64, seed=7)[0]
@@ -170,6 +177,7 @@ def test_rows_that_share_a_prefix_enter_offload_mode_and_grow(path, seed):
     assert_pools_as_before(engine)
 
 
+@pytest.mark.sampled("qwen3")
 def test_blocks_that_rows_share_are_counted_once_when_offload_mode_is_entered(path):
     """Their store is still running then, so nothing that waits for it may decide who keeps them."""
     prefix = random_prompts(1, 96, 96, seed=7)[0]
@@ -189,6 +197,7 @@ def test_blocks_that_rows_share_are_counted_once_when_offload_mode_is_entered(pa
     assert_pools_as_before(engine)
 
 
+@pytest.mark.sampled("qwen3")
 def test_a_block_below_shared_ones_is_not_reused_while_it_is_stored(path):
     """D computes its first block itself, beside A, and shares the next two with E: at the switch it leaves all three."""
     first, second, third, other = random_prompts(4, 32, 32, seed=11)
@@ -238,6 +247,7 @@ def test_a_released_host_block_that_is_taken_up_again_is_not_promised_to_others(
     assert_pools_as_before(engine)
 
 
+@pytest.mark.sampled("gemma3")
 def test_nothing_is_prepared_where_everything_fits(path, grown):
     engine = make_engine(path, **ARGUMENTS, enable_cpu_offload="auto")
     captured = count_captures(engine)
@@ -250,6 +260,7 @@ def test_nothing_is_prepared_where_everything_fits(path, grown):
     assert_pools_as_before(engine)
 
 
+@pytest.mark.sampled("qwen3")
 def test_it_can_be_switched_back_and_enters_offload_mode_again(path, grown):
     wanted = tokens_of(grown[0])
     engine = auto_engine(path, 18)
@@ -261,6 +272,7 @@ def test_it_can_be_switched_back_and_enters_offload_mode_again(path, grown):
     assert not captured and engine.scheduler.num_preemptions == 0
 
 
+@pytest.mark.sampled("gemma3")
 def test_an_abort_in_the_step_that_enters_offload_mode_and_after_it(path, grown):
     wanted = tokens_of(grown[0])
     for steps_later in (0, 3):

@@ -22,7 +22,7 @@ from nanoinfer.command_line import Parser
 TINY = ["--shape", "tiny", "--context", "64,300", "--batch", "1,2", "--output-len", "6", "--no-progress"]
 TINY += ["--block-size", "32", "--device", "cpu"]
 ROOT = Path(__file__).resolve().parent.parent
-GPU_BENCH = [sys.executable, str(ROOT / "tools" / "gpu_bench.py")]
+pytestmark = pytest.mark.usefixtures("quick_floors")
 
 
 def rows_of(*arguments):
@@ -252,16 +252,20 @@ def test_the_command_generates_and_reports_errors_in_one_line(tmp_path, capsys):
     assert stop.value.code == 0 and capsys.readouterr().out.startswith("nanoinfer 0.")
 
 
+def load_gpu_bench():
+    spec = importlib.util.spec_from_file_location("gpu_bench", ROOT / "tools" / "gpu_bench.py")
+    gpu_bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu_bench)
+    return gpu_bench
+
+
 def test_the_gpu_record_can_be_made_without_a_gpu(tmp_path, monkeypatch):
     """Scaled down, for the code's sake: the figures mean nothing."""
     out = tmp_path / "made" / "record.json"
     only = "pin_16gib,one_sequence_32k,hf_offloaded,auto_3x,shared_document"
     arguments = ["--shape", "tiny", "--scale", "512", "--only", only, "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["gpu_bench.py", *arguments])
-    spec = importlib.util.spec_from_file_location("gpu_bench", ROOT / "tools" / "gpu_bench.py")
-    gpu_bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpu_bench)
-    assert gpu_bench.main() == 0
+    assert load_gpu_bench().main() == 0
     record = json.loads(out.read_text())
     assert len(record["source_sha256"]) == 64 and set(record["cases"]) == set(only.split(","))
     assert not [name for name, case in record["cases"].items() if "failed" in case]
@@ -274,11 +278,11 @@ def test_the_gpu_record_can_be_made_without_a_gpu(tmp_path, monkeypatch):
     assert all(record["cases"]["hf_offloaded"][mode]["ratio_to_floor"] > 0 for mode in ("hf", "hf-static"))
 
 
-def test_an_unknown_case_of_the_gpu_record_is_refused_with_the_nearest_one():
-    done = subprocess.run(
-        [*GPU_BENCH, "--only", "one_sequence_32"], check=False, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 2 and "'one_sequence_32' is not known (did you mean 'one_sequence_32k'?)" in done.stderr
+def test_an_unknown_case_of_the_gpu_record_is_refused_with_the_nearest_one(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_bench.py", "--only", "one_sequence_32"])
+    with pytest.raises(SystemExit, match="2"):
+        load_gpu_bench().main()
+    assert "'one_sequence_32' is not known (did you mean 'one_sequence_32k'?)" in capsys.readouterr().err
 
 
 def test_the_benchmark_runs_as_a_program():

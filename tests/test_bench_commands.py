@@ -19,6 +19,7 @@ from nanoinfer.models import resolve
 ENGINE = ["--shape", "tiny", "--device", "cpu", "--block-size", "32", "--no-progress"]
 LATENCY = ["bench", "latency", *ENGINE, "--input-len", "40", "--output-len", "8"]
 THROUGHPUT = ["bench", "throughput", *ENGINE, "--num-prompts", "6", "--input-len", "20-90", "--output-len", "4-9"]
+pytestmark = pytest.mark.usefixtures("quick_floors")
 
 
 def spec_of(shape, directory):

@@ -39,6 +39,7 @@ def start(command):
         ([sys.executable, "bench_offload.py", "--shape", "tiny", *ENDLESS], "bench_offload.py"),
     ],
 )
+@pytest.mark.sampled("command0-nanoinfer bench offload")  # that bench_offload.py is a program, test_bench.py shows, too
 def test_an_interrupted_command_says_so_in_one_line(command, name):
     process = start(command)
     for line in process.stderr:

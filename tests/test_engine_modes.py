@@ -35,12 +35,14 @@ def expected(paths):
     for name, path in paths.items():
         engine = make_engine(path)
         outcomes[name] = run(engine, PROMPTS, PARAMS)
+        assert outcomes[name][::-1] != outcomes[name] != outcomes["qwen3"] or name == "qwen3", "all outputs are the same"
         assert engine.stats()["streamed_bytes"] == 0 and engine.stats()["graph_replays"] > 0
     return outcomes
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_ring_slots, blocks_per_slot", [(2, 1), (2, 7), (3, 2), (5, 1)])
+@pytest.mark.sampled("2-1-qwen3", "2-7-mistral", "3-2-gemma3", "5-1-qwen3", "2-1-mistral")
 def test_offload_equals_resident_for_every_ring(paths, expected, name, num_ring_slots, blocks_per_slot):
     engine = make_engine(
         paths[name],
@@ -50,7 +52,6 @@ def test_offload_equals_resident_for_every_ring(paths, expected, name, num_ring_
     )
     assert run(engine, PROMPTS, PARAMS) == expected[name]
     assert engine.stats()["streamed_bytes"] > 0 and engine.stats()["written_bytes"] > 0
-    assert run(engine, PROMPTS[::-1], PARAMS) != expected[name], "the comparison cannot tell outputs apart"
     assert_pools_as_before(engine)
 
 
@@ -73,6 +74,10 @@ def test_eager_equals_graphs(paths, expected, name, enable_cpu_offload):
         (False, {2: "offload", 5: "resident", 6: "offload", 13: "resident", 20: "offload"}),
     ],
 )
+@pytest.mark.sampled(
+    "False-modes0-qwen3", "False-modes1-gemma3", "True-modes2-mistral", "True-modes3-gemma3", "False-modes4-qwen3",
+    "False-modes4-mistral",
+)  # fmt: skip
 def test_switching_half_way_changes_no_bit(paths, expected, name, start_in_offload, modes):
     engine = make_engine(paths[name], enable_cpu_offload=start_in_offload)
     assert run(engine, PROMPTS, PARAMS, switching(modes)) == expected[name]
@@ -96,7 +101,7 @@ def test_shared_prefixes_give_the_same_bits_in_both_modes(paths, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(paths, expected, name, monkeypatch):
+def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(paths, expected, name, fuzz, monkeypatch):
     """As the Triton backend cuts the blocks of a step that reads few: whole blocks follow as the sequences grow."""
     used = set()
 
@@ -112,12 +117,13 @@ def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(paths, expected
     want = run(make_engine(paths[name]), prompts, params)
     assert used >= {2, 4} and [[c[0] for c in o] for o in want] == [[c[0] for c in o] for o in whole]
     assert want != whole, "the blocks were not cut"
-    for arguments in (
+    settings = [
         dict(enforce_eager=True),
         dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=LAYER_BLOCK_BYTES),
         dict(enable_cpu_offload=True, ring_slot_bytes=7 * LAYER_BLOCK_BYTES),
         dict(enable_cpu_offload=True, resident_kv_limit=8 * LAYER_BLOCK_BYTES * 3),
-    ):
+    ]
+    for arguments in settings if fuzz else [settings[list(MODELS).index(name)]]:
         engine = make_engine(paths[name], **arguments)
         assert run(engine, prompts, params) == want, arguments
         assert_pools_as_before(engine)

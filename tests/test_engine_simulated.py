@@ -54,11 +54,11 @@ def play(path, seed, scenario, dropped_rule=None):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_legal_order_gives_the_same_bits(path, expected, scenario):
+def test_every_legal_order_gives_the_same_bits(path, expected, scenario, fuzz):
     wanted = play(path, None, scenario)[0]
     if scenario == "switched":
         assert wanted == expected
-    for seed in range(NUM_SEEDS):
+    for seed in range(NUM_SEEDS if fuzz else NUM_SEEDS // 3):
         assert play(path, seed, scenario)[0] == wanted, f"seed {seed}"
 
 

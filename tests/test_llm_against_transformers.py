@@ -33,6 +33,7 @@ def reference_tokens(path, prompts):
 
 
 @pytest.mark.parametrize("family", CASES)
+@pytest.mark.sampled("qwen3", "gemma3")
 def test_requests_that_join_at_any_time_equal_transformers_through_switches(family, tmp_path):
     make_checkpoint(family, tmp_path, **CASES[family])
     prompts = random_prompts(6, 1, 300, seed=12)

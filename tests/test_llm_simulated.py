@@ -21,7 +21,7 @@ from tiny_models import make_checkpoint
 
 from offload import RaceError, SimulatedRuntime
 
-NUM_SEEDS = 20
+NUM_SEEDS = 20  # a third of them in a test run
 TIGHT = dict(max_num_seqs=3, max_num_batched_tokens=48, max_model_len=128, num_ring_slots=2, ring_slot_bytes=2048)
 PAIRS = list(zip(random_prompts(6, 30, 90, seed=3), some_params(6, max_tokens=14)[::-1], strict=True))
 PREFIX = random_prompts(1, 50, 50, seed=5)[0]
@@ -108,13 +108,13 @@ def play_case(path_of, case, seed, dropped_rule=None):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_legal_order_gives_the_same_batches_and_the_same_bits(path_of, case):
+def test_every_legal_order_gives_the_same_batches_and_the_same_bits(path_of, case, fuzz):
     wanted, engine = play_case(path_of, case, None)
     assert (engine.scheduler.num_preemptions > 0) == ("preempted and switched" in case)
     assert engine.stats()["streamed_bytes"] > 0
     assert (engine.stats()["num_mixed_steps"] > 2) == ("one step" in case)
     assert (engine.stats()["host_blocks_cached"] > 0) == (case == "a shared prefix")
-    for seed in range(NUM_SEEDS):
+    for seed in range(NUM_SEEDS if fuzz else NUM_SEEDS // 3):
         assert play_case(path_of, case, seed)[0] == wanted, f"seed {seed}"
 
 
@@ -123,6 +123,15 @@ def test_every_legal_order_gives_the_same_batches_and_the_same_bits(path_of, cas
     "case", ["requests come and are aborted", "two kinds of layers", "prompts and running sequences in one step"]
 )
 @pytest.mark.parametrize("rule", RULES_SEEN_BY_AN_ENGINE)
+@pytest.mark.sampled(
+    "gpu_block.reuse_after_write_through-requests come and are aborted",
+    "host.read_after_step-two kinds of layers",
+    "host_block.reuse_after_copies-prompts and running sequences in one step",
+    "ring.attention_after_fill-requests come and are aborted",
+    "ring.fill_after_attention-two kinds of layers",
+    "ring.fill_after_write_through-prompts and running sequences in one step",
+    "write_through.after_kv_is_written-requests come and are aborted",
+)
 def test_each_wait_removed_is_noticed(path_of, case, rule):
     wanted, engine = play_case(path_of, case, None)
     assert sorted(engine.runner.runtime.rules_seen) == RULES

@@ -163,6 +163,7 @@ def assert_nobody_saw_its_neighbours(soak: Soak, path, sample: int) -> None:
 @pytest.mark.parametrize(
     "enable_cpu_offload, switches", [(False, False), (True, False), (True, True)], ids=["resident", "offload", "both"]
 )
+@pytest.mark.sampled("both")
 def test_hundreds_of_requests_leave_both_pools_as_before_and_do_not_see_each_other(path, enable_cpu_offload, switches):
     engine = start(path, enable_cpu_offload)
     give_back = shrink_gpu_pool(engine, NUM_GPU_BLOCKS)
@@ -182,6 +183,7 @@ def test_hundreds_of_requests_leave_both_pools_as_before_and_do_not_see_each_oth
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sampled("0", "1")
 def test_requests_do_not_see_each_other_in_any_order_of_the_streams(path, seed):
     """Freed blocks are filled with NaN here, and copies run as early or as late as they may."""
     engine = start(path, True, SimulatedRuntime(seed))

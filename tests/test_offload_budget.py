@@ -122,12 +122,13 @@ def counting_runtime(seed: int | None = None) -> tuple[SimulatedRuntime, list]:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_budget_pool_ring_and_order_gives_the_same_batches_and_bits_as_resident_mode(path_of, family, seed):
+@pytest.mark.sampled("qwen3-0", "llama-0", "gemma3-0")
+def test_any_budget_pool_ring_and_order_gives_the_same_batches_and_bits_as_resident_mode(path_of, family, seed, fuzz):
     generator = random.Random(10 * seed + 1)
     script = random_script(generator)
     wanted = play(make_engine(path_of(family), **ARGUMENTS, enable_prefix_caching=False), script)
     num_promoted = num_dropped = 0
-    for trial in range(4):
+    for trial in range(4 if fuzz else 2):
         runtime, captured = counting_runtime(generator.choice([None, generator.getrandbits(20)]))
         limit = generator.choice([None, None, generator.randint(1, 12) * BLOCK_BYTES])
         pool = generator.randint(9, 26)
@@ -235,7 +236,8 @@ SHARED_SCRIPT = {0: SHARED[:1], 6: SHARED[1:3], 14: SHARED[3:]}
     "pool, modes",
     [(38, {1: "offload"}), (62, {24: "resident", 34: "offload"}), (38, {3: "resident", 18: "offload"})],
 )
-def test_a_shared_prefix_survives_switches_with_any_budget(path_of, family, pool, modes):
+@pytest.mark.sampled("38-modes0-gemma3", "62-modes1-qwen3", "38-modes2-gemma3")
+def test_a_shared_prefix_survives_switches_with_any_budget(path_of, family, pool, modes, fuzz):
     """Which blocks are found in the cache depends on the mode, so runs with equal modes are compared.
 
     Rows that share host blocks get GPU blocks of their own when resident mode comes back, so that takes a larger pool.
@@ -251,7 +253,7 @@ def test_a_shared_prefix_survives_switches_with_any_budget(path_of, family, pool
         return played
 
     wanted = play_with(resident_kv_limit=0)
-    for seed in (None, 1):
+    for seed in (None, 1) if fuzz else (1,):
         assert play_with(seed, pool) == wanted
         assert play_with(seed, resident_kv_limit=9 * BLOCK_BYTES) == wanted
 
@@ -358,18 +360,22 @@ def play_tight(path_of, seed, dropped_rule=None):
     return played, engine, watch
 
 
-def test_every_order_of_the_streams_gives_the_same_bits_with_a_host_that_runs_ahead(path_of):
+def test_every_order_of_the_streams_gives_the_same_bits_with_a_host_that_runs_ahead(path_of, fuzz):
     wanted, engine, watch = play_tight(path_of, None)
     assert sorted(engine.runner.runtime.rules_seen) == RULES
     assert sum(watch.promoted) >= 2 and sum(watch.dropped) >= 10
-    for seed in range(12):
+    for seed in range(12 if fuzz else 4):
         assert play_tight(path_of, seed)[0] == wanted, f"seed {seed}"
+
+
+# An order in which it shows, where that is not the first one.
+NOTICED_BY = {"host_block.reuse_after_copies": 8, "ring.fill_after_write_through": 18}
 
 
 @pytest.mark.parametrize("rule", RULES_SEEN_BY_AN_ENGINE)
 def test_each_wait_removed_is_noticed(path_of, rule):
     wanted = play_tight(path_of, None)[0]
-    for seed in range(60):
+    for seed in [NOTICED_BY.get(rule, 0), *range(60)]:
         try:
             if play_tight(path_of, seed, rule)[0] != wanted:
                 return
@@ -427,6 +433,20 @@ def tokens_and_reasons(engine, pairs, logprobs=None):
     ],
     ids=lambda arguments: " ".join(arguments),
 )
+@pytest.mark.sampled(
+    "repetition_penalty-32768",
+    "repetition_penalty top_k-None",
+    "presence_penalty frequency_penalty-resident",
+    "frequency_penalty n-32768",
+    "min_tokens ignore_eos stop_token_ids-None",
+    "stop_token_ids-resident",
+    "n top_p stop_token_ids-32768",
+    "stop-None",
+    "max_tokens-resident",
+    "repetition_penalty-None",
+    "min_tokens ignore_eos stop_token_ids-resident",
+    "stop-resident",
+)
 def test_running_ahead_gives_the_tokens_of_an_engine_that_reads_every_step_at_once(path_of, budget, arguments):
     pairs = prompts_and_params(**arguments)
     engine = engine_with(path_of("qwen3"), budget, skip_tokenizer_init=False, enable_prefix_caching=False)
@@ -459,14 +479,14 @@ def test_a_stop_token_ends_a_request_with_itself_although_one_more_step_was_laun
 
 @BOTH_MODES
 @pytest.mark.parametrize("seed", [None, 3])
-def test_an_abort_between_steps_touches_nobody_else_and_its_id_and_row_serve_again(path_of, budget, seed):
+def test_an_abort_between_steps_touches_nobody_else_and_its_id_and_row_serve_again(path_of, budget, seed, fuzz):
     """The step in flight still writes to the row when another sequence has it already."""
     prompts = random_prompts(3, 20, 50, seed=8)
     params = greedy(30)
     runtime = SimulatedRuntime(seed)
     engine = engine_with(path_of("qwen3"), budget, runtime=runtime, max_num_seqs=2, enable_prefix_caching=False)
     wanted = [run(engine, [prompt], [params])[0][0][0] for prompt in prompts]
-    for num_steps in range(1, 16):
+    for num_steps in range(1, 16) if fuzz else range(1, 16, 3) if seed is None else range(3, 16, 3):
         victim = engine.add_request("same id", prompts[0], params)
         other = engine.add_request("other", prompts[1], params)
         for _ in range(num_steps):

@@ -188,8 +188,8 @@ def play(seed: int, dropped_rule: str | None = None, num_steps: int = 24) -> Toy
     return toy
 
 
-def test_every_legal_order_gives_the_same_numbers():
-    for seed in range(NUM_SEEDS):
+def test_every_legal_order_gives_the_same_numbers(fuzz):
+    for seed in range(NUM_SEEDS if fuzz else NUM_SEEDS // 3):
         play(seed)
 
 

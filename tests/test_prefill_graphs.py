@@ -106,6 +106,7 @@ def expected(path, windowed):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.sampled("offload, two ring slots of one block", "offload, eager")
 def test_every_mode_gives_equal_bits(path, expected, variant):
     engine = engine_with_graphs(path, **VARIANTS[variant])
     assert whole_load(engine) == expected[path]
@@ -133,6 +134,7 @@ def test_eager_and_offload_form_the_same_padded_steps(path):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
+@pytest.mark.sampled("False-0", "True-1", "True-2")
 def test_any_order_of_the_streams_gives_equal_bits(path, seed, enable_cpu_offload):
     prompts, params = CHUNKED[:2] + EVERY_LENGTH[:3], some_params(5, max_tokens=4)
     arguments = dict(capture_num_tokens=[4, 24, 64])  # all steps come from graphs

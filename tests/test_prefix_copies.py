@@ -43,6 +43,7 @@ def half_way(path, prompt):
 
 @pytest.mark.parametrize("num_tokens", [13, 20])
 @pytest.mark.parametrize("seed", [None, *range(6)])
+@pytest.mark.sampled("None-13", "None-20", "0-13", "1-13", "2-20")
 def test_a_beginning_that_is_still_on_the_gpu_does_not_stream(path, seed, num_tokens):
     """With 13 tokens the last block becomes full in the last step, and is being written to the host at the end."""
     params = replace(PARAMS, max_tokens=num_tokens)

@@ -149,6 +149,7 @@ def test_every_mode_is_asked_the_same_and_gives_the_answers_of_transformers(chec
 
 
 @pytest.mark.parametrize("entry", ["eval", "bench_offload"])
+@pytest.mark.sampled("eval")
 def test_both_commands_print_the_table_and_write_figures_and_picture(checkpoint, tmp_path, capsys, entry):
     report, picture = tmp_path / "recall.json", tmp_path / "recall.png"
     arguments = [str(checkpoint), "--context", "1k", "--depths", "0,1", "--questions", "5", "--device", "cpu"]

@@ -14,7 +14,7 @@ from nanoinfer.recall.evaluate import Exam, Grid, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers
 from nanoinfer.recall.words import FIRST_NAMES, LAST_NAMES
 
-GRID = Grid(lengths=(1024,), depths=(0.0, 0.6), num_questions=10)
+GRID = Grid(lengths=(1024,), depths=(0.0, 0.6), num_questions=5)
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 

@@ -115,7 +115,7 @@ def test_a_sequence_with_a_token_that_only_the_device_knows_cannot_move():
         state.update(SimulatedRuntime().stream("compute"), [sequence])
 
 
-def test_kernels_penalise_as_the_reference_in_any_combination(monkeypatch):
+def test_kernels_penalise_as_the_reference_in_any_combination(fuzz, monkeypatch):
     """Several tiles, random rows with and without each penalty, over enough steps for tokens to come again."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     from nanoinfer.kernels import sample as kernels
@@ -142,7 +142,7 @@ def test_kernels_penalise_as_the_reference_in_any_combination(monkeypatch):
     logits = random_logits(16, VOCAB_SIZE, scale=1.0)
     logits[::4, 3] = torch.nan
     logits[1::4] = (logits[1::4] * 4).round() / 4  # many equal scores
-    check_rows(rows, logits, steps=3)
+    check_rows(rows, logits, steps=3 if fuzz else 2)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "vocab_size", "max_batch"), [(1, 40, 1), (5, 2049, 8), (64, 151_936, 64)])

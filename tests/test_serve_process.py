@@ -205,7 +205,7 @@ def test_a_short_load_finds_nothing(tmp_path, capfd):
     sys.modules["serve_load"] = serve_load
     spec.loader.exec_module(serve_load)
     out = tmp_path / "load.json"
-    code = serve_load.main(["--tiny", "--clients", "20", "--seconds", "3", "--out", str(out)])
+    code = serve_load.main(["--tiny", "--clients", "20", "--seconds", "1.5", "--out", str(out)])
     figures = json.loads(out.read_text())
     assert code == 0 and figures["passed"], figures
     assert figures["outcomes"]["streamed"] and figures["outcomes"]["nonsense: 400"] and not figures["wrong_answers"]

@@ -23,7 +23,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 def no_thread_is_left():
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # those of an earlier test may end meanwhile
 
 
 def save(directory, tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:

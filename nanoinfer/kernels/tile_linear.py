@@ -134,8 +134,11 @@ def tile_linear(
 
 
 def takes_descriptors(device: torch.device, size: int, itemsize: int) -> bool:
-    """Whether tiles come through the copy unit (the tensor memory accelerator): rows must begin at multiples of 16 bytes."""
-    return device.type == "cuda" and _capability(device) >= (9, 0) and size * itemsize % 16 == 0
+    """Whether tiles come through the copy unit (the tensor memory accelerator): rows must begin at multiples of 16 bytes.
+
+    Of the GPUs that have one those with 227 KiB of shared memory, which its larger tiles need.
+    """
+    return device.type == "cuda" and _capability(device)[0] in (9, 10) and size * itemsize % 16 == 0
 
 
 def tiles(num_tokens: int, num_rows: int, num_parts: int, gated: bool, tma: bool) -> tuple[int, int, int, int, int]:
