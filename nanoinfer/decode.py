@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nanoinfer.attention.base import MAX_TILES_APART, AttentionBackend, DecodeWork, Partials
+from nanoinfer.attention.base import MAX_TILES_APART, SHORT_BLOCKS, AttentionBackend, DecodeWork, Partials
 from nanoinfer.device_tables import ChunkRecords, DeviceTable, RowState, SplitTables
 from nanoinfer.kernels.counts import MAX_ROWS
 from nanoinfer.kv_cache import KVCache
@@ -64,7 +64,7 @@ class DecodeProgram:
         self.batch_sizes = batch_sizes
         self.windows = list(dict.fromkeys(spec.windows))
         self.counters = DecodeCounters()
-        # Tiles lie apart while all of them are no more than that; else no block has more than one partial.
+        # Tiles lie apart while all of them are no more than that; the other blocks have a partial each.
         self.max_splits = most = max_blocks + MAX_TILES_APART
         self.rows = rows
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
@@ -334,8 +334,9 @@ class DecodeProgram:
 
     def _partials_per_block(self, num_blocks: np.ndarray) -> np.ndarray:
         """Of each row, for the number of blocks that it reads; both [batch]. Few blocks are cut for more programs."""
-        tiles = self._backend.tiles_per_block
-        return np.full_like(num_blocks, tiles if np.sum(num_blocks) * tiles <= MAX_TILES_APART else 1)
+        tiles, is_short = self._backend.tiles_per_block, num_blocks <= SHORT_BLOCKS
+        cuts = tiles > 1 and np.sum(num_blocks[is_short]) * tiles <= MAX_TILES_APART
+        return np.where(is_short & cuts, tiles, 1)
 
     def _stream_plan(self, lists: list[SplitLists], beside: StreamPlan | None = None) -> StreamPlan:
         chunks = []

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SHORT_BLOCKS = 8
+"""Of a row that reads so many blocks at most, the tiles may be attended to apart."""
 MAX_TILES_APART = 64
-"""The tiles of blocks are attended to apart while a step has no more of them than these; else block by block."""
+"""They are while a step has no more of them than these; else all rows are attended to block by block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,7 @@ class AttentionBackend(ABC):
     exact_splits: bool
     """Results are bit-identical wherever the blocks lie and however prefill is cut into pieces."""
     tiles_per_block: int = 1
-    """Into how many items a block may be cut, with the bits of a block as a whole."""
+    """Into how many items a block of a short row may be cut, with the bits of a block as a whole."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device | str) -> None:
         self.spec = spec

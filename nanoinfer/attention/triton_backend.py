@@ -105,7 +105,7 @@ class TritonBackend(AttentionBackend):
 
     def merge(self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
         assert out.is_contiguous(), "out must be contiguous"
-        merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, out)
+        merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, self.tiles_per_block, out)
 
     def prefill(
         self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None

@@ -344,10 +344,10 @@ def test_the_bits_of_a_merged_row_do_not_depend_on_other_rows(q_heads, head_dim)
     lse = 5 * torch.randn(int(starts[-1]), q_heads, device="cuda", generator=generator)
     lse[3] = float("-inf")
     together = torch.empty(len(counts), q_heads, head_dim, dtype=torch.bfloat16, device="cuda")
-    merge(out, lse, lse, starts, per_block(1, "cuda"), together)
+    merge(out, lse, lse, starts, per_block(1, "cuda"), 4, together)
     for row in range(20):
         alone = torch.empty(1, q_heads, head_dim, dtype=torch.bfloat16, device="cuda")
-        merge(out, lse, lse, starts[row : row + 2].contiguous(), per_block(1, "cuda"), alone)
+        merge(out, lse, lse, starts[row : row + 2].contiguous(), per_block(1, "cuda"), 4, alone)
         assert torch.equal(alone[0], together[row]), f"{counts[row]} splits"
         weights = lse[starts[row] : starts[row + 1]].double().softmax(0)
         want = (weights[..., None] * out[starts[row] : starts[row + 1]].double()).sum(0)
