@@ -22,7 +22,10 @@ ODD = SHAPES["tiny"] | dict(
     num_hidden_layers=6, num_attention_heads=5, num_key_value_heads=1, head_dim=80, vocab_size=5003, dtype="bfloat16",
     use_sliding_window=True, sliding_window=300, max_window_layers=3,
 )  # fmt: skip
-COMMON = dict(load_format="dummy", skip_tokenizer_init=True, progress_bar=False, max_model_len=4096, max_num_seqs=64)
+COMMON = dict(
+    load_format="dummy", skip_tokenizer_init=True, progress_bar=False, max_model_len=4096, max_num_seqs=64,
+    gpu_memory_limit="32GiB",
+)  # fmt: skip
 NUM_WORKLOADS = 64
 LONGEST = 3000
 
@@ -86,7 +89,7 @@ def run(llm: LLM, requests: dict[int, tuple], generator: random.Random | None = 
 def variants(llm: LLM) -> list[dict]:
     """Arguments of engines; sizes that depend on the model come from one that runs."""
     block, fits = llm.engine.runner.layout.block_bytes, 3 * -(-LONGEST // 256)
-    streamed = dict(enable_cpu_offload=True, host_memory_limit=200 * fits * block // 4)
+    streamed = dict(enable_cpu_offload=True, host_memory_limit=300 * block)
     return [
         dict(enable_prefix_caching=True),
         dict(enable_prefix_caching=True, max_num_batched_tokens=333, capture_num_tokens=[64]),
@@ -94,7 +97,7 @@ def variants(llm: LLM) -> list[dict]:
         streamed | dict(resident_kv_limit=0, max_num_batched_tokens=1024),
         streamed | dict(resident_kv_limit=fits // 2 * block, enable_prefix_caching=True, enforce_eager=True),
         dict(enable_cpu_offload="auto", num_gpu_blocks_override=fits + 16, max_num_batched_tokens=2048,
-             host_memory_limit=200 * fits * block // 4, enable_prefix_caching=True),
+             host_memory_limit=300 * block, enable_prefix_caching=True),
     ]  # fmt: skip
 
 
@@ -109,8 +112,7 @@ def test_a_request_has_the_bits_that_it_has_alone(shape, tmp_path):
             alone |= run(llm, {number: request})
         settings = variants(llm)
         assert run(llm, requests) == alone, "one batch"
-        checks = llm.engine.runner.product_checks
-        print(shape, "products in own tiles:", llm.stats()["products_in_own_tiles"], len(checks))
+        assert llm.engine.runner.product_checks, "the library was not asked"
     num_preempted = num_hits = num_streamed = 0
     for index, arguments in enumerate(settings):
         gc.collect()
