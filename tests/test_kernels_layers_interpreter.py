@@ -15,8 +15,6 @@ from layer_kernel_cases import (
     check_rms_norm,
 )
 
-from nanoinfer.kernels.counts import MAX_ROWS, num_parts, padded_counts, padded_rows
-
 # Not bfloat16: the interpreter cuts it off where a GPU rounds. float16 shows the places of rounding as well.
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 
@@ -61,17 +59,3 @@ def test_a_product(size, num_rows, num_tokens, activation, dtype):
 @pytest.mark.parametrize("size, num_rows, num_parts", [(256, 21, 2), (512, 70, 4), (128, 16, 1)])
 def test_a_sum_in_parts(size, num_rows, num_parts, num_tokens):
     check_linear_parts(size, num_rows, num_tokens, num_parts, torch.float16, "cpu")
-
-
-def test_long_sums_have_parts_and_others_do_not():
-    assert [num_parts(size) for size in (1024, 4096, 9728, 14336, 3072, 8193, 8320)] == [1, 2, 2, 2, 1, 1, 1]
-
-
-def test_rows_are_padded_to_few_counts_of_which_the_check_knows_all():
-    counts = padded_counts(20_000)
-    for num_rows in range(1, 20_001):
-        padded = padded_rows(num_rows)
-        assert num_rows <= padded <= max(num_rows + 255, num_rows * 1.25)
-        assert padded == num_rows <= MAX_ROWS or (padded in counts and padded_rows(padded) == padded)
-    assert len(counts) < 40 and all(count % 256 == 0 for count in counts)
-    assert padded_counts(MAX_ROWS) == []

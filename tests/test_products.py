@@ -1,0 +1,74 @@
+"""Which products the library may compute: those that give our kernels' bits, and no others."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanoinfer.kernels.counts import MAX_ROWS, num_parts, padded_counts, padded_rows
+from nanoinfer.layers import Linear
+from nanoinfer.products import ProductCheck, agreeing_counts, check_products
+
+
+def test_a_library_that_differs_at_some_counts_is_used_at_the_others():
+    rows, weight = torch.randn(8, 16), torch.randn(5, 16)
+    asked = []
+
+    def library(x):
+        asked.append(len(x))
+        product = x.double() @ weight.double().T
+        if len(x) == 20:
+            product[17, 3] += 2**-20  # one bit of one row of many
+        return product.float()
+
+    want = (rows.double() @ weight.double().T).float()
+    assert agreeing_counts(rows, lambda x: want, library, [12, 16, 20, 24]) == {12, 16, 24}
+    assert asked == [12, 16, 20, 24]
+    assert agreeing_counts(rows, lambda x: want, library, []) == frozenset()
+
+
+def test_a_sum_that_is_not_a_number_agrees_with_nothing():
+    rows = torch.ones(4, 2)
+    assert agreeing_counts(rows, lambda x: x, lambda x: x * float("nan"), [8]) == frozenset()
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_each_shape_is_asked_once_and_every_projection_of_it_told(differs, monkeypatch):
+    """On a device that says it is a GPU: bias and shape make a group, and the products stay ours where the library differs."""
+    model = torch.nn.Module()
+    options = dict(dtype=torch.bfloat16, device="cpu")
+    model.first, model.second = (Linear(64, 32, bias=False, **options) for _ in range(2))
+    model.third = Linear(64, 32, bias=True, **options)
+    model.spec = SimpleNamespace(dtype=torch.bfloat16)
+    for weight in model.parameters():
+        weight.data = torch.randn_like(weight)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    asked = []
+
+    def agreeing(module, counts):
+        asked.append(module)
+        return frozenset(counts if not differs else counts[1:])
+
+    monkeypatch.setattr("nanoinfer.products._agreeing", agreeing)
+    found = check_products(model, 1100)
+    counts = padded_counts(1100)
+    assert counts == [768, 1024, 1280] and asked == [model.first, model.third]
+    kept, lost = (tuple(counts[1:]), (768,)) if differs else (tuple(counts), ())
+    assert found == [ProductCheck((32, 64), 2, kept, lost), ProductCheck((32, 64), 1, kept, lost)]
+    assert all(module.library_counts == set(kept) for module in (model.first, model.second, model.third))
+    model.spec.dtype = torch.float32
+    assert check_products(model, 1100) == [], "float32 is the library's at one count"
+
+
+def test_rows_are_padded_to_few_counts_of_which_the_check_knows_all():
+    counts = padded_counts(20_000)
+    for num_rows in range(1, 20_001):
+        padded = padded_rows(num_rows)
+        assert num_rows <= padded <= max(num_rows + 255, num_rows * 1.25)
+        assert padded == num_rows <= MAX_ROWS or (padded in counts and padded_rows(padded) == padded)
+    assert len(counts) < 40 and all(count % 256 == 0 for count in counts)
+    assert padded_counts(MAX_ROWS) == []
+
+
+def test_long_sums_have_parts_and_others_do_not():
+    assert [num_parts(size) for size in (1024, 4096, 9728, 14336, 3072, 8193, 8320)] == [1, 2, 2, 2, 1, 1, 1]
