@@ -196,11 +196,17 @@ def test_merge_equals_one_softmax_over_all_splits(name, count):
 
 
 @backends
-@pytest.mark.parametrize(("num_rows", "q_heads"), [(6, 6), (129, 4)])
-def test_merge_of_rows_with_any_number_of_splits_equals_one_softmax_each(name, num_rows, q_heads):
-    """Up to 8, up to 32, and more: a row's largest may come early or late."""
+@pytest.mark.parametrize(
+    ("num_rows", "q_heads", "num_many"), [(6, 6, 512), (129, 4, 512), (12, 6, 8)], ids=["few", "many", "pairs of heads"]
+)
+def test_merge_of_rows_with_any_number_of_splits_equals_one_softmax_each(
+    name, num_rows, q_heads, num_many, monkeypatch
+):
+    """Above 512 rows times heads a program takes several heads: a row's largest may come early or late."""
     spec = make_spec(q_heads=q_heads, kv_heads=1)
     backend = build(name, spec)
+    if name == "triton":
+        monkeypatch.setattr(sys.modules["nanoinfer.kernels.merge"], "MANY_PROGRAMS", num_many)
     counts = [(0, 1, 7, 8, 9, 40)[row % 6] for row in range(num_rows)]
     ranges = torch.tensor([0, *counts]).cumsum(0)
     partials = backend.partials(int(ranges[-1]) + 1)

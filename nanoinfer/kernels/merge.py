@@ -15,8 +15,9 @@ from nanoinfer.kernels.shape import next_power_of_2
 
 LANES = 8
 """Lane l adds up the blocks l, l + 8, l + 16, ... in this order."""
-COLUMNS = 32
-"""Of a head, for one program: what the four times eight blocks take that it reads at once leaves room for many programs."""
+MANY_PROGRAMS = 512
+COLUMNS_OF_FEW = 32
+HEADS_OF_MANY = 4
 
 
 @triton.jit
@@ -89,6 +90,7 @@ def merge_kernel(
     COLUMNS: tl.constexpr,  # of one program
     TILES: tl.constexpr,  # of a block, where they lie apart
     LANES: tl.constexpr,
+    AHEAD: tl.constexpr,  # loads many blocks at once
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -116,7 +118,7 @@ def merge_kernel(
     elif count <= LANES:
         parts, lse = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
         acc, total = add_blocks(acc, total, parts, lse, finite(tl.max(lse, 0)))
-    elif count <= 4 * LANES:
+    elif AHEAD and count <= 4 * LANES:
         # Loads that wait for nothing but each other.
         parts0, lse0 = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
         lanes += LANES
@@ -138,19 +140,25 @@ def merge_kernel(
             lse = tl.load(lse_row + at, mask=(start + many < count)[:, None], other=float("-inf"))
             peak = tl.maximum(peak, tl.max(lse, 0))
         peak = finite(peak)
-        for start in range(0, count, 4 * LANES):
-            at = start + lanes
-            parts0, lse0 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-            at += LANES
-            parts1, lse1 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-            at += LANES
-            parts2, lse2 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-            at += LANES
-            parts3, lse3 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-            acc, total = add_blocks(acc, total, parts0, lse0, peak)
-            acc, total = add_blocks(acc, total, parts1, lse1, peak)
-            acc, total = add_blocks(acc, total, parts2, lse2, peak)
-            acc, total = add_blocks(acc, total, parts3, lse3, peak)
+        if AHEAD:
+            for start in range(0, count, 4 * LANES):
+                at = start + lanes
+                parts0, lse0 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+                at += LANES
+                parts1, lse1 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+                at += LANES
+                parts2, lse2 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+                at += LANES
+                parts3, lse3 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+                acc, total = add_blocks(acc, total, parts0, lse0, peak)
+                acc, total = add_blocks(acc, total, parts1, lse1, peak)
+                acc, total = add_blocks(acc, total, parts2, lse2, peak)
+                acc, total = add_blocks(acc, total, parts3, lse3, peak)
+        else:
+            for start in range(0, count, LANES):
+                at = start + lanes
+                parts, lse = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+                acc, total = add_blocks(acc, total, parts, lse, peak)
     weight = add_lanes(total)
     mixed = add_lanes(acc) / tl.where(weight == 0.0, 1.0, weight)
     target = out + (row.to(tl.int64) * NUM_Q_HEADS + heads[:, None]) * HEAD_DIM + columns[None, :]
@@ -176,10 +184,14 @@ def merge(
     if batch_size == 0:
         return
     block_d = next_power_of_2(head_dim)
-    columns = min(block_d, COLUMNS)
-    merge_kernel[(batch_size, num_q_heads, block_d // columns)](
+    # Few programs wait for memory: they share the columns of a head. Many would wait for their launch, and mostly have few
+    # blocks: a program takes several heads, each for a warp.
+    is_many = batch_size * num_q_heads > MANY_PROGRAMS
+    heads = next(count for count in (HEADS_OF_MANY, 2, 1) if num_q_heads % count == 0) if is_many else 1
+    columns = block_d if is_many else min(block_d, COLUMNS_OF_FEW)
+    merge_kernel[(batch_size, num_q_heads // heads, block_d // columns)](
         partial_out, partial_lse, partial_weight, ranges, partials_per_block, out, NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim,
-        HEADS=1, COLUMNS=columns, TILES=tiles_per_block, LANES=LANES,
-        num_warps=1, enable_fp_fusion=False,
+        HEADS=heads, COLUMNS=columns, TILES=tiles_per_block, LANES=LANES, AHEAD=not is_many,
+        num_warps=heads, enable_fp_fusion=False,
         **launch_options(out),
     )  # fmt: skip
