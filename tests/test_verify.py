@@ -10,6 +10,7 @@ from tiny_models import make_checkpoint
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams, cli
 from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.exact import linear
+from nanoinfer.mixed import MixedStep
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.prefix_cache import PrefixCache
 from nanoinfer.saved_kv import SavedKV
@@ -124,9 +125,9 @@ def test_clean_engines_are_identical_in_every_run(paths, name):
     assert int(facts["mixture"][1].split()[2]) > 1
     assert [fact.split()[1] for fact in facts["switch"][2:]] == ["offload", "resident", "offload"]
     assert facts["switch"][2].endswith("(1 in prefill)")
-    assert [run for run in RUNS if any("prompts and running" in fact for fact in facts[run])] == ["chunk"]
+    assert [run for run in RUNS if any("mixed step" in fact for fact in facts[run])] == ["chunk"]
     assert [run for run in RUNS if any("prefix cache" in fact for fact in facts[run])] == ["prefix", "n=2"]
-    assert [run for run in RUNS if any("preemptions" in fact for fact in facts[run])] == ["preempted"]
+    assert [run for run in RUNS if any("preemption" in fact for fact in facts[run])] == ["preempted"]
     assert all(not facts[run] for run in ("resident", "alone", "pairs", "eager"))
 
 
@@ -176,6 +177,13 @@ def test_a_fault_of_wide_steps_is_found_in_pairs(paths, only, monkeypatch):
 
     monkeypatch.setattr(Decoder, "logits", logits_by_rows)
     assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in pairs"
+
+
+def test_a_fault_of_mixed_steps_is_found_in_chunk(paths, only, monkeypatch):
+    only("resident", "eager", "chunk")
+    # The running sequences' rows hold token 0 then, in place of their newest.
+    monkeypatch.setattr(MixedStep, "_copy_inputs", lambda self: None)
+    assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in chunk"
 
 
 def test_a_graph_that_differs_from_its_pieces_is_found_in_eager(paths, only, monkeypatch):
@@ -300,7 +308,8 @@ def test_freed_blocks_hold_nan_without_a_seed(paths, enable_cpu_offload):
     assert not SimulatedRuntime().poisons
 
 
-def test_a_resident_pool_that_is_too_small_is_left_out_and_said(paths):
+def test_a_resident_pool_that_is_too_small_is_left_out_and_said(paths, only):
+    only("resident", "streamed", "switch", "auto", "alone", "prefix")
     # A budget that a resident pool of 4 x 384 tokens does not fit into.
     arguments = SMALL | dict(context=368, gpu_memory_limit=1_150_000, host_memory_limit=128 * BLOCK_BYTES)
     verdict = verify(paths["qwen3"], **arguments)
@@ -461,7 +470,8 @@ def test_the_command_prints_the_report_and_returns_zero(paths, only, capsys, mon
     assert "DIFFERENT in " in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_the_report_is_told_run_by_run(paths):
+def test_the_report_is_told_run_by_run(paths, only):
+    only(*PLACES)
     told, events = [], []
 
     def make_runtime(name):
@@ -469,7 +479,7 @@ def test_the_report_is_told_run_by_run(paths):
         return SimulatedRuntime(poison=True)
 
     verdict = verify(paths["llama"], **SMALL, make_runtime=make_runtime, tell=told.append)
-    assert events == [(name, 1 + number) for number, name in enumerate(RUNS)]
+    assert events == [(name, 1 + number) for number, name in enumerate(PLACES)]
     assert "\n".join([*told, "", verdict.line()]) == verdict.report()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, counted
 from nanoinfer.engine import LLMEngine
 from nanoinfer.request import Request
 from nanoinfer.sequence import SequenceState
@@ -96,12 +96,12 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
         report.facts.append(f"at most {most_resident} full blocks stayed on the GPU")
     if switches is not None:
         report.facts += switches.done
-    counted_facts = (
-        ("num_mixed_steps", "steps of prompts and running sequences together"),
-        ("prefix_cache_hit_tokens", "prompt tokens from the prefix cache"),
-        ("num_preemptions", "preemptions"),
-    )
-    report.facts += [f"{stats[name]:,} {what}" for name, what in counted_facts if stats[name]]
+    if stats["num_mixed_steps"]:
+        report.facts.append(counted(stats["num_mixed_steps"], "mixed step"))
+    if stats["prefix_cache_hit_tokens"]:
+        report.facts.append(f"{stats['prefix_cache_hit_tokens']:,} prompt tokens from the prefix cache")
+    if stats["num_preemptions"]:
+        report.facts.append(counted(stats["num_preemptions"], "preemption"))
     return _answers(requests, recorder)
 
 
