@@ -17,7 +17,7 @@ from nanoinfer.request import Request
 from nanoinfer.sequence import SequenceState
 from nanoinfer.verify.record import Answer, LogitsRecorder
 from nanoinfer.verify.report import RunReport
-from nanoinfer.verify.runs import Run
+from nanoinfer.verify.runs import Run, Stats
 from nanoinfer.verify.workload import Workload
 from offload import Runtime
 
@@ -73,13 +73,13 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
         )
     recorder = LogitsRecorder(engine.runner)
     switches = _Switches(engine, workload.num_tokens) if run.switches else None
+    num_passes, most_resident = 2 if run.asks_twice else 1, 0
     requests: list[Request] = []
-    most_resident = 0
-    num_tokens = workload.num_tokens * run.num_completions * (2 if run.asks_twice else 1)
+    num_tokens = workload.num_tokens * run.num_completions * num_passes
     with tqdm(total=num_tokens, desc=run.name, unit="tok", disable=not engine.config.progress_bar) as bar:
-        for number in range(2 if run.asks_twice else 1):
+        for number in range(num_passes):
             requests = []
-            recorder.rows.clear()
+            recorder.rows.clear()  # of the last pass only
             while len(requests) < len(workload.prompts) or not all(request.is_finished for request in requests):
                 _add_requests(engine, workload, requests, run.num_completions, f"verify-{number}")
                 if switches is not None:
@@ -91,18 +91,23 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
     stats = engine.stats()
     if not run.happened(stats):
         raise LeftOut(run.otherwise)
-    if stats["host_blocks_total"]:
-        report.facts.append(f"{stats['streamed_bytes'] / 2**20:,.1f} MiB streamed")
-        report.facts.append(f"at most {most_resident} full blocks stayed on the GPU")
-    if switches is not None:
-        report.facts += switches.done
-    if stats["num_mixed_steps"]:
-        report.facts.append(counted(stats["num_mixed_steps"], "mixed step"))
-    if stats["prefix_cache_hit_tokens"]:
-        report.facts.append(f"{stats['prefix_cache_hit_tokens']:,} prompt tokens from the prefix cache")
-    if stats["num_preemptions"]:
-        report.facts.append(counted(stats["num_preemptions"], "preemption"))
+    report.facts += _facts(stats, most_resident, [] if switches is None else switches.done)
     return _answers(requests, recorder)
+
+
+def _facts(stats: Stats, most_resident: int, switches: list[str]) -> list[str]:
+    facts = []
+    if stats["host_blocks_total"]:
+        facts.append(f"{stats['streamed_bytes'] / 2**20:,.1f} MiB streamed")
+        facts.append(f"at most {most_resident} full blocks stayed on the GPU")
+    facts += switches
+    if stats["num_mixed_steps"]:
+        facts.append(counted(stats["num_mixed_steps"], "mixed step"))
+    if stats["prefix_cache_hit_tokens"]:
+        facts.append(f"{stats['prefix_cache_hit_tokens']:,} prompt tokens from the prefix cache")
+    if stats["num_preemptions"]:
+        facts.append(counted(stats["num_preemptions"], "preemption"))
+    return facts
 
 
 def _answers(requests: list[Request], recorder: LogitsRecorder) -> list[Answer]:
