@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nanoinfer.attention.base import MAX_SPLITS_APART, AttentionBackend, DecodeWork, Partials
+from nanoinfer.attention.base import MAX_TILES_APART, SHORT_BLOCKS, AttentionBackend, DecodeWork, Partials
 from nanoinfer.device_tables import ChunkRecords, DeviceTable, RowState, SplitTables
 from nanoinfer.kernels.counts import MAX_ROWS
 from nanoinfer.kv_cache import KVCache
@@ -64,8 +64,8 @@ class DecodeProgram:
         self.batch_sizes = batch_sizes
         self.windows = list(dict.fromkeys(spec.windows))
         self.counters = DecodeCounters()
-        # Splits of cut blocks lie apart while all of them are no more than that; beside them no block has more than one.
-        self.max_splits = most = max_blocks + MAX_SPLITS_APART
+        # Tiles lie apart while all of them are no more than that; the other blocks have a partial each.
+        self.max_splits = most = max_blocks + MAX_TILES_APART
         self.rows = rows
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -173,7 +173,6 @@ class DecodeProgram:
         return DecodeWork(
             items=table[4:].view(-1, 4),
             num_items=table[:1],
-            splits_per_block=splits.splits_per_block,
             partials_per_block=splits.partials_per_block,
         )
 
@@ -304,7 +303,7 @@ class DecodeProgram:
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
         resident = None
         if self._kv_cache.offload is None:
-            resident = resident_key(size, rows, lengths, self.windows, self._kv_cache.block_size, self._cut)
+            resident = resident_key(size, rows, lengths, self.windows, self._kv_cache.block_size, self._partials_per_block)
         if resident is not None and resident == self._last_splits and not rows_changed:
             return DecodeStep(self, size, self._no_stream, self._no_stream, write_through)
         self._last_splits = None
@@ -331,16 +330,13 @@ class DecodeProgram:
         block_size = self._kv_cache.block_size
         width = -(-int(lengths.max()) // block_size)
         gpu_rows, host_rows = self._kv_cache.gpu_table[rows, :width], self._kv_cache.host_table[rows, :width]
-        return [split_lists(gpu_rows, host_rows, lengths, window, block_size, self._cut) for window in self.windows]
+        return [split_lists(gpu_rows, host_rows, lengths, window, block_size, self._partials_per_block) for window in self.windows]
 
-    def _cut(self, num_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Splits and partials of a block of each row, for the number of blocks that it reads; all [batch].
-
-        How a row is cut depends on that number alone, and its bits with it. Many splits are left to one program a block.
-        """
-        splits = self._backend.splits_per_block(num_blocks)
-        apart = np.sum(splits * num_blocks) <= MAX_SPLITS_APART or not self._backend.folds_splits
-        return splits, splits if apart else np.ones_like(splits)
+    def _partials_per_block(self, num_blocks: np.ndarray) -> np.ndarray:
+        """Of each row, for the number of blocks that it reads; both [batch]. Few blocks are cut for more programs."""
+        tiles, is_short = self._backend.tiles_per_block, num_blocks <= SHORT_BLOCKS
+        cuts = tiles > 1 and np.sum(num_blocks[is_short]) * tiles <= MAX_TILES_APART
+        return np.where(is_short & cuts, tiles, 1)
 
     def _stream_plan(self, lists: list[SplitLists], beside: StreamPlan | None = None) -> StreamPlan:
         chunks = []

@@ -41,19 +41,17 @@ class SplitTables:
 
     Attributes:
         ranges: [max_batch + 1] int32, each row's partials.
-        splits_per_block, partials_per_block: [max_batch] int32.
+        partials_per_block: [max_batch] int32.
         items: a flat `work_table` of up to `max_splits` items.
     """
 
     def __init__(self, runtime: Runtime, max_batch: int, max_splits: int) -> None:
         self._max_batch = max_batch
-        self._begin_of_items = -(-(3 * max_batch + 1) // 4) * 4
+        self._begin_of_items = -(-(2 * max_batch + 1) // 4) * 4
         self._table = DeviceTable(runtime, self._begin_of_items + 4 + 4 * max_splits)
         tensor = self._table.tensor
-        self.ranges = tensor[: max_batch + 1]
-        self.splits_per_block, self.partials_per_block = tensor[max_batch + 1 : 3 * max_batch + 1].view(2, max_batch)
+        self.ranges, self.partials_per_block = tensor[: max_batch + 1], tensor[max_batch + 1 : 2 * max_batch + 1]
         self.items = tensor[self._begin_of_items :]
-        self.splits_per_block.fill_(1)
         self.partials_per_block.fill_(1)
 
     def forget(self) -> None:
@@ -65,8 +63,7 @@ class SplitTables:
         head = np.ones(self._begin_of_items, dtype=np.int32)
         head[: self._max_batch + 1] = lists.ranges[-1]
         head[: len(lists.ranges)] = lists.ranges
-        for i, values in enumerate((lists.splits_per_block, lists.partials_per_block)):
-            head[1 + (1 + i) * self._max_batch :][: len(values)] = values
+        head[self._max_batch + 1 :][: len(lists.partials_per_block)] = lists.partials_per_block
         self._table.set(stream, np.concatenate([head, work_table(lists.on_gpu).reshape(-1)]))
 
 

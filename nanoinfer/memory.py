@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
-from nanoinfer.attention.base import MAX_SPLITS_APART
+from nanoinfer.attention.base import MAX_TILES_APART
 from nanoinfer.config import EngineConfig, format_gib, is_share, parse_bytes
 from nanoinfer.kernels.counts import num_parts, padded_rows
 from nanoinfer.models.base import ModelSpec
@@ -177,7 +177,7 @@ def _spend(
     blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * sizes.max_num_seqs)
     # Attention partials, float32; the tables of items and ring chunks, of decode and prefill, take 60 bytes per split and
     # window, and the record of each ring slot 16 per split.
-    split_bytes = spec.num_q_heads * (spec.head_dim + 1) * 4 + 60 * len(set(spec.windows)) + 16 * config.num_ring_slots
+    split_bytes = spec.num_q_heads * (spec.head_dim + 2) * 4 + 60 * len(set(spec.windows)) + 16 * config.num_ring_slots
     size = spec.dtype.itemsize
     # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
     max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
@@ -186,7 +186,7 @@ def _spend(
     workspace += max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * padded_rows(sizes.max_num_batched_tokens)
     # Of small prefill steps: positions, hidden states, queries, attention outputs.
     graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)
-    workspace += MAX_SPLITS_APART * split_bytes  # of blocks that are cut
+    workspace += MAX_TILES_APART * split_bytes  # of blocks that are cut
     workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim))
     plan = MemoryPlan(
         budget_bytes=budget_bytes,

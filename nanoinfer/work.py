@@ -21,14 +21,12 @@ class SplitLists:
         on_host: [m, 5] int32, (batch row, first item, host block, first partial index, number of items) for each
             block of each row, in the order of the host pool.
         ranges: [batch + 1] int32: row b's partials are ranges[b] to ranges[b + 1] - 1, in ascending order.
-        splits_per_block: [batch], how many splits a whole block of the row is cut into.
-        partials_per_block: [batch], how many items, and so partials, a whole block of the row has: as many, or 1.
+        partials_per_block: [batch], how many items, and so partials, a whole block of the row has.
     """
 
     on_gpu: np.ndarray
     on_host: np.ndarray
     ranges: np.ndarray
-    splits_per_block: np.ndarray
     partials_per_block: np.ndarray
 
     @property
@@ -42,7 +40,7 @@ def _empty(*shape: int) -> np.ndarray:
     return np.zeros(shape, dtype=np.int32)
 
 
-NO_SPLITS = SplitLists(_empty(0, 4), _empty(0, 5), _empty(1), _empty(0), _empty(0))
+NO_SPLITS = SplitLists(_empty(0, 4), _empty(0, 5), _empty(1), _empty(0))
 
 
 def first_visible_block(query_position: int | np.ndarray, window: int | None, block_size: int) -> int | np.ndarray:
@@ -64,7 +62,7 @@ def split_lists(
     lengths: np.ndarray,
     window: int | None,
     block_size: int,
-    cut: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
+    partials_per_block: Callable[[np.ndarray], np.ndarray],
 ) -> SplitLists:
     """Lists the splits of a decode batch.
 
@@ -72,13 +70,13 @@ def split_lists(
         gpu_rows, host_rows: [batch, max_blocks] int32, the rows' block tables; -1 where there is no block.
         lengths: [batch] tokens of each row, the current one included.
         window: the layers' sliding window in tokens, None for full attention.
-        cut: gives splits and partials of each row's blocks for the number of blocks that it reads, all [batch].
+        partials_per_block: of each row, for the number of blocks that it reads, both [batch].
     """
     first, counts = visible_blocks(lengths, window, block_size)
     block_ranges = np.concatenate([[0], np.cumsum(counts)])
     row = np.repeat(np.arange(len(lengths)), counts)
     index = np.arange(block_ranges[-1]) - np.repeat(block_ranges[:-1] - first, counts)
-    row_splits, row_partials = cut(counts)
+    row_partials = partials_per_block(counts)
     per_block = row_partials[row]
     # A sequence's last block has items only as far as it has tokens.
     splits = np.minimum(-(-(lengths[row] - index * block_size) // (block_size // per_block)), per_block)
@@ -96,7 +94,7 @@ def split_lists(
     hidden = 0 if window is None else np.maximum(lengths[row] - window - begin, 0)
     num_keys = np.maximum(np.minimum(lengths[row] - begin, span) - hidden, 0)
     items = items[np.argsort(-num_keys, kind="stable")]
-    return SplitLists(items, on_host, split_ends[block_ranges].astype(np.int32), row_splits, row_partials)
+    return SplitLists(items, on_host, split_ends[block_ranges].astype(np.int32), row_partials)
 
 
 def resident_key(
@@ -105,15 +103,14 @@ def resident_key(
     lengths: np.ndarray,
     windows: list[int | None],
     block_size: int,
-    cut: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
+    partials_per_block: Callable[[np.ndarray], np.ndarray],
 ) -> bytes:
     """What the split lists of a batch that streams nothing depend on, beside the rows' blocks; see `split_lists`."""
     found = [[size], rows]
     for window in windows:
         first, counts = visible_blocks(lengths, window, block_size)
-        splits, partials = cut(counts)
-        span = block_size // partials
-        found += [first, splits, span, -(-lengths // span)]
+        span = block_size // partials_per_block(counts)
+        found += [first, span, -(-lengths // span)]
     return np.concatenate(found).tobytes()
 
 

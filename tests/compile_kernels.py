@@ -137,14 +137,14 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
     for window in (None, 100) if is_common else (100,):
         decode_partial.decode_partial(
-            q, kv, ints(8, 4), ints(1), ints(8), ints(8), ints(8), out, lse, window=window, shape=shape, num_programs=33
+            q, kv, ints(8, 4), ints(1), ints(8), ints(8), out, lse, lse.clone(), window=window, shape=shape, num_programs=33
         )
         prefill.prefill(
             q, kv, q.clone(), state, tables, ints(1, 4),
             max_query_len=8, store_state=False, window=window, shape=shape, tiles=tiles,
         )  # fmt: skip
     for batch_size in (8, 64) if is_common else ():
-        merge.merge(out, lse, ints(batch_size + 1), ints(batch_size), zeros(batch_size, 32, head_dim))
+        merge.merge(out, lse, lse.clone(), ints(batch_size + 1), ints(batch_size), 4, zeros(batch_size, 32, head_dim))
 
 
 def compile_step() -> None:

@@ -76,7 +76,7 @@ def test_decode_equals_dense_attention_at_window_edges(name, window):
 
 
 @backends
-@pytest.mark.parametrize("splits_per_block", [2, 4])
+@pytest.mark.parametrize("partials_per_block", [2, 4])
 @pytest.mark.parametrize("window", [None, 1, 37, 64])
 @pytest.mark.sampled(
     "None-2-torch",
@@ -88,20 +88,21 @@ def test_decode_equals_dense_attention_at_window_edges(name, window):
     "37-4-triton",
     "64-2-triton",
 )
-def test_decode_of_blocks_that_are_cut_equals_dense_attention(name, window, splits_per_block):
-    spec, lens = make_spec(block_size=64, windows=(window,)), [1, 15, 16, 17, 64, 100, 130]
+def test_decode_of_blocks_that_are_cut_equals_dense_attention(name, window, partials_per_block):
+    # Tiles of 64 keys.
+    spec, lens = make_spec(block_size=64 * partials_per_block, windows=(window,)), [1, 15, 64, 65, 128, 200, 300]
     paged, q = make_paged(spec, lens), make_q(spec, len(lens))
-    out, _ = run_decode(build(name, spec), q, paged.kv, paged.tables, lens, window, splits_per_block)
+    out, _ = run_decode(build(name, spec), q, paged.kv, paged.tables, lens, window, partials_per_block)
     assert relative_error(out, dense_decode(spec, q, paged, lens, window)) < 2e-6
     if name == "triton":
-        whole, _ = run_decode(build(name, spec), q, paged.kv, paged.tables, lens, window, splits_per_block, 1)
+        whole, _ = run_decode(build(name, spec), q, paged.kv, paged.tables, lens, window)
         assert relative_error(whole, dense_decode(spec, q, paged, lens, window)) < 2e-6
 
 
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("splits_per_block", [1, 2])
+@pytest.mark.parametrize("partials_per_block", [1, 2])
 @pytest.mark.sampled(
     "1-None-torch.bfloat16-torch",
     "2-20-torch.float32-torch",
@@ -111,12 +112,13 @@ def test_decode_of_blocks_that_are_cut_equals_dense_attention(name, window, spli
     "2-20-torch.float32-triton",
     "2-None-torch.bfloat16-triton",
 )
-def test_decode_bits_do_not_depend_on_where_blocks_lie(name, dtype, window, splits_per_block):
-    spec, lens = make_spec(head_dim=32, block_size=16 * splits_per_block, dtype=dtype), [40, 5, 64]
+def test_decode_bits_do_not_depend_on_where_blocks_lie(name, dtype, window, partials_per_block):
+    block_size, lens = (16, [40, 5, 64]) if partials_per_block == 1 else (128, [300, 5, 260])
+    spec = make_spec(head_dim=32, block_size=block_size, dtype=dtype)
     backend, paged, q = build(name, spec), make_paged(spec, lens), make_q(spec, 3)
-    want, want_partials = run_decode(backend, q, paged.kv, paged.tables, lens, window, splits_per_block)
+    want, want_partials = run_decode(backend, q, paged.kv, paged.tables, lens, window, partials_per_block)
 
-    items, ranges = list_items(spec, paged.tables, lens, window, splits_per_block)
+    items, ranges = list_items(spec, paged.tables, lens, window, partials_per_block)
     moved_blocks = sorted({block for _, _, block, _ in items})[1::2][::-1]
     ring_slot = torch.full((len(moved_blocks) + 1, *paged.kv.shape[1:]), POISON, dtype=dtype)
     for index, block in enumerate(moved_blocks, start=1):
@@ -126,12 +128,12 @@ def test_decode_bits_do_not_depend_on_where_blocks_lie(name, dtype, window, spli
     kept = [item for item in items if item[2] not in moved_blocks]
     assert moved and kept
     partials = backend.partials(len(items))
-    work = dict(splits_per_block=splits_per_block)
+    work = dict(partials_per_block=partials_per_block)
     backend.decode_partial(q, ring_slot, make_work(moved, stale=5, **work), int32(lens), partials, window)
     for part in (kept[:2], kept[2:]):
         backend.decode_partial(q, paged.kv, make_work(part, stale=1, **work), int32(lens), partials, window)
     out = torch.empty_like(want)
-    backend.merge(partials, int32(ranges), per_block(splits_per_block), out)
+    backend.merge(partials, int32(ranges), per_block(partials_per_block), out)
     assert torch.equal(partials.out, want_partials.out[: len(items)])
     assert torch.equal(partials.lse, want_partials.lse[: len(items)])
     assert torch.equal(out, want)

@@ -96,41 +96,39 @@ def visible_splits(spec, seq_len, window):
     return range(first, -(-seq_len // spec.block_size))
 
 
-def list_items(spec, tables, lens, window, splits_per_block=1):
+def list_items(spec, tables, lens, window, partials_per_block=1):
     """All (row, split, block, partial), and the ranges for the merge."""
     items, ranges = [], [0]
     for row, n in enumerate(lens):
         for block in visible_splits(spec, n, window):
-            splits = range(block * splits_per_block, (block + 1) * splits_per_block)
-            items += [(row, s, tables[row][block], 0) for s in splits if s * spec.block_size < n * splits_per_block]
+            numbers = range(block * partials_per_block, (block + 1) * partials_per_block)
+            items += [(row, i, tables[row][block], 0) for i in numbers if i * spec.block_size < n * partials_per_block]
         ranges.append(len(items))
     return [(*item[:3], p) for p, item in enumerate(items)], ranges
 
 
 def per_block(count=1, device="cpu"):
-    """Splits or partials of a block, the same for all rows."""
+    """Partials of a block, the same for all rows."""
     return torch.full((400,), count, dtype=torch.int32, device=device)
 
 
-def make_work(items, stale=2, device="cpu", splits_per_block=1, partials_per_block=None):
+def make_work(items, stale=2, device="cpu", partials_per_block=1):
     """A work list with stale rows behind it that would fault if they were read."""
     rows = [list(item) for item in items] + [[2**30] * 4] * stale
     return DecodeWork(
         items=int32(rows, device).view(-1, 4),
         num_items=int32([len(items)], device),
-        splits_per_block=per_block(splits_per_block, device),
-        partials_per_block=per_block(partials_per_block or splits_per_block, device),
+        partials_per_block=per_block(partials_per_block, device),
     )
 
 
-def run_decode(backend, q, kv, tables, lens, window=None, splits_per_block=1, partials_per_block=None):
-    """partials_per_block: 1 for whole blocks as items; None: each split is one."""
-    spec, per = backend.spec, partials_per_block or splits_per_block
-    items, ranges = list_items(spec, tables, lens, window, per)
+def run_decode(backend, q, kv, tables, lens, window=None, partials_per_block=1):
+    spec = backend.spec
+    items, ranges = list_items(spec, tables, lens, window, partials_per_block)
     partials = backend.partials(len(items) + 1, q.device)
     partials.out.fill_(POISON)
     partials.lse.fill_(POISON)
-    work = make_work(items, device=q.device, splits_per_block=splits_per_block, partials_per_block=per)
+    work = make_work(items, device=q.device, partials_per_block=partials_per_block)
     backend.decode_partial(q, kv, work, int32(lens, q.device), partials, window)
     out = torch.full(q.shape, POISON, dtype=q.dtype, device=q.device)
     backend.merge(partials, int32(ranges, q.device), work.partials_per_block, out)

@@ -1,6 +1,5 @@
 """The same bits in every mode: resident, offload, switched half-way, any ring, graphs or eager."""
 
-import numpy as np
 import pytest
 from engines import COMMON, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
 from tiny_models import make_checkpoint
@@ -103,19 +102,13 @@ def test_shared_prefixes_give_the_same_bits_in_both_modes(paths, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(paths, expected, name, fuzz, monkeypatch):
     """As the Triton backend cuts the blocks of a step that reads few: whole blocks follow as the sequences grow."""
-    used = set()
-
-    def splits_per_block(self, num_blocks):
-        splits = np.where(num_blocks <= 2, 4, np.where(num_blocks <= 6, 2, 1))
-        used.update(splits.tolist())
-        return splits
-
     prompts = [PROMPTS[0][:60], PROMPTS[1][:20]]
     params = [SamplingParams(max_tokens=90, ignore_eos=True, logprobs=1)] * 2
     whole = run(make_engine(paths[name]), prompts, params)
-    monkeypatch.setattr(TorchBackend, "splits_per_block", splits_per_block)
+    monkeypatch.setattr(TorchBackend, "tiles_per_block", 4)
+    monkeypatch.setattr("nanoinfer.decode.MAX_TILES_APART", 36)
     want = run(make_engine(paths[name]), prompts, params)
-    assert used >= {2, 4} and [[c[0] for c in o] for o in want] == [[c[0] for c in o] for o in whole]
+    assert [[c[0] for c in o] for o in want] == [[c[0] for c in o] for o in whole]
     assert want != whole, "the blocks were not cut"
     settings = [
         dict(enforce_eager=True),

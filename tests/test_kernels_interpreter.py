@@ -16,7 +16,6 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
-from nanoinfer.attention.base import MAX_SPLITS_PER_BLOCK, most_splits_of_cut_row
 from nanoinfer.attention.triton_backend import TritonBackend
 from nanoinfer.decode import DecodeProgram
 from nanoinfer.kernels.shape import KernelShape, decode_programs, decode_tiles, largest_tile, prefill_tiles
@@ -133,25 +132,16 @@ def test_cut_blocks_through_the_copy_unit_have_the_bits_of_plain_loads(window):
     paged, q = make_paged(spec, lens), make_q(spec, len(lens))
     plain, copying = TritonBackend(spec, "cpu"), TritonBackend(spec, "cpu")
     copying.shape = replace(copying.shape, tma=True)
-    for splits in (2, 4):
-        decoded = [run_decode(b, q, paged.kv, paged.tables, lens, window, splits)[0] for b in (plain, copying)]
-        assert decoded[0].isfinite().all() and torch.equal(*decoded)
+    decoded = [run_decode(b, q, paged.kv, paged.tables, lens, window, 4)[0] for b in (plain, copying)]
+    assert plain.tiles_per_block == 4 and decoded[0].isfinite().all() and torch.equal(*decoded)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 4, 8, 32])
-@pytest.mark.parametrize("block_size", [16, 128, 256, 512])
+@pytest.mark.parametrize("block_size", [16, 128, 256, 512, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_few_blocks_are_cut_into_whole_tiles_and_no_more_splits_than_have_room(num_kv_heads, block_size, dtype):
-    backend = TritonBackend(make_spec(32, num_kv_heads, 128, block_size, dtype), "cpu")
-    block_n, num_blocks = decode_tiles(backend.shape).block_n, np.arange(1, 100)
-    splits = backend.splits_per_block(num_blocks)
-    assert np.all(np.diff(splits) <= 0) and splits[-1] == 1 and splits[0] <= MAX_SPLITS_PER_BLOCK
-    assert np.all(block_size // splits % block_n == 0) and np.all(block_size % splits == 0)
-    alone = [backend.splits_per_block(num_blocks[i : i + 1])[0] for i in range(len(num_blocks))]
-    assert splits.tolist() == alone, "a row's splits depend on its neighbours"
-    most = most_splits_of_cut_row(num_kv_heads)
-    assert np.all((splits == 1) | (num_blocks * splits <= most))
-    assert splits[0] > 1 or block_size // block_n == 1 or most < 2
+def test_a_block_is_cut_into_its_tiles_or_not_at_all(block_size, dtype):
+    backend = TritonBackend(make_spec(32, 8, 128, block_size, dtype), "cpu")
+    tiles = block_size // decode_tiles(backend.shape).block_n
+    assert backend.tiles_per_block == (tiles if tiles <= 8 else 1)
 
 
 def test_update_rows_writes_what_the_torch_code_writes():

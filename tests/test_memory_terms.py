@@ -135,6 +135,7 @@ def as_on_cuda(monkeypatch):
         ("activation", "act_and_mul_kernel"),
         ("norm_rope_store", "norm_rope_store_kernel"),
         ("tile_linear", "tile_linear_kernel"),
+        ("linear", "rows_linear_kernel"),
     ):
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.{kernel}", NoKernel())
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x: {})
@@ -209,7 +210,7 @@ def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
     assert memory._graph_bytes(spec, 1, num_rows) == planned, "small prefill steps run in graphs, too"
 
 
-def test_logits_that_graphs_and_sampling_take():
+def test_logits_that_graphs_and_sampling_take(as_on_cuda):
     model, rows = meta_model("llama", vocab_size=50_000), 8
     spec = model.spec
     normed = torch.empty(rows, spec.hidden_size, dtype=spec.dtype, device="meta")

@@ -56,7 +56,7 @@ def dense_logits(model: DecoderModel, token_ids: list[int], first_position: int 
         k, v = target.kv[0]
         attn = dense_attention(q, k, v, spec.attention_scale, spec.softcap, spec.windows[layer])
         normed = model.after_attention(layer, x, attn)
-    return model.logits(normed.value)
+    return model.logits(normed)
 
 
 def assert_same_logits(directory, num_tokens=40, first_position=0):
@@ -165,14 +165,14 @@ def test_number_of_parameters_is_exact(family, tied, tmp_path):
 def test_queries_are_packed_and_only_the_sum_changes(family, tmp_path):
     model = load(make_checkpoint(family, tmp_path))
     x, normed = model.embed(torch.tensor(random_tokens(5)))
-    before, target = (x.clone(), normed.value.clone()), empty_slots(model.spec, 5)
+    before, target = (x.clone(), normed.clone()), empty_slots(model.spec, 5)
     q = model.before_attention(0, normed, torch.arange(5), target)
     assert q.shape == (5, 4, 16) and q.is_contiguous() and target.kv[0, :, :5].any()
     given = torch.zeros_like(q)
     again = model.before_attention(0, normed, torch.arange(5), replace(target, q=given))
     assert again is given and torch.equal(given, q)
     attn, weights = q.clone(), [weight.clone() for weight in model.parameters()]
-    assert torch.equal(x, before[0]) and torch.equal(normed.value, before[1])
+    assert torch.equal(x, before[0]) and torch.equal(normed, before[1])
     model.after_attention(0, x, attn)
     assert not torch.equal(x, before[0]), "the sum is kept in place"
     assert torch.equal(attn, q) and all(map(torch.equal, model.parameters(), weights))

@@ -1,6 +1,5 @@
 """What a decode step costs the host, counted in work and not in time."""
 
-import numpy as np
 import pytest
 from engines import SMALL, make_engine, random_prompts, run, some_params
 from tiny_models import make_checkpoint
@@ -59,7 +58,8 @@ def test_a_resident_step_uploads_and_plans_nothing_while_no_row_comes_goes_or_be
 
 
 def test_rows_whose_blocks_are_cut_are_planned_once_a_split(path, work, monkeypatch):
-    monkeypatch.setattr(TorchBackend, "splits_per_block", lambda self, num_blocks: np.where(num_blocks <= 4, 4, 1))
+    monkeypatch.setattr(TorchBackend, "tiles_per_block", 4)
+    monkeypatch.setattr("nanoinfer.decode.MAX_TILES_APART", 16)
     engine = make_engine(path, enable_prefix_caching=False)
     costs = []
 

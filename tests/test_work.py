@@ -20,7 +20,7 @@ def make_lists(lengths, window, splits, seed):
 
     def cut(num_blocks):
         asked.append(num_blocks.tolist())
-        return 2 * splits, splits
+        return splits
 
     return gpu, host, split_lists(gpu, host, np.array(lengths), window, BLOCK_SIZE, cut), asked
 
@@ -31,7 +31,7 @@ def test_each_visible_key_is_in_one_split_and_the_partials_of_a_row_ascend(windo
     lengths, splits = [1, 4, 5, 16, 17, 40, 64], np.array(splits)
     for seed in range(20):
         gpu, host, lists, asked = make_lists(lengths, window, splits, seed)
-        assert np.array_equal(lists.partials_per_block, splits) and np.array_equal(lists.splits_per_block, 2 * splits)
+        assert np.array_equal(lists.partials_per_block, splits)
         chunks = [
             Chunk(begin=i, blocks=tuple(lists.on_host[i : i + 3, 2].tolist())) for i in range(0, len(lists.on_host), 3)
         ]
@@ -78,7 +78,7 @@ def test_rows_that_share_a_block_have_an_item_each_and_stream_it_once(splits):
     host[2, 1] = host[0, 1]  # behind a block of its own
     gpu = np.full_like(host, -1)
     gpu[3, 2:] = [5, 6, 7, 8]
-    lists = split_lists(gpu, host, lengths, None, BLOCK_SIZE, lambda counts: (np.array(splits), np.array(splits)))
+    lists = split_lists(gpu, host, lengths, None, BLOCK_SIZE, lambda counts: np.array(splits))
     counts = -(-lengths // BLOCK_SIZE)
     wanted = {(row, i) for row, count in enumerate(counts) for i in range(count) if gpu[row, i] < 0}
     assert lists.host_blocks.tolist() == sorted({int(host[place]) for place in wanted})
@@ -107,7 +107,7 @@ def test_no_record_is_longer_than_its_place():
     ):
         host = np.tile(np.arange(max(lengths) // BLOCK_SIZE, dtype=np.int32), (len(lengths), 1))
         gpu, splits = np.full_like(host, -1), np.array(splits)
-        lists = split_lists(gpu, host, np.array(lengths), None, BLOCK_SIZE, lambda counts, splits=splits: (splits, splits))
+        lists = split_lists(gpu, host, np.array(lengths), None, BLOCK_SIZE, lambda counts, splits=splits: splits)
         longest = max(record.size for record in slot_records(lists.on_host, pack(lists.host_blocks, blocks_per_slot)))
         assert longest <= 4 + 4 * int(lists.ranges[-1])
 

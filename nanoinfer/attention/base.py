@@ -1,14 +1,14 @@
 """The attention interface: what a layer asks for, in terms that do not say where KV blocks lie.
 
 A KV buffer of one layer is ``kv: [num_blocks, 2, block_size, num_kv_heads, head_dim]``, contiguous; index 0 of dim 1
-is K and 1 is V. It may be a layer's part of the GPU pool or a ring slot. A *split* is one block, or an equal part of one where so few
-blocks are read that they would leave most of a GPU idle: with ``span = block_size / splits_per_block``, split ``s`` of a
-sequence covers its tokens ``[s * span, (s + 1) * span)``. An *item* of work is one split, or a block with all of its splits.
+is K and 1 is V. It may be a layer's part of the GPU pool or a ring slot. An *item* of decode's
+work is one block or, where so few blocks are read that they would leave most of a GPU idle, one of its tiles: with ``span =
+block_size / partials_per_block``, item ``n`` of a sequence covers its tokens ``[n * span, (n + 1) * span)``.
 
-Decode attends to each split on its own (``decode_partial``) and combines the splits of a block, then the blocks, in one
-order (``merge``), as in Flash-Decoding (Dao et al., 2023) with splits at fixed absolute positions. So the bits of a split
-depend on its bytes and its query alone, and the result does not depend on which buffer a block lies in. How a row's blocks
-are cut depends on their number alone; whether their splits are attended to apart depends on the batch, and changes no bit.
+Decode attends to each item on its own (``decode_partial``) and combines the tiles of a block, then the blocks, in one order
+(``merge``), as in Flash-Decoding (Dao et al., 2023) with splits at fixed absolute positions. So the bits of a block depend
+on its bytes and its query alone, and the result does not depend on which buffer a block lies in. Whether a block's tiles are
+items of their own depends on the batch, and changes no bit.
 
 Prefill walks the keys in ascending order with the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1) and can
 put its running state down between two buffers and take it up again.
@@ -20,22 +20,13 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-MAX_SPLITS_PER_BLOCK = 4
-MAX_SPLITS_OF_CUT_ROW = 64
-PROGRAMS_OF_CUT_ROW = 384
-"""Blocks of a row are cut while its splits are at most `MAX_SPLITS_OF_CUT_ROW`, and with each KV head at most these: more
-programs than the cores of a large GPU."""
-MAX_SPLITS_APART = 64
-"""The splits of cut blocks are attended to apart while a step has no more than these; else block by block."""
-
-
-def most_splits_of_cut_row(num_kv_heads: int) -> int:
-    """The most splits of a row whose blocks are cut. The bound is no GPU's and no batch's, so the bits are everyone's."""
-    return min(MAX_SPLITS_OF_CUT_ROW, PROGRAMS_OF_CUT_ROW // num_kv_heads)
+SHORT_BLOCKS = 8
+"""Of a row that reads so many blocks at most, the tiles may be attended to apart."""
+MAX_TILES_APART = 64
+"""They are while a step has no more of them than these; else all rows are attended to block by block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +93,8 @@ class DecodeWork:
     partials_per_block[b]."""
     num_items: Tensor
     """[1] int32, device. Rows of ``items`` from here on are stale and never reach a result."""
-    splits_per_block: Tensor
-    """[B] int32, device: of each batch row, one of the numbers that the backend's ``splits_per_block`` gives."""
     partials_per_block: Tensor
-    """[B] int32, device: ``splits_per_block``; or 1 with a backend that ``folds_splits``: an item is a whole block then."""
+    """[B] int32, device: items of each block of a batch row, 1 or the backend's ``tiles_per_block``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +105,8 @@ class Partials:
     """[capacity, num_q_heads, head_dim] float32, device: the split's own normalised output (0 if it saw no key)."""
     lse: Tensor
     """[capacity, num_q_heads] float32, device: natural log of the sum of exp(logits) (-inf if it saw no key)."""
+    weight: Tensor
+    """The same shape, for a backend whose items may be tiles: what it needs besides to fold them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +161,8 @@ class AttentionBackend(ABC):
     """Decode (decode_partial or decode_rows, merge) may be captured in a CUDA graph."""
     exact_splits: bool
     """Results are bit-identical wherever the blocks lie and however prefill is cut into pieces."""
-    folds_splits: bool = False
-    """``decode_partial`` takes whole blocks of several splits, with the bits of splits apart."""
+    tiles_per_block: int = 1
+    """Into how many items a block of a short row may be cut, with the bits of a block as a whole."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device | str) -> None:
         self.spec = spec
@@ -182,21 +173,13 @@ class AttentionBackend(ABC):
     def check(cls, spec: AttentionSpec, device: torch.device | str, offload: bool) -> None:
         """Raise ValueError, naming a backend that can, where this one cannot run the model in this mode."""
 
-    def splits_per_block(self, num_blocks: np.ndarray) -> np.ndarray:
-        """How many splits a decode step makes of each block of its rows: [B], for num_blocks [B].
-
-        num_blocks: blocks that the row reads, wherever they lie. A result is at most `MAX_SPLITS_PER_BLOCK`, and where it is
-        above 1, its product with num_blocks at most `most_splits_of_cut_row`. It depends on nothing else, or else the
-        row's bits would.
-        """
-        return np.ones_like(num_blocks)
-
     def partials(self, capacity: int, device: torch.device | str | None = None) -> Partials:
         """An uninitialised workspace for ``capacity`` partials."""
         spec, device = self.spec, self.device if device is None else device
         return Partials(
             out=torch.empty(capacity, spec.num_q_heads, spec.head_dim, dtype=torch.float32, device=device),
             lse=torch.empty(capacity, spec.num_q_heads, dtype=torch.float32, device=device),
+            weight=torch.empty(capacity, spec.num_q_heads, dtype=torch.float32, device=device),
         )
 
     def prefill_state(self, num_tokens: int, device: torch.device | str | None = None) -> PrefillState:

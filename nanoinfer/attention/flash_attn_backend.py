@@ -93,7 +93,7 @@ class FlashAttnBackend(AttentionBackend):
         store_partials(item_out, item_lse, items, work.num_items, partials.out, partials.lse)
 
     def merge(self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
-        merge(partials.out, partials.lse, ranges, partials_per_block, out)
+        merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, 1, out)
 
     def prefill(
         self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None

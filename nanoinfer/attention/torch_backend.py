@@ -68,7 +68,7 @@ class TorchBackend(AttentionBackend):
     ) -> None:
         spec = self.spec
         items = work.items[: int(work.num_items)].long()
-        cuts = work.splits_per_block[items[:, 0]]
+        cuts = work.partials_per_block[items[:, 0]]
         for cut in sorted(set(cuts.tolist())):
             span = spec.block_size // cut
             for part in items[cuts == cut].split(_at_once(span * max(spec.num_q_heads, spec.num_kv_heads * spec.head_dim))):

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nanoinfer.attention.base import (
-    MAX_SPLITS_PER_BLOCK,
     AttentionBackend,
     AttentionSpec,
     DecodeWork,
     Partials,
     PrefillPiece,
     PrefillState,
-    most_splits_of_cut_row,
 )
 from nanoinfer.kernels.decode_partial import decode_partial
 from nanoinfer.kernels.merge import merge
 from nanoinfer.kernels.prefill import prefill
 from nanoinfer.kernels.shape import KernelShape, can_use_tma, decode_programs, decode_tiles, prefill_tiles
 
+MAX_TILES_PER_BLOCK = 8
 INTERPRETER_PROGRAMS = 2
 INTERPRETER_SHARED_MEMORY_BYTES = 99 * 1024
 MAX_HEAD_DIM = 256
@@ -38,7 +36,6 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     graph_safe = True
     exact_splits = True
-    folds_splits = True
 
     def __init__(self, spec: AttentionSpec, device: torch.device | str, num_programs: int | None = None) -> None:
         super().__init__(spec, device)
@@ -62,7 +59,10 @@ class TritonBackend(AttentionBackend):
             programs = INTERPRETER_PROGRAMS
             self.tiles = prefill_tiles(self.shape, INTERPRETER_SHARED_MEMORY_BYTES)
         self.num_programs = programs if num_programs is None else num_programs
-        self._decode_block_n = decode_tiles(self.shape).block_n
+        # A core needs about 0.9 microseconds for each tile of a block, one after the other: that is more than all else that a
+        # short sequence's attention does.
+        tiles_per_block = spec.block_size // decode_tiles(self.shape).block_n
+        self.tiles_per_block = tiles_per_block if tiles_per_block <= MAX_TILES_PER_BLOCK else 1
         # Prefill without a state still takes pointers of the state's dtype, for one binary; they are never read.
         self._no_state = tuple(torch.empty(16, dtype=torch.float32, device=self.device) for _ in range(3))
 
@@ -92,30 +92,20 @@ class TritonBackend(AttentionBackend):
                 "choose one of these, or attention backend 'torch'"
             )
 
-    def splits_per_block(self, num_blocks: np.ndarray) -> np.ndarray:
-        # A core needs about 0.9 microseconds for each tile of a split, one after the other: the four of a block are more
-        # than all else that a short sequence's attention does.
-        most = most_splits_of_cut_row(self.spec.num_kv_heads)
-        result, splits = np.ones_like(num_blocks), 2
-        while splits <= MAX_SPLITS_PER_BLOCK and self.spec.block_size % (splits * self._decode_block_n) == 0:
-            result[num_blocks * splits <= most] = splits
-            splits *= 2
-        return result
-
     def decode_partial(
         self, q: Tensor, kv: Tensor, work: DecodeWork, seq_lens: Tensor, partials: Partials, window: int | None
     ) -> None:
         self._check_rows(q, kv)
         assert work.items.is_contiguous() and work.items.dtype == torch.int32, "items must be packed int32"
         decode_partial(
-            q, kv, work.items, work.num_items, work.splits_per_block, work.partials_per_block,
-            seq_lens, partials.out, partials.lse,
+            q, kv, work.items, work.num_items, work.partials_per_block,
+            seq_lens, partials.out, partials.lse, partials.weight,
             window=window, shape=self.shape, num_programs=self.num_programs,
         )  # fmt: skip
 
     def merge(self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
         assert out.is_contiguous(), "out must be contiguous"
-        merge(partials.out, partials.lse, ranges, partials_per_block, out)
+        merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, self.tiles_per_block, out)
 
     def prefill(
         self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None

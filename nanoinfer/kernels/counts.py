@@ -2,7 +2,7 @@
 
 MAX_ROWS = 512
 """Products of more rows are the library's, at counts where it keeps our order of sums."""
-LONG_SIZE = 8192
+LONG_SIZE = 4096
 """From this size on, sums that are added to the residual are made of `NUM_PARTS`."""
 NUM_PARTS = 2
 

@@ -1,6 +1,6 @@
 """Combine the partials of each row by their log-sum-exps (Flash-Decoding's reduction step).
 
-Two steps, each in one order for every batch: the splits of a block are folded one after the other, where `decode_partial`
+Two steps, each in one order for every batch: the tiles of a block are folded one after the other, where `decode_partial`
 has not done it already; then eight lanes add up every eighth block each, and each other. The kernel is compiled without
 fusing products and sums, since what is fused would depend on how a program's tile lies in its threads.
 """
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.online_softmax import finite, fold
+from nanoinfer.kernels.online_softmax import finished, finite, fold
 from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.shape import next_power_of_2
 
@@ -36,17 +36,25 @@ def read_partials(
 
 
 @triton.jit
-def read_block(
-    lse_row, out_row, blocks, per_block, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+def read_tiles(
+    lse_row, out_row, weight_row, blocks, count, heads, columns,
+    NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The same of whole blocks, of which each has 1, 2 or 4 partials."""
-    first = blocks * per_block
-    parts, lse = read_partials(lse_row, out_row, first, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-    for number in range(1, per_block):
-        # The numbers of one block's partials end with it, so none of another block is taken for one of it.
-        other, other_lse = read_partials(lse_row, out_row, first + number, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-        parts, lse = fold(parts, lse, other, other_lse)
-    return parts, lse
+    """The same of blocks whose tiles lie apart: they are folded here."""
+    first = blocks * TILES
+    at = first[:, None] * NUM_Q_HEADS + heads[None, :]
+    parts, peak = read_partials(lse_row, out_row, first, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+    weight = tl.load(weight_row + at, mask=(first < count)[:, None], other=0.0)
+    for number in tl.static_range(1, TILES):
+        # The last block's tiles end with it: none of another block is taken for one of it.
+        other, other_peak = read_partials(
+            lse_row, out_row, first + number, count, heads, columns, NUM_Q_HEADS, HEAD_DIM
+        )
+        other_weight = tl.load(
+            weight_row + at + number * NUM_Q_HEADS, mask=(first + number < count)[:, None], other=0.0
+        )
+        parts, peak, weight = fold(parts, peak, weight, other, other_peak, other_weight)
+    return finished(parts, peak, weight)
 
 
 @triton.jit
@@ -66,11 +74,12 @@ def add_blocks(acc, total, parts, lse, peak):
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["partial_lse", "ranges", "partials_per_block"],
+    do_not_specialize_on_alignment=["partial_lse", "partial_weight", "ranges", "partials_per_block"],
 )
 def merge_kernel(
     partial_out,  # [capacity, NUM_Q_HEADS, HEAD_DIM] float32
     partial_lse,  # [capacity, NUM_Q_HEADS] float32, natural log
+    partial_weight,  # the same, of tiles apart
     ranges,  # [B + 1] int32
     partials_per_block,  # [B] int32
     out,  # [B, NUM_Q_HEADS, HEAD_DIM]
@@ -78,6 +87,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,  # of one program
     COLUMNS: tl.constexpr,  # of one program
+    TILES: tl.constexpr,  # of a block, where they lie apart
     LANES: tl.constexpr,
     AHEAD: tl.constexpr,  # loads many blocks at once
     PDL: tl.constexpr,
@@ -88,6 +98,7 @@ def merge_kernel(
     count = tl.load(ranges + row + 1) - first
     per_block = tl.load(partials_per_block + row)
     lse_row = partial_lse + first.to(tl.int64) * NUM_Q_HEADS
+    weight_row = partial_weight + first.to(tl.int64) * NUM_Q_HEADS
     wait_for_inputs(PDL)
     let_next_in(PDL)
     out_row = partial_out + first.to(tl.int64) * (NUM_Q_HEADS * HEAD_DIM)
@@ -97,18 +108,24 @@ def merge_kernel(
     acc = tl.zeros([LANES, HEADS, COLUMNS], tl.float32)
     total = tl.zeros([LANES, HEADS, 1], tl.float32)
     lanes = tl.arange(0, LANES)
-    if count <= LANES * per_block:
-        parts, lse = read_block(lse_row, out_row, lanes, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+    if per_block > 1:
+        # No more blocks than lanes: longer rows are not cut.
+        parts, lse = read_tiles(
+            lse_row, out_row, weight_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM, TILES
+        )
         acc, total = add_blocks(acc, total, parts, lse, finite(tl.max(lse, 0)))
-    elif AHEAD and count <= 4 * LANES * per_block:
+    elif count <= LANES:
+        parts, lse = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        acc, total = add_blocks(acc, total, parts, lse, finite(tl.max(lse, 0)))
+    elif AHEAD and count <= 4 * LANES:
         # Loads that wait for nothing but each other.
-        parts0, lse0 = read_block(lse_row, out_row, lanes, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        parts0, lse0 = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
         lanes += LANES
-        parts1, lse1 = read_block(lse_row, out_row, lanes, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        parts1, lse1 = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
         lanes += LANES
-        parts2, lse2 = read_block(lse_row, out_row, lanes, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        parts2, lse2 = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
         lanes += LANES
-        parts3, lse3 = read_block(lse_row, out_row, lanes, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        parts3, lse3 = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
         peak = finite(tl.max(tl.maximum(tl.maximum(lse0, lse1), tl.maximum(lse2, lse3)), 0))
         acc, total = add_blocks(acc, total, parts0, lse0, peak)
         acc, total = add_blocks(acc, total, parts1, lse1, peak)
@@ -116,30 +133,17 @@ def merge_kernel(
         acc, total = add_blocks(acc, total, parts3, lse3, peak)
     else:
         peak = tl.full([HEADS], float("-inf"), tl.float32)
-        if per_block == 1:
-            many = tl.arange(0, 16 * LANES)
-            for start in range(0, count, 16 * LANES):
-                at = (start + many)[:, None] * NUM_Q_HEADS + heads[None, :]
-                lse = tl.load(lse_row + at, mask=(start + many < count)[:, None], other=float("-inf"))
-                peak = tl.maximum(peak, tl.max(lse, 0))
-        else:
-            for start in range(0, tl.cdiv(count, per_block), LANES):
-                at = start + lanes
-                parts, lse = read_block(lse_row, out_row, at, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-                peak = tl.maximum(peak, tl.max(lse, 0))
+        many = tl.arange(0, 16 * LANES)
+        for start in range(0, count, 16 * LANES):
+            at = (start + many)[:, None] * NUM_Q_HEADS + heads[None, :]
+            lse = tl.load(lse_row + at, mask=(start + many < count)[:, None], other=float("-inf"))
+            peak = tl.maximum(peak, tl.max(lse, 0))
         peak = finite(peak)
-        if AHEAD:
-            for start in range(0, tl.cdiv(count, per_block), 16 * LANES):
-                for tile in tl.static_range(16):
-                    at = start + tile * LANES + lanes
-                    parts, lse = read_block(
-                        lse_row, out_row, at, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM
-                    )
-                    acc, total = add_blocks(acc, total, parts, lse, peak)
-        else:
-            for start in range(0, tl.cdiv(count, per_block), LANES):
-                at = start + lanes
-                parts, lse = read_block(lse_row, out_row, at, per_block, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        TILES_AT_ONCE: tl.constexpr = 16 if AHEAD else 1
+        for start in range(0, count, TILES_AT_ONCE * LANES):
+            for tile in tl.static_range(TILES_AT_ONCE):
+                at = start + tile * LANES + lanes
+                parts, lse = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
                 acc, total = add_blocks(acc, total, parts, lse, peak)
     weight = add_lanes(total)
     mixed = add_lanes(acc) / tl.where(weight == 0.0, 1.0, weight)
@@ -147,12 +151,20 @@ def merge_kernel(
     tl.store(target, mixed.to(out.dtype.element_ty), mask=in_head[None, :])
 
 
-def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
+def merge(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    partial_weight: Tensor,
+    ranges: Tensor,
+    partials_per_block: Tensor,
+    tiles_per_block: int,
+    out: Tensor,
+) -> None:
     """out[b] = softmax-weighted mean of the partials ranges[b]:ranges[b + 1]; zeros where there is none.
 
-    partial_out: [capacity, num_q_heads, head_dim] float32; partial_lse: [capacity, num_q_heads] float32, natural log;
-    ranges: [B + 1] int32; partials_per_block: [B] int32, 1, 2 or 4, of each block of a row but its last; out: [B,
-    num_q_heads, head_dim], contiguous.
+    partial_out, partial_lse, partial_weight: as `decode_partial` writes them, [capacity, num_q_heads, head_dim] and
+    [capacity, num_q_heads]; ranges: [B + 1] int32; partials_per_block: [B] int32, 1, or for a row of at most
+    `LANES` blocks tiles_per_block, of each block but its last; out: [B, num_q_heads, head_dim], contiguous.
     """
     batch_size, num_q_heads, head_dim = out.shape
     if batch_size == 0:
@@ -162,8 +174,8 @@ def merge(partial_out: Tensor, partial_lse: Tensor, ranges: Tensor, partials_per
     # Few programs wait for memory: they share the columns of a head. Many keep the cores busy, and mostly have few blocks.
     columns = block_d if is_many else min(block_d, COLUMNS_OF_FEW)
     merge_kernel[(batch_size, num_q_heads, block_d // columns)](
-        partial_out, partial_lse, ranges, partials_per_block, out, NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim,
-        HEADS=1, COLUMNS=columns, LANES=LANES, AHEAD=not is_many,
+        partial_out, partial_lse, partial_weight, ranges, partials_per_block, out, NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim,
+        HEADS=1, COLUMNS=columns, TILES=tiles_per_block, LANES=LANES, AHEAD=not is_many,
         num_warps=1, enable_fp_fusion=False,
         **launch_options(out),
     )  # fmt: skip

@@ -35,28 +35,35 @@ def finite(peak):
 
 
 @triton.jit
-def fold(out, lse, other, other_lse):
-    """Attention over one range of keys, put together with that over the next: out [N, D], lse [N] natural, float32.
+def fold(acc, m, l, tile_acc, tile_m, tile_l):
+    """One tile of keys more: sums acc [..., D] and l [...] of exponentials relative to the peak m [...], base 2, float32.
 
-    A range without a key (zeros, -inf) changes no bit of the other.
+    The running state and the tile are of one kind, so who folds them, and where they lay in between, changes no bit; and
+    a tile without a key (zeros, -inf) changes none either.
     """
-    peak = finite(tl.maximum(lse, other_lse))
-    first = tl.exp2((lse - peak) * 1.4426950408889634)
-    second = tl.exp2((other_lse - peak) * 1.4426950408889634)
-    total = first + second
-    safe = tl.where(total == 0.0, 1.0, total)
-    share = tl.broadcast_to(tl.expand_dims(first / safe, -1), out.shape)
-    mixed = tl.fma(share, out, tl.expand_dims(second / safe, -1) * other)
-    natural = tl.fma(tl.log2(safe), tl.full(safe.shape, 0.6931471805599453, tl.float32), peak)
-    return mixed, tl.where(total == 0.0, float("-inf"), natural)
+    m_new = tl.maximum(m, tile_m)
+    m_finite = finite(m_new)
+    alpha = tl.exp2(m - m_finite)
+    beta = tl.exp2(tile_m - m_finite)
+    spread = tl.broadcast_to(tl.expand_dims(alpha, -1), acc.shape)
+    acc = tl.fma(acc, spread, tile_acc * tl.expand_dims(beta, -1))
+    return acc, m_new, tl.fma(l, alpha, tile_l * beta)
 
 
 @triton.jit
 def finished(acc, m, l):
-    """What `softmax_step` left, as a range for `fold`."""
+    """The mean that the sums stand for, and its log-sum-exp, natural: 0 and -inf without a key."""
     l_safe = tl.where(l == 0.0, 1.0, l)
     natural = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * 0.6931471805599453)
-    return acc * (1.0 / l_safe)[:, None], natural
+    return acc * tl.expand_dims(1.0 / l_safe, -1), natural
+
+
+@triton.jit
+def attend_tile(acc, m, l, logits, v, TO_LOG2: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """Attends to one tile by itself and folds it: logits [M, N] are -inf where masked; v [N, D]."""
+    tile_m = tl.max(logits, 1) * TO_LOG2
+    p = tl.exp2(tl.fma(logits, tl.full(logits.shape, TO_LOG2, tl.float32), -finite(tile_m)[:, None]))
+    return fold(acc, m, l, dot(p.to(v.dtype), v, PRECISION, WIDEN), tile_m, tl.sum(p, 1))
 
 
 @triton.jit

@@ -46,6 +46,9 @@ def draw_requests(vocab_size: int, count: int, generator: random.Random) -> list
             beginning = other[:cut]
         length = int(LONGEST ** generator.random())
         prompt = (beginning + [generator.randrange(vocab_size) for _ in range(length)])[:LONGEST]
+        if generator.random() < 0.5:  # it needs another block while it is generated: a full pool preempts somebody
+            missing = -len(prompt) % 256 - generator.randint(1, 4)
+            prompt += [generator.randrange(vocab_size) for _ in range(missing)]
         prompts.append(prompt)
     return [
         (
@@ -82,7 +85,7 @@ def run(llm: LLM, requests: dict[int, tuple], generator: random.Random | None = 
 
 def variants(llm: LLM) -> list[dict]:
     """Arguments of engines; sizes that depend on the model come from one that runs."""
-    block, fits = llm.engine.runner.layout.block_bytes, 4 * -(-LONGEST // 256)
+    block, fits = llm.engine.runner.layout.block_bytes, 3 * -(-LONGEST // 256)
     streamed = dict(enable_cpu_offload=True, host_memory_limit=200 * fits * block // 4)
     return [
         dict(enable_prefix_caching=True),

@@ -112,7 +112,7 @@ def test_merge_of_512_splits_equals_dense_attention():
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("splits", [1, 4])
 def test_decode_bits_do_not_depend_on_where_blocks_lie(head_dim, window, splits):
     spec, lens = bf16_spec(head_dim=head_dim), [1025, 7, 256, 600]
     backend, paged, q = TritonBackend(spec, DEVICE), make_paged(spec, lens, DEVICE), make_q(spec, 4, DEVICE)
@@ -344,29 +344,29 @@ def test_the_bits_of_a_merged_row_do_not_depend_on_other_rows(q_heads, head_dim)
     lse = 5 * torch.randn(int(starts[-1]), q_heads, device="cuda", generator=generator)
     lse[3] = float("-inf")
     together = torch.empty(len(counts), q_heads, head_dim, dtype=torch.bfloat16, device="cuda")
-    merge(out, lse, starts, per_block(1, "cuda"), together)
+    merge(out, lse, lse, starts, per_block(1, "cuda"), 4, together)
     for row in range(20):
         alone = torch.empty(1, q_heads, head_dim, dtype=torch.bfloat16, device="cuda")
-        merge(out, lse, starts[row : row + 2].contiguous(), per_block(1, "cuda"), alone)
+        merge(out, lse, lse, starts[row : row + 2].contiguous(), per_block(1, "cuda"), 4, alone)
         assert torch.equal(alone[0], together[row]), f"{counts[row]} splits"
         weights = lse[starts[row] : starts[row + 1]].double().softmax(0)
         want = (weights[..., None] * out[starts[row] : starts[row + 1]].double()).sum(0)
         assert torch.allclose(alone[0].double(), want, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("head_dim, q_heads, kv_heads", [(128, 32, 8), (64, 4, 2), (80, 6, 2)])
+@pytest.mark.parametrize("head_dim, q_heads, kv_heads", [(128, 32, 8), (64, 4, 2), (80, 6, 2), (256, 8, 2)])
 @pytest.mark.parametrize("window", [None, 1, 70, 300])
-@pytest.mark.parametrize("splits", [2, 4])
-def test_whole_blocks_have_the_bits_of_their_splits_apart(splits, window, head_dim, q_heads, kv_heads):
-    """One program takes a block, and folds its splits; or each split has its own, and the merge folds them."""
-    lens = [1, 63, 64, 65, 128, 200, 256, 257, 700, 1279]
+def test_whole_blocks_have_the_bits_of_their_tiles_apart(window, head_dim, q_heads, kv_heads):
+    """One program takes a block, and folds its tiles; or each tile has its own, and the merge folds them."""
+    lens = [1, 63, 64, 65, 128, 200, 256, 257, 700, 1279, 2000]
     spec = bf16_spec(q_heads // kv_heads, head_dim, windows=(window,), kv_heads=kv_heads)
     backend, paged = TritonBackend(spec, DEVICE), make_paged(spec, lens, DEVICE)
-    q = make_q(spec, len(lens), DEVICE)
-    apart, _ = run_decode(backend, q, paged.kv, paged.tables, lens, window, splits)
-    whole, _ = run_decode(backend, q, paged.kv, paged.tables, lens, window, splits, 1)
+    q, tiles = make_q(spec, len(lens), DEVICE), backend.tiles_per_block
+    assert tiles in (4, 8)
+    apart, _ = run_decode(backend, q, paged.kv, paged.tables, lens, window, tiles)
+    whole, _ = run_decode(backend, q, paged.kv, paged.tables, lens, window)
     assert torch.equal(apart, whole)
     assert relative_error(whole.float(), dense_decode(spec, q, paged, lens, window)) < 2e-2
     for row, length in enumerate(lens):
-        alone, _ = run_decode(backend, q[row : row + 1], paged.kv, paged.tables[row : row + 1], [length], window, splits)
+        alone, _ = run_decode(backend, q[row : row + 1], paged.kv, paged.tables[row : row + 1], [length], window, tiles)
         assert torch.equal(alone[0], whole[row])

@@ -191,14 +191,14 @@ class LayerSteps:
             dtype=torch.bfloat16,
         )  # fmt: skip
         self.backend, self.num_rows, num_blocks = TritonBackend(spec, "cuda"), num_rows, -(-seq_len // 256)
-        splits = int(self.backend.splits_per_block(np.array([num_blocks]))[0])
+        splits = self.backend.tiles_per_block if num_blocks <= 8 else 1
         count = -(-seq_len * splits // 256)
         items = [
             (row, s, row * num_blocks + s // splits, row * count + s) for row in range(num_rows) for s in range(count)
         ]
         table = torch.tensor([(len(items), 0, 0, 0), *items], dtype=torch.int32, device="cuda")
         cuts = torch.full((num_rows,), splits, dtype=torch.int32, device="cuda")
-        self.work = DecodeWork(items=table[1:], num_items=table[0, :1], splits_per_block=cuts, partials_per_block=cuts)
+        self.work = DecodeWork(items=table[1:], num_items=table[0, :1], partials_per_block=cuts)
         self.ranges = torch.arange(num_rows + 1, dtype=torch.int32, device="cuda") * count
         self.lengths = torch.full((num_rows,), seq_len, dtype=torch.int32, device="cuda")
         self.positions = self.lengths.long() - 1
@@ -312,7 +312,7 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
         if kernel.startswith("merge"):
             out, (values, lse) = torch.zeros_like(step.attn), (step.partials.out, step.partials.lse)
             values, lse = (delayed(values), lse) if kernel == "merge" else (values, delayed(lse))
-            partials = type(step.partials)(out=values, lse=lse)
+            partials = type(step.partials)(out=values, lse=lse, weight=step.partials.weight)
             step.backend.merge(partials, step.ranges, step.work.partials_per_block, out)
             return out
         if kernel == "rows_linear in parts":
