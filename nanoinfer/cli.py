@@ -44,7 +44,7 @@ def _parser() -> Parser:
         commands.add_parser("plan", help="what fits and how fast it can be, without GPU or weights")
     )
     serve.add_arguments(commands.add_parser("serve", help="an HTTP server with OpenAI's API"))
-    verify.add_arguments(commands.add_parser("verify", help="compare offload with resident mode, bit for bit"))
+    verify.add_arguments(commands.add_parser("verify", help="compare modes, batches and chunks, bit for bit"))
     return parser
 
 

@@ -73,8 +73,8 @@ class EngineConfig:
             budget leaves; for tests and experiments.
         host_memory_limit: bytes of pinned host memory for KV blocks. None: what `max_num_seqs` sequences can need, at
             most 60 % of the memory that is available.
-        block_size: tokens per KV block, a multiple of 16. One block, or where a row has few an equal part of one, is one
-            split of the attention, so another block size rounds differently.
+        block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so another block size
+            rounds differently.
         enable_cpu_offload: True starts in offload mode: host memory holds every full KV block, the GPU keeps as many as
             the budget allows and the rest streams through the ring. "auto" starts in resident mode and enters offload
             mode by itself when the GPU pool is full, instead of preempting requests.

@@ -214,7 +214,7 @@ class KVCache:
         """The row's GPU blocks can be found by the number of the host block that each is a copy of.
 
         That number is forgotten when the host block is handed out again. Tokens would not do: two sequences with one
-        beginning may each have computed it, in other chunks, and only one of them is the host's.
+        beginning may each have computed it, one of them as its own output, and only one is the host's.
         """
         if self.offload is None or self._window is not None:
             return  # blocks that came back through the ring lack layers whose window had moved on

@@ -177,8 +177,6 @@ def test_a_cached_block_is_taken_only_behind_the_same_beginning_and_in_the_same_
     for prompt in prompts[:3]:
         assert run(cached, [prompt], params) == run(plain, [prompt], params)
     assert cached.stats()["num_prefill_tokens"] == 3 * 33, "blocks of another beginning were taken up"
-    # From here on other chunks are computed, so the last bits may differ.
-    (taken,), (computed,) = run(cached, prompts[3:], params), run(plain, prompts[3:], params)
-    assert taken[0][0] == computed[0][0]
+    assert run(cached, prompts[3:], params) == run(plain, prompts[3:], params)
     assert cached.stats()["num_prefill_tokens"] == 3 * 33 + 49 - 16, "the common first block was not taken up"
     assert_pools_as_before(cached)

@@ -58,15 +58,7 @@ def test_preempted_requests_lose_neither_tokens_nor_logprobs(path):
     assert engine.scheduler.num_preemptions >= 2
     give_back()
     assert_pools_as_before(engine)
-    for completions, wanted_completions in zip(outcomes, wanted, strict=True):
-        for (tokens, logprobs, reason), (wanted_tokens, wanted_logprobs, _) in zip(
-            completions, wanted_completions, strict=True
-        ):
-            assert tokens == wanted_tokens and reason == "length"
-            # Batches differ in size, so the last bits may.
-            for token, entry, wanted_entry in zip(tokens, logprobs, wanted_logprobs, strict=True):
-                assert entry[token].logprob == pytest.approx(wanted_entry[token].logprob, abs=1e-4)
-                assert entry[token].rank == wanted_entry[token].rank
+    assert outcomes == wanted
 
 
 @pytest.mark.parametrize("computed", ["prefill", "decode"])

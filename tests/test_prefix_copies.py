@@ -189,8 +189,7 @@ def test_with_a_window_nothing_is_kept(tmp_path):
     assert outcomes == wanted[:2] and streamed[1] > 0, "the second one's beginning came back through the ring"
     assert kv_cache.gpu_blocks.num_cached == 0
     engine.switch_mode("resident")
-    ((*got,),) = run(engine, prompts[2:], [PARAMS])
-    assert got[0][0] == wanted[2][0][0], "computed in other chunks: equal to rounding"
+    assert run(engine, prompts[2:], [PARAMS]) == wanted[2:]
 
 
 def test_copies_survive_the_other_mode(path):

@@ -9,9 +9,15 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams, cli
 from nanoinfer.attention.torch_backend import TorchBackend
+from nanoinfer.exact import linear
+from nanoinfer.mixed import MixedStep
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.verify import RunReport, Verdict, verify
-from nanoinfer.verify.record import LogitsRecorder, Recorded, compare
+from nanoinfer.prefix_cache import PrefixCache
+from nanoinfer.saved_kv import SavedKV
+from nanoinfer.sequence import Sequence
+from nanoinfer.verify import RunReport, Verdict, check, verify
+from nanoinfer.verify.record import Answer, LogitsRecorder, compare
+from nanoinfer.verify.runs import WIDE_ROWS, make_runs
 from nanoinfer.verify.workload import make_workload
 from offload import SimulatedRuntime
 
@@ -21,8 +27,8 @@ MODELS = {
     "llama": dict(family="llama"),
 }
 SMALL = dict(context=96, output_len=10, device="cpu", block_size=16, ring_slot_bytes=2**13, num_ring_slots=2, seed=3)
-RUNS = ["resident", "streamed", "mixture", "switch", "pairs", "auto"]
-REFERENCES = ["resident", "pairs"]
+PLACES = ["resident", "streamed", "mixture", "switch", "auto"]
+RUNS = [*PLACES, "alone", "pairs", "chunk", "eager", "prefix", "preempted", "n=2"]
 LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4
 BLOCK_BYTES = 3 * LAYER_BLOCK_BYTES
 
@@ -34,6 +40,16 @@ def many_small_runs():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Leaves out all runs but these: for a test of some, the others take time."""
+
+    def only(*names):
+        monkeypatch.setattr(check, "make_runs", lambda *args: [run for run in make_runs(*args) if run.name in names])
+
+    return only
 
 
 @pytest.fixture(scope="module")
@@ -91,31 +107,36 @@ def only_in(name, make):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_clean_engines_are_identical_in_every_mode(paths, name):
+def test_clean_engines_are_identical_in_every_run(paths, name):
     verdict = verify(paths[name], **SMALL)
     assert verdict.is_identical and [run.name for run in verdict.runs] == RUNS, verdict.report()
     assert all(run.left_out is None for run in verdict.runs), verdict.report()
-    tokens = 5 + 3 * 10
-    assert [run.num_tokens for run in verdict.runs] == [tokens] * 6
-    assert [run.num_logits for run in verdict.runs] == [tokens * 160] * 6
-    assert verdict.line() == f"identical: {4 * tokens} tokens and {4 * tokens * 160:,} logits in 6 runs"
+    tokens, greedy = 5 + 3 * 10, 5 + 10
+    wanted = {run: tokens for run in RUNS} | {"n=2": tokens + greedy}
+    assert {run.name: run.num_tokens for run in verdict.runs} == wanted
+    assert {run.name: run.num_logits for run in verdict.runs} == {run: count * 160 for run, count in wanted.items()}
+    num_compared = 11 * tokens + greedy
+    assert verdict.line() == f"identical: {num_compared} tokens and {num_compared * 160:,} logits in 12 runs"
+    assert [run.name for run in verdict.runs if run.is_reference] == ["resident"]
+    assert "\nvaried: where KV blocks lie, " in verdict.report()
     facts = {run.name: run.facts for run in verdict.runs}
-    assert [run.name for run in verdict.runs if run.is_reference] == REFERENCES
-    assert all(bool(facts[run]) == (run != "resident") for run in RUNS)
-    assert all(facts[run][0] != "0.0 MiB streamed" for run in RUNS if run != "resident")
-    assert facts["streamed"][1] == facts["pairs"][1] == "at most 0 full blocks stayed on the GPU"
-    assert "two requests at a time: the reference of the next: other rows per step, so not compared" in verdict.report()
-    assert verdict.report().count(", compared with ") == 1 == verdict.report().count("identical, compared with pairs\n")
+    assert all(facts[run][0] != "0.0 MiB streamed" for run in PLACES if run != "resident")
+    assert facts["streamed"][1] == "at most 0 full blocks stayed on the GPU"
     assert int(facts["mixture"][1].split()[2]) > 1
     assert [fact.split()[1] for fact in facts["switch"][2:]] == ["offload", "resident", "offload"]
     assert facts["switch"][2].endswith("(1 in prefill)")
+    assert [run for run in RUNS if any("mixed step" in fact for fact in facts[run])] == ["chunk"]
+    assert [run for run in RUNS if any("prefix cache" in fact for fact in facts[run])] == ["prefix", "n=2"]
+    assert [run for run in RUNS if any("preemption" in fact for fact in facts[run])] == ["preempted"]
+    assert all(not facts[run] for run in ("resident", "alone", "pairs", "eager"))
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 6])
 @pytest.mark.sampled("1", "6")
 def test_any_number_of_requests_can_be_compared(paths, num_requests):
     verdict = verify(paths["qwen3"], **SMALL, num_requests=num_requests)
-    assert verdict.is_identical and all(run.left_out is None for run in verdict.runs), verdict.report()
+    left_out = [run.name for run in verdict.runs if run.left_out is not None]
+    assert verdict.is_identical and left_out == (["preempted"] if num_requests == 2 else []), verdict.report()
 
 
 @pytest.mark.parametrize(
@@ -126,39 +147,86 @@ def test_any_number_of_requests_can_be_compared(paths, num_requests):
         ("mixture", corrupt_one_byte_of_each),
         ("switch", corrupt_one_byte_of_each),
         ("auto", corrupt_one_byte_of_each),
-        ("pairs", corrupt_one_byte_of_each),
     ],
 )
-@pytest.mark.sampled("streamed-swap_two_blocks", "switch-corrupt_one_byte_of_each", "pairs-corrupt_one_byte_of_each")
-def test_a_spoiled_host_block_is_found(paths, name, spoil):
+@pytest.mark.sampled("streamed-swap_two_blocks", "switch-corrupt_one_byte_of_each", "auto-corrupt_one_byte_of_each")
+def test_a_spoiled_host_block_is_found(paths, only, name, spoil):
+    only("resident", name)
     verdict = verify(paths["qwen3"], **SMALL, make_runtime=only_in(name, lambda: CorruptingRuntime(spoil)))
-    # A wrong reference makes the run that is compared with it differ, which says with what it was compared.
-    found = "auto" if name == "pairs" else name
-    assert verdict.line() == f"DIFFERENT in {found}", verdict.report()
-    assert ("two requests at a time: DIFFERENT from pairs\n" in verdict.report()) == (found == "auto")
-    wrong = {run.name: run for run in verdict.runs}[found]
+    assert verdict.line() == f"DIFFERENT in {name}", verdict.report()
+    wrong = verdict.runs[1]
     assert wrong.mismatches[0].position is not None and " instead of " in wrong.mismatches[0].text
     assert str(wrong.mismatches[0]) in verdict.report()
 
 
-def test_a_reference_with_other_rows_is_judged_by_no_tolerance(paths, monkeypatch):
+def test_products_that_depend_on_the_number_of_rows_are_found(paths, monkeypatch):
+    """As a library's that rounds otherwise for another number of rows."""
+    monkeypatch.setattr("nanoinfer.exact.linear", lambda x, *others: linear(x, *others) + 1e-6 * len(x))
+    verdict = verify(paths["qwen3"], **SMALL)
+    # Two or one at a time, other chunks, prompts of which part is there already. Where KV lies changes no product.
+    assert verdict.line() == "DIFFERENT in auto, alone, pairs, chunk, prefix, preempted, n=2", verdict.report()
+
+
+def test_a_fault_of_wide_steps_is_found_in_pairs(paths, only, monkeypatch):
+    only("resident", "alone", "pairs", "auto")
     logits = Decoder.logits
 
     def logits_by_rows(self, normed, out=None):
-        """As matrix kernels that round otherwise for another number of rows, and further than any tolerance allows."""
-        return logits(self, normed, out).mul_(2 if len(normed) == 2 else 1)
+        found = logits(self, normed, out)
+        return found.mul_(1 + 1e-6) if len(normed) == WIDE_ROWS else found
 
     monkeypatch.setattr(Decoder, "logits", logits_by_rows)
+    assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in pairs"
+
+
+def test_a_fault_of_mixed_steps_is_found_in_chunk(paths, only, monkeypatch):
+    only("resident", "eager", "chunk")
+    # The running sequences' rows hold token 0 then, in place of their newest.
+    monkeypatch.setattr(MixedStep, "_copy_inputs", lambda self: None)
+    assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in chunk"
+
+
+def test_a_graph_that_differs_from_its_pieces_is_found_in_eager(paths, only, monkeypatch):
+    only("resident", "eager")
+    capture = SimulatedRuntime.capture
+
+    def capture_for_a_while(self, stream, work):
+        """A graph that computes nothing from its fourth replay on."""
+        times = iter(range(3))
+        return capture(self, stream, lambda: None if next(times, None) is None else work())
+
+    monkeypatch.setattr(SimulatedRuntime, "capture", capture_for_a_while)
+    assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in eager"
+
+
+def test_a_wrong_block_from_the_prefix_cache_is_found(paths, only, monkeypatch):
+    find = PrefixCache.find
+    only("resident", "prefix", "n=2")
+    monkeypatch.setattr(PrefixCache, "find", lambda *args: find(*args)[::-1])
+    assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in prefix, n=2"
+
+
+def test_kv_that_comes_back_wrong_after_preemption_is_found(paths, only, monkeypatch):
+    only("resident", "prefix", "preempted")
+    monkeypatch.setattr(SavedKV, "restore", lambda self, *args: None)
+    assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in preempted"
+
+
+def test_completions_that_differ_from_a_single_one_are_found(paths, only, monkeypatch):
+    only("resident", "prefix", "n=2")
+    # The second completion's seed for the first.
+    monkeypatch.setattr(
+        "nanoinfer.engine.Sequence", lambda *args: Sequence(*args[:5], args[5] + (args[4].n == 2), args[6])
+    )
     verdict = verify(paths["qwen3"], **SMALL)
-    assert verdict.line().startswith("identical: ") and verdict.line().endswith(" in 6 runs"), verdict.report()
-    assert [run.name for run in verdict.runs if run.is_reference] == REFERENCES
-    assert all(run.largest_difference == 0 for run in verdict.runs)
+    assert verdict.line() == "DIFFERENT in n=2" and {m.request for m in verdict.runs[2].mismatches} == {1, 3}
 
 
-def test_a_reference_that_is_not_finite_is_found_in_itself(paths):
-    spoiled = only_in("pairs", lambda: CorruptingRuntime(lambda written: written[-1].fill_(math.nan)))
+def test_a_reference_that_is_not_finite_is_found_in_itself(paths, only):
+    only("streamed", "mixture")
+    spoiled = only_in("streamed", lambda: CorruptingRuntime(lambda written: written[-1].fill_(math.nan)))
     verdict = verify(paths["qwen3"], **SMALL, make_runtime=spoiled)
-    assert verdict.line().startswith("DIFFERENT in pairs"), verdict.report()
+    assert verdict.line().startswith("DIFFERENT in streamed"), verdict.report()
     assert "not finite; the reference itself: try another dtype, or memory was read" in verdict.report()
 
 
@@ -175,7 +243,8 @@ def test_a_reference_that_is_not_finite_is_found_in_itself(paths):
     ],
 )
 @pytest.mark.sampled("host.read_after_step", "ring.fill_after_attention", "write_through.after_kv_is_written")
-def test_a_dropped_wait_is_found_and_named(paths, rule):
+def test_a_dropped_wait_is_found_and_named(paths, only, rule):
+    only("resident", "streamed")
     for seed in range(8):
         runtime = only_in("streamed", lambda seed=seed: SimulatedRuntime(seed, dropped_rule=rule))
         verdict = verify(paths["qwen3"], **SMALL, make_runtime=runtime)
@@ -194,7 +263,7 @@ def collect_while_a_step_runs(path, seed, dropped_rule=None):
         engine.step()
     assert engine._in_flight is not None
     recorder.collect(keep=0)
-    return torch.stack(recorder.rows["r"])
+    return torch.stack(recorder.rows["r", 0])
 
 
 def test_logits_are_fetched_once_their_step_has_run(paths):
@@ -207,7 +276,8 @@ def test_logits_are_fetched_once_their_step_has_run(paths):
             collect_while_a_step_runs(paths["qwen3"], seed, "verify.read_after_step")
 
 
-def test_every_legal_order_of_the_streams_is_identical(paths, fuzz):
+def test_every_legal_order_of_the_streams_is_identical(paths, only, fuzz):
+    only(*(RUNS if fuzz else PLACES))
     for seed in range(3 if fuzz else 1):
         verdict = verify(paths["gemma3"], **SMALL, make_runtime=lambda name, seed=seed: SimulatedRuntime(seed))
         assert verdict.is_identical, verdict.report()
@@ -238,7 +308,8 @@ def test_freed_blocks_hold_nan_without_a_seed(paths, enable_cpu_offload):
     assert not SimulatedRuntime().poisons
 
 
-def test_a_resident_pool_that_is_too_small_is_left_out_and_said(paths):
+def test_a_resident_pool_that_is_too_small_is_left_out_and_said(paths, only):
+    only("resident", "streamed", "switch", "auto", "alone", "prefix")
     # A budget that a resident pool of 4 x 384 tokens does not fit into.
     arguments = SMALL | dict(context=368, gpu_memory_limit=1_150_000, host_memory_limit=128 * BLOCK_BYTES)
     verdict = verify(paths["qwen3"], **arguments)
@@ -246,29 +317,34 @@ def test_a_resident_pool_that_is_too_small_is_left_out_and_said(paths):
     assert verdict.is_identical and runs["streamed"].is_reference, verdict.report()
     assert "fit" in runs["resident"].left_out or "too small" in runs["resident"].left_out
     assert runs["switch"].left_out is not None
-    assert "(left out: resident, switch)" in verdict.line(), "what needs no room is compared: auto, too"
+    assert "(left out: resident, switch)" in verdict.line(), "what needs no room is compared: the others stream"
     assert f"left out: {runs['resident'].left_out}" in verdict.report()
 
 
-def test_auto_is_left_out_and_said_where_its_reference_gave_nothing(paths):
+def test_where_the_first_run_fails_the_next_one_is_the_reference(paths, only):
+    only("streamed", "mixture", "eager")
+
     def fail(written):
         raise RuntimeError("a device error")
 
-    verdict = verify(paths["qwen3"], **SMALL, make_runtime=only_in("pairs", lambda: CorruptingRuntime(fail)))
-    assert verdict.line() == "DIFFERENT in pairs" and "FAILED: RuntimeError: a device error" in verdict.report()
-    assert "left out: there is nothing to compare it with, since 'pairs' gave nothing" in verdict.report()
+    verdict = verify(paths["qwen3"], **SMALL, make_runtime=only_in("streamed", lambda: CorruptingRuntime(fail)))
+    assert verdict.line() == "DIFFERENT in streamed" and "FAILED: RuntimeError: a device error" in verdict.report()
+    assert [run.is_reference for run in verdict.runs] == [False, True, False]
+    assert "no CUDA graphs: identical" in verdict.report()
 
 
-def test_the_default_context_is_what_resident_mode_holds(paths):
+def test_the_default_context_is_what_resident_mode_holds(paths, only):
+    only(*PLACES)
     arguments = {key: value for key, value in SMALL.items() if key != "context"}
     small = verify(paths["qwen3"], **arguments, gpu_memory_limit=1_150_000)
     assert small.is_identical and all(run.left_out is None for run in small.runs), small.report()
 
 
-def test_an_automatic_run_that_never_spills_is_left_out_and_said(paths):
+def test_runs_in_which_nothing_happens_are_left_out_and_said(paths, only):
+    only("resident", "auto", "prefix", "preempted")
     verdict = verify(paths["qwen3"], **(SMALL | dict(output_len=2)))
-    assert verdict.is_identical and verdict.line().endswith("in 4 runs (left out: auto; compared with nothing: pairs)")
-    assert "the GPU pool did not fill up" in verdict.report()
+    assert verdict.is_identical and verdict.line().endswith("in 2 runs (left out: auto, preempted)")
+    assert "the GPU pool did not fill up" in verdict.report() and "no sequence was preempted" in verdict.report()
 
 
 @pytest.mark.parametrize(
@@ -313,6 +389,11 @@ def rows(*values):
     return [torch.tensor(value) for value in values]
 
 
+def answers(*pairs):
+    """(tokens, rows of logits) of each request."""
+    return [Answer(number, *pair) for number, pair in enumerate(pairs)]
+
+
 def compared(wanted, got, tolerance=None):
     report = RunReport(name="x", what="x")
     compare(wanted, got, report, tolerance)
@@ -320,8 +401,8 @@ def compared(wanted, got, tolerance=None):
 
 
 def test_one_bit_of_one_logit_is_a_difference_with_place_and_values():
-    wanted = Recorded([[1, 2], [1]], [rows([0.5, 1.0], [0.25, 2.0]), rows([0.5, 1.0])])
-    got = Recorded([[1, 2], [1]], [rows([0.5, 1.0], [0.25000003, 2.0]), rows([0.5, 1.0])])
+    wanted = answers(([1, 2], rows([0.5, 1.0], [0.25, 2.0])), ([1], rows([0.5, 1.0])))
+    got = answers(([1, 2], rows([0.5, 1.0], [0.25000003, 2.0])), ([1], rows([0.5, 1.0])))
     report = compared(wanted, got)
     assert [str(m) for m in report.mismatches] == [
         "request 0, generated token 1: logit of token 0 is 0.2500000298023224 instead of 0.25, 1 of 2 logits differ"
@@ -333,19 +414,19 @@ def test_one_bit_of_one_logit_is_a_difference_with_place_and_values():
 
 
 def test_nan_is_never_equal_and_missing_rows_are_found():
-    nan = Recorded([[1]], [rows([math.nan, 1.0])])
+    nan = answers(([1], rows([math.nan, 1.0])))
     assert "logit of token 0 is nan" in str(compared(nan, nan).mismatches[0])
-    wanted = Recorded([[1]], [rows([0.5, 1.0])])
+    wanted = answers(([1], rows([0.5, 1.0])))
     assert "is nan" in str(compared(wanted, nan, tolerance=0.1).mismatches[0])
-    assert "1 tokens with 0 rows" in str(compared(wanted, Recorded([[1]], [[]])).mismatches[0])
+    assert "1 tokens with 0 rows" in str(compared(wanted, answers(([1], []))).mismatches[0])
 
 
 def test_to_rounding_a_tie_may_fall_the_other_way_and_larger_differences_may_not():
-    wanted = Recorded([[1, 0]], [rows([0.99999, 1.0], [1.0, 0.0])])
-    tied = Recorded([[0, 1]], [rows([1.0, 0.99999], [0.0, 1.0])])
+    wanted = answers(([1, 0], rows([0.99999, 1.0], [1.0, 0.0])))
+    tied = answers(([0, 1], rows([1.0, 0.99999], [0.0, 1.0])))
     assert not compared(wanted, tied, tolerance=1e-3).mismatches
     assert compared(wanted, tied).mismatches[0].text.startswith("token 0 instead of 1; logit of token 0 is 1.0")
-    far = Recorded([[1, 0]], [rows([0.5, 1.0], [1.0, 0.0])])
+    far = answers(([1, 0], rows([0.5, 1.0], [1.0, 0.0])))
     assert "logit of token 0 is 0.5" in compared(wanted, far, tolerance=1e-3).mismatches[0].text
 
 
@@ -355,7 +436,7 @@ def test_without_fixed_splits_the_report_claims_rounding_only():
     assert verdict.line().startswith("equal to rounding: ") and "identical" not in verdict.report()
 
 
-def test_a_backend_without_fixed_splits_is_compared_to_rounding(paths, monkeypatch):
+def test_a_backend_without_fixed_splits_is_compared_to_rounding(paths, only, monkeypatch):
     def decode_rows(self, q, kv, block_table, seq_lens, out, window):
         for row, length in enumerate(seq_lens.tolist()):
             k, v = kv[block_table[row].long()].transpose(0, 1).flatten(1, 2)[:, :length]
@@ -370,11 +451,13 @@ def test_a_backend_without_fixed_splits_is_compared_to_rounding(paths, monkeypat
     assert "to rounding only: the attention backend 'torch' has no fixed splits" in verdict.report()
     runs = {run.name: run for run in verdict.runs}
     assert 0 < runs["streamed"].largest_difference < 1e-4, "the rows are not computed in another way"
+    only("resident", "streamed")
     runtime = only_in("streamed", lambda: CorruptingRuntime(swap_two_blocks))
     assert verify(paths["llama"], **SMALL, make_runtime=runtime).line() == "DIFFERENT in streamed"
 
 
-def test_the_command_prints_the_report_and_returns_zero(paths, capsys, monkeypatch):
+def test_the_command_prints_the_report_and_returns_zero(paths, only, capsys, monkeypatch):
+    only("resident", "streamed")
     arguments = ["verify", str(paths["llama"]), "--device", "cpu", "--context", "512", "--output-len", "6"]
     assert cli.main([*arguments, "--requests", "2"]) == 0
     printed = capsys.readouterr()
@@ -387,7 +470,8 @@ def test_the_command_prints_the_report_and_returns_zero(paths, capsys, monkeypat
     assert "DIFFERENT in " in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_the_report_is_told_run_by_run(paths):
+def test_the_report_is_told_run_by_run(paths, only):
+    only(*PLACES)
     told, events = [], []
 
     def make_runtime(name):
@@ -395,7 +479,7 @@ def test_the_report_is_told_run_by_run(paths):
         return SimulatedRuntime(poison=True)
 
     verdict = verify(paths["llama"], **SMALL, make_runtime=make_runtime, tell=told.append)
-    assert events == [(name, 1 + number) for number, name in enumerate(RUNS)]
+    assert events == [(name, 1 + number) for number, name in enumerate(PLACES)]
     assert "\n".join([*told, "", verdict.line()]) == verdict.report()
 
 

@@ -5,9 +5,9 @@ NaN, so that whoever reads one too late gives a wrong answer instead of an old o
 the raw logits of the whole vocabulary are compared with those of the first run, bit for bit where the attention backend
 has fixed splits.
 
-Two things would change the rounding and are kept equal in all runs that are compared: decode batches are padded to one
-size, and but for the first two requests, which share a step, each prompt is computed in steps of its own. The "auto" run
-has fewer rows in a step. It is compared with a run of its own kind, which is compared with none.
+A request's bits depend on nothing that the runs vary: where its KV lies, what is computed beside it, in which pieces,
+from graphs or not, and whether KV was just computed, found again, or put aside and brought back. So there is one
+reference for all, the first run.
 """
 
 from typing import TYPE_CHECKING

@@ -11,21 +11,24 @@ import torch
 from nanoinfer.build import resolve_device
 from nanoinfer.config import EngineConfig, counted
 from nanoinfer.memory import MemoryPlan
-from nanoinfer.verify.record import Recorded, compare
+from nanoinfer.verify.play import attempt
+from nanoinfer.verify.record import Answer, compare
 from nanoinfer.verify.report import RunReport, Verdict
-from nanoinfer.verify.runs import attempt, make_runs
+from nanoinfer.verify.runs import make_runs
 from nanoinfer.verify.workload import Machine, Workload, choose_workload, workload_arguments
 from offload import CudaRuntime, Runtime, SimulatedRuntime
 
 MAX_LOGITS_BYTES = 4 * 2**30
-# Without fixed splits logits may differ by this share of the row's largest: a few times what a type's rounding adds up to
-# over the layers, and far less than another block's keys would change.
+# Without fixed splits logits may differ by this share of the row's largest: a few times what a type's rounding adds up
+# to over the layers, and far less than another block's keys would change.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 # Arguments that make the runs what they are.
 OWN_ARGUMENTS = (
+    "capture_num_tokens",
     "cuda_graph_batch_sizes",
     "enable_cpu_offload",
     "enable_prefix_caching",
+    "enforce_eager",
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -46,7 +49,7 @@ def verify(
     tell: Callable[[str], None] = lambda text: None,
     **engine_arguments: Any,
 ) -> Verdict:
-    """Runs the same requests resident, streamed, as a mixture, with switches and with "auto", and compares them.
+    """Runs the same requests in every mode, alone and beside others, and compares what they give.
 
     Args:
         model: local directory of a Hugging Face checkpoint, or a hub id.
@@ -88,17 +91,15 @@ def verify(
     setting = describe(machine, workload, plan)
     tell("\n".join([*setting, ""]))
     reports: list[RunReport] = []
-    references: dict[str, Recorded] = {}
-    runs = make_runs(workload, plan)
-    for run in runs:
-        report = RunReport(name=run.name, what=run.what, reference=run.reference)
+    reference: list[Answer] | None = None
+    for run in make_runs(workload, plan):
+        report = RunReport(name=run.name, what=run.what)
         reports.append(report)
-        if run.reference not in ("", run.name, *references):
-            report.left_out = f"there is nothing to compare it with, since {run.reference!r} gave nothing"
-        elif (found := attempt(run, common | run.arguments, workload, make_runtime, report)) is not None:
-            reference = references.setdefault(run.reference, found)
-            report.is_reference = reference is found
-            # A reference is compared with itself: that finds what is not finite.
+        found = attempt(run, common | run.arguments, workload, make_runtime, report)
+        if found is not None:
+            report.is_reference = reference is None
+            reference = reference or found
+            # The reference is compared with itself: that finds what is not finite.
             compare(reference, found, report, None if machine.is_exact else rounding)
         tell("\n".join(report.lines(machine.is_exact)))
     return Verdict(setting=setting, runs=reports, is_exact=machine.is_exact)
@@ -130,9 +131,11 @@ def describe(machine: Machine, workload: Workload, plan: MemoryPlan) -> list[str
         f"{spec.architecture} ({weights}), {str(spec.dtype).removeprefix('torch.')}, {_device_name(machine.device)}, "
         f"attention backend {machine.backend_name!r}, KV blocks of {config.block_size} tokens "
         f"({plan.block_bytes / 2**20:.2f} MiB)",
-        f"{counted(len(workload.prompts), 'request')}: prompts of {lengths} tokens, {workload.num_tokens} generated tokens, "
-        f"{num_greedy} greedy and {len(workload.params) - num_greedy} sampled with a seed",
+        f"{counted(len(workload.prompts), 'request')}: prompts of {lengths} tokens, {workload.num_tokens} generated "
+        f"tokens, {num_greedy} greedy and {len(workload.params) - num_greedy} sampled with a seed",
         f"compared: {compared}",
+        "varied: where KV blocks lie, the mode, who runs beside a request, rows of a step, the prefill chunk, CUDA "
+        "graphs, prefix hits, preemption, n",
         "freed ring slots and freed KV blocks of both pools are filled with NaN",
     ]
 

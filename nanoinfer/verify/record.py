@@ -15,25 +15,26 @@ from offload import Event
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What one run gave, per request: token ids, and for each token its logits, [vocab_size] float32 on the CPU."""
+class Answer:
+    """A completion of request `request`: token ids, and for each token its logits, [vocab_size] float32 on the CPU."""
 
-    tokens: list[list[int]]
-    logits: list[list[torch.Tensor]]
+    request: int
+    tokens: list[int]
+    logits: list[torch.Tensor]
 
 
 class LogitsRecorder:
     """Keeps the raw logits of every sampled token without waiting for a step that runs.
 
     Attributes:
-        rows: request id -> one row per sampled token, [vocab_size] float32, CPU.
+        rows: (request id, number of the completion) -> one row per sampled token, [vocab_size] float32, CPU.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.rows: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self.rows: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
         self._runner = runner
         self._read_back = runner._read_back
-        self._unread: deque[tuple[list[str], list[torch.Tensor], Event]] = deque()
+        self._unread: deque[tuple[list[Sequence], list[torch.Tensor], Event]] = deque()
         runner._read_back = self._observe
 
     def _observe(
@@ -45,31 +46,33 @@ class LogitsRecorder:
             event = self._runner.runtime.event()
             self._runner.compute.run(lambda: copies.append(logits().clone()))
             self._runner.compute.record(event)
-            self._unread.append(([sequence.request_id for sequence in sequences], copies, event))
+            self._unread.append((list(sequences), copies, event))
         return self._read_back(sequences, tokens, logits)
 
     def collect(self, keep: int) -> None:
         """Fetches the logits of all steps but the newest `keep`, which may still run."""
         while len(self._unread) > keep:
-            request_ids, copies, event = self._unread.popleft()
+            sequences, copies, event = self._unread.popleft()
             event.synchronize("verify.read_after_step")
-            for request_id, row in zip(request_ids, copies[0].cpu().float(), strict=True):
-                self.rows[request_id].append(row)
+            for sequence, row in zip(sequences, copies[0].cpu().float(), strict=True):
+                self.rows[sequence.request_id, sequence.index].append(row)
 
 
-def compare(reference: Recorded, found: Recorded, report: RunReport, tolerance: float | None) -> None:
-    """Notes in the report how much was compared and the first difference of each request.
+def compare(reference: list[Answer], found: list[Answer], report: RunReport, tolerance: float | None) -> None:
+    """Notes in the report how much was compared and the first difference of each answer.
 
     Args:
+        reference: at least one answer to each request, of which the first counts.
         tolerance: None compares bits. A number allows logits to differ by this share of the row's largest, and ends
-            the comparison of a request, without a mismatch, where that makes it take another token.
+            the comparison of an answer, without a mismatch, where that makes it take another token.
     """
-    for number in range(len(reference.tokens)):
-        wanted, got = reference.tokens[number], found.tokens[number]
-        wanted_rows, got_rows = reference.logits[number], found.logits[number]
+    first = {answer.request: answer for answer in reversed(reference)}
+    for answer in found:
+        wanted, got = first[answer.request].tokens, answer.tokens
+        wanted_rows, got_rows = first[answer.request].logits, answer.logits
         if not len(wanted) == len(got) == len(got_rows):
             text = f"{len(got)} tokens with {len(got_rows)} rows of logits instead of {len(wanted)} tokens"
-            report.mismatches.append(Mismatch(request=number, position=None, text=text))
+            report.mismatches.append(Mismatch(request=answer.request, position=None, text=text))
             continue
         for position, row in enumerate(got_rows):
             report.num_tokens += 1
@@ -82,7 +85,7 @@ def compare(reference: Recorded, found: Recorded, report: RunReport, tolerance: 
             if text is not None:
                 if wanted[position] != got[position]:
                     text = f"token {got[position]} instead of {wanted[position]}; {text}"
-                report.mismatches.append(Mismatch(request=number, position=position, text=text))
+                report.mismatches.append(Mismatch(request=answer.request, position=position, text=text))
                 break
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """The first difference of one request.
+    """The first difference of an answer to one request.
 
     Attributes:
         request: its number, from 0.
@@ -30,8 +30,7 @@ class RunReport:
 
     Attributes:
         what: what the run does.
-        reference: the run that it is compared with; "": the first one that gave something; its own name: none.
-        is_reference: other runs are compared with it, and it is compared with none.
+        is_reference: the first one that gave something; the others are compared with it.
         facts: what it did: bytes streamed, blocks that stayed, switches.
         left_out: why it was not run, or why it does not count.
         failure: the error that ended it.
@@ -41,7 +40,6 @@ class RunReport:
 
     name: str
     what: str
-    reference: str = ""
     is_reference: bool = False
     facts: list[str] = field(default_factory=list)
     left_out: str | None = None
@@ -60,16 +58,11 @@ class RunReport:
             return f"left out: {self.left_out}"
         if self.failure is not None:
             return f"FAILED: {self.failure}"
-        has_own_reference = self.reference and not self.is_reference
         if self.mismatches:
-            return f"DIFFERENT from {self.reference}" if has_own_reference else "DIFFERENT"
+            return "DIFFERENT"
         if self.is_reference:
-            reason = " of the next: other rows per step, so not compared with the first run"
-            return "the reference" + (reason if self.reference else "")
-        how = "identical"
-        if not is_exact:
-            how = f"equal to rounding (up to {self.largest_difference:.1e} of the largest)"
-        return f"{how}, compared with {self.reference}" if has_own_reference else how
+            return "the reference"
+        return "identical" if is_exact else f"equal to rounding (up to {self.largest_difference:.1e} of the largest)"
 
     def lines(self, is_exact: bool) -> list[str]:
         """The run in the report: its result, what it did, and each difference."""
@@ -103,16 +96,13 @@ class Verdict:
             return f"DIFFERENT in {', '.join(wrong)}"
         done = [run for run in self.runs if run.left_out is None]
         compared = [run for run in done if not run.is_reference]
-        alone = [run.name for run in done if run.is_reference and run.reference not in {r.reference for r in compared}]
+        left_out = [run.name for run in self.runs if run.left_out is not None]
         how = "identical" if self.is_exact else "equal to rounding"
         line = (
             f"{how}: {sum(run.num_tokens for run in compared):,} tokens and "
-            f"{sum(run.num_logits for run in compared):,} logits in {len(done) - len(alone)} runs"
+            f"{sum(run.num_logits for run in compared):,} logits in {len(done)} runs"
         )
-        left_out = [run.name for run in self.runs if run.left_out is not None]
-        notes = [("left out", left_out), ("compared with nothing", alone)]
-        said = "; ".join(f"{what}: {', '.join(names)}" for what, names in notes if names)
-        return f"{line} ({said})" if said else line
+        return f"{line} (left out: {', '.join(left_out)})" if left_out else line
 
     def report(self) -> str:
         """Everything: what was compared, each run, each difference, and the verdict in the last line."""

@@ -70,8 +70,8 @@ def make_workload(
 ) -> Workload:
     """Random prompts of several lengths up to `context` tokens; every request fills a block while it decodes.
 
-    Every second request is sampled with a seed, the others are greedy; some have penalties. The first is the shortest and ends at half of
-    `output_len`.
+    Every second request is sampled with a seed, the others are greedy; some have penalties. The first is the shortest
+    and ends at half of `output_len`.
     """
     shares = LENGTH_SHARES if num_requests > 1 else (1.0,)
     lengths, params = [], []
@@ -96,7 +96,7 @@ def make_workload(
 
 
 def workload_arguments(workload: Workload) -> dict[str, Any]:
-    """Engine arguments with which all runs form the same batches."""
+    """Engine arguments that all runs have, but for those that they are about."""
     return dict(
         max_num_seqs=workload.num_rows,
         max_model_len=workload.max_model_len,

@@ -77,24 +77,17 @@ def run_all(llm: LLM, texts: list, settings: list, switches: dict[int, str] | No
 
 
 @pytest.fixture
-def rounds(model):
-    """What resident mode gives the first time, and again with the prompts in the prefix cache.
-
-    The second time prompts are computed in other chunks, for which the library may pick another matrix kernel.
-    """
+def expected(model):
+    """What resident mode gives, the first time and again with the prompts in the prefix cache."""
     with LLM(model, **COMMON) as llm:
-        result = [run(llm), run(llm)]
+        first, again = run(llm), run(llm)
         assert llm.stats()["graph_replays"] > 0 and llm.stats()["streamed_bytes"] == 0
-    return result
-
-
-@pytest.fixture
-def expected(rounds):
-    return rounds[0]
+    assert first == again, "a prefix hit changes bits"
+    return first
 
 
 @pytest.mark.parametrize("num_ring_slots, blocks_per_slot", [(2, 1), (3, 2), (5, 7), (2, 64)])
-def test_offload_equals_resident_bit_for_bit_for_every_ring(model, rounds, num_ring_slots, blocks_per_slot):
+def test_offload_equals_resident_bit_for_bit_for_every_ring(model, expected, num_ring_slots, blocks_per_slot):
     layer_block_bytes = 2 * 32 * 2 * 256 * 2  # enough for every model here
     with LLM(
         model,
@@ -103,20 +96,20 @@ def test_offload_equals_resident_bit_for_bit_for_every_ring(model, rounds, num_r
         num_ring_slots=num_ring_slots,
         ring_slot_bytes=blocks_per_slot * layer_block_bytes,
     ) as llm:
-        assert run(llm) == rounds[0]
+        assert run(llm) == expected
         assert llm.stats()["streamed_bytes"] > 0 and llm.stats()["graph_replays"] > 0
-        assert run(llm) == rounds[1], "a second round in the same engine differs"
+        assert run(llm) == expected, "a second round in the same engine differs"
 
 
-def test_any_share_of_the_kv_on_the_gpu_gives_the_same_bits(model, rounds):
+def test_any_share_of_the_kv_on_the_gpu_gives_the_same_bits(model, expected):
     for blocks in (1, 5, 12, 25):
         arguments = COMMON | dict(resident_kv_limit=blocks * 4 * 2 * 32 * 2 * 256 * 2, ring_slot_bytes="128KiB")
         with LLM(model, **arguments, enable_cpu_offload=True) as llm:
             residency = llm.engine.runner.kv_cache.residency
             taken, promote = [], residency.promote
             residency.promote = lambda count, rows, p=promote, t=taken: t.append(p(count, rows)) or t[-1]
-            assert run(llm) == rounds[0] and llm.stats()["streamed_bytes"] > 0
-            assert run(llm, switches={14: "resident", 20: "offload"}) == rounds[1]
+            assert run(llm) == expected and llm.stats()["streamed_bytes"] > 0
+            assert run(llm, switches={14: "resident", 20: "offload"}) == expected
             assert any(taken) or blocks == 1, "no block came back to the GPU"
 
 

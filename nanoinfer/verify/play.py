@@ -1,0 +1,160 @@
+"""Plays one run: the requests through an engine of its own, with what they give."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nanoinfer.config import EngineConfig, counted
+from nanoinfer.engine import LLMEngine
+from nanoinfer.request import Request
+from nanoinfer.sequence import SequenceState
+from nanoinfer.verify.record import Answer, LogitsRecorder
+from nanoinfer.verify.report import RunReport
+from nanoinfer.verify.runs import Run, Stats
+from nanoinfer.verify.workload import Workload
+from offload import Runtime
+
+
+class LeftOut(Exception):
+    """This run says nothing on this machine; the text says why."""
+
+
+def attempt(
+    run: Run,
+    arguments: dict[str, Any],
+    workload: Workload,
+    make_runtime: Callable[[str], Runtime],
+    report: RunReport,
+) -> list[Answer] | None:
+    """The run's tokens and logits; None where it was left out or failed, which the report says."""
+    try:
+        config = EngineConfig.from_arguments(arguments)
+        try:
+            engine = LLMEngine(config, make_runtime(run.name))
+        except ValueError as error:
+            if run.is_required:
+                raise
+            raise LeftOut(str(error)) from error
+    except LeftOut as error:
+        report.left_out = str(error)
+        return None
+    try:
+        return _record(run, engine, workload, report)
+    except LeftOut as error:
+        report.left_out = str(error)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a wrong block or a missing wait leads to; the other runs go on
+        report.failure = f"{type(error).__name__}: {error}"
+    finally:
+        device = engine.runner.runtime.device
+        engine.close()
+        del engine
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return None
+
+
+def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) -> list[Answer]:
+    """Plays the workload through the engine."""
+    num_blocks = engine.runner.kv_cache.gpu_blocks.num_blocks
+    if num_blocks < run.min_gpu_blocks:
+        raise LeftOut(
+            f"the requests need {run.min_gpu_blocks} KV blocks on the GPU, {num_blocks} fit: raise gpu_memory_limit "
+            "or lower the context"
+        )
+    recorder = LogitsRecorder(engine.runner)
+    switches = _Switches(engine, workload.num_tokens) if run.switches else None
+    num_passes, most_resident = 2 if run.asks_twice else 1, 0
+    requests: list[Request] = []
+    num_tokens = workload.num_tokens * run.num_completions * num_passes
+    with tqdm(total=num_tokens, desc=run.name, unit="tok", disable=not engine.config.progress_bar) as bar:
+        for number in range(num_passes):
+            requests = []
+            recorder.rows.clear()  # of the last pass only
+            while len(requests) < len(workload.prompts) or not all(request.is_finished for request in requests):
+                _add_requests(engine, workload, requests, run.num_completions, f"verify-{number}")
+                if switches is not None:
+                    switches.before_step(requests)
+                bar.update(sum(len(output.token_ids_delta) for output in engine.step()))
+                recorder.collect(keep=1)
+                most_resident = max(most_resident, engine.runner.kv_cache.num_resident)
+            recorder.collect(keep=0)
+    stats = engine.stats()
+    if not run.happened(stats):
+        raise LeftOut(run.otherwise)
+    report.facts += _facts(stats, most_resident, [] if switches is None else switches.done)
+    return _answers(requests, recorder)
+
+
+def _facts(stats: Stats, most_resident: int, switches: list[str]) -> list[str]:
+    facts = []
+    if stats["host_blocks_total"]:
+        facts.append(f"{stats['streamed_bytes'] / 2**20:,.1f} MiB streamed")
+        facts.append(f"at most {most_resident} full blocks stayed on the GPU")
+    facts += switches
+    if stats["num_mixed_steps"]:
+        facts.append(counted(stats["num_mixed_steps"], "mixed step"))
+    if stats["prefix_cache_hit_tokens"]:
+        facts.append(f"{stats['prefix_cache_hit_tokens']:,} prompt tokens from the prefix cache")
+    if stats["num_preemptions"]:
+        facts.append(counted(stats["num_preemptions"], "preemption"))
+    return facts
+
+
+def _answers(requests: list[Request], recorder: LogitsRecorder) -> list[Answer]:
+    """The first completion of each request, and the others of those that are greedy: they must be the same."""
+    return [
+        Answer(number, completion.token_ids, recorder.rows[request.request_id, completion.index])
+        for number, request in enumerate(requests)
+        for completion in request.output().outputs
+        if completion.index == 0 or request.params.is_greedy
+    ]
+
+
+def _add_requests(
+    engine: LLMEngine, workload: Workload, requests: list[Request], num_completions: int, name: str
+) -> None:
+    """The first two come together, each later one when the one before it has its first token.
+
+    So some decode while others are in prefill, and requests end before others come.
+    """
+    while len(requests) < len(workload.prompts):
+        number = len(requests)
+        if number >= 2 and requests[-1].first_token is None:
+            return
+        params = replace(workload.params[number], n=num_completions)
+        requests.append(engine.add_request(f"{name}-{number}", workload.prompts[number], params))
+
+
+class _Switches:
+    """Enters offload mode while a prompt is in prefill, leaves it at half of the tokens, enters it again at 3/4."""
+
+    def __init__(self, engine: LLMEngine, num_tokens: int) -> None:
+        self._engine = engine
+        self._later = deque([(num_tokens // 2, "resident"), (3 * num_tokens // 4, "offload")])
+        self._first_at_the_latest = num_tokens // 4
+        self.done: list[str] = []
+
+    def before_step(self, requests: list[Request]) -> None:
+        num_tokens = sum(sequence.num_generated for request in requests for sequence in request.sequences)
+        if not self.done:
+            states = [sequence.state for sequence in self._engine.scheduler.running]
+            is_mixed = SequenceState.PREFILL in states and SequenceState.DECODE in states
+            if is_mixed or num_tokens >= self._first_at_the_latest:
+                self._switch("offload", num_tokens)
+        elif self._later and num_tokens >= self._later[0][0]:
+            self._switch(self._later.popleft()[1], num_tokens)
+
+    def _switch(self, mode: str, num_tokens: int) -> None:
+        in_prefill = sum(sequence.state is SequenceState.PREFILL for sequence in self._engine.scheduler.running)
+        self._engine.switch_mode(mode)
+        self.done.append(f"to {mode} after {num_tokens} tokens ({in_prefill} in prefill)")
