@@ -75,10 +75,13 @@ def test_a_dependence_on_the_batch_is_counted(tmp_path, capsys, monkeypatch):
 
 def test_a_setting_that_does_not_fit_is_left_out_with_the_reason(capsys):
     # The chunk of a third of the longest prompt is smaller than what is to be captured.
-    assert cli.main([*ENGINE, "--conditions", "chunk", "--capture-num-tokens", "16,32"]) == 0
+    arguments = [*ENGINE, "--capture-num-tokens", "16,32", "--batch", "2"]
+    assert cli.main([*arguments, "--conditions", "batch,chunk"]) == 0
     printed = capsys.readouterr().out
-    assert "prefill chunk of 15: left out: " in printed and "--capture-num-tokens" in printed
-    assert printed.splitlines()[-1].endswith("(left out: prefill chunk of 15)")
+    assert "prefill chunk of 15: left out: --capture-num-tokens [16, 32] holds 32, and a prefill step" in printed
+    assert printed.splitlines()[-1].endswith(" logits in 1 condition (left out: prefill chunk of 15)")
+    assert cli.main([*arguments, "--conditions", "chunk"]) == 2
+    assert capsys.readouterr().err == "nanoinfer bench exactness: nothing was compared: the table says why\n"
 
 
 # Other servers
@@ -237,7 +240,8 @@ def test_requests_share_beginnings_and_crowds_hold_each_once():
     workload = make_workload(16, 1000, 16, 32, seed=0)
     prompts = [asked.prompt for asked in workload.asked]
     assert len({len(prompt) for prompt in prompts}) > 8 and max(map(len, prompts)) > 32
-    assert sum(prompt[:24] == prompts[2][:24] for prompt in prompts) == 4
+    for beginning in (prompts[2][:24], prompts[6][:32]):
+        assert sum(prompt[: len(beginning)] == beginning for prompt in prompts) == 4
     assert sum(asked.params.is_greedy for asked in workload.asked) == 8
     for size in (1, 2, 3, 16, 64):
         crowds = workload.crowds(size)

@@ -33,6 +33,7 @@ from nanoinfer.bench.options import (
 )
 from nanoinfer.bench.report import write_figures
 from nanoinfer.build import resolve_device, spec_and_layout
+from nanoinfer.command_line import in_options
 from nanoinfer.config import EngineConfig, counted
 from nanoinfer.errors import nearest
 from nanoinfer.loader import load_config
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
     """Asks everything, prints the report and returns its figures; `identical` says what was found.
 
     Raises:
-        ValueError: an option cannot be used, or a server does not answer.
+        ValueError: an option cannot be used, a server does not answer, or nothing could be compared.
     """
     check_at_least(options, requests=1, output_len=1)
     check_can_write(options.output_json)
@@ -62,8 +63,11 @@ def run(options: argparse.Namespace, command: str) -> dict:
     else:
         device = resolve_device(options.device)
         title, conditions = _ask_engines(options, sizes, names, device)
-    print(f"{title}\nhow many differ from each request alone:\n")
-    print(f"{table(conditions)}\n\n{verdict(conditions)}")
+    # What was left out, and why, comes in the words of the Python API.
+    print(f"{title}\nhow many differ from each request alone:\n\n{in_options(table(conditions), options.parser)}\n")
+    if all(condition.left_out for condition in conditions):
+        raise ValueError("nothing was compared: the table says why")
+    print(verdict(conditions))
     figures = {
         "identical": is_identical(conditions),
         "title": title,

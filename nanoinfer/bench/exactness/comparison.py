@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.bench.report import aligned
+from nanoinfer.config import counted
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,6 @@ def verdict(conditions: list[Condition]) -> str:
         names = {"tokens": "tokens", "texts": "texts", "logits": "logits", "logprobs": "log-probabilities"}
         totals = {title: sum(getattr(c, name).compared for c in done) for name, title in names.items()}
         shown = [f"{total:,} {title}" for title, total in totals.items() if total]
-        return f"identical: {', '.join(shown)} in {len(done)} conditions{note}"
+        return f"identical: {', '.join(shown)} in {counted(len(done), 'condition')}{note}"
     wrong = [f"{condition.name} ({condition.requests} requests)" for condition in done if condition.requests.different]
-    return f"DIFFERENT in {len(wrong)} of {len(done)} conditions: {', '.join(wrong)}{note}"
+    return f"DIFFERENT in {len(wrong)} of {counted(len(done), 'condition')}: {', '.join(wrong)}{note}"

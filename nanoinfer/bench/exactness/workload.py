@@ -84,7 +84,7 @@ def make_workload(num_requests: int, vocab_size: int, block_size: int, output_le
     beginnings = [_tokens(generator, vocab_size, length) for length in (block_size + block_size // 2, 2 * block_size)]
     asked = []
     for i in range(num_requests):
-        begin = beginnings[i % 4 // 2] if i // 2 % 2 else []
+        begin = beginnings[i // 4 % 2] if i // 2 % 2 else []
         num_own = generator.randint(1, MAX_PROMPT_BLOCKS * block_size - len(begin))
         is_greedy = i % 2 == 0
         params = SamplingParams(
