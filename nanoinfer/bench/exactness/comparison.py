@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from nanoinfer.bench.report import aligned
 from nanoinfer.config import counted
+
+# Of the most likely tokens. OpenAI's limit for /v1/completions, so that servers give as many.
+NUM_LOGPROBS = 5
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,11 @@ class Answer:
     text: str | None = None
     logits: list[Tensor] | None = None
     logprobs: list[list[float]] | None = None
+
+
+def token_logprobs(own: float, others: Iterable[float]) -> list[float]:
+    """The log-probabilities of one token that are compared: as many for each, whether or not it is a likely one itself."""
+    return [own, *sorted(others, reverse=True)[:NUM_LOGPROBS]]
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.bench.exactness.comparison import Answer, Condition
+from nanoinfer.bench.exactness.comparison import NUM_LOGPROBS, Answer, Condition, token_logprobs
 from nanoinfer.bench.exactness.workload import Crowd, Workload, all_answers
 from nanoinfer.bench.measure import free_memory
 from nanoinfer.config import EngineConfig
@@ -17,8 +17,6 @@ from nanoinfer.engine import LLMEngine
 from nanoinfer.outputs import CompletionOutput
 from nanoinfer.verify.record import LogitsRecorder
 
-# OpenAI's limit for /v1/completions, so that servers give as many.
-NUM_LOGPROBS = 5
 # Requests at once where the engine is what differs.
 CROWD = 16
 
@@ -63,23 +61,27 @@ class EngineAsker:
                 found[number] = Answer(completion.token_ids, logits=rows, logprobs=_logprobs(completion))
         return found
 
+    def close(self) -> None:
+        """Lets go of the engine, its weights included, although somebody may hold the asker yet."""
+        self.engine.close()
+        del self.engine, self._recorder
+
 
 def _logprobs(completion: CompletionOutput) -> list[list[float]] | None:
     if completion.logprobs is None:
         return None
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    return [[entry[token].logprob, *(one.logprob for one in entry.values())] for token, entry in pairs]
+    return [token_logprobs(entry[token].logprob, (one.logprob for one in entry.values())) for token, entry in pairs]
 
 
 @contextmanager
 def open_engine(arguments: dict[str, Any]) -> Iterator[EngineAsker]:
     """An engine with these arguments, whose memory is given back afterwards."""
-    engine = LLMEngine(EngineConfig.from_arguments(arguments))
+    asker = EngineAsker(LLMEngine(EngineConfig.from_arguments(arguments)))
     try:
-        yield EngineAsker(engine)
+        yield asker
     finally:
-        engine.close()
-        del engine
+        asker.close()
         free_memory()
 
 
@@ -124,14 +126,18 @@ def make_settings(names: list[str], workload: Workload) -> list[Setting]:
     # Odd, and two or three for the longest prompt.
     chunk = max(block_size // 2, workload.longest_prompt // 3) | 1
     step = -(-workload.longest_prompt // block_size)
-    # A third of what the requests need, or the least with which a chunk and the tail of each row have room.
-    pool = max(workload.num_blocks // 3, step + 2 + rows)
+    # A third of what the requests need, or the least with which a chunk and the tail of each row have room: few rows, so
+    # that it is little.
+    few = -(-rows // 2)
+    pool = max(workload.num_blocks // 3, step + 2 + few)
     streams = dict(max_num_seqs=rows, max_num_batched_tokens=step * block_size, resident_kv_limit=0)
     settings = {
         "chunk": Setting(f"prefill chunk of {chunk}", dict(max_num_seqs=rows, max_num_batched_tokens=chunk)),
         "offload": Setting("offload", dict(enable_cpu_offload=True) | streams, what_it_did=_streamed),
         "auto": Setting(
-            "auto", dict(enable_cpu_offload="auto", num_gpu_blocks_override=pool + 1) | streams, what_it_did=_spilled
+            "auto",
+            streams | dict(enable_cpu_offload="auto", max_num_seqs=few, num_gpu_blocks_override=pool + 1),
+            what_it_did=_spilled,
         ),
         "prefix": Setting("prefix caching", dict(enable_prefix_caching=True), times=2, what_it_did=_hits),
     }

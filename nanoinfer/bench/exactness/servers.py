@@ -9,12 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from nanoinfer.bench.exactness.comparison import Answer
-from nanoinfer.bench.exactness.engines import NUM_LOGPROBS
+from nanoinfer.bench.exactness.comparison import NUM_LOGPROBS, Answer, token_logprobs
 from nanoinfer.bench.exactness.workload import Asked, Crowd
 from nanoinfer.bench.measure import free_memory
 from nanoinfer.config import EngineConfig
@@ -66,10 +65,15 @@ class ServerAsker:
         Raises:
             ValueError: the server refused one, or gave no answer.
         """
-        connections = [self._connect() for _ in crowd]
+        connections: list[http.client.HTTPConnection] = []
         with ThreadPoolExecutor(len(crowd)) as pool:
-            asked = [one for _, one in crowd]
-            answers = list(pool.map(self._complete, connections, asked))
+            try:
+                connections += (self._connect() for _ in crowd)
+                answers = list(pool.map(self._complete, connections, (asked for _, asked in crowd)))
+            except BaseException:
+                for connection in connections:  # the pool waits for those that are under way
+                    _hang_up(connection)
+                raise
         return {number: answer for (number, _), answer in zip(crowd, answers, strict=True) if number is not None}
 
     def leave_out_what_is_refused(self, asked: Asked) -> None:
@@ -160,25 +164,36 @@ class ServerAsker:
         return f"{self.base_url} answered with status {status}: {' '.join(text.split())[:300]}"
 
 
+def _hang_up(connection: http.client.HTTPConnection) -> None:
+    """Ends the exchange that another thread waits for."""
+    sock = connection.sock
+    if sock is not None:
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+
 def _read(answer: dict) -> Answer:
     choice = answer["choices"][0]
     logprobs, tokens = choice.get("logprobs") or {}, choice.get("token_ids")
-    if "content" in logprobs:  # as in chats
-        entries = logprobs["content"]
+    entries = logprobs.get("content")  # as in chats
+    if entries is not None:
         tokens = tokens or [entry["token"] for entry in entries]
-        values = [[entry["logprob"], *(one["logprob"] for one in entry.get("top_logprobs") or ())] for entry in entries]
+        tops = [[one["logprob"] for one in entry.get("top_logprobs") or ()] for entry in entries]
+        values = [token_logprobs(entry["logprob"], top) for entry, top in zip(entries, tops, strict=True)]
         return Answer(tokens, choice["text"], logprobs=values)
     own = logprobs.get("token_logprobs")
     if own is None:
         return Answer(tokens, choice["text"])
     top = logprobs.get("top_logprobs") or [None] * len(own)
-    values = [[one, *(others or {}).values()] for one, others in zip(own, top, strict=True)]
+    values = [token_logprobs(one, (others or {}).values()) for one, others in zip(own, top, strict=True)]
     return Answer(tokens or logprobs.get("tokens"), choice["text"], logprobs=values)
 
 
 @contextmanager
 def own_server(arguments: dict[str, Any], max_queue: int) -> Iterator[ServerAsker]:
     """Our own server with an engine of these arguments, on a free port of this machine.
+
+    What a request leaves out has neutral values, as in `SamplingParams`, and not those that the checkpoint recommends.
 
     Raises:
         ModuleNotFoundError: packages of the server are missing.
@@ -189,7 +204,7 @@ def own_server(arguments: dict[str, Any], max_queue: int) -> Iterator[ServerAske
     from nanoinfer.serve.app import create_app
     from nanoinfer.serve.async_engine import AsyncEngine
 
-    config = EngineConfig.from_arguments(arguments)
+    config = EngineConfig.from_arguments(arguments | dict(generation_config="vllm"))
     engine = AsyncEngine(lambda: LLMEngine(config), max_queue=max_queue)
     engine.start()
     with socket.create_server(("127.0.0.1", 0)) as listener:
