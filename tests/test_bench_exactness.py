@@ -14,7 +14,7 @@ from tiny_models import make_checkpoint
 from nanoinfer import cli, exact
 from nanoinfer.bench.exactness import comparison
 from nanoinfer.bench.exactness.comparison import Answer, Condition
-from nanoinfer.bench.exactness.engines import open_engine
+from nanoinfer.bench.exactness.engines import EngineAsker, open_engine
 from nanoinfer.bench.exactness.servers import own_server
 from nanoinfer.bench.exactness.workload import make_workload
 from nanoinfer.bench.shapes import write_shape
@@ -57,7 +57,8 @@ def test_every_condition_gives_the_bits_of_each_request_alone(tmp_path, capsys):
         # Its own, and those of the five most likely ones.
         assert condition["logprobs"]["compared"] == 6 * num_tokens * is_told, name
         assert condition["logits"]["compared"] == (0 if name.startswith("server") else num_tokens * 2048), name
-    assert [found[name]["at_once"] for name in ("batch of 2", "batch of 9", "offload", "server, 9 at once")] == [2, 9, 6, 9]
+    rows = [found[name]["at_once"] for name in ("batch of 2", "batch of 9", "offload", "server, 9 at once")]
+    assert rows == [2, 9, 6, 9]
     last = printed.splitlines()[-1]
     assert last.startswith("identical: ") and last.endswith(" log-probabilities in 11 conditions")
     assert "MiB streamed" in printed and "prompt tokens so far were found" in printed
@@ -86,6 +87,27 @@ def test_a_setting_that_does_not_fit_is_left_out_with_the_reason(capsys):
     assert printed.splitlines()[-1].endswith(" logits in 1 condition (left out: prefill chunk of 15)")
     assert cli.main([*arguments, "--conditions", "chunk"]) == 2
     assert capsys.readouterr().err == "nanoinfer bench exactness: nothing was compared: the table says why\n"
+
+
+def test_a_request_that_fails_is_no_equal_answer(tmp_path, capsys, monkeypatch):
+    ask = EngineAsker.ask
+
+    def fail(asker, crowd, **arguments):
+        found = ask(asker, crowd, **arguments)
+        if len(crowd) > 1:
+            asker.failures.append("no such luck")
+        return found
+
+    monkeypatch.setattr(EngineAsker, "ask", fail)
+    _, found = figures_of([*ENGINE, "--batch", "1,4", "--conditions", "batch,chunk"], tmp_path, 1)
+    failures = [condition["failure"] for condition in found.values()]
+    assert failures == [None, "no such luck", "no such luck"]
+    printed = capsys.readouterr().out
+    assert "\nbatch of 4: FAILED: no such luck\n" in printed
+    assert "\nDIFFERENT in 2 of 3 conditions: batch of 4 (failed), prefill chunk of 15 (failed)\n" in printed
+    monkeypatch.setattr(EngineAsker, "ask", lambda asker, crowd, **_: asker.failures.append("never") or {0: None})
+    assert cli.main([*ENGINE, "--requests", "1"]) == 2
+    assert "a request alone failed: never" in capsys.readouterr().err
 
 
 def test_what_a_checkpoint_recommends_does_not_reach_the_server(tmp_path):
@@ -225,7 +247,7 @@ def test_fields_that_a_server_refuses_are_left_out_and_named(capsys):
         assert cli.main([*COMMAND, "--base-url", url, *SMALL, "--batch", "3"]) == 0
     printed = capsys.readouterr().out
     assert "the server does not take return_token_ids, ignore_eos, which were left out" in printed
-    assert "identical: 12 tokens, 12 texts, 24 log-probabilities in 2 conditions" in printed
+    assert "identical: 12 texts, 12 tokens, 24 log-probabilities in 2 conditions" in printed
 
 
 @pytest.mark.parametrize(

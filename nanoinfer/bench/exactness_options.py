@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
         "--base-url", metavar="URL",
-        help="ask this server with OpenAI's API, such as http://127.0.0.1:8000, instead of an engine here; --model is the "
-        "name that it serves (default: the first one)",
+        help="ask this server with OpenAI's API, such as http://127.0.0.1:8000, and no engine here; --model is a name "
+        "that it serves (default: the first one)",
     )  # fmt: skip
     parser.add_argument("--api-key", help="bearer token for --base-url (default: $OPENAI_API_KEY, where it is set)")
     parser.add_argument(

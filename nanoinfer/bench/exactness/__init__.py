@@ -97,11 +97,12 @@ def _check_options(options: argparse.Namespace) -> None:
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} goes with --base-url only: leave it out")
         if options.enable_prefix_caching is not None:
-            raise ValueError('enable_prefix_caching is a condition of its own: leave it out, or give --conditions prefix')
+            raise ValueError("enable_prefix_caching is a condition of its own: leave it out, give --conditions prefix")
         return
     for name, value in vars(options).items():
         if name not in _FOR_SERVERS and value != options.parser.get_default(name):
-            raise ValueError(f"--{name.replace('_', '-')} is for an engine here, --base-url asks a server: leave it out")
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is for an engine here, --base-url asks a server: leave it out")
     if options.vocab_size is not None and options.vocab_size < 4:
         raise ValueError(f"--vocab-size {options.vocab_size} must be at least 4")
 
@@ -145,9 +146,7 @@ def _ask_engines(
         common["model"] = model
         config = EngineConfig.from_arguments(common)
         spec, _ = spec_and_layout(config, load_config(model))
-        workload = make_workload(
-            options.requests, spec.vocab_size, config.block_size, options.output_len, options.seed
-        )
+        workload = make_workload(options.requests, spec.vocab_size, config.block_size, options.output_len, options.seed)
         _check_kept(workload, spec.vocab_size)
         common["max_model_len"] = workload.max_model_len
         wanted, conditions = _ask_base(options, common, workload, sizes, names)
@@ -170,10 +169,12 @@ def _ask_base(
             _progress(options, name)
             asker.at_once = 0
             answers = all_answers(workload, size, partial(asker.ask, with_logprobs=with_logprobs))
-            condition = Condition(name, asker.at_once)
+            condition = Condition(name, asker.at_once, failure=asker.take_failure())
             if wanted:
                 condition.compare(wanted, answers)
                 conditions.append(condition)
+            elif condition.failure:
+                raise ValueError(f"a request alone failed: {condition.failure}")
             return answers
 
         wanted: list[Answer] = []
@@ -201,9 +202,10 @@ def _ask_own_server(
                 name = f"server, {size} at once" if size > 1 else "server, one at a time"
                 _progress(options, name)
                 conditions.append(Condition(name, size))
-                conditions[-1].compare(wanted, all_answers(workload, size, asker.ask))
-            if asker.left_out:
-                conditions[-1].facts.append(f"left out: {', '.join(asker.left_out)}")
+                try:
+                    conditions[-1].compare(wanted, all_answers(workload, size, asker.ask))
+                except ValueError as error:  # the engine has given these answers before
+                    conditions[-1].failure = str(error)
     except ModuleNotFoundError as error:
         left_out = f"{error.name} is not installed: pip install 'nanoinfer[serve]'"
         conditions.append(Condition("server", left_out=left_out))
@@ -225,8 +227,8 @@ def _describe(workload: Workload) -> str:
     lengths = [len(asked.prompt) for asked in workload.asked]
     num_greedy = sum(asked.params.is_greedy for asked in workload.asked)
     return (
-        f"{counted(len(lengths), 'request')}, {num_greedy} greedy and {len(lengths) - num_greedy} with a seed; prompts of "
-        f"{min(lengths)} to {max(lengths)} tokens, up to {workload.output_len} generated"
+        f"{counted(len(lengths), 'request')}, {num_greedy} greedy and {len(lengths) - num_greedy} with a seed; prompts "
+        f"of {min(lengths)} to {max(lengths)} tokens, up to {workload.output_len} generated"
     )
 
 

@@ -33,7 +33,7 @@ class Answer:
 
 
 def token_logprobs(own: float, others: Iterable[float]) -> list[float]:
-    """The log-probabilities of one token that are compared: as many for each, whether or not it is a likely one itself."""
+    """The log-probabilities of one token that are compared: as many for each, also where it is a likely one itself."""
     return [own, *sorted(others, reverse=True)[:NUM_LOGPROBS]]
 
 
@@ -61,6 +61,7 @@ class Condition:
         requests: of these differ whose text, tokens, logits or log-probabilities do, anywhere.
         facts: what it did.
         left_out: why it was not asked, or says nothing.
+        failure: what went wrong while it was asked; what came of it is compared all the same.
     """
 
     name: str
@@ -72,12 +73,17 @@ class Condition:
     logprobs: Count = field(default_factory=Count)
     facts: list[str] = field(default_factory=list)
     left_out: str | None = None
+    failure: str | None = None
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.failure is not None or self.requests.different > 0
 
     def figures(self) -> dict:
         return asdict(self)
 
     def compare(self, wanted: list[Answer], found: list[Answer]) -> None:
-        """Counts what differs. Whatever follows a token that differs has another context, and is counted all the same."""
+        """Counts what differs, also what follows a token that differs, and so has another context."""
         for one, other in zip(wanted, found, strict=True):
             before = self._num_different()
             if one.text is not None and other.text is not None:
@@ -116,22 +122,26 @@ def _compare_logprobs(count: Count, wanted: list[list[float]] | None, found: lis
         _compare_lists(count, wanted[i] if i < len(wanted) else [], found[i] if i < len(found) else [])
 
 
+_PARTS = {"texts": "texts", "tokens": "tokens", "logits": "logits", "logprobs": "log-probabilities"}
+
+
 def table(conditions: list[Condition]) -> str:
     """One line per condition; columns of what nobody gave are left out."""
     columns = {"condition": lambda c: c.name, "at once": lambda c: "-" if c.left_out else f"{c.at_once:,}"}
     columns["requests"] = lambda c: str(c.requests)
-    for name, title in (("texts", "texts"), ("tokens", "tokens"), ("logits", "logits"), ("logprobs", "log-probabilities")):
+    for name, title in _PARTS.items():
         if any(getattr(condition, name).compared for condition in conditions):
             columns[title] = lambda condition, name=name: str(getattr(condition, name))
     lines = [[cell(condition) for cell in columns.values()] for condition in conditions]
     text = [aligned([list(columns), *lines])]
     text += [f"{c.name}: {'; '.join(c.facts)}" for c in conditions if c.facts and not c.left_out]
     text += [f"{c.name}: left out: {c.left_out}" for c in conditions if c.left_out]
+    text += [f"{c.name}: FAILED: {c.failure}" for c in conditions if c.failure]
     return "\n".join(text)
 
 
 def is_identical(conditions: list[Condition]) -> bool:
-    return not any(condition.requests.different for condition in conditions)
+    return not any(condition.is_wrong for condition in conditions)
 
 
 def verdict(conditions: list[Condition]) -> str:
@@ -140,9 +150,8 @@ def verdict(conditions: list[Condition]) -> str:
     left_out = [condition.name for condition in conditions if condition.left_out]
     note = f" (left out: {', '.join(left_out)})" if left_out else ""
     if is_identical(done):
-        names = {"tokens": "tokens", "texts": "texts", "logits": "logits", "logprobs": "log-probabilities"}
-        totals = {title: sum(getattr(c, name).compared for c in done) for name, title in names.items()}
+        totals = {title: sum(getattr(c, name).compared for c in done) for name, title in _PARTS.items()}
         shown = [f"{total:,} {title}" for title, total in totals.items() if total]
         return f"identical: {', '.join(shown)} in {counted(len(done), 'condition')}{note}"
-    wrong = [f"{condition.name} ({condition.requests} requests)" for condition in done if condition.requests.different]
+    wrong = [f"{c.name} ({'failed' if c.failure else f'{c.requests} requests'})" for c in done if c.is_wrong]
     return f"DIFFERENT in {len(wrong)} of {counted(len(done), 'condition')}: {', '.join(wrong)}{note}"

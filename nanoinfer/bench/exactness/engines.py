@@ -26,19 +26,17 @@ class EngineAsker:
 
     Attributes:
         at_once: most requests that have run in one step since this was last set to 0.
+        failures: what requests that are compared have failed with; their answers end early.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine, self.at_once = engine, 0
+        self.failures: list[str] = []
         self._recorder = LogitsRecorder(engine.runner, lambda name: name.startswith("compared"))
         self._num_asked = 0
 
     def ask(self, crowd: Crowd, *, with_logprobs: bool = False) -> dict[int, Answer]:
-        """Runs the requests of a crowd together; the answers of those that are compared, by their numbers.
-
-        Raises:
-            ValueError: a request failed.
-        """
+        """Runs the requests of a crowd together; the answers of those that are compared, by their numbers."""
         self._num_asked += 1
         requests = []
         for place, (number, asked) in enumerate(crowd):
@@ -53,13 +51,18 @@ class EngineAsker:
         self._recorder.collect(keep=0)
         found = {}
         for (number, _), request in zip(crowd, requests, strict=True):
-            if request.error is not None:
-                raise ValueError(f"a request failed: {request.error}")
             if number is not None:
+                if request.error is not None:
+                    self.failures.append(request.error)
                 completion = request.output().outputs[0]
                 rows = self._recorder.rows.pop(request.request_id)[: len(completion.token_ids)]
                 found[number] = Answer(completion.token_ids, logits=rows, logprobs=_logprobs(completion))
         return found
+
+    def take_failure(self) -> str | None:
+        """The first failure since it was last asked for."""
+        failures, self.failures = self.failures, []
+        return failures[0] if failures else None
 
     def close(self) -> None:
         """Lets go of the engine, its weights included, although somebody may hold the asker yet."""
@@ -71,7 +74,7 @@ def _logprobs(completion: CompletionOutput) -> list[list[float]] | None:
     if completion.logprobs is None:
         return None
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    return [token_logprobs(entry[token].logprob, (one.logprob for one in entry.values())) for token, entry in pairs]
+    return [token_logprobs(entry[token].logprob, [one.logprob for one in entry.values()]) for token, entry in pairs]
 
 
 @contextmanager
@@ -103,20 +106,25 @@ class Setting:
     def conditions(self, common: dict[str, Any], workload: Workload, wanted: list[Answer]) -> list[Condition]:
         """Asks all requests at once; one condition for each time."""
         names = [self.name, *(f"{self.name}, again" for _ in range(self.times - 1))]
-        found = []
-        size = min(CROWD, len(workload.asked))
+        found: list[Condition] = []
         try:
             with open_engine(common | self.arguments) as asker:
                 for name in names:
-                    asker.at_once = 0
-                    answers = all_answers(workload, size, asker.ask)
-                    facts, left_out = self.what_it_did(asker.engine)
-                    found.append(Condition(name, asker.at_once, facts=facts, left_out=left_out))
-                    if left_out is None:
-                        found[-1].compare(wanted, answers)
-        except ValueError as error:  # this setting does not fit on this machine; the reference did
+                    found.append(self._condition(name, asker, workload, wanted))
+        except (ValueError, MemoryError) as error:  # this setting does not fit on this machine; the reference did
             found.append(Condition(names[len(found)], left_out=str(error)))
         return found
+
+    def _condition(self, name: str, asker: EngineAsker, workload: Workload, wanted: list[Answer]) -> Condition:
+        asker.at_once = 0
+        answers = all_answers(workload, min(CROWD, len(workload.asked)), asker.ask)
+        facts, left_out = self.what_it_did(asker.engine)
+        condition = Condition(name, asker.at_once, facts=facts, failure=asker.take_failure())
+        if left_out is None or condition.failure:
+            condition.compare(wanted, answers)
+        else:
+            condition.left_out = left_out
+        return condition
 
 
 def make_settings(names: list[str], workload: Workload) -> list[Setting]:
@@ -126,8 +134,8 @@ def make_settings(names: list[str], workload: Workload) -> list[Setting]:
     # Odd, and two or three for the longest prompt.
     chunk = max(block_size // 2, workload.longest_prompt // 3) | 1
     step = -(-workload.longest_prompt // block_size)
-    # A third of what the requests need, or the least with which a chunk and the tail of each row have room: few rows, so
-    # that it is little.
+    # A third of what the requests need, or the least with which a chunk and the tail of each row have room; of few rows,
+    # so that it is little.
     few = -(-rows // 2)
     pool = max(workload.num_blocks // 3, step + 2 + few)
     streams = dict(max_num_seqs=rows, max_num_batched_tokens=step * block_size, resident_kv_limit=0)
@@ -149,8 +157,9 @@ def _streamed(engine: LLMEngine) -> tuple[list[str], str | None]:
 
 
 def _spilled(engine: LLMEngine) -> tuple[list[str], str | None]:
-    stays = "the GPU pool did not fill up, so offload mode was never entered: give a longer --output-len"
-    return _streamed(engine)[0], None if engine.mode == "offload" else stays
+    if engine.mode == "offload":
+        return _streamed(engine)
+    return [], "the GPU pool did not fill up, so offload mode was never entered: give a longer --output-len"
 
 
 def _hits(engine: LLMEngine) -> tuple[list[str], str | None]:
@@ -163,4 +172,4 @@ def check_finite(answers: list[Answer]) -> None:
     """Raises ValueError where the reference's logits are no numbers: these would be equal whatever is wrong."""
     for answer in answers:
         if not all(bool(torch.isfinite(row).all()) for row in answer.logits):
-            raise ValueError("the logits of a request alone are not finite: try another --dtype, or check the checkpoint")
+            raise ValueError("logits of a request alone are not finite: try another --dtype, or check the checkpoint")
