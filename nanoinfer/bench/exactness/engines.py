@@ -134,8 +134,8 @@ def make_settings(names: list[str], workload: Workload) -> list[Setting]:
     # Odd, and two or three for the longest prompt.
     chunk = max(block_size // 2, workload.longest_prompt // 3) | 1
     step = -(-workload.longest_prompt // block_size)
-    # A third of what the requests need, or the least with which a chunk and the tail of each row have room; of few rows,
-    # so that it is little.
+    # A third of what the requests need, or the least with which a chunk and the tail of each row have room;
+    # few rows, so that it is little.
     few = -(-rows // 2)
     pool = max(workload.num_blocks // 3, step + 2 + few)
     streams = dict(max_num_seqs=rows, max_num_batched_tokens=step * block_size, resident_kv_limit=0)
