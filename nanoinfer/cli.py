@@ -24,7 +24,7 @@ from nanoinfer.verify import command as verify
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `nanoinfer ...` and returns its exit status; see `command_line.run_command`.
 
-    `verify` returns 1 where it finds a difference, `plan` where something does not fit.
+    `verify` and `bench exactness` return 1 where they find a difference, `plan` where something does not fit.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     return run_command(_parser(), bench.with_default(given), lambda options: _run(options, given))
@@ -35,7 +35,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     bench.add_commands(
-        commands.add_parser("bench", help="measure latency, throughput, or offload against resident decode")
+        commands.add_parser("bench", help="measure latency, throughput, offload against resident decode, or exactness")
     )
     evaluations = commands.add_parser("eval", help="questions whose answers are known").add_subparsers(required=True)
     recall.add_arguments(evaluations.add_parser("recall", help=recall.SUMMARY, description=recall.SUMMARY))
@@ -57,8 +57,8 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
     if options.command == "verify":
         return verify.run(options)
     if options.command == "bench":
-        bench.run(options, command_line)
-    elif options.command == "eval":
+        return bench.run(options, command_line)
+    if options.command == "eval":
         import_module("nanoinfer.recall.command").run(options, command_line)
     else:
         _generate(options)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from nanoinfer.bench import latency_options, offload_options, throughput_options
+from nanoinfer.bench import exactness_options, latency_options, offload_options, throughput_options
 
 # Each runs in a module of its own, which is imported for it alone: `nanoinfer.bench.latency`.
-BENCHMARKS = {"latency": latency_options, "throughput": throughput_options, "offload": offload_options}
+BENCHMARKS = {
+    "latency": latency_options,
+    "throughput": throughput_options,
+    "offload": offload_options,
+    "exactness": exactness_options,
+}
 DEFAULT = "offload"
 
 
@@ -29,8 +34,8 @@ def with_default(arguments: list[str]) -> list[str]:
     return ["bench", DEFAULT, *arguments[1:]]
 
 
-def run(options: argparse.Namespace, command: str) -> None:
-    """Runs the benchmark that the options name and prints its report.
+def run(options: argparse.Namespace, command: str) -> int:
+    """Runs the benchmark that the options name, prints its report and returns the exit status: 1 where bits differ.
 
     Args:
         command: how it was called, for the JSON.
@@ -43,7 +48,8 @@ def run(options: argparse.Namespace, command: str) -> None:
 
     benchmark = import_module(f"nanoinfer.bench.{options.benchmark}")
     try:
-        benchmark.run(options, command)
+        figures = benchmark.run(options, command)
     except torch.OutOfMemoryError as error:  # its text goes on for many lines
         reason = str(error).splitlines()[0]
         raise MemoryError(f"{reason} Lower --gpu-memory, or end what else runs on the GPU") from error
+    return 1 if options.benchmark == "exactness" and not figures["identical"] else 0

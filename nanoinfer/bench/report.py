@@ -20,15 +20,19 @@ COLUMNS = [
 
 def table(rows: list[Row]) -> str:
     """The rows as aligned text."""
-    lines = [COLUMNS] + [_cells(row) for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    text.insert(1, "-" * len(text[0]))
+    text = [aligned([COLUMNS] + [_cells(row) for row in rows])]
     text += [f"{row.mode}, {row.batch} x {row.context}: {row.problem}" for row in rows if row.problem]
     moved = [row.link_moved for row in rows if row.link_moved is not None and row.link_moved > 0.02]
     if moved:
         text.append(f"the link moved by up to {max(moved):.0%} during the run: ratios are that uncertain")
     return "\n".join(text)
+
+
+def aligned(lines: list[list[str]]) -> str:
+    """Lines of cells, the first one of titles, as text in columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 
 def _cells(row: Row) -> list[str]:

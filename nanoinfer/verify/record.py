@@ -26,13 +26,16 @@ class Answer:
 class LogitsRecorder:
     """Keeps the raw logits of every sampled token without waiting for a step that runs.
 
+    Args:
+        is_wanted: of which requests, by their ids; the others' logits take neither time nor memory.
+
     Attributes:
         rows: (request id, number of the completion) -> one row per sampled token, [vocab_size] float32, CPU.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, is_wanted: Callable[[str], bool] = lambda request_id: True) -> None:
         self.rows: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
-        self._runner = runner
+        self._runner, self._is_wanted = runner, is_wanted
         self._read_back = runner._read_back
         self._unread: deque[tuple[list[Sequence], list[torch.Tensor], Event]] = deque()
         runner._read_back = self._observe
@@ -41,12 +44,14 @@ class LogitsRecorder:
         self, sequences: list[Sequence], tokens: torch.Tensor, logits: Callable[[], torch.Tensor | None]
     ) -> PendingTokens:
         """Copies the step's logits on the compute stream, before the next step overwrites them."""
-        if sequences:
+        places = [i for i, sequence in enumerate(sequences) if self._is_wanted(sequence.request_id)]
+        if places:
             copies: list[torch.Tensor] = []
             event = self._runner.runtime.event()
-            self._runner.compute.run(lambda: copies.append(logits().clone()))
+            all_of_them = slice(None) if len(places) == len(sequences) else places
+            self._runner.compute.run(lambda: copies.append(logits()[all_of_them].clone()))
             self._runner.compute.record(event)
-            self._unread.append((list(sequences), copies, event))
+            self._unread.append(([sequences[i] for i in places], copies, event))
         return self._read_back(sequences, tokens, logits)
 
     def collect(self, keep: int) -> None:

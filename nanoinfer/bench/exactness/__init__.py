@@ -1,0 +1,237 @@
+"""`nanoinfer bench exactness`: whether a request's bits depend on what runs beside it, or how it was asked.
+
+The same requests are asked one after the other, and then in batches, in every mode and through a server; each answer is
+compared with the request's alone. With `--base-url` another server is asked alone and in batches, for a side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoinfer.bench.exactness.comparison import Answer, Condition, is_identical, table, verdict
+from nanoinfer.bench.exactness.engines import CROWD, check_finite, make_settings, open_engine
+from nanoinfer.bench.exactness.servers import ServerAsker, own_server
+from nanoinfer.bench.exactness.workload import Workload, all_answers, make_workload
+from nanoinfer.bench.exactness_options import CONDITIONS
+from nanoinfer.bench.options import (
+    check_at_least,
+    check_can_write,
+    counts,
+    default_shape,
+    model_directory,
+    model_name,
+    shared_engine_arguments,
+)
+from nanoinfer.bench.report import write_figures
+from nanoinfer.build import resolve_device, spec_and_layout
+from nanoinfer.command_line import in_options
+from nanoinfer.config import EngineConfig, counted
+from nanoinfer.errors import nearest
+from nanoinfer.loader import load_config
+
+DEFAULT_VOCAB_SIZE = 1000
+MAX_LOGITS_BYTES = 4 * 2**30
+# Options of an engine that mean something to a server as well, or to the benchmark itself.
+_FOR_SERVERS = (
+    "api_key base_url batch benchmark block_size checkpoint command model no_progress output_json output_len parser "
+    "requests seed vocab_size"
+).split()
+
+
+def run(options: argparse.Namespace, command: str) -> dict:
+    """Asks everything, prints the report and returns its figures; `identical` says what was found.
+
+    Raises:
+        ValueError: an option cannot be used, a server does not answer, or nothing could be compared.
+    """
+    check_at_least(options, requests=1, output_len=1)
+    check_can_write(options.output_json)
+    sizes = counts(options.batch, "--batch")
+    names = _condition_names(options.conditions)
+    _check_options(options)
+    if options.base_url is not None:
+        title, conditions, device = *_ask_server(options, sizes), None
+    else:
+        device = resolve_device(options.device)
+        title, conditions = _ask_engines(options, sizes, names, device)
+    # What was left out, and why, comes in the words of the Python API.
+    print(f"{title}\nhow many differ from each request alone:\n\n{in_options(table(conditions), options.parser)}\n")
+    if all(condition.left_out for condition in conditions):
+        raise ValueError("nothing was compared: the table says why")
+    print(verdict(conditions))
+    figures = {
+        "identical": is_identical(conditions),
+        "title": title,
+        "conditions": [condition.figures() for condition in conditions],
+    }
+    if options.output_json and device is not None:
+        write_figures(options.output_json, figures, None, device, command)
+    elif options.output_json:
+        Path(options.output_json).write_text(json.dumps({"command": command} | figures, indent=1) + "\n")
+    return figures
+
+
+def _condition_names(text: str | None) -> list[str]:
+    names = list(CONDITIONS) if text is None else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in CONDITIONS:
+            hint = nearest(name, CONDITIONS)
+            guess = f" (did you mean {hint!r}?)" if hint else ""
+            raise ValueError(f"--conditions {name!r} is not known{guess}: choose from {', '.join(CONDITIONS)}")
+    return names
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that would be ignored."""
+    if options.base_url is None:
+        for name in ("api_key", "vocab_size"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} goes with --base-url only: leave it out")
+        if options.enable_prefix_caching is not None:
+            raise ValueError("enable_prefix_caching is a condition of its own: leave it out, give --conditions prefix")
+        return
+    for name, value in vars(options).items():
+        if name not in _FOR_SERVERS and value != options.parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is for an engine here, --base-url asks a server: leave it out")
+    if options.vocab_size is not None and options.vocab_size < 4:
+        raise ValueError(f"--vocab-size {options.vocab_size} must be at least 4")
+
+
+# Another server
+
+
+def _ask_server(options: argparse.Namespace, sizes: list[int]) -> tuple[str, list[Condition]]:
+    api_key = options.api_key or os.environ.get("OPENAI_API_KEY")
+    asker = ServerAsker(options.base_url, options.model or options.checkpoint, api_key)
+    vocab_size = options.vocab_size or DEFAULT_VOCAB_SIZE
+    workload = make_workload(options.requests, vocab_size, options.block_size, options.output_len, options.seed)
+    asker.leave_out_what_is_refused(workload.asked[0])
+    wanted, conditions = None, []
+    # Twice alone: what differs there is no matter of who else is asked.
+    for name, size in [("alone", 1), ("alone, again", 1), *((f"among {size}", size) for size in sizes if size > 1)]:
+        _progress(options, name)
+        answers = all_answers(workload, size, asker.ask)
+        if wanted is None:
+            wanted = answers
+            continue
+        conditions.append(Condition(name, size))
+        conditions[-1].compare(wanted, answers)
+    title = f"{asker.model} at {asker.base_url}: {_describe(workload)}"
+    if asker.left_out:
+        title += f"\nthe server does not take {', '.join(asker.left_out)}, which were left out"
+    return title, conditions
+
+
+# Engines in this process
+
+
+def _ask_engines(
+    options: argparse.Namespace, sizes: list[int], names: list[str], device: torch.device
+) -> tuple[str, list[Condition]]:
+    shape = default_shape(device)
+    common: dict[str, Any] = shared_engine_arguments(options) | dict(enable_cpu_offload=False)
+    if options.max_num_seqs is None:
+        common["max_num_seqs"] = max(*sizes, CROWD)
+    with model_directory(options, shape) as model:
+        common["model"] = model
+        config = EngineConfig.from_arguments(common)
+        spec, _ = spec_and_layout(config, load_config(model))
+        workload = make_workload(options.requests, spec.vocab_size, config.block_size, options.output_len, options.seed)
+        _check_kept(workload, spec.vocab_size)
+        common["max_model_len"] = workload.max_model_len
+        wanted, conditions = _ask_base(options, common, workload, sizes, names)
+        for setting in make_settings(names, workload):
+            _progress(options, setting.name)
+            conditions += setting.conditions(common, workload, wanted)
+        if "server" in names:
+            conditions += _ask_own_server(options, common, workload, sizes, wanted)
+    return f"{model_name(options, shape)}: {_describe(workload)}", conditions
+
+
+def _ask_base(
+    options: argparse.Namespace, common: dict[str, Any], workload: Workload, sizes: list[int], names: list[str]
+) -> tuple[list[Answer], list[Condition]]:
+    """The answers to each request alone, and what is asked of the same engine."""
+    conditions = []
+    with open_engine(common) as asker:
+
+        def ask(name: str, size: int, with_logprobs: bool = False) -> list[Answer]:
+            _progress(options, name)
+            asker.at_once = 0
+            answers = all_answers(workload, size, partial(asker.ask, with_logprobs=with_logprobs))
+            condition = Condition(name, asker.at_once, failure=asker.take_failure())
+            if wanted:
+                condition.compare(wanted, answers)
+                conditions.append(condition)
+            elif condition.failure:
+                raise ValueError(f"a request alone failed: {condition.failure}")
+            return answers
+
+        wanted: list[Answer] = []
+        wanted = ask("alone", 1)
+        check_finite(wanted)
+        if "batch" in names:
+            for size in sizes:
+                ask(f"batch of {size}" if size > 1 else "alone, again", size)
+        if "logprobs" in names or "server" in names:
+            told = ask("alone, with log-probabilities", 1, True)
+            wanted = [replace(one, logprobs=other.logprobs) for one, other in zip(wanted, told, strict=True)]
+        if "logprobs" in names and sizes[-1] > 1:
+            ask(f"batch of {sizes[-1]}, with log-probabilities", sizes[-1], True)
+    return wanted, conditions
+
+
+def _ask_own_server(
+    options: argparse.Namespace, common: dict[str, Any], workload: Workload, sizes: list[int], wanted: list[Answer]
+) -> list[Condition]:
+    """The requests through HTTP, with prefix caching as the server has it, one at a time and among others."""
+    conditions: list[Condition] = []
+    try:
+        with own_server(common | dict(enable_prefix_caching=True), max_queue=max(1024, sizes[-1])) as asker:
+            for size in sorted({1, sizes[-1]}):
+                name = f"server, {size} at once" if size > 1 else "server, one at a time"
+                _progress(options, name)
+                conditions.append(Condition(name, size))
+                try:
+                    conditions[-1].compare(wanted, all_answers(workload, size, asker.ask))
+                except ValueError as error:  # the engine has given these answers before
+                    conditions[-1].failure = str(error)
+    except ModuleNotFoundError as error:
+        left_out = f"{error.name} is not installed: pip install 'nanoinfer[serve]'"
+        conditions.append(Condition("server", left_out=left_out))
+    return conditions
+
+
+def _check_kept(workload: Workload, vocab_size: int) -> None:
+    num_tokens = sum(asked.params.max_tokens for asked in workload.asked)
+    # Those of the requests alone, and those that are compared with them.
+    num_bytes = 2 * 4 * num_tokens * vocab_size
+    if num_bytes > MAX_LOGITS_BYTES:
+        raise ValueError(
+            f"{num_tokens} generated tokens have {num_bytes / 2**30:.1f} GiB of logits to compare, "
+            f"{MAX_LOGITS_BYTES / 2**30:.0f} GiB are allowed: lower --requests or --output-len"
+        )
+
+
+def _describe(workload: Workload) -> str:
+    lengths = [len(asked.prompt) for asked in workload.asked]
+    num_greedy = sum(asked.params.is_greedy for asked in workload.asked)
+    return (
+        f"{counted(len(lengths), 'request')}, {num_greedy} greedy and {len(lengths) - num_greedy} with a seed; prompts "
+        f"of {min(lengths)} to {max(lengths)} tokens, up to {workload.output_len} generated"
+    )
+
+
+def _progress(options: argparse.Namespace, name: str) -> None:
+    if not options.no_progress:
+        print(f"nanoinfer: {name}", file=sys.stderr, flush=True)

@@ -1,0 +1,157 @@
+"""What an answer is, how many of its parts differ from another one's, and the table of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+from nanoinfer.bench.report import aligned
+from nanoinfer.config import counted
+
+# Of the most likely tokens. OpenAI's limit for /v1/completions, so that servers give as many.
+NUM_LOGPROBS = 5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for a request. None: it was not asked for, or cannot be had.
+
+    Attributes:
+        tokens: generated token ids, or their texts where a server gives no ids.
+        text: of all of them.
+        logits: for each token the raw logits that it was chosen from, [vocab_size] float32, CPU.
+        logprobs: for each token its own log-probability, then those of the most likely ones.
+    """
+
+    tokens: list[int] | list[str] | None
+    text: str | None = None
+    logits: list[Tensor] | None = None
+    logprobs: list[list[float]] | None = None
+
+
+def token_logprobs(own: float, others: Iterable[float]) -> list[float]:
+    """The log-probabilities of one token that are compared: as many for each, also where it is a likely one itself."""
+    return [own, *sorted(others, reverse=True)[:NUM_LOGPROBS]]
+
+
+@dataclass
+class Count:
+    """How many were compared, and how many of these differ."""
+
+    compared: int = 0
+    different: int = 0
+
+    def add(self, compared: int, different: int) -> None:
+        self.compared += compared
+        self.different += different
+
+    def __str__(self) -> str:
+        return f"{self.different:,} of {self.compared:,}" if self.compared else "-"
+
+
+@dataclass
+class Condition:
+    """One line of the table.
+
+    Attributes:
+        at_once: requests in one step of the engine, at most, or open at a server.
+        requests: of these differ whose text, tokens, logits or log-probabilities do, anywhere.
+        facts: what it did.
+        left_out: why it was not asked, or says nothing.
+        failure: what went wrong while it was asked; what came of it is compared all the same.
+    """
+
+    name: str
+    at_once: int = 1
+    requests: Count = field(default_factory=Count)
+    texts: Count = field(default_factory=Count)
+    tokens: Count = field(default_factory=Count)
+    logits: Count = field(default_factory=Count)
+    logprobs: Count = field(default_factory=Count)
+    facts: list[str] = field(default_factory=list)
+    left_out: str | None = None
+    failure: str | None = None
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.failure is not None or self.requests.different > 0
+
+    def figures(self) -> dict:
+        return asdict(self)
+
+    def compare(self, wanted: list[Answer], found: list[Answer]) -> None:
+        """Counts what differs, also what follows a token that differs, and so has another context."""
+        for one, other in zip(wanted, found, strict=True):
+            before = self._num_different()
+            if one.text is not None and other.text is not None:
+                self.texts.add(1, one.text != other.text)
+            _compare_lists(self.tokens, one.tokens, other.tokens)
+            _compare_logits(self.logits, one.logits, other.logits)
+            _compare_logprobs(self.logprobs, one.logprobs, other.logprobs)
+            self.requests.add(1, self._num_different() > before)
+
+    def _num_different(self) -> int:
+        return sum(count.different for count in (self.texts, self.tokens, self.logits, self.logprobs))
+
+
+def _compare_lists(count: Count, wanted: list | None, found: list | None) -> None:
+    if wanted is None or found is None:
+        return
+    length = max(len(wanted), len(found))
+    same = sum(a == b for a, b in zip(wanted, found, strict=False))
+    count.add(length, length - same)
+
+
+def _compare_logits(count: Count, wanted: list[Tensor] | None, found: list[Tensor] | None) -> None:
+    if wanted is None or found is None:
+        return
+    length, size = max(len(wanted), len(found)), len(wanted[0])
+    # As integers: bits count, so -0.0 is not 0.0.
+    pairs = zip(wanted, found, strict=False)
+    same = sum(int((a.view(torch.int32) == b.view(torch.int32)).sum()) for a, b in pairs)
+    count.add(length * size, length * size - same)
+
+
+def _compare_logprobs(count: Count, wanted: list[list[float]] | None, found: list[list[float]] | None) -> None:
+    if wanted is None or found is None:
+        return
+    for i in range(max(len(wanted), len(found))):
+        _compare_lists(count, wanted[i] if i < len(wanted) else [], found[i] if i < len(found) else [])
+
+
+_PARTS = {"texts": "texts", "tokens": "tokens", "logits": "logits", "logprobs": "log-probabilities"}
+
+
+def table(conditions: list[Condition]) -> str:
+    """One line per condition; columns of what nobody gave are left out."""
+    columns = {"condition": lambda c: c.name, "at once": lambda c: "-" if c.left_out else f"{c.at_once:,}"}
+    columns["requests"] = lambda c: str(c.requests)
+    for name, title in _PARTS.items():
+        if any(getattr(condition, name).compared for condition in conditions):
+            columns[title] = lambda condition, name=name: str(getattr(condition, name))
+    lines = [[cell(condition) for cell in columns.values()] for condition in conditions]
+    text = [aligned([list(columns), *lines])]
+    text += [f"{c.name}: {'; '.join(c.facts)}" for c in conditions if c.facts and not c.left_out]
+    text += [f"{c.name}: left out: {c.left_out}" for c in conditions if c.left_out]
+    text += [f"{c.name}: FAILED: {c.failure}" for c in conditions if c.failure]
+    return "\n".join(text)
+
+
+def is_identical(conditions: list[Condition]) -> bool:
+    return not any(condition.is_wrong for condition in conditions)
+
+
+def verdict(conditions: list[Condition]) -> str:
+    """The last line."""
+    done = [condition for condition in conditions if not condition.left_out]
+    left_out = [condition.name for condition in conditions if condition.left_out]
+    note = f" (left out: {', '.join(left_out)})" if left_out else ""
+    if is_identical(done):
+        totals = {title: sum(getattr(c, name).compared for c in done) for name, title in _PARTS.items()}
+        shown = [f"{total:,} {title}" for title, total in totals.items() if total]
+        return f"identical: {', '.join(shown)} in {counted(len(done), 'condition')}{note}"
+    wrong = [f"{c.name} ({'failed' if c.failure else f'{c.requests} requests'})" for c in done if c.is_wrong]
+    return f"DIFFERENT in {len(wrong)} of {counted(len(done), 'condition')}: {', '.join(wrong)}{note}"

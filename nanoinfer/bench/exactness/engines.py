@@ -1,0 +1,175 @@
+"""Asking engines of this process: the settings that are tried, and the answers with their raw logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nanoinfer.bench.exactness.comparison import NUM_LOGPROBS, Answer, Condition, token_logprobs
+from nanoinfer.bench.exactness.workload import Crowd, Workload, all_answers
+from nanoinfer.bench.measure import free_memory
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.outputs import CompletionOutput
+from nanoinfer.verify.record import LogitsRecorder
+
+# Requests at once where the engine is what differs.
+CROWD = 16
+
+
+class EngineAsker:
+    """Asks an engine, and keeps the logits of what is compared.
+
+    Attributes:
+        at_once: most requests that have run in one step since this was last set to 0.
+        failures: what requests that are compared have failed with; their answers end early.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine, self.at_once = engine, 0
+        self.failures: list[str] = []
+        self._recorder = LogitsRecorder(engine.runner, lambda name: name.startswith("compared"))
+        self._num_asked = 0
+
+    def ask(self, crowd: Crowd, *, with_logprobs: bool = False) -> dict[int, Answer]:
+        """Runs the requests of a crowd together; the answers of those that are compared, by their numbers."""
+        self._num_asked += 1
+        requests = []
+        for place, (number, asked) in enumerate(crowd):
+            name = f"{'other' if number is None else 'compared'}-{self._num_asked}-{place}"
+            is_told = with_logprobs and number is not None
+            params = replace(asked.params, logprobs=NUM_LOGPROBS) if is_told else asked.params
+            requests.append(self.engine.add_request(name, asked.prompt, params))
+        while not all(request.is_finished for request in requests):
+            self.engine.step()
+            self.at_once = max(self.at_once, len(self.engine.scheduler.running))
+            self._recorder.collect(keep=1)
+        self._recorder.collect(keep=0)
+        found = {}
+        for (number, _), request in zip(crowd, requests, strict=True):
+            if number is not None:
+                if request.error is not None:
+                    self.failures.append(request.error)
+                completion = request.output().outputs[0]
+                rows = self._recorder.rows.pop((request.request_id, 0))[: len(completion.token_ids)]
+                found[number] = Answer(completion.token_ids, logits=rows, logprobs=_logprobs(completion))
+        return found
+
+    def take_failure(self) -> str | None:
+        """The first failure since it was last asked for."""
+        failures, self.failures = self.failures, []
+        return failures[0] if failures else None
+
+    def close(self) -> None:
+        """Lets go of the engine, its weights included, although somebody may hold the asker yet."""
+        self.engine.close()
+        del self.engine, self._recorder
+
+
+def _logprobs(completion: CompletionOutput) -> list[list[float]] | None:
+    if completion.logprobs is None:
+        return None
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [token_logprobs(entry[token].logprob, [one.logprob for one in entry.values()]) for token, entry in pairs]
+
+
+@contextmanager
+def open_engine(arguments: dict[str, Any]) -> Iterator[EngineAsker]:
+    """An engine with these arguments, whose memory is given back afterwards."""
+    asker = EngineAsker(LLMEngine(EngineConfig.from_arguments(arguments)))
+    try:
+        yield asker
+    finally:
+        asker.close()
+        free_memory()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An engine that is compared with that of the reference.
+
+    Attributes:
+        arguments: in which it differs.
+        times: how often it is asked the same.
+        what_it_did: facts for the report from its statistics, and None or why it says nothing.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    times: int = 1
+    what_it_did: Callable[[LLMEngine], tuple[list[str], str | None]] = lambda engine: ([], None)
+
+    def conditions(self, common: dict[str, Any], workload: Workload, wanted: list[Answer]) -> list[Condition]:
+        """Asks all requests at once; one condition for each time."""
+        names = [self.name, *(f"{self.name}, again" for _ in range(self.times - 1))]
+        found: list[Condition] = []
+        try:
+            with open_engine(common | self.arguments) as asker:
+                for name in names:
+                    found.append(self._condition(name, asker, workload, wanted))
+        except (ValueError, MemoryError) as error:  # this setting does not fit on this machine; the reference did
+            found.append(Condition(names[len(found)], left_out=str(error)))
+        return found
+
+    def _condition(self, name: str, asker: EngineAsker, workload: Workload, wanted: list[Answer]) -> Condition:
+        asker.at_once = 0
+        answers = all_answers(workload, min(CROWD, len(workload.asked)), asker.ask)
+        facts, left_out = self.what_it_did(asker.engine)
+        condition = Condition(name, asker.at_once, facts=facts, failure=asker.take_failure())
+        if left_out is None or condition.failure:
+            condition.compare(wanted, answers)
+        else:
+            condition.left_out = left_out
+        return condition
+
+
+def make_settings(names: list[str], workload: Workload) -> list[Setting]:
+    """Those of the settings that are named."""
+    rows = min(CROWD, len(workload.asked))
+    block_size = workload.block_size
+    # Odd, and two or three for the longest prompt.
+    chunk = max(block_size // 2, workload.longest_prompt // 3) | 1
+    step = -(-workload.longest_prompt // block_size)
+    # A third of what the requests need, or the least with which a chunk and the tail of each row have room;
+    # few rows, so that it is little.
+    few = -(-rows // 2)
+    pool = max(workload.num_blocks // 3, step + 2 + few)
+    streams = dict(max_num_seqs=rows, max_num_batched_tokens=step * block_size, resident_kv_limit=0)
+    settings = {
+        "chunk": Setting(f"prefill chunk of {chunk}", dict(max_num_seqs=rows, max_num_batched_tokens=chunk)),
+        "offload": Setting("offload", dict(enable_cpu_offload=True) | streams, what_it_did=_streamed),
+        "auto": Setting(
+            "auto",
+            streams | dict(enable_cpu_offload="auto", max_num_seqs=few, num_gpu_blocks_override=pool + 1),
+            what_it_did=_spilled,
+        ),
+        "prefix": Setting("prefix caching", dict(enable_prefix_caching=True), times=2, what_it_did=_hits),
+    }
+    return [setting for name, setting in settings.items() if name in names]
+
+
+def _streamed(engine: LLMEngine) -> tuple[list[str], str | None]:
+    return [f"{engine.stats()['streamed_bytes'] / 2**20:,.1f} MiB streamed"], None
+
+
+def _spilled(engine: LLMEngine) -> tuple[list[str], str | None]:
+    if engine.mode == "offload":
+        return _streamed(engine)
+    return [], "the GPU pool did not fill up, so offload mode was never entered: give a longer --output-len"
+
+
+def _hits(engine: LLMEngine) -> tuple[list[str], str | None]:
+    stats = engine.stats()
+    found, queried = stats["prefix_cache_hit_tokens"], stats["prefix_cache_queried_tokens"]
+    return [f"{found:,} of {queried:,} prompt tokens so far were found"], None
+
+
+def check_finite(answers: list[Answer]) -> None:
+    """Raises ValueError where the reference's logits are no numbers: these would be equal whatever is wrong."""
+    for answer in answers:
+        if not all(bool(torch.isfinite(row).all()) for row in answer.logits):
+            raise ValueError("logits of a request alone are not finite: try another --dtype, or check the checkpoint")

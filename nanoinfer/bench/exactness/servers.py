@@ -1,0 +1,227 @@
+"""Asking a server with OpenAI's API: any, or our own in this process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from nanoinfer.bench.exactness.comparison import NUM_LOGPROBS, Answer, token_logprobs
+from nanoinfer.bench.exactness.workload import Asked, Crowd
+from nanoinfer.bench.measure import free_memory
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine import LLMEngine
+from nanoinfer.errors import nearest, shown
+
+TIMEOUT_SECONDS = 600  # for one answer
+# What some servers do not know, in the order in which it is left out.
+_EXTRAS = ("return_token_ids", "ignore_eos", "logprobs")
+_REFUSED = (400, 422)
+_START_SECONDS = 60
+
+
+class ServerAsker:
+    """Asks a server, every request of a crowd over a connection of its own.
+
+    Args:
+        base_url: with or without "/v1".
+        model: a name that it serves; None: the first one.
+
+    Attributes:
+        left_out: fields of a request that the server refuses.
+
+    Raises:
+        ValueError: the address cannot be used, nobody answers there, or the model is not served.
+    """
+
+    def __init__(self, base_url: str, model: str | None = None, api_key: str | None = None) -> None:
+        parts = urlsplit(base_url)
+        try:
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+            self._host, self._port = parts.hostname, parts.port
+        except ValueError:  # of the port
+            is_address = False
+        if not is_address:
+            raise ValueError(f"--base-url {base_url!r} is no address: give one such as http://127.0.0.1:8000")
+        self.base_url = base_url
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.left_out: list[str] = []
+        self.model = self._served(model)
+
+    def ask(self, crowd: Crowd) -> dict[int, Answer]:
+        """Sends the requests of a crowd at once; the answers of those that are compared, by their numbers.
+
+        Raises:
+            ValueError: the server refused one, or gave no answer.
+        """
+        connections: list[http.client.HTTPConnection] = []
+        with ThreadPoolExecutor(len(crowd)) as pool:
+            try:
+                connections += (self._connect() for _ in crowd)
+                answers = list(pool.map(self._complete, connections, (asked for _, asked in crowd)))
+            except BaseException:
+                for connection in connections:  # the pool waits for those that are under way
+                    _hang_up(connection)
+                raise
+        return {number: answer for (number, _), answer in zip(crowd, answers, strict=True) if number is not None}
+
+    def leave_out_what_is_refused(self, asked: Asked) -> None:
+        """Finds, with one request, which fields the server does not take."""
+        for name in (*_EXTRAS, None):
+            status, answer = self._send(self._connect(), "POST", "/completions", self._body(asked))
+            if status not in _REFUSED or name is None:
+                break
+            self.left_out.append(name)
+        if status != 200:
+            self.left_out.clear()
+            raise ValueError(self._refusal(status, answer))
+
+    def _complete(self, connection: http.client.HTTPConnection, asked: Asked) -> Answer:
+        status, answer = self._send(connection, "POST", "/completions", self._body(asked))
+        if status != 200:
+            raise ValueError(self._refusal(status, answer))
+        try:
+            return _read(json.loads(answer))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self.base_url} gave an answer of another shape: {shown(answer[:200])}") from error
+
+    def _body(self, asked: Asked) -> dict[str, Any]:
+        params = asked.params
+        body = {
+            "model": self.model,
+            "prompt": asked.prompt,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": NUM_LOGPROBS,
+        }
+        if params.seed is not None:
+            body["seed"] = params.seed
+        return {name: value for name, value in body.items() if name not in self.left_out}
+
+    def _served(self, model: str | None) -> str:
+        status, answer = self._send(self._connect(), "GET", "/models")
+        try:
+            names = [card["id"] for card in json.loads(answer)["data"]] if status == 200 else []
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{self.base_url} does not list its models: is it a server with OpenAI's API?") from error
+        if not names and status != 404:
+            raise ValueError(self._refusal(status, answer))
+        if not names and model is None:
+            raise ValueError(f"{self.base_url} does not list its models: give --model")
+        if names and model is not None and model not in names:
+            hint = nearest(model, names)
+            guess = f" (did you mean {hint!r}?)" if hint else ""
+            raise ValueError(f"--model {model!r} is not served at {self.base_url}{guess}: {', '.join(names[:10])}")
+        return model or names[0]
+
+    def _connect(self) -> http.client.HTTPConnection:
+        """An open connection, so that all requests of a crowd are sent at one time."""
+        connection = self._kind(self._host, self._port, timeout=TIMEOUT_SECONDS)
+        try:
+            connection.connect()
+        except OSError as error:
+            raise ValueError(f"{self.base_url} cannot be reached ({error}): start the server or correct it") from error
+        return connection
+
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: dict | None = None
+    ) -> tuple[int, bytes]:
+        """Status and body of the answer."""
+        content = None if body is None else json.dumps(body).encode()
+        with closing(connection):
+            try:
+                connection.request(method, self._path + path, content, self._headers)
+                response = connection.getresponse()
+                return response.status, response.read()
+            except (OSError, http.client.HTTPException) as error:
+                why = str(error) or type(error).__name__
+                raise ValueError(f"{self.base_url} gave no answer ({why}): look into the server's log") from error
+
+    def _refusal(self, status: int, answer: bytes) -> str:
+        text = answer.decode(errors="replace")
+        try:
+            found = json.loads(text)
+            found = found.get("error", found)
+            text = found["message"] if isinstance(found, dict) else str(found)
+        except (ValueError, LookupError, AttributeError):
+            pass  # no JSON, or of another shape: as it is
+        return f"{self.base_url} answered with status {status}: {' '.join(text.split())[:300]}"
+
+
+def _hang_up(connection: http.client.HTTPConnection) -> None:
+    """Ends the exchange that another thread waits for."""
+    sock = connection.sock
+    if sock is not None:
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def _read(answer: dict) -> Answer:
+    choice = answer["choices"][0]
+    logprobs, tokens = choice.get("logprobs") or {}, choice.get("token_ids")
+    entries = logprobs.get("content")  # as in chats
+    if entries is not None:
+        tokens = tokens or [entry["token"] for entry in entries]
+        tops = [[one["logprob"] for one in entry.get("top_logprobs") or ()] for entry in entries]
+        values = [token_logprobs(entry["logprob"], top) for entry, top in zip(entries, tops, strict=True)]
+        return Answer(tokens, choice["text"], logprobs=values)
+    own = logprobs.get("token_logprobs")
+    if own is None:
+        return Answer(tokens, choice["text"])
+    top = logprobs.get("top_logprobs") or [None] * len(own)
+    values = [token_logprobs(one, (others or {}).values()) for one, others in zip(own, top, strict=True)]
+    return Answer(tokens or logprobs.get("tokens"), choice["text"], logprobs=values)
+
+
+@contextmanager
+def own_server(arguments: dict[str, Any], max_queue: int) -> Iterator[ServerAsker]:
+    """Our own server with an engine of these arguments, on a free port of this machine.
+
+    What a request leaves out has neutral values, as in `SamplingParams`, and not those that the checkpoint recommends.
+
+    Raises:
+        ModuleNotFoundError: packages of the server are missing.
+        ValueError: the engine cannot be made.
+    """
+    import uvicorn  # optional, as what the application needs
+
+    from nanoinfer.serve.app import create_app
+    from nanoinfer.serve.async_engine import AsyncEngine
+
+    config = EngineConfig.from_arguments(arguments | dict(generation_config="vllm"))
+    engine = AsyncEngine(lambda: LLMEngine(config), max_queue=max_queue)
+    engine.start()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        app = create_app(engine, served_model_names=["model"])
+        settings = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off")
+        server = uvicorn.Server(settings)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="exactness-server")
+        try:
+            thread.start()
+            deadline = time.monotonic() + _START_SECONDS
+            while not server.started:
+                if not thread.is_alive() or time.monotonic() > deadline:
+                    raise ValueError("the server did not start")
+                time.sleep(0.01)
+            yield ServerAsker(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        finally:
+            server.should_exit = True
+            thread.join()
+            engine.close()
+            free_memory()

@@ -1,0 +1,112 @@
+"""The requests whose answers are compared, what else runs beside them, and who is asked at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanoinfer.sampling_params import SamplingParams
+
+# Token ids from here on: those before are often special.
+_FIRST_ID = 3
+MAX_PROMPT_BLOCKS = 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and what is wanted for it."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt with its output."""
+        return len(self.prompt) + self.params.max_tokens
+
+
+# Who is asked at once: the number of a request that is compared, or None, and the request.
+Crowd = list[tuple[int | None, Asked]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that are compared; others are drawn as they are needed."""
+
+    asked: list[Asked]
+    vocab_size: int
+    block_size: int
+    output_len: int
+    seed: int
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that the longest request can have, those of others included."""
+        return max(*(asked.num_tokens for asked in self.asked), self.block_size + self.output_len)
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(len(asked.prompt) for asked in self.asked)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that all of them need at once."""
+        return sum(-(-asked.num_tokens // self.block_size) for asked in self.asked)
+
+    def crowds(self, size: int) -> list[Crowd]:
+        """All requests in crowds of `size`, filled up with others, in random order; the same for the same size."""
+        generator = random.Random(self.seed * 1_000_003 + size)
+        order = list(range(len(self.asked)))
+        generator.shuffle(order)
+        found: list[Crowd] = []
+        for begin in range(0, len(order), size):
+            crowd: Crowd = [(number, self.asked[number]) for number in order[begin : begin + size]]
+            crowd += [(None, self._other(generator)) for _ in range(size - len(crowd))]
+            generator.shuffle(crowd)
+            found.append(crowd)
+        return found
+
+    def _other(self, generator: random.Random) -> Asked:
+        prompt = _tokens(generator, self.vocab_size, generator.randint(1, self.block_size))
+        max_tokens = generator.randint(1, self.output_len)
+        temperature = generator.choice([0.0, 1.0])
+        return Asked(prompt, SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True))
+
+
+def make_workload(num_requests: int, vocab_size: int, block_size: int, output_len: int, seed: int) -> Workload:
+    """Prompts of unequal lengths up to three blocks, half of them with a beginning that others have, too.
+
+    Every second request is sampled with a seed, the others are greedy; some have penalties, some end earlier.
+    """
+    generator = random.Random(seed)
+    # One ends inside of a block, the other one at its edge.
+    beginnings = [_tokens(generator, vocab_size, length) for length in (block_size + block_size // 2, 2 * block_size)]
+    asked = []
+    for i in range(num_requests):
+        begin = beginnings[i // 4 % 2] if i // 2 % 2 else []
+        num_own = generator.randint(1, MAX_PROMPT_BLOCKS * block_size - len(begin))
+        is_greedy = i % 2 == 0
+        params = SamplingParams(
+            temperature=0.0 if is_greedy else 0.8,
+            top_p=1.0 if is_greedy else 0.95,
+            presence_penalty=0.3 * (i % 4 == 3),
+            frequency_penalty=0.1 * (i % 3 == 2),
+            seed=None if is_greedy else seed + i,
+            max_tokens=max(1, output_len - i % 4 * (output_len // 8)),
+            ignore_eos=True,
+        )
+        asked.append(Asked(begin + _tokens(generator, vocab_size, num_own), params))
+    return Workload(asked, vocab_size, block_size, output_len, seed)
+
+
+def _tokens(generator: random.Random, vocab_size: int, count: int) -> list[int]:
+    return [generator.randrange(_FIRST_ID, vocab_size) for _ in range(count)]
+
+
+def all_answers(workload: Workload, size: int, ask: Callable[[Crowd], dict]) -> list:
+    """Asks every request among `size` at once; one answer per request, in their order."""
+    found: dict = {}
+    for crowd in workload.crowds(size):
+        found |= ask(crowd)
+    return [found[number] for number in range(len(workload.asked))]
