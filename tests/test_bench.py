@@ -259,6 +259,7 @@ def load_gpu_bench():
     return gpu_bench
 
 
+@pytest.mark.sampled()
 def test_the_gpu_record_can_be_made_without_a_gpu(tmp_path, monkeypatch):
     """Scaled down, for the code's sake: the figures mean nothing."""
     out = tmp_path / "made" / "record.json"

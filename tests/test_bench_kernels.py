@@ -191,6 +191,7 @@ def start_once(start):
     return again
 
 
+@pytest.mark.sampled()
 def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys, fuzz):
     """Scaled down, for the code's sake: the figures mean nothing, and there is nothing to profile."""
     out, only = tmp_path / "record.json", "resident,batch_throughput,arrivals,kernels,start_up"
