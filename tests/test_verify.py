@@ -107,6 +107,7 @@ def only_in(name, make):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled("gemma3")
 def test_clean_engines_are_identical_in_every_run(paths, name):
     verdict = verify(paths[name], **SMALL)
     assert verdict.is_identical and [run.name for run in verdict.runs] == RUNS, verdict.report()
@@ -132,7 +133,7 @@ def test_clean_engines_are_identical_in_every_run(paths, name):
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 6])
-@pytest.mark.sampled("1", "6")
+@pytest.mark.sampled("1")
 def test_any_number_of_requests_can_be_compared(paths, num_requests):
     verdict = verify(paths["qwen3"], **SMALL, num_requests=num_requests)
     left_out = [run.name for run in verdict.runs if run.left_out is not None]
