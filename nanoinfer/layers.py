@@ -93,7 +93,6 @@ class Linear(nn.Module):
         num_rows = sum(self.parts.values()) if self.parts else out_features
         self.weight = empty_weight(num_rows, in_features, dtype=dtype, device=device)
         self.bias = empty_weight(num_rows, dtype=dtype, device=device) if bias else None
-
         self.library_counts: frozenset[int] = frozenset()
         """Numbers of rows at which, on CUDA, the library gives our kernels' bits; see `nanoinfer.products`."""
 

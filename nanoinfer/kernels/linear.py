@@ -20,11 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.activation import ACTIVATIONS, act_and_mul, activate
+from nanoinfer.kernels.activation import ACTIVATIONS, act_and_mul
 from nanoinfer.kernels.counts import MAX_ROWS, padded_rows
 from nanoinfer.kernels.pdl import launch_options, let_next_in, wait_for_inputs
-from nanoinfer.kernels.rms_norm import rounded
-from nanoinfer.kernels.tile_linear import biased, tile_linear
+from nanoinfer.kernels.tile_linear import finished_product, tile_linear
 
 FEW_ROWS = 16
 FEW_GATED_ROWS = 32
@@ -32,6 +31,7 @@ FEW_GATED_ROWS = 32
 LARGE_OUTPUT = 2**15
 """More rows of a weight make programs enough with twice as many each."""
 LONG_PART = 4608
+"""Programs of so many columns and more keep more bytes ahead with narrower tiles."""
 FLOAT32_ROWS = 128
 """float32 has no matrix units: the library computes it, always with as many rows."""
 
@@ -86,14 +86,7 @@ def rows_linear_kernel(
     let_next_in(PDL)
     result = tl.trans(acc)
     if PART_SIZE == SIZE:
-        if BIAS:
-            result = biased(result, bias + row, inside)
-        if GATED:
-            gate = rounded(result, out)
-            result = tl.trans(up)
-            if BIAS:
-                result = biased(result, bias + num_rows + row, inside)
-            result = rounded(activate(gate, GELU), out) * rounded(result, out)
+        result = finished_product(result, tl.trans(up), bias, row, inside, num_rows, out, BIAS, GATED, GELU)
     target = (tl.program_id(1) * num_tokens + token[:, None]) * num_rows + row[None, :]
     stored = live[:, None] & inside[None, :]
     tl.store(out + target, result.to(out.dtype.element_ty), mask=stored)

@@ -18,6 +18,7 @@ LANES = 8
 MANY_PROGRAMS = 512
 COLUMNS_OF_FEW = 32
 HEADS_OF_MANY = 4
+"""What a program takes, where there are few or many of them: see `merge`."""
 
 
 @triton.jit
@@ -56,6 +57,21 @@ def read_tiles(
         )
         parts, peak, weight = fold(parts, peak, weight, other, other_peak, other_weight)
     return finished(parts, peak, weight)
+
+
+@triton.jit
+def read_four(
+    lse_row, out_row, blocks, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """Four times as many blocks as there are lanes, in loads that wait for nothing but each other."""
+    parts0, lse0 = read_partials(lse_row, out_row, blocks, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+    blocks += blocks.shape[0]
+    parts1, lse1 = read_partials(lse_row, out_row, blocks, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+    blocks += blocks.shape[0]
+    parts2, lse2 = read_partials(lse_row, out_row, blocks, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+    blocks += blocks.shape[0]
+    parts3, lse3 = read_partials(lse_row, out_row, blocks, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+    return parts0, lse0, parts1, lse1, parts2, lse2, parts3, lse3
 
 
 @triton.jit
@@ -119,14 +135,9 @@ def merge_kernel(
         parts, lse = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
         acc, total = add_blocks(acc, total, parts, lse, finite(tl.max(lse, 0)))
     elif AHEAD and count <= 4 * LANES:
-        # Loads that wait for nothing but each other.
-        parts0, lse0 = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-        lanes += LANES
-        parts1, lse1 = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-        lanes += LANES
-        parts2, lse2 = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-        lanes += LANES
-        parts3, lse3 = read_partials(lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        parts0, lse0, parts1, lse1, parts2, lse2, parts3, lse3 = read_four(
+            lse_row, out_row, lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM
+        )
         peak = finite(tl.max(tl.maximum(tl.maximum(lse0, lse1), tl.maximum(lse2, lse3)), 0))
         acc, total = add_blocks(acc, total, parts0, lse0, peak)
         acc, total = add_blocks(acc, total, parts1, lse1, peak)
@@ -142,14 +153,9 @@ def merge_kernel(
         peak = finite(peak)
         if AHEAD:
             for start in range(0, count, 4 * LANES):
-                at = start + lanes
-                parts0, lse0 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-                at += LANES
-                parts1, lse1 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-                at += LANES
-                parts2, lse2 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
-                at += LANES
-                parts3, lse3 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+                parts0, lse0, parts1, lse1, parts2, lse2, parts3, lse3 = read_four(
+                    lse_row, out_row, start + lanes, count, heads, columns, NUM_Q_HEADS, HEAD_DIM
+                )
                 acc, total = add_blocks(acc, total, parts0, lse0, peak)
                 acc, total = add_blocks(acc, total, parts1, lse1, peak)
                 acc, total = add_blocks(acc, total, parts2, lse2, peak)

@@ -37,6 +37,20 @@ def biased(result, bias, inside):
 
 
 @triton.jit
+def finished_product(
+    acc, up, bias, row, inside, num_rows, out, BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr
+):  # fmt: skip
+    """What becomes of the sums [M, N], with `up` those of the gated half: bias, activation and gate, each rounded."""
+    if BIAS:
+        acc = biased(acc, bias + row, inside)
+    if GATED:
+        if BIAS:
+            up = biased(up, bias + num_rows + row, inside)
+        acc = rounded(activate(rounded(acc, out), GELU), out) * rounded(up, out)
+    return acc
+
+
+@triton.jit
 def load_tile(
     rows, x, first_row, column, num_rows, end,
     SIZE: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
@@ -99,12 +113,7 @@ def tile_linear_kernel(
     inside = row < num_rows
     result = acc
     if PART_SIZE == SIZE:
-        if BIAS:
-            result = biased(result, bias + row, inside)
-        if GATED:
-            if BIAS:
-                up = biased(up, bias + num_rows + row, inside)
-            result = rounded(activate(rounded(result, out), GELU), out) * rounded(up, out)
+        result = finished_product(acc, up, bias, row, inside, num_rows, out, BIAS, GATED, GELU)
     target = (tl.program_id(2) * num_tokens + token).to(tl.int64)[:, None] * num_rows + row[None, :]
     stored = (token < num_tokens)[:, None] & inside[None, :]
     tl.store(out + target, result.to(out.dtype.element_ty), mask=stored)
