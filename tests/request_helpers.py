@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
+import torch
 from engines import outcome
 
 from nanoinfer import LLMEngine, SamplingParams
@@ -96,3 +100,53 @@ def play(engine: LLMEngine, script: Script) -> Played:
         step += 1
     give_back()
     return Played([outcome(request) for request in requests], batches)
+
+
+MAX_STEPS = 3000
+
+
+def play_at_random(
+    engine: LLMEngine,
+    requests: list[tuple[list[int], SamplingParams]],
+    generator: random.Random,
+    *,
+    comes: float,
+    is_aborted: float,
+    is_switched: float,
+    after_step: Callable[[], None] = lambda: None,
+) -> tuple[list[Request], set[int]]:
+    """Adds, aborts and switches while the engine runs; returns the requests and the aborted ones' numbers.
+
+    Args:
+        comes, is_aborted, is_switched: how likely each is before a step.
+    """
+    added, aborted = [], set()
+    for _ in range(MAX_STEPS):
+        while len(added) < len(requests) and (generator.random() < comes or not engine.has_work):
+            added.append(engine.add_request(str(len(added)), *requests[len(added)]))
+        if not engine.has_work:
+            return added, aborted
+        running = [i for i, request in enumerate(added) if not request.is_finished]
+        if running and generator.random() < is_aborted:
+            victim = generator.choice(running)
+            aborted.add(victim)
+            engine.abort(str(victim))
+        if generator.random() < is_switched:
+            try:
+                engine.switch_mode("resident" if engine.mode == "offload" else "offload")
+            except ValueError:
+                pass  # refused: what runs has no room there
+        engine.step()
+        after_step()
+    pytest.fail("the engine does not come to an end")
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch computes with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 import weakref
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +15,7 @@ from tiny_models import make_checkpoint
 from nanoinfer import cli, exact
 from nanoinfer.bench.exactness import comparison
 from nanoinfer.bench.exactness.comparison import Answer, Condition
-from nanoinfer.bench.exactness.engines import EngineAsker, open_engine
+from nanoinfer.bench.exactness.engines import EngineAsker, check_finite, open_engine
 from nanoinfer.bench.exactness.servers import own_server
 from nanoinfer.bench.exactness.workload import make_workload
 from nanoinfer.bench.shapes import write_shape
@@ -158,14 +159,14 @@ class QuietServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def fake_server(answer):
+def fake_server(answer, models=(200, {"data": [{"id": "fake"}]})):
     """A server whose completions are `answer(body, number of requests that are open)`: a status and a dict."""
     state = {"open": 0, "keys": []}
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send(200, {"data": [{"id": "fake"}]})
+            self.send(*models)
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -178,7 +179,11 @@ def fake_server(answer):
             threading.Event().wait(0.02)
             with lock:
                 state["open"] -= 1
-            self.send(*answer(body, num_open))
+            found = answer(body, num_open)
+            if found is None:
+                self.close_connection = True  # and nothing said
+            else:
+                self.send(*found)
 
         def send(self, status, content):
             data = json.dumps(content).encode()
@@ -255,6 +260,7 @@ def test_fields_that_a_server_refuses_are_left_out_and_named(capsys):
     [
         ((400, {"error": {"message": "no\nthanks"}}), "answered with status 400: no thanks"),
         ((500, "broken"), 'answered with status 500: "broken"'),
+        (None, "gave no answer ("),
         ((200, {"choices": []}), "gave an answer of another shape: b'{\"choices\": []}'"),
     ],
 )
@@ -263,6 +269,39 @@ def test_a_server_that_does_not_answer_is_one_line(answer, message, capsys):
         assert cli.main([*COMMAND, "--base-url", url, *SMALL]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and len(printed.err.strip().splitlines()) == 1 and not printed.out
+
+
+@pytest.mark.parametrize(
+    "models, message",
+    [
+        ((404, {}), "does not list its models: give --model"),
+        ((200, {"data": [{"name": "fake"}]}), "does not list its models: is it a server with OpenAI's API?"),
+        ((401, {"error": {"message": "who are you"}}), "answered with status 401: who are you"),
+    ],
+)
+def test_a_server_that_does_not_say_what_it_serves_is_one_line(models, message, capsys):
+    with fake_server(lambda body, num_open: completion("x"), models) as (url, _):
+        assert cli.main([*COMMAND, "--base-url", url, *SMALL]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_of_ours_that_does_not_start_in_time_says_so(tmp_path, monkeypatch):
+    def never_ready(server, sockets):
+        while not server.should_exit:
+            time.sleep(0.001)
+
+    monkeypatch.setattr("uvicorn.Server.run", never_ready)
+    monkeypatch.setattr("nanoinfer.bench.exactness.servers._START_SECONDS", 0.05)
+    arguments = engines.COMMON | dict(model=make_checkpoint("qwen3", tmp_path, **engines.SMALL))
+    with pytest.raises(ValueError, match="did not start within 0.05 seconds"), own_server(arguments, max_queue=4):
+        pytest.fail("it is there")
+    assert not [thread for thread in threading.enumerate() if thread.name == "exactness-server"]
+
+
+def test_logits_that_are_no_numbers_are_no_reference():
+    answers = [Answer([1], logits=[torch.tensor([1.0, float("nan")])])]
+    with pytest.raises(ValueError, match="logits of a request alone are not finite: try another --dtype"):
+        check_finite(answers)
 
 
 def test_one_refused_request_of_many_ends_the_run(capsys):

@@ -2,7 +2,6 @@
 
 import random
 import sys
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import torch
 import torch.nn.functional as F
+from request_helpers import threads
 from test_attention_cases import int32, list_items, make_paged, make_q, make_spec, make_work, run_decode
 
 from nanoinfer import exact
@@ -36,16 +36,6 @@ def fresh_counts():
     exact.row_counts.cache_clear()
     yield
     exact.row_counts.cache_clear()
-
-
-@contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # Products

@@ -7,12 +7,11 @@ an engine with default settings.
 """
 
 import random
-from contextlib import contextmanager
 from functools import cache
 
 import pytest
-import torch
 from engines import assert_pools_as_before, make_engine, outcome, random_prompts
+from request_helpers import play_at_random, threads
 from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
@@ -32,7 +31,6 @@ MODELS = {
 }
 DTYPES = ["float32", "bfloat16", "float16"]
 MAX_LEN = 512
-MAX_STEPS = 3000
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +40,6 @@ def path_of(tmp_path_factory):
         return make_checkpoint(model.split(",")[0], tmp_path_factory.mktemp(model.split(",")[0]), **MODELS[model])
 
     return path_of
-
-
-@contextmanager
-def threads(count: int):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def default_engine(path, **formats) -> LLMEngine:
@@ -135,28 +123,6 @@ def draw_engine(generator: random.Random, path, seed: int, requests: list, forma
     )
 
 
-def play(engine: LLMEngine, requests: list, generator: random.Random) -> tuple[list, set[int]]:
-    """Adds, aborts and switches at random while the engine runs; returns the requests and the aborted ones' numbers."""
-    added, aborted, eager = [], set(), generator.choice([0.1, 0.3, 1.0])
-    for _ in range(MAX_STEPS):
-        while len(added) < len(requests) and (generator.random() < eager or not engine.has_work):
-            added.append(engine.add_request(str(len(added)), *requests[len(added)]))
-        if not engine.has_work:
-            return added, aborted
-        running = [i for i, request in enumerate(added) if not request.is_finished]
-        if running and generator.random() < 0.01:
-            victim = generator.choice(running)
-            aborted.add(victim)
-            engine.abort(str(victim))
-        if generator.random() < 0.03:
-            try:
-                engine.switch_mode("resident" if engine.mode == "offload" else "offload")
-            except ValueError:
-                pass  # refused: what runs has no room there
-        engine.step()
-    pytest.fail("the engine does not come to an end")
-
-
 def is_beginning(found: list, wanted: list) -> bool:
     """Whether each completion is the wanted one as far as it got."""
     return all(
@@ -173,7 +139,10 @@ def differing(path_of, seed: int) -> tuple[list[str], dict]:
     requests = draw_requests(generator, seed)
     with threads(2 if seed % 30 == 3 else 1):
         engine = draw_engine(generator, path, seed, requests, formats)
-        added, aborted = play(engine, requests, generator)
+        eager = generator.choice([0.1, 0.3, 1.0])
+        added, aborted = play_at_random(
+            engine, requests, generator, comes=eager, is_aborted=0.01, is_switched=0.03
+        )
         wrong = []
         for i, (request, (prompt, params)) in enumerate(zip(added, requests, strict=True)):
             found, wanted = outcome(request), alone(path, prompt, params, **formats)

@@ -16,7 +16,9 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
+from nanoinfer.attention.base import SHORT_BLOCKS
 from nanoinfer.attention.triton_backend import TritonBackend
+from nanoinfer.kernels import merge
 from nanoinfer.decode import DecodeProgram
 from nanoinfer.kernels.shape import KernelShape, decode_programs, decode_tiles, largest_tile, prefill_tiles
 from nanoinfer.kernels.step_inputs import step_inputs
@@ -142,6 +144,10 @@ def test_a_block_is_cut_into_its_tiles_or_not_at_all(block_size, dtype):
     backend = TritonBackend(make_spec(32, 8, 128, block_size, dtype), "cpu")
     tiles = block_size // decode_tiles(backend.shape).block_n
     assert backend.tiles_per_block == (tiles if tiles <= 8 else 1)
+
+
+def test_a_row_whose_tiles_lie_apart_has_no_more_blocks_than_the_merge_has_lanes():
+    assert SHORT_BLOCKS <= merge.LANES
 
 
 def test_update_rows_writes_what_the_torch_code_writes():

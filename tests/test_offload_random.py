@@ -16,6 +16,7 @@ from engines import (
     random_prompts,
     run,
 )
+from request_helpers import play_at_random
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
@@ -23,7 +24,6 @@ from offload import SimulatedRuntime
 
 BLOCK_SIZE = 16
 FAMILIES = {"qwen3": SMALL, "llama": SMALL, "gemma3": SMALL | dict(sliding_window=24)}
-MAX_STEPS = 3000
 
 
 @pytest.fixture(scope="module")
@@ -83,28 +83,6 @@ def draw_engine(generator: random.Random, path, seed: int) -> LLMEngine:
     )
 
 
-def play(engine: LLMEngine, requests: list, generator: random.Random) -> tuple[list, set[int]]:
-    """Adds, aborts and switches at random while the engine runs; returns the requests and the aborted ones' numbers."""
-    added, aborted = [], set()
-    for _ in range(MAX_STEPS):
-        while len(added) < len(requests) and (generator.random() < 0.3 or not engine.has_work):
-            added.append(engine.add_request(str(len(added)), *requests[len(added)]))
-        if not engine.has_work:
-            return added, aborted
-        running = [i for i, request in enumerate(added) if not request.is_finished]
-        if running and generator.random() < 0.02:
-            victim = generator.choice(running)
-            aborted.add(victim)
-            engine.abort(str(victim))
-        if generator.random() < 0.03:
-            try:
-                engine.switch_mode("resident" if engine.mode == "offload" else "offload")
-            except ValueError:
-                pass  # refused: what runs has no room there
-        engine.step()
-    pytest.fail("the engine does not come to an end")
-
-
 NUM_GROUPS = 6
 
 
@@ -119,7 +97,9 @@ def test_every_request_gets_what_it_gets_alone(paths, group, fuzz):
         requests = draw_requests(generator, seed)
         wide = make_engine(path, max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64)
         engine = draw_engine(generator, path, seed)
-        added, aborted = play(engine, requests, generator)
+        added, aborted = play_at_random(
+            engine, requests, generator, comes=0.3, is_aborted=0.02, is_switched=0.03
+        )
         for i, (request, pair) in enumerate(zip(added, requests, strict=True)):
             ((*wanted,),) = run(wide, [pair[0]], [pair[1]])
             for (tokens, _, reason), (wanted_tokens, _, wanted_reason) in zip(outcome(request), wanted, strict=True):

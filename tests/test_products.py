@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engines import SMALL, make_engine
+from tiny_models import make_checkpoint
 
 from nanoinfer.kernels.counts import MAX_ROWS, num_parts, padded_counts, padded_rows
 from nanoinfer.layers import Linear
@@ -58,6 +60,13 @@ def test_each_shape_is_asked_once_and_every_projection_of_it_told(differs, monke
     assert all(module.library_counts == set(kept) for module in (model.first, model.second, model.third))
     model.spec.dtype = torch.float32
     assert check_products(model, 1100) == [], "float32 is the library's at one count"
+
+
+def test_stats_name_the_products_that_the_library_may_not_compute(tmp_path):
+    engine = make_engine(make_checkpoint("qwen3", tmp_path, **SMALL))
+    assert engine.stats()["products_in_own_tiles"] == {}
+    engine.runner.product_checks = [ProductCheck((32, 64), 2, (768,), (1024, 1280)), ProductCheck((8, 16), 1, (768,), ())]
+    assert engine.stats()["products_in_own_tiles"] == {"32x64": [1024, 1280]}
 
 
 def test_rows_are_padded_to_few_counts_of_which_the_check_knows_all():

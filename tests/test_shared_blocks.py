@@ -19,7 +19,7 @@ from engines import (
     random_prompts,
     run,
 )
-from request_helpers import Script, shrink_gpu_pool
+from request_helpers import Script, play_at_random, shrink_gpu_pool
 from request_helpers import play as script_play
 from tiny_models import make_checkpoint
 
@@ -116,27 +116,18 @@ def tree_engine(generator: random.Random, path, seed: int):
 
 
 def play(engine, requests, generator: random.Random):
-    """Adds, aborts and switches at random; returns the requests, the aborted ones, and how many blocks were shared."""
-    added, aborted, num_shared = [], set(), 0
-    for _ in range(3000):
-        while len(added) < len(requests) and (generator.random() < 0.25 or not engine.has_work):
-            added.append(engine.add_request(str(len(added)), *requests[len(added)]))
-        if not engine.has_work:
-            return added, aborted, num_shared
-        running = [i for i, request in enumerate(added) if not request.is_finished]
-        if running and generator.random() < 0.02:
-            victim = generator.choice(running)
-            aborted.add(victim)
-            engine.abort(str(victim))
-        if generator.random() < 0.04:
-            try:
-                engine.switch_mode("resident" if engine.mode == "offload" else "offload")
-            except ValueError:
-                pass  # refused: what runs has no room there
-        engine.step()
+    """Plays at random; returns the requests, the aborted ones, and how many blocks were shared."""
+    num_shared = 0
+
+    def count() -> None:
+        nonlocal num_shared
         shared = check_references(engine)
         num_shared += shared if engine.mode == "offload" else 0
-    pytest.fail("the engine does not come to an end")
+
+    added, aborted = play_at_random(
+        engine, requests, generator, comes=0.25, is_aborted=0.02, is_switched=0.04, after_step=count
+    )
+    return added, aborted, num_shared
 
 
 @pytest.mark.parametrize("first_seed", range(0, 18, 6))

@@ -217,7 +217,7 @@ def own_server(arguments: dict[str, Any], max_queue: int) -> Iterator[ServerAske
             deadline = time.monotonic() + _START_SECONDS
             while not server.started:
                 if not thread.is_alive() or time.monotonic() > deadline:
-                    raise ValueError("the server did not start")
+                    raise ValueError(f"the server did not start within {_START_SECONDS} seconds: look at its output above")
                 time.sleep(0.01)
             yield ServerAsker(f"http://127.0.0.1:{listener.getsockname()[1]}")
         finally:
