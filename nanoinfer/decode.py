@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -154,7 +155,13 @@ class DecodeProgram:
         """Puts together what was attended to in the GPU pool and in ring slots; arguments as in `attend_gpu`."""
         if not whole_rows:
             splits = self._splits[self._kind[layer]]
-            self._backend.merge(self._partials, splits.ranges[: len(out) + 1], splits.partials_per_block, out)
+            self._backend.merge(
+                self._partials,
+                splits.ranges[: len(out) + 1],
+                splits.partials_per_block,
+                out,
+                is_cut=self._may_cut(len(out)),
+            )
 
     def attend_slot(self, window_index: int, ring_slot: int) -> None:
         """Attends to whatever the ring slot holds. Knows no layer: everything that varies lies in device tables."""
@@ -303,11 +310,12 @@ class DecodeProgram:
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
         resident = None
         if self._kv_cache.offload is None:
-            resident = resident_key(size, rows, lengths, self.windows, self._kv_cache.block_size, self._partials_per_block)
+            partials_per_block = partial(self._partials_per_block, size)
+            resident = resident_key(size, rows, lengths, self.windows, self._kv_cache.block_size, partials_per_block)
         if resident is not None and resident == self._last_splits and not rows_changed:
             return DecodeStep(self, size, self._no_stream, self._no_stream, write_through)
         self._last_splits = None
-        lists = self._split_lists(rows, lengths)
+        lists = self._split_lists(size, rows, lengths)
         plan = self._stream_plan(lists, beside)
         for index, found in enumerate(lists):
             num_splits = found.ranges[-1]
@@ -321,22 +329,29 @@ class DecodeProgram:
         # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
         have_come = self._kv_cache.residency.num_streamed < num_streamed
         changes = have_come or beside is not None
-        ahead = self._stream_plan(self._split_lists(rows, lengths)) if changes else plan
+        ahead = self._stream_plan(self._split_lists(size, rows, lengths)) if changes else plan
         readers = [(found.on_host[:, 0], found.on_host[:, 2]) for found in lists]
         return DecodeStep(self, size, plan, ahead, write_through, promoted, readers)
 
-    def _split_lists(self, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
+    def _split_lists(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
         """For each window, where the splits of the rows lie."""
         block_size = self._kv_cache.block_size
         width = -(-int(lengths.max()) // block_size)
         gpu_rows, host_rows = self._kv_cache.gpu_table[rows, :width], self._kv_cache.host_table[rows, :width]
-        return [split_lists(gpu_rows, host_rows, lengths, window, block_size, self._partials_per_block) for window in self.windows]
+        partials_per_block = partial(self._partials_per_block, size)
+        return [
+            split_lists(gpu_rows, host_rows, lengths, window, block_size, partials_per_block) for window in self.windows
+        ]
 
-    def _partials_per_block(self, num_blocks: np.ndarray) -> np.ndarray:
+    def _partials_per_block(self, size: int, num_blocks: np.ndarray) -> np.ndarray:
         """Of each row, for the number of blocks that it reads; both [batch]. Few blocks are cut for more programs."""
         tiles, is_short = self._backend.tiles_per_block, num_blocks <= SHORT_BLOCKS
-        cuts = tiles > 1 and np.sum(num_blocks[is_short]) * tiles <= MAX_TILES_APART
+        cuts = self._may_cut(size) and np.sum(num_blocks[is_short]) * tiles <= MAX_TILES_APART
         return np.where(is_short & cuts, tiles, 1)
+
+    def _may_cut(self, size: int) -> bool:
+        """Whether blocks of a padded batch may be cut: the merge of larger ones is compiled without."""
+        return 1 < self._backend.tiles_per_block <= MAX_TILES_APART // size
 
     def _stream_plan(self, lists: list[SplitLists], beside: StreamPlan | None = None) -> StreamPlan:
         chunks = []

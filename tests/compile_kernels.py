@@ -144,7 +144,7 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
             max_query_len=8, store_state=False, window=window, shape=shape, tiles=tiles,
         )  # fmt: skip
     for batch_size in (8, 64) if is_common else ():
-        merge.merge(out, lse, lse.clone(), ints(batch_size + 1), ints(batch_size), 4, zeros(batch_size, 32, head_dim))
+        merge.merge(out, lse, lse.clone(), ints(batch_size + 1), ints(batch_size), zeros(batch_size, 32, head_dim), tiles=4)
 
 
 def compile_step() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 SHORT_BLOCKS = 6
 """Of a row that reads so many blocks at most, the tiles may be attended to apart."""
-MAX_TILES_APART = 64
+MAX_TILES_APART = 128
 """They are while a step has no more of them than these; else all rows are attended to block by block."""
 
 
@@ -202,10 +202,13 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
-    def merge(self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
+    def merge(
+        self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor, *, is_cut: bool = True
+    ) -> None:
         """Combine partials ranges[b]:ranges[b + 1], which lie in ascending order, into out[b].
 
-        ranges: [B + 1] int32, device; partials_per_block: as in ``DecodeWork``. out: [B, num_q_heads, head_dim], contiguous; an empty range yields zeros.
+        ranges: [B + 1] int32, device; partials_per_block: as in ``DecodeWork``; is_cut: it may be above 1. out: [B,
+        num_q_heads, head_dim], contiguous; an empty range yields zeros.
         """
 
     @abstractmethod

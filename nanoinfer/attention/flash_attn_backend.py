@@ -92,8 +92,10 @@ class FlashAttnBackend(AttentionBackend):
         item_out, item_lse = item_out[:, 0].contiguous(), item_lse[..., 0].contiguous()
         store_partials(item_out, item_lse, items, work.num_items, partials.out, partials.lse)
 
-    def merge(self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
-        merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, 1, out)
+    def merge(
+        self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor, *, is_cut: bool = True
+    ) -> None:
+        merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, out, tiles=1)
 
     def prefill(
         self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None

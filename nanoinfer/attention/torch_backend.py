@@ -100,7 +100,9 @@ class TorchBackend(AttentionBackend):
         partials.out[place] = (mixed / torch.where(total == 0, 1.0, total)[..., None]).flatten(1, 2)
         partials.lse[place] = (peak[..., 0] + elementwise(torch.log, total)).flatten(1)
 
-    def merge(self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
+    def merge(
+        self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor, *, is_cut: bool = True
+    ) -> None:
         first, last = ranges[:-1, None].long(), ranges[1:, None].long()
         widest = int((last - first).max()) if len(first) else 0
         width = max(1, -(-widest // MERGED_SPLITS)) * MERGED_SPLITS

@@ -103,9 +103,12 @@ class TritonBackend(AttentionBackend):
             window=window, shape=self.shape, num_programs=self.num_programs,
         )  # fmt: skip
 
-    def merge(self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor) -> None:
+    def merge(
+        self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor, *, is_cut: bool = True
+    ) -> None:
         assert out.is_contiguous(), "out must be contiguous"
-        merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, self.tiles_per_block, out)
+        tiles = self.tiles_per_block if is_cut else 1
+        merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, out, tiles=tiles)
 
     def prefill(
         self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None

@@ -1,6 +1,8 @@
-"""One set of bits: whatever runs beside a request, and wherever, its tokens and log-probabilities are those it has alone.
+"""One set of bits: whatever runs beside a request, and wherever, its tokens, logits and log-probabilities are those it has
+alone.
 
-NANOINFER_EXACT_SHAPES=qwen3-4b,llama3.1-8b takes other shapes (see `nanoinfer.bench.shapes`), with random weights.
+NANOINFER_EXACT_SHAPES=qwen3-4b,llama3.1-8b takes other shapes (see `nanoinfer.bench.shapes`), with random weights;
+NANOINFER_EXACT_WORKLOADS=12 another number of workloads.
 """
 
 import gc
@@ -13,6 +15,7 @@ import torch
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.bench.shapes import SHAPES, write_shape
+from nanoinfer.verify.record import LogitsRecorder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -26,16 +29,27 @@ COMMON = dict(
     load_format="dummy", skip_tokenizer_init=True, progress_bar=False, max_model_len=4096, max_num_seqs=64,
     gpu_memory_limit="32GiB",
 )  # fmt: skip
-NUM_WORKLOADS = 64
+NUM_WORKLOADS = int(os.environ.get("NANOINFER_EXACT_WORKLOADS", "64"))
 LONGEST = 3000
 
 
-def make(shape: str, directory, **arguments) -> LLM:
+class OnDevice(LogitsRecorder):
+    """Leaves the logits on the GPU, where they are compared."""
+
+    def collect(self, keep: int) -> None:
+        while len(self._unread) > keep:
+            sequences, copies, _ = self._unread.popleft()
+            for sequence, row in zip(sequences, copies[0], strict=True):
+                self.rows[sequence.request_id, sequence.index].append(row)
+
+
+def make(shape: str, directory, **arguments) -> tuple[LLM, LogitsRecorder]:
     if shape == "odd":
         (directory / "config.json").write_text(json.dumps(ODD))
     else:
         write_shape(shape, directory)
-    return LLM(directory, **(COMMON | arguments))
+    llm = LLM(directory, **(COMMON | arguments))
+    return llm, OnDevice(llm.engine.runner, lambda request_id: request_id.startswith("r"))
 
 
 def draw_requests(vocab_size: int, count: int, generator: random.Random) -> list[tuple[list[int], SamplingParams]]:
@@ -65,9 +79,13 @@ def draw_requests(vocab_size: int, count: int, generator: random.Random) -> list
     ]  # fmt: skip
 
 
-def run(llm: LLM, requests: dict[int, tuple], generator: random.Random | None = None) -> dict[int, list]:
-    """The completions of each; with a generator they come one after the other, and others come and are aborted."""
+def run(
+    llm: LLM, recorder: LogitsRecorder, requests: dict[int, tuple], generator: random.Random | None = None
+) -> dict[int, tuple[list, list[torch.Tensor]]]:
+    """The completions of each, and all their logits; with a generator they come one after the other, and others come and
+    are aborted."""
     engine, waiting, running = llm.engine, list(requests), {}
+    recorder.rows.clear()
     if generator is not None:
         generator.shuffle(waiting)
     while waiting or engine.has_work:
@@ -80,10 +98,38 @@ def run(llm: LLM, requests: dict[int, tuple], generator: random.Random | None = 
         if generator is not None and generator.random() < 0.1:
             for number in requests:
                 engine.abort(f"x{number}")
-    return {
-        number: [(c.token_ids, c.logprobs, c.finish_reason) for c in request.output().outputs]
-        for number, request in running.items()
-    }
+    recorder.collect(keep=0)
+    torch.cuda.synchronize()
+    return {number: answer(recorder, request) for number, request in running.items()}
+
+
+def answer(recorder: LogitsRecorder, request) -> tuple[list, list[torch.Tensor]]:
+    """Completions, and for each its logits, [tokens, vocab_size]."""
+    outputs = request.output().outputs
+    logits = [torch.stack(recorder.rows[request.request_id, output.index]) for output in outputs]
+    assert [len(rows) for rows in logits] == [len(output.token_ids) for output in outputs]
+    return [(c.token_ids, c.logprobs, c.finish_reason) for c in outputs], logits
+
+
+def difference(found: tuple, wanted: tuple) -> str | None:
+    """Where two answers part, or what else is not equal; None: nothing."""
+    for index, rows in enumerate(zip(found[1], wanted[1], strict=True)):
+        if not torch.equal(*rows):
+            if rows[0].shape != rows[1].shape:
+                return f"completion {index} has {len(rows[0])} tokens, not {len(rows[1])}"
+            position = int((rows[0] != rows[1]).any(1).nonzero()[0])
+            got, want = (row[position].float() for row in rows)
+            return (
+                f"completion {index}, token {position}: {int((got != want).sum())} of {len(got)} logits, by up to "
+                f"{float((got - want).abs().max()):.3g}; {int(got.isnan().sum())} are NaN"
+            )
+    return None if found[0] == wanted[0] else "tokens or log-probabilities of equal logits"
+
+
+def differences(found: dict[int, tuple], wanted: dict[int, tuple], requests: dict[int, tuple]) -> list[str]:
+    """A line for each answer that is not the wanted one."""
+    texts = {number: difference(found[number], wanted[number]) for number in found}
+    return [f"request {n} of {len(requests[n][0])} tokens: {text}" for n, text in texts.items() if text is not None]
 
 
 def variants(llm: LLM) -> list[dict]:
@@ -104,25 +150,28 @@ def variants(llm: LLM) -> list[dict]:
 @pytest.mark.parametrize("shape", os.environ.get("NANOINFER_EXACT_SHAPES", "qwen3-0.6b,odd").split(","))
 def test_a_request_has_the_bits_that_it_has_alone(shape, tmp_path):
     generator = random.Random(0)
-    with make(shape, tmp_path, enable_prefix_caching=False) as llm:
+    llm, recorder = make(shape, tmp_path, enable_prefix_caching=False)
+    with llm:
         drawn = draw_requests(llm.engine.runner.model.spec.vocab_size, 30, generator)
         requests = dict(enumerate(drawn))
         alone = {}
         for number, request in requests.items():
-            alone |= run(llm, {number: request})
+            alone |= run(llm, recorder, {number: request})
         settings = variants(llm)
-        assert run(llm, requests) == alone, "one batch"
         assert llm.engine.runner.product_checks, "the library was not asked"
+        differing = differences(run(llm, recorder, requests), alone, requests)
+        assert not differing, ("one batch", differing, llm.engine.runner.product_checks)
     num_preempted = num_hits = num_streamed = 0
     for index, arguments in enumerate(settings):
+        del llm, recorder
         gc.collect()
         torch.cuda.empty_cache()
-        with make(shape, tmp_path, **arguments) as llm:
+        llm, recorder = make(shape, tmp_path, **arguments)
+        with llm:
             for _ in range(NUM_WORKLOADS // len(settings) + (index < NUM_WORKLOADS % len(settings))):
                 chosen = generator.sample(sorted(requests), generator.randint(1, len(requests)))
-                found = run(llm, {number: requests[number] for number in chosen}, generator)
-                differing = [number for number in chosen if found[number] != alone[number]]
-                assert not differing, f"{arguments}: requests {differing} of {chosen}"
+                found = run(llm, recorder, {number: requests[number] for number in chosen}, generator)
+                assert not (differing := differences(found, alone, requests)), (arguments, chosen, differing)
             stats = llm.stats()
             num_preempted += stats["num_preemptions"]
             num_hits += stats["prefix_cache_hit_tokens"]

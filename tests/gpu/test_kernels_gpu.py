@@ -332,22 +332,24 @@ def test_a_float8_cache_gives_the_bits_of_a_wide_one_with_the_same_values(head_d
     )
 
 
+@pytest.mark.parametrize("tiles", [1, 4])
+@pytest.mark.parametrize("num_others", [0, 24, 240])
 @pytest.mark.parametrize("q_heads, head_dim", [(32, 128), (7, 64), (16, 80)])
-def test_the_bits_of_a_merged_row_do_not_depend_on_other_rows(q_heads, head_dim):
+def test_the_bits_of_a_merged_row_do_not_depend_on_other_rows(q_heads, head_dim, num_others, tiles):
     """Few rows are merged by programs of few columns that read ahead, many by programs of whole heads."""
     from nanoinfer.kernels.merge import merge
 
     generator = torch.Generator("cuda").manual_seed(0)
-    counts = [0, 1, 2, 7, 8, 9, 16, 20, 31, 32, 33, 64, 100, 128, 129, 300, 512] + [5, 20] * 120
+    counts = [0, 1, 2, 7, 8, 9, 16, 20, 31, 32, 33, 64, 100, 128, 129, 300, 512] + [5, 20, 40] * (num_others // 3)
     starts = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
     out = torch.randn(int(starts[-1]), q_heads, head_dim, device="cuda", generator=generator)
     lse = 5 * torch.randn(int(starts[-1]), q_heads, device="cuda", generator=generator)
     lse[3] = float("-inf")
     together = torch.empty(len(counts), q_heads, head_dim, dtype=torch.bfloat16, device="cuda")
-    merge(out, lse, lse, starts, per_block(1, "cuda"), 4, together)
-    for row in range(20):
+    merge(out, lse, lse, starts, per_block(1, "cuda"), together, tiles=tiles)
+    for row in range(min(20, len(counts))):
         alone = torch.empty(1, q_heads, head_dim, dtype=torch.bfloat16, device="cuda")
-        merge(out, lse, lse, starts[row : row + 2].contiguous(), per_block(1, "cuda"), 4, alone)
+        merge(out, lse, lse, starts[row : row + 2].contiguous(), per_block(1, "cuda"), alone, tiles=tiles)
         assert torch.equal(alone[0], together[row]), f"{counts[row]} splits"
         weights = lse[starts[row] : starts[row + 1]].double().softmax(0)
         want = (weights[..., None] * out[starts[row] : starts[row + 1]].double()).sum(0)

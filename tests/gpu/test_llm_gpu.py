@@ -181,8 +181,8 @@ def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(model, monkeypa
     arguments = COMMON | dict(block_size=256, max_num_batched_tokens=512, enable_prefix_caching=False)
     used, partials_per_block = set(), DecodeProgram._partials_per_block
 
-    def spy(self, num_blocks):
-        found = partials_per_block(self, num_blocks)
+    def spy(self, size, num_blocks):
+        found = partials_per_block(self, size, num_blocks)
         used.update(found.tolist())
         return found
 
