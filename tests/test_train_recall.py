@@ -150,6 +150,7 @@ def test_accuracy_counts_whole_answers():
     assert found == {"pass_key": 0.5, "table": 1.0, "pass_key, < 32 tokens": 0.5}
 
 
+@pytest.mark.sampled()
 def test_answers_are_judged_as_greedy_decoding_gives_them(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -164,6 +165,7 @@ def test_answers_are_judged_as_greedy_decoding_gives_them(checkpoint):
     assert grid.right(document, [question]) == [same_tokens and greedy[6] == tokenizer.eos_token_id]
 
 
+@pytest.mark.sampled()
 def test_the_checkpoint_loads_everywhere(checkpoint):
     figures = json.loads((checkpoint / "figures.json").read_text())
     assert figures["pass_keys"]["1024"]["0.5"][1] >= 1 and json.loads((checkpoint / "curve.json").read_text())
@@ -181,6 +183,7 @@ def test_the_checkpoint_loads_everywhere(checkpoint):
     assert output.prompt_token_ids == ids[0].tolist() and output.outputs[0].token_ids[0] == wanted
 
 
+@pytest.mark.sampled()
 def test_the_chat_template_leads_to_the_form_of_training(checkpoint):
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     question = "What is the pass key of Mira Holt?"
