@@ -7,14 +7,14 @@
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.lazy import lazy_names
+from nanoinfer.common.lazy import lazy_names
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from nanoinfer.config import EngineConfig
-    from nanoinfer.engine import LLMEngine
+    from nanoinfer.engine.engine import LLMEngine
     from nanoinfer.llm import LLM
+    from nanoinfer.memory.forecast import Forecast, plan
     from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
-    from nanoinfer.planner import Forecast, plan
     from nanoinfer.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -40,13 +40,13 @@ __getattr__, __dir__ = lazy_names(
         "LLM": "nanoinfer.llm",
         "CompletionOutput": "nanoinfer.outputs",
         "EngineConfig": "nanoinfer.config",
-        "Forecast": "nanoinfer.planner",
-        "LLMEngine": "nanoinfer.engine",
+        "Forecast": "nanoinfer.memory.forecast",
+        "LLMEngine": "nanoinfer.engine.engine",
         "Logprob": "nanoinfer.outputs",
         "RequestMetrics": "nanoinfer.outputs",
         "RequestOutput": "nanoinfer.outputs",
         "SamplingParams": "nanoinfer.sampling_params",
         "StreamOutput": "nanoinfer.outputs",
-        "plan": "nanoinfer.planner",
+        "plan": "nanoinfer.memory.forecast",
     },
 )

@@ -2,48 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.errors import nearest, refuse_unknown
-from nanoinfer.unsupported import ENGINE, refuse_unsupported
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
-def parse_bytes(value: int | float | str, name: str) -> int:
-    """Bytes from a number or from text such as "12GiB" (2^30) or "12GB" (10^9).
-
-    Raises:
-        ValueError: the text is no size, or the size is not positive.
-    """
-    size = value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
-        if match is None or match[2].lower() not in _UNITS:
-            raise ValueError(f'{name}={value!r} is no size: give bytes or text such as "12GiB" or "500MB"')
-        size = float(match[1]) * _UNITS[match[2].lower()]
-    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < float("inf"):
-        raise ValueError(f'{name}={value!r} must be a positive number of bytes or text such as "12GiB"')
-    return int(size)
-
-
-def format_gib(num_bytes: float) -> str:
-    """A size in GiB as text, without the unit."""
-    return f"{num_bytes / 2**30:.2f}"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things as text: "1 request", "2,000 requests"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def is_share(value: int | float | str | None) -> bool:
-    """Whether a memory limit is meant as a share of the memory: a float above 0 and at most 1."""
-    return isinstance(value, float) and 0 < value <= 1
+from nanoinfer.common.errors import nearest, refuse_unknown
+from nanoinfer.common.units import is_share, parse_bytes
+from nanoinfer.common.unsupported import ENGINE, refuse_unsupported
 
 
 @dataclass(frozen=True, kw_only=True)

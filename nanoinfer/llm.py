@@ -15,15 +15,16 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.config import EngineConfig, counted
-from nanoinfer.engine import LLMEngine
-from nanoinfer.errors import refuse_unknown
-from nanoinfer.metrics import run_line
+from nanoinfer.common.errors import refuse_unknown
+from nanoinfer.common.units import counted
+from nanoinfer.common.unsupported import CHAT, GENERATE, Table, refuse_unsupported
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.engine.stats import run_line
 from nanoinfer.outputs import RequestOutput, StreamOutput
-from nanoinfer.prompts import Prompt, as_list, check_chat, conversation, encode_chat
-from nanoinfer.request import Request
+from nanoinfer.requests.prompts import Prompt, as_list, check_chat, conversation, encode_chat
+from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.unsupported import CHAT, GENERATE, Table, refuse_unsupported
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from nanoinfer.errors import refuse_unknown_keywords
-from nanoinfer.unsupported import SAMPLING, refuse_unsupported
+from nanoinfer.common.errors import refuse_unknown_keywords
+from nanoinfer.common.unsupported import SAMPLING, refuse_unsupported
 
 # vLLM's threshold: a division by less would only blur the logits' differences, so such rows take the argmax.
 GREEDY_TEMPERATURE = 1e-5

@@ -4,17 +4,16 @@ This package does not know what a model is. `OffloadEngine` runs a step that som
 """
 
 from offload.blocks import BlockPool
-from offload.cuda import CudaRuntime
 from offload.engine import OffloadCounters, OffloadEngine, OffloadStep
-from offload.host_pool import HostPool
 from offload.layout import KVLayout
+from offload.memory.host_pool import HostPool
 from offload.plan import Chunk, StreamPlan, pack, pack_together
-from offload.residency import Residency
 from offload.ring import Ring, ring_schedule
-from offload.runtime import Event, Graph, Runtime, Stream
-from offload.simulated import RaceError, SimulatedRuntime
-from offload.staging import Staging
-from offload.timeline import NoTimeline, Span, StepTimes, Timeline
+from offload.runtime.base import Event, Graph, Runtime, Stream
+from offload.runtime.cuda import CudaRuntime
+from offload.runtime.simulated import RaceError, SimulatedRuntime
+from offload.runtime.staging import Staging
+from offload.runtime.timeline import NoTimeline, Span, StepTimes, Timeline
 
 __all__ = [
     "BlockPool",
@@ -29,7 +28,6 @@ __all__ = [
     "OffloadEngine",
     "OffloadStep",
     "RaceError",
-    "Residency",
     "Ring",
     "Runtime",
     "SimulatedRuntime",

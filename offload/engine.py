@@ -21,12 +21,12 @@ from typing import Protocol
 import torch
 
 from offload.blocks import BlockPool
-from offload.host_pool import HostPool
 from offload.layout import runs
+from offload.memory.host_pool import HostPool
 from offload.plan import Chunk, StreamPlan, host_runs
 from offload.ring import Attend, Compute, Fill, Ring, ring_schedule
-from offload.runtime import Event, Runtime, Stream
-from offload.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
+from offload.runtime.base import Event, Runtime, Stream
+from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
 
 # Blocks that `store` sends between two events: whoever waits for a few of them does not wait for the whole pool.
 STORE_GROUP = 64

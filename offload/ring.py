@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.layout import KVLayout
-from offload.runtime import Runtime, Stream
+from offload.runtime.base import Runtime, Stream
 
 
 @dataclass(frozen=True)

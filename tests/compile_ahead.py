@@ -44,8 +44,8 @@ class NoGpu:
 
 driver.set_active(gpu := NoGpu())
 
-from nanoinfer.kernels import ahead
-from nanoinfer.kernels.ahead import compile_ahead
+from nanoinfer.kernels.launch import compile_ahead as ahead
+from nanoinfer.kernels.launch.compile_ahead import compile_ahead
 
 
 @triton.jit

@@ -67,19 +67,12 @@ jit.JITFunction.__getitem__ = compile_only
 
 from sampling_cases import make_state
 
-from nanoinfer.kernels import (
-    decode_partial,
-    layers,
-    merge,
-    prefill,
-    sample,
-    step_inputs,
-    store_partials,
-    tile_linear,
-    update_rows,
-)
-from nanoinfer.kernels.shape import KernelShape, can_use_tma, prefill_tiles
-from nanoinfer.sampler import RowSampling
+from nanoinfer.kernels.attention import decode_partial, merge, prefill, store_partials
+from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
+from nanoinfer.kernels.layer import fused as layers
+from nanoinfer.kernels.linear import tiles as tile_linear
+from nanoinfer.kernels.step import sample, step_inputs, update_rows
+from nanoinfer.sampling.reference import RowSampling
 
 for name, module in list(sys.modules.items()):
     if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):

@@ -60,7 +60,7 @@ def quick_collections():
 @pytest.fixture
 def quick_floors(monkeypatch):
     """The bandwidth of the CPU's memory is measured with little: the figures mean nothing here."""
-    monkeypatch.setattr("nanoinfer.bench.floors.CPU_COPY_BYTES", 2**20)
+    monkeypatch.setattr("nanoinfer.memory.floors.CPU_COPY_BYTES", 2**20)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
-from nanoinfer.kv_cache import NO_BLOCK
+from nanoinfer.kv.cache import NO_BLOCK
 from offload import Runtime
 
 # The smallest model: float32, and blocks of 16 tokens with K and V of one head of 16.

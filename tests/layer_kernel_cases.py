@@ -2,9 +2,11 @@
 
 import torch
 
-from nanoinfer.kernels.layers import act_and_mul, linear, linear_parts, norm_rope_store, rms_norm
-from nanoinfer.layers import KVSlots, OffsetRMSNorm, RMSNorm, find_activation, norm_rotate_store
-from nanoinfer.rope import rope_table
+from nanoinfer.kernels.layer.fused import act_and_mul, linear, linear_parts, norm_rope_store, rms_norm
+from nanoinfer.layers.mlp import find_activation
+from nanoinfer.layers.norm import OffsetRMSNorm, RMSNorm
+from nanoinfer.layers.qkv import KVSlots, norm_rotate_store
+from nanoinfer.layers.rope import rope_table
 
 EPS = 1e-6
 

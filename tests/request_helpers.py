@@ -12,8 +12,8 @@ import torch
 from engines import outcome
 
 from nanoinfer import LLMEngine, SamplingParams
-from nanoinfer.request import Request
-from nanoinfer.scheduler import PrefillBatch
+from nanoinfer.requests.request import Request
+from nanoinfer.step.batch import PrefillBatch
 
 
 @dataclass(frozen=True)

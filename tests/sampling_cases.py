@@ -2,9 +2,9 @@
 
 import torch
 
-from nanoinfer.device_tables import RowState
-from nanoinfer.sampler import RowSampling, SamplingBatch, sample
-from nanoinfer.sampling_state import SamplingState
+from nanoinfer.execution.sampling_state import SamplingState
+from nanoinfer.execution.tables import RowState
+from nanoinfer.sampling.reference import RowSampling, SamplingBatch, sample
 from offload import SimulatedRuntime
 
 MIXED_ROWS = [
@@ -71,7 +71,7 @@ def build(settings: list[RowSampling], vocab_size: int) -> SamplingBatch:
 
 def check_rows(settings: list[RowSampling], logits: torch.Tensor, steps: int, runtime=None, wrong: int = 0) -> None:
     """The kernels' tokens over a few steps, against the reference on the CPU; up to `wrong` rows may differ in a step."""
-    from nanoinfer.kernels import sample as kernels
+    from nanoinfer.kernels.step import sample as kernels
 
     vocab_size = logits.shape[1]
     reference, rows = make_state(settings, vocab_size)

@@ -7,7 +7,8 @@ from engines import BLOCK_BYTES, LAYER_BLOCK_BYTES, SMALL, assert_pools_as_befor
 from request_helpers import record_batches, shrink_gpu_pool
 from tiny_models import make_checkpoint
 
-from nanoinfer import LLMEngine, SamplingParams, kv_cache
+from nanoinfer import LLMEngine, SamplingParams
+from nanoinfer.kv import cache as kv_cache
 from offload import BlockPool
 
 ARGUMENTS = dict(

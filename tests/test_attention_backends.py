@@ -203,7 +203,7 @@ def test_merge_of_rows_with_any_number_of_splits_equals_one_softmax_each(name, a
     spec = make_spec(q_heads=q_heads, kv_heads=1, head_dim=48)
     backend = build(name, spec)
     if name == "triton":
-        module = sys.modules["nanoinfer.kernels.merge"]
+        module = sys.modules["nanoinfer.kernels.attention.merge"]
         taken = module.form(as_many, q_heads, 64)
         monkeypatch.setattr(module, "form", lambda *sizes: taken)
     counts = [0, 1, 4, 5, 15, 16, 17, 32, 33, 64, 129, 140]

@@ -16,11 +16,11 @@ from tiny_models import FAMILIES, make_checkpoint, tiny_config
 from transformers import logging
 
 from nanoinfer import EngineConfig
-from nanoinfer.build import spec_and_layout
-from nanoinfer.generation_config import end_token_ids, sampling_defaults
-from nanoinfer.loader import check_safetensors, load_config, load_model
+from nanoinfer.memory.sizes import spec_and_layout
 from nanoinfer.models import supported_architectures
-from nanoinfer.tokenizer_files import load_tokenizer
+from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
+from nanoinfer.weights.load import check_safetensors, load_config, load_model
+from nanoinfer.weights.tokenizer_files import load_tokenizer
 
 NOT_FINITE = [math.nan, math.inf, -math.inf]
 NUMBERS = [-1, 0, 1, 3, 2**31, 10**12, 10**30, -(10**12), 1.5, 1e308, 1e-320, *NOT_FINITE]

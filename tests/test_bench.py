@@ -10,14 +10,16 @@ import pytest
 import torch
 from tiny_models import make_checkpoint
 
-from nanoinfer import cli
-from nanoinfer.bench import floors, offload, offload_options
-from nanoinfer.bench import options as bench_options
-from nanoinfer.bench.floors import Floors, bytes_read_per_step
-from nanoinfer.bench.measure import Row, compare
-from nanoinfer.bench.offload import main
-from nanoinfer.bench.report import COLUMNS, table
-from nanoinfer.command_line import Parser
+from nanoinfer.bench import offload
+from nanoinfer.commands import main as cli
+from nanoinfer.commands.bench_offload import main
+from nanoinfer.measure.report import COLUMNS, table
+from nanoinfer.measure.run import Row, compare
+from nanoinfer.memory import floors
+from nanoinfer.memory.floors import Floors, bytes_read_per_step
+from nanoinfer.options import measuring as bench_options
+from nanoinfer.options import offload as offload_options
+from nanoinfer.options.parser import Parser
 
 TINY = ["--shape", "tiny", "--context", "64,300", "--batch", "1,2", "--output-len", "6", "--no-progress"]
 TINY += ["--block-size", "32", "--device", "cpu"]
@@ -164,8 +166,8 @@ def test_the_check_can_be_left_out():
 
 def test_a_failed_case_leaves_no_request_behind(tmp_path):
     from nanoinfer import LLM
-    from nanoinfer.bench.measure import measure
-    from nanoinfer.bench.shapes import write_shape
+    from nanoinfer.measure.run import measure
+    from nanoinfer.models.shapes import write_shape
 
     model = write_shape("tiny", tmp_path)
     arguments = dict(load_format="dummy", skip_tokenizer_init=True, device="cpu", progress_bar=False, block_size=32)
@@ -231,8 +233,8 @@ def test_floors_leave_room_beside_an_engine_that_fills_its_budget(free_mib, copi
 
 
 def test_bytes_read_count_windows_and_leave_out_unused_embeddings(tmp_path):
-    from nanoinfer.loader import load_config
     from nanoinfer.models import resolve
+    from nanoinfer.weights.load import load_config
 
     for tied in (False, True):
         config = load_config(make_checkpoint("mistral", tmp_path / str(tied), sliding_window=10, tied=tied))

@@ -7,14 +7,15 @@ import pytest
 import torch
 from tiny_models import make_checkpoint
 
-from nanoinfer import LLM, cli
+from nanoinfer import LLM
 from nanoinfer.bench import latency
-from nanoinfer.bench.floors import Floors
-from nanoinfer.bench.measure import Row, random_prompts
-from nanoinfer.bench.shapes import write_shape
 from nanoinfer.bench.throughput import make_load, run_load
-from nanoinfer.loader import load_config
+from nanoinfer.commands import main as cli
+from nanoinfer.measure.run import Row, random_prompts
+from nanoinfer.memory.floors import Floors
 from nanoinfer.models import resolve
+from nanoinfer.models.shapes import write_shape
+from nanoinfer.weights.load import load_config
 
 ENGINE = ["--shape", "tiny", "--device", "cpu", "--block-size", "32", "--no-progress"]
 LATENCY = ["bench", "latency", *ENGINE, "--input-len", "40", "--output-len", "8"]

@@ -12,13 +12,14 @@ import pytest
 import torch
 from tiny_models import make_checkpoint
 
-from nanoinfer import cli, exact
 from nanoinfer.bench.exactness import comparison
 from nanoinfer.bench.exactness.comparison import Answer, Condition
 from nanoinfer.bench.exactness.engines import EngineAsker, check_finite, open_engine
-from nanoinfer.bench.exactness.servers import own_server
 from nanoinfer.bench.exactness.workload import make_workload
-from nanoinfer.bench.shapes import write_shape
+from nanoinfer.commands import main as cli
+from nanoinfer.common import exact
+from nanoinfer.models.shapes import write_shape
+from nanoinfer.serve.local import local_server
 
 COMMAND = ["bench", "exactness"]
 SMALL = ["--block-size", "16", "--output-len", "5", "--requests", "6", "--no-progress"]
@@ -137,8 +138,8 @@ def test_our_own_server_is_found_identical(tmp_path, capsys):
         model=write_shape("tiny", tmp_path), load_format="dummy", skip_tokenizer_init=True, device="cpu", block_size=16,
         max_model_len=128, max_num_seqs=8, progress_bar=False,
     )  # fmt: skip
-    with own_server(arguments, max_queue=64) as asker:
-        command = [*COMMAND, "--base-url", asker.base_url, *SMALL, "--batch", "2,8"]
+    with local_server(arguments, max_queue=64) as url:
+        command = [*COMMAND, "--base-url", url, *SMALL, "--batch", "2,8"]
         figures, found = figures_of(command, tmp_path, 0)
         assert cli.main([*command, "--model", "modle"]) == 2
         assert "--model 'modle' is not served at" in (said := capsys.readouterr()).err and "'model'" in said.err
@@ -291,11 +292,11 @@ def test_a_server_of_ours_that_does_not_start_in_time_says_so(tmp_path, monkeypa
             time.sleep(0.001)
 
     monkeypatch.setattr("uvicorn.Server.run", never_ready)
-    monkeypatch.setattr("nanoinfer.bench.exactness.servers._START_SECONDS", 0.05)
+    monkeypatch.setattr("nanoinfer.serve.local._START_SECONDS", 0.05)
     arguments = engines.COMMON | dict(model=make_checkpoint("qwen3", tmp_path, **engines.SMALL))
-    with pytest.raises(ValueError, match="did not start within 0.05 seconds"), own_server(arguments, max_queue=4):
+    with pytest.raises(ValueError, match="did not start within 0.05 seconds"), local_server(arguments, max_queue=4):
         pytest.fail("it is there")
-    assert not [thread for thread in threading.enumerate() if thread.name == "exactness-server"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "local-server"]
 
 
 def test_logits_that_are_no_numbers_are_no_reference():

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoinfer.bench.floors import bytes_read_per_step
-from nanoinfer.bench.shapes import write_shape
-from nanoinfer.loader import check_safetensors, load_config, load_model
+from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.models import resolve
+from nanoinfer.models.shapes import write_shape
+from nanoinfer.weights.load import check_safetensors, load_config, load_model
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 pytestmark = pytest.mark.usefixtures("quick_floors")

@@ -8,7 +8,7 @@ from engines import make_engine, run, some_params
 from test_prefill_graphs import CHUNKED, COUNTS, WarmUpRuntime, engine_with_graphs
 from tiny_models import make_checkpoint
 
-from nanoinfer.runner import ModelRunner
+from nanoinfer.execution.runner import ModelRunner
 from offload import SimulatedRuntime
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from nanoinfer import cli
-from nanoinfer.command_line import Parser, in_options, length, run_command
+from nanoinfer.commands import main as cli
+from nanoinfer.options.parser import Parser, in_options, length, run_command
 
 ROOT = Path(__file__).resolve().parent.parent
-NANOINFER = [sys.executable, "-m", "nanoinfer.cli"]
+NANOINFER = [sys.executable, "-m", "nanoinfer.commands.main"]
 FITS = ["qwen3-4b", "--gpu-memory", "12GiB", "--host-memory", "64GiB"]
 ENDLESS = ["--device", "cpu", "--context", "1024", "--output-len", "20000", "--mode", "resident"]
 

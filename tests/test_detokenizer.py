@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanoinfer.detokenizer import MAX_WAITING_TOKENS, Detokenizer, token_text
+from nanoinfer.requests.detokenizer import MAX_WAITING_TOKENS, Detokenizer, token_text
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLM, EngineConfig, SamplingParams
-from nanoinfer.loader import load_config, resolve_dtype
-from nanoinfer.runner import ModelRunner
-from nanoinfer.unsupported import CHAT, ENGINE, GENERATE
+from nanoinfer.common.unsupported import CHAT, ENGINE, GENERATE
+from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.weights.load import load_config, resolve_dtype
 
 
 @pytest.fixture(scope="module")
@@ -266,13 +266,13 @@ def test_chat_without_a_tokenizer_is_refused(llm):
 
 def test_memory_that_cannot_be_pinned_is_an_error_where_it_is_required(path, monkeypatch):
     """As on a system that refuses: the driver answers with an error."""
-    from offload import pinned
+    from offload.memory import pinned
 
     class PinnedArena(pinned.HostArena):
         def __init__(self, *args, pin, **kwargs):
             super().__init__(*args, pin=True, register=lambda *_: "no more locked memory", **kwargs)
 
-    monkeypatch.setattr("nanoinfer.runner.HostArena", PinnedArena)
+    monkeypatch.setattr("nanoinfer.execution.runner.HostArena", PinnedArena)
     with pytest.raises(pinned.PinError, match="no more locked memory"):
         make_engine(path, enable_cpu_offload=True, pin_host_memory="require")
     with pytest.warns(UserWarning, match="refused to pin"):

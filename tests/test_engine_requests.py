@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.runner import PendingTokens
-from nanoinfer.sequence import SequenceState
+from nanoinfer.execution.read_back import PendingTokens
+from nanoinfer.requests.sequence import SequenceState
 
 BOTH_MODES = pytest.mark.parametrize("enable_cpu_offload", [False, True], ids=["resident", "offload"])
 

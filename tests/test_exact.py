@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from request_helpers import threads
 from test_attention_cases import int32, list_items, make_paged, make_q, make_spec, make_work, run_decode
 
-from nanoinfer import exact
 from nanoinfer.attention import PrefillPiece, make_backend, torch_backend
-from nanoinfer.layers import OffsetRMSNorm, RMSNorm
-from nanoinfer.rope import rope_table
-from nanoinfer.sampler import logprobs_of
+from nanoinfer.common import exact
+from nanoinfer.layers.norm import OffsetRMSNorm, RMSNorm
+from nanoinfer.layers.rope import rope_table
+from nanoinfer.sampling.reference import logprobs_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 FUNCTIONS = {

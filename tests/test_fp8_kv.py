@@ -9,8 +9,8 @@ from nanoinfer import EngineConfig
 from nanoinfer.attention.base import AttentionSpec
 from nanoinfer.attention.flash_attn_backend import FlashAttnBackend
 from nanoinfer.attention.torch_backend import TorchBackend
-from nanoinfer.bench.floors import kv_bytes
-from nanoinfer.layers import KVSlots
+from nanoinfer.layers.qkv import KVSlots
+from nanoinfer.memory.floors import kv_bytes
 from nanoinfer.models.base import ModelSpec
 from offload import SimulatedRuntime
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from offload import host_memory
-from offload.host_memory import memory_available_bytes
-from offload.pinned import PAGE_BYTES, HostArena
+from offload.memory import host_memory
+from offload.memory.host_memory import memory_available_bytes
+from offload.memory.pinned import PAGE_BYTES, HostArena
 
 MACHINE = 10**6
 UNLIMITED_V1 = 9223372036854771712
@@ -184,7 +184,7 @@ def test_both_versions_count_where_a_machine_has_both(tmp_path):
 
 def test_an_arena_is_not_refused_for_what_was_read_through_the_page_cache(tmp_path, monkeypatch):
     machine = in_container(tmp_path)
-    monkeypatch.setattr("offload.pinned.memory_available_bytes", machine.available)
+    monkeypatch.setattr("offload.memory.pinned.memory_available_bytes", machine.available)
     machine.v2("", limit=10 * PAGE_BYTES, used=9 * PAGE_BYTES, inactive_file=6 * PAGE_BYTES)
     HostArena(7, PAGE_BYTES, pin=False).close()
     with pytest.raises(MemoryError, match="lower host_memory_limit"):

@@ -9,7 +9,16 @@ import random
 from collections.abc import Callable
 
 import pytest
-from engines import BLOCK_BYTES, LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, outcome, random_prompts, run
+from engines import (
+    BLOCK_BYTES,
+    LAYER_BLOCK_BYTES,
+    SMALL,
+    assert_pools_as_before,
+    make_engine,
+    outcome,
+    random_prompts,
+    run,
+)
 from interrupts import Line, Tracer, name
 from request_helpers import shrink_gpu_pool
 from tiny_models import make_checkpoint

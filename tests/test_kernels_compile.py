@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels.ahead import compile_ahead
+from nanoinfer.kernels.launch.compile_ahead import compile_ahead
 
 TESTS = Path(__file__).parent
 KERNELS = TESTS.parent / "nanoinfer" / "kernels"
@@ -20,7 +20,7 @@ KERNELS = TESTS.parent / "nanoinfer" / "kernels"
 
 def kernel_names() -> set[str]:
     """Those that are launched: what is called from them has another ending."""
-    texts = "\n".join(path.read_text() for path in KERNELS.glob("*.py"))
+    texts = "\n".join(path.read_text() for path in KERNELS.rglob("*.py"))
     return set(re.findall(r"^def (\w+_kernel)\(", texts, flags=re.MULTILINE))
 
 

@@ -16,14 +16,15 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
-from nanoinfer.attention.base import SHORT_BLOCKS
 from nanoinfer.attention.triton_backend import TritonBackend
-from nanoinfer.kernels import merge
-from nanoinfer.decode import DecodeProgram
-from nanoinfer.kernels.shape import KernelShape, decode_programs, decode_tiles, largest_tile, prefill_tiles
-from nanoinfer.kernels.step_inputs import step_inputs
-from nanoinfer.kernels.store_partials import store_partials
-from nanoinfer.kernels.update_rows import update_rows
+from nanoinfer.execution.decode import DecodeProgram
+from nanoinfer.kernels.attention import merge
+from nanoinfer.kernels.attention.limits import SHORT_BLOCKS
+from nanoinfer.kernels.attention.shape import KernelShape, decode_programs, decode_tiles, prefill_tiles
+from nanoinfer.kernels.attention.store_partials import store_partials
+from nanoinfer.kernels.launch.sizes import largest_tile
+from nanoinfer.kernels.step.step_inputs import step_inputs
+from nanoinfer.kernels.step.update_rows import update_rows
 
 KIB = 1024
 
@@ -53,7 +54,7 @@ def operands_lie_alike(monkeypatch):
 def tiles_alike(monkeypatch):
     """Decode takes the same tiles with the copy unit as without, as on GPUs of one kind."""
     monkeypatch.setattr(
-        sys.modules["nanoinfer.kernels.decode_partial"], "decode_tiles", lambda shape: decode_tiles(replace(shape, tma=False))
+        sys.modules["nanoinfer.kernels.attention.decode_partial"], "decode_tiles", lambda shape: decode_tiles(replace(shape, tma=False))
     )
 
 

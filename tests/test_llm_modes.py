@@ -7,7 +7,7 @@ from engines import assert_pools_as_before, make_engine, random_prompts, run, sw
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
-from nanoinfer.sequence import SequenceState
+from nanoinfer.requests.sequence import SequenceState
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # 2 layers, K and V, 16 tokens, 2 heads of 16, float32
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.detokenizer import Detokenizer
-from nanoinfer.request import Request
-from nanoinfer.runner import ModelRunner
-from nanoinfer.saved_kv import SavedKV
-from nanoinfer.sequence import SequenceState
+from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.requests.detokenizer import Detokenizer
+from nanoinfer.requests.request import Request
+from nanoinfer.requests.sequence import SequenceState
 from offload import KVLayout, OffloadEngine
+from offload.memory.saved_kv import SavedKV
 
 BOTH_MODES = pytest.mark.parametrize("enable_cpu_offload", [False, True], ids=["resident", "offload"])
 LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4  # K and V, 16 tokens, 2 heads of 16, float32

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
-from nanoinfer.request import Request
+from nanoinfer.requests.request import Request
 from offload import Runtime, SimulatedRuntime
 
 BLOCK_BYTES = 2 * 16 * 16 * 4  # 1 layer, K and V, 16 tokens, one head of 16, float32

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nanoinfer import cli
-from nanoinfer.loader import PACKAGED
-from nanoinfer.recall.command import checkpoint_sha256
+from nanoinfer.commands import main as cli
+from nanoinfer.commands.recall import checkpoint_sha256
+from nanoinfer.weights.load import PACKAGED
 
 ROOT = Path(__file__).resolve().parent.parent
 

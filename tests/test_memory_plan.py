@@ -9,11 +9,11 @@ from engines import make_engine, random_prompts
 from tiny_models import make_checkpoint, tiny_config
 
 from nanoinfer import EngineConfig, SamplingParams
-from nanoinfer.bench.shapes import SHAPES, write_shape
-from nanoinfer.config import parse_bytes
-from nanoinfer.loader import load_config
-from nanoinfer.memory import GIB, make_plan
+from nanoinfer.common.units import GIB, parse_bytes
+from nanoinfer.memory.plan import make_plan
 from nanoinfer.models import resolve
+from nanoinfer.models.shapes import SHAPES, write_shape
+from nanoinfer.weights.load import load_config
 from offload import KVLayout
 
 

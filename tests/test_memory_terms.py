@@ -8,16 +8,18 @@ from engines import SMALL, make_engine
 from live_bytes import LiveBytes, held_bytes
 from tiny_models import FAMILIES, tiny_config
 
-from nanoinfer import LLMEngine, memory
+from nanoinfer import LLMEngine
 from nanoinfer.attention.torch_backend import TorchBackend
-from nanoinfer.build import attention_spec
-from nanoinfer.layers import KVSlots, Linear
+from nanoinfer.execution.segments import PrefillPieces, StepTensors
+from nanoinfer.layers.linear import Linear
+from nanoinfer.layers.qkv import KVSlots
+from nanoinfer.memory import plan as memory
+from nanoinfer.memory.sizes import attention_spec
 from nanoinfer.models import DecoderModel, resolve, supported_architectures
-from nanoinfer.prefill_pieces import PrefillPieces, StepTensors
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels.sample import workspace
+from nanoinfer.kernels.step.sample import workspace
 
 ARGUMENTS = dict(
     enable_cpu_offload=True,
@@ -131,17 +133,17 @@ class AnyCount:
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     for module, kernel in (
-        ("rms_norm", "rms_norm_kernel"),
-        ("activation", "act_and_mul_kernel"),
-        ("norm_rope_store", "norm_rope_store_kernel"),
-        ("tile_linear", "tile_linear_kernel"),
-        ("linear", "rows_linear_kernel"),
+        ("layer.rms_norm", "rms_norm_kernel"),
+        ("layer.activation", "act_and_mul_kernel"),
+        ("layer.norm_rope_store", "norm_rope_store_kernel"),
+        ("linear.tiles", "tile_linear_kernel"),
+        ("linear.rows", "rows_linear_kernel"),
     ):
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.{kernel}", NoKernel())
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x: {})
     # Many rows, which the library computes, and products of any number of rows that are asked for.
-    monkeypatch.setattr("nanoinfer.kernels.linear.MAX_ROWS", 2)
-    monkeypatch.setattr("nanoinfer.kernels.linear.padded_rows", lambda count: count)
+    monkeypatch.setattr("nanoinfer.kernels.linear.rows.MAX_ROWS", 2)
+    monkeypatch.setattr("nanoinfer.kernels.linear.rows.padded_rows", lambda count: count)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
 
 

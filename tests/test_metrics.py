@@ -6,9 +6,11 @@ import pytest
 from engines import COMMON, make_engine, random_prompts, run, some_params
 from tiny_models import make_checkpoint
 
-from nanoinfer import LLM, SamplingParams, metrics
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.engine.meter import DecodeTimes, StepMeter
+from nanoinfer.engine.trace import write_trace
 from offload import SimulatedRuntime, Timeline
-from offload.timeline import COMPUTE, COPY, WAIT, WRITE
+from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE
 
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, heads, head size, float32
 
@@ -57,9 +59,9 @@ def test_a_timeline_is_complete_only_when_its_work_has_run():
     ],
 )
 def test_the_bound_follows_from_the_shares(copy, wait, host, bound):
-    meter = metrics.StepMeter(SimulatedRuntime())
+    meter = StepMeter(SimulatedRuntime())
     assert meter.times.bound == "unknown"
-    times = metrics.DecodeTimes(
+    times = DecodeTimes(
         num_steps=16,
         seconds=10.0,
         host_seconds=10 * host,
@@ -72,14 +74,14 @@ def test_the_bound_follows_from_the_shares(copy, wait, host, bound):
 
 
 def test_a_streaming_run_of_which_no_step_was_timed_is_not_judged():
-    times = metrics.DecodeTimes(num_steps=3, seconds=2.0, host_seconds=1.9)
+    times = DecodeTimes(num_steps=3, seconds=2.0, host_seconds=1.9)
     assert times.bound == "CPU"
     times.streamed_bytes = 7
     assert times.bound == "unknown"
 
 
 def test_the_second_step_of_every_run_is_timed():
-    meter = metrics.StepMeter(SimulatedRuntime())
+    meter = StepMeter(SimulatedRuntime())
     for _ in range(3):
         meter.snapshot()
         timed = [meter.timeline(is_decode=True) is not None for _ in range(20)]
@@ -88,9 +90,9 @@ def test_the_second_step_of_every_run_is_timed():
 
 
 def test_a_run_is_what_came_after_the_one_before():
-    before = metrics.DecodeTimes(num_steps=3, seconds=2.0, host_seconds=2.0)
-    after = metrics.DecodeTimes(num_steps=10, seconds=12.0, host_seconds=3.0, num_streaming_steps=7)
-    assert after.since(before) == metrics.DecodeTimes(
+    before = DecodeTimes(num_steps=3, seconds=2.0, host_seconds=2.0)
+    after = DecodeTimes(num_steps=10, seconds=12.0, host_seconds=3.0, num_streaming_steps=7)
+    assert after.since(before) == DecodeTimes(
         num_steps=7, seconds=10.0, host_seconds=1.0, num_streaming_steps=7
     )
     assert before.bound == "CPU" and after.since(before).bound == "device memory"
@@ -139,7 +141,7 @@ def test_a_trace_has_every_fill_piece_and_write_and_no_overlap_on_a_lane(path, t
     while not request.is_finished:
         engine.step()
     counters, steps = engine.runner.offload.counters, engine.stats()
-    metrics.write_trace(tmp_path / "trace.json", engine.stop_trace("offload"))
+    write_trace(tmp_path / "trace.json", engine.stop_trace("offload"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert set(lanes.values()) == {"CPU", COMPUTE, COPY, WRITE}

@@ -10,7 +10,7 @@ from test_prefill_graphs import WarmUpRuntime, prefill_counters
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
-from nanoinfer.device_tables import DeviceTable
+from nanoinfer.execution.tables import DeviceTable
 from offload import SimulatedRuntime
 
 COUNTS = [4, 24, 40]  # below the 64 tokens of a step, so that larger steps occur, too

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma3 import modeling_gemma3
 
-from nanoinfer.layers import KVSlots
-from nanoinfer.loader import load_config, load_model
+from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.models import DecoderModel
+from nanoinfer.weights.load import load_config, load_model
 
 LLAMA3_ROPE = dict(
     rope_type="llama3",

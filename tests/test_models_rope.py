@@ -5,8 +5,8 @@ import torch
 from tiny_models import tiny_config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from nanoinfer import rope
-from nanoinfer.rope import apply_rope, rope_inv_freq, rope_table
+from nanoinfer.layers import rope
+from nanoinfer.layers.rope import apply_rope, rope_inv_freq, rope_table
 
 DEFAULT = dict(rope_type="default", rope_theta=10000.0)
 LLAMA3 = dict(

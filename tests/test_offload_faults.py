@@ -25,16 +25,17 @@ from engines import (
 from request_helpers import shrink_gpu_pool
 from tiny_models import make_checkpoint
 
-import nanoinfer.runner
+import nanoinfer.execution.runner
 from nanoinfer import LLMEngine, SamplingParams
-from nanoinfer.decode import DecodeProgram
-from nanoinfer.detokenizer import Detokenizer
-from nanoinfer.kv_cache import KVCache
-from nanoinfer.request import Request
-from nanoinfer.runner import ModelRunner, PendingTokens
-from nanoinfer.sampling_state import SamplingState
+from nanoinfer.execution.decode import DecodeProgram
+from nanoinfer.execution.read_back import PendingTokens
+from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.execution.sampling_state import SamplingState
+from nanoinfer.kv.cache import KVCache
+from nanoinfer.requests.detokenizer import Detokenizer
+from nanoinfer.requests.request import Request
 from offload import OffloadEngine, SimulatedRuntime
-from offload.pinned import PAGE_BYTES, HostArena, PinError
+from offload.memory.pinned import PAGE_BYTES, HostArena, PinError
 
 ARGUMENTS = dict(
     max_num_seqs=3,
@@ -318,8 +319,8 @@ class RefusingDriver:
 
 def refuse_pinning(monkeypatch, num_pinned: int) -> RefusingDriver:
     driver = RefusingDriver(num_pinned)
-    monkeypatch.setattr(nanoinfer.runner, "HostArena", driver.arena)
-    monkeypatch.setattr(nanoinfer.runner, "SEGMENT_BYTES", max(PAGE_BYTES, 4 * BLOCK_BYTES))
+    monkeypatch.setattr(nanoinfer.execution.runner, "HostArena", driver.arena)
+    monkeypatch.setattr(nanoinfer.execution.runner, "SEGMENT_BYTES", max(PAGE_BYTES, 4 * BLOCK_BYTES))
     return driver
 
 
@@ -362,10 +363,10 @@ def refuse_mapping(monkeypatch) -> None:
     def arena(*args, **kwargs) -> HostArena:
         with monkeypatch.context() as patch:
             error = OSError(errno.ENOMEM, "Cannot allocate memory")
-            patch.setattr("offload.pinned.mmap.mmap", Mock(side_effect=error))
+            patch.setattr("offload.memory.pinned.mmap.mmap", Mock(side_effect=error))
             return HostArena(*args, **kwargs)
 
-    monkeypatch.setattr(nanoinfer.runner, "HostArena", arena)
+    monkeypatch.setattr(nanoinfer.execution.runner, "HostArena", arena)
 
 
 def test_auto_without_memory_for_the_host_pool_starts_resident_says_so_and_tries_again(path, alone, monkeypatch):

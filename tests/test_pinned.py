@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from offload.pinned import PAGE_BYTES, HostArena, PinError
+from offload.memory.pinned import PAGE_BYTES, HostArena, PinError
 
 
 class Driver:
@@ -126,7 +126,7 @@ def test_memory_that_the_system_does_not_map_is_named_with_what_there_is_and_wha
 
     driver = Driver()
     with monkeypatch.context() as patch:
-        patch.setattr("offload.pinned.mmap.mmap", refuse)
+        patch.setattr("offload.memory.pinned.mmap.mmap", refuse)
         wanted = r"^2\.00 GiB of host memory wanted, [\d.]+ GiB are available, but the system does not map as much "
         with pytest.raises(MemoryError, match=wanted + r"\(.*Cannot allocate memory\): lower host_memory_limit, or"):
             arena(driver, num_segments=2, segment_bytes=2**30, available_bytes=2**62)
@@ -136,7 +136,7 @@ def test_memory_that_the_system_does_not_map_is_named_with_what_there_is_and_wha
 
 
 def test_large_segments_are_registered_in_pieces(monkeypatch):
-    monkeypatch.setattr("offload.pinned.MAX_REGISTER_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr("offload.memory.pinned.MAX_REGISTER_BYTES", 2 * PAGE_BYTES)
     driver = Driver()
     with arena(driver, num_segments=1, segment_bytes=5 * PAGE_BYTES) as host:
         host.wait()
@@ -149,7 +149,7 @@ def test_large_segments_are_registered_in_pieces(monkeypatch):
 @pytest.mark.filterwarnings("ignore:the system refused to pin")
 def test_pieces_that_were_pinned_before_a_refusal_are_given_back(require_pin, num_pieces, monkeypatch):
     """The second segment of 3 pieces is refused at its first, second or last one."""
-    monkeypatch.setattr("offload.pinned.MAX_REGISTER_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("offload.memory.pinned.MAX_REGISTER_BYTES", PAGE_BYTES)
     driver = Driver(refuse_from=4 + num_pieces)
     host = arena(driver, num_segments=3, require_pin=require_pin)
     host._thread.join()
@@ -166,7 +166,7 @@ def test_pieces_that_were_pinned_before_a_refusal_are_given_back(require_pin, nu
 
 
 def test_a_piece_that_was_pinned_before_the_driver_failed_is_given_back(monkeypatch):
-    monkeypatch.setattr("offload.pinned.MAX_REGISTER_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("offload.memory.pinned.MAX_REGISTER_BYTES", PAGE_BYTES)
     driver = Driver()
 
     def register(address: int, num_bytes: int) -> str | None:

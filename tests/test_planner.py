@@ -7,8 +7,8 @@ from engines import COMMON, make_engine
 from tiny_models import make_checkpoint
 
 import nanoinfer
-from nanoinfer.cli import main
-from nanoinfer.memory import GIB
+from nanoinfer.commands.main import main
+from nanoinfer.common.units import GIB
 
 QWEN3_4B = dict(gpu_memory="12GiB", host_memory="64GiB")
 BLOCK_BYTES = 36 * 2 * 256 * 8 * 128 * 2  # layers, K and V, tokens, heads, head size, bf16

@@ -6,7 +6,7 @@ from request_helpers import Script, play, record_batches, shrink_gpu_pool
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
-from nanoinfer.sequence import SequenceState
+from nanoinfer.requests.sequence import SequenceState
 
 PLAIN = dict(enable_prefix_caching=False)
 

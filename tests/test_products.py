@@ -7,9 +7,9 @@ import torch
 from engines import SMALL, make_engine
 from tiny_models import make_checkpoint
 
-from nanoinfer.kernels.counts import MAX_ROWS, num_parts, padded_counts, padded_rows
-from nanoinfer.layers import Linear
-from nanoinfer.products import ProductCheck, agreeing_counts, check_products
+from nanoinfer.execution.products import ProductCheck, agreeing_counts, check_products
+from nanoinfer.kernels.linear.counts import MAX_ROWS, num_parts, padded_counts, padded_rows
+from nanoinfer.layers.linear import Linear
 
 
 def test_a_library_that_differs_at_some_counts_is_used_at_the_others():
@@ -51,7 +51,7 @@ def test_each_shape_is_asked_once_and_every_projection_of_it_told(differs, monke
         asked.append(module)
         return frozenset(counts if not differs else counts[1:])
 
-    monkeypatch.setattr("nanoinfer.products._agreeing", agreeing)
+    monkeypatch.setattr("nanoinfer.execution.products._agreeing", agreeing)
     found = check_products(model, 1100)
     counts = padded_counts(1100)
     assert counts == [768, 1024, 1280] and asked == [model.first, model.third]

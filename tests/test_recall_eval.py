@@ -10,9 +10,10 @@ import pytest
 import torch
 from tiny_models import make_checkpoint
 
-from nanoinfer import LLM, cli
-from nanoinfer.bench import offload
-from nanoinfer.recall import command
+from nanoinfer import LLM
+from nanoinfer.commands import bench_offload as offload
+from nanoinfer.commands import main as cli
+from nanoinfer.commands import recall as command
 from nanoinfer.recall.answers import Answer, Answers, EngineAnswers, largest_error
 from nanoinfer.recall.evaluate import FACTS_PER_PLACE, Exam, Grid, ask, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers

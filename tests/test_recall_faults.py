@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanoinfer import LLM
-from nanoinfer.decode import DecodeProgram
-from nanoinfer.loader import PACKAGED
+from nanoinfer.execution.decode import DecodeProgram
 from nanoinfer.recall.answers import EngineAnswers, largest_error
 from nanoinfer.recall.evaluate import Exam, Grid, ask, evaluate
+from nanoinfer.weights.load import PACKAGED
 from offload import OffloadEngine
 
 BLOCK_SIZE = 64

@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanoinfer import LLM
-from nanoinfer.loader import PACKAGED
 from nanoinfer.recall.answers import EngineAnswers, largest_error
 from nanoinfer.recall.evaluate import Exam, Grid, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers
 from nanoinfer.recall.words import FIRST_NAMES, LAST_NAMES
+from nanoinfer.weights.load import PACKAGED
 
 GRID = Grid(lengths=(1024,), depths=(0.0, 0.6), num_questions=5)
 README = Path(__file__).resolve().parent.parent / "README.md"

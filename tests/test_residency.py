@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from offload import Residency
+from nanoinfer.kv.residency import Residency
 
 
 class Naive:

@@ -13,8 +13,8 @@ import pytest
 from sampling_cases import MIXED_ROWS, SETTINGS, build, check_rows, make_state, random_logits
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from nanoinfer import sampler
-from nanoinfer.sampler import RowSampling, exponential_noise, logprobs_of, sample, workspace_bytes
+from nanoinfer.sampling import reference as sampler
+from nanoinfer.sampling.reference import RowSampling, exponential_noise, logprobs_of, sample, workspace_bytes
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -308,7 +308,7 @@ def kernels():
     if torch.cuda.is_available():
         pytest.skip("the Triton interpreter is for machines without CUDA; tests/gpu has the compiled kernels' tests")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from nanoinfer.kernels import sample as module
+    from nanoinfer.kernels.step import sample as module
 
     if not isinstance(module.tl.max, interpreter.InterpretedFunction):  # which is decided when triton is imported
         pytest.skip("triton was imported before this module could choose its interpreter: set TRITON_INTERPRET=1")

@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from nanoinfer.errors import UnknownNameError, nearest, refuse_unknown
+from nanoinfer.common.errors import UnknownNameError, nearest, refuse_unknown
+from nanoinfer.common.unsupported import SAMPLING
 from nanoinfer.outputs import CompletionOutput
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.unsupported import SAMPLING
 
 
 def test_defaults_are_those_of_vllm():

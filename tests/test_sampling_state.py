@@ -12,12 +12,13 @@ import pytest
 from sampling_cases import MIXED_ROWS, build, check_rows, make_state, random_logits
 from torch.profiler import ProfilerActivity, profile
 
-from nanoinfer import sampler
-from nanoinfer.device_tables import RowState
-from nanoinfer.sampler import RowSampling
+from nanoinfer.execution.sampling_state import MAX_COUNT, SamplingState
+from nanoinfer.execution.tables import RowState
+from nanoinfer.requests.sequence import Sequence
+from nanoinfer.sampling import reference as sampler
+from nanoinfer.sampling.reference import RowSampling
+from nanoinfer.sampling.settings import state_bytes
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.sampling_state import MAX_COUNT, SamplingState
-from nanoinfer.sequence import Sequence
 from offload import SimulatedRuntime
 
 VOCAB_SIZE = 40
@@ -118,7 +119,7 @@ def test_a_sequence_with_a_token_that_only_the_device_knows_cannot_move():
 def test_kernels_penalise_as_the_reference_in_any_combination(fuzz, monkeypatch):
     """Several tiles, random rows with and without each penalty, over enough steps for tokens to come again."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from nanoinfer.kernels import sample as kernels
+    from nanoinfer.kernels.step import sample as kernels
 
     if not isinstance(kernels.tl.max, interpreter.InterpretedFunction):  # which is decided when triton is imported
         pytest.skip("triton was imported before this module could choose its interpreter: set TRITON_INTERPRET=1")
@@ -148,13 +149,13 @@ def test_kernels_penalise_as_the_reference_in_any_combination(fuzz, monkeypatch)
 @pytest.mark.parametrize(("max_num_seqs", "vocab_size", "max_batch"), [(1, 40, 1), (5, 2049, 8), (64, 151_936, 64)])
 def test_a_state_takes_what_it_says(max_num_seqs, vocab_size, max_batch):
     pytest.importorskip("triton")
-    from nanoinfer.kernels import sample as kernels
+    from nanoinfer.kernels.step import sample as kernels
 
     runtime = SimulatedRuntime()
     state = SamplingState(runtime, RowState(runtime, max_num_seqs, 1), vocab_size, max_batch)
     tensors = [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
     tensors += kernels.workspace(max_batch, vocab_size, torch.device("cpu")).values()
-    assert sum(tensor.nbytes for tensor in tensors) == SamplingState.num_bytes(max_num_seqs, vocab_size, max_batch)
+    assert sum(tensor.nbytes for tensor in tensors) == state_bytes(max_num_seqs, vocab_size, max_batch)
 
 
 def peak_bytes(work) -> int:

@@ -9,8 +9,8 @@ import pytest
 from serving import LeavingClient, make_served_checkpoint, serving
 from test_serve_text_pieces import make_tokenizer
 
-from nanoinfer.errors import RequestError
-from nanoinfer.prompts import encode_chat
+from nanoinfer.common.errors import RequestError
+from nanoinfer.requests.prompts import encode_chat
 from nanoinfer.serve import app, queue_limits
 from nanoinfer.serve.receiving import while_client_stays
 from nanoinfer.serve.request_stream import StreamClosedError

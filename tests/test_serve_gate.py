@@ -139,7 +139,7 @@ def test_allowed_origins_are_a_json_list():
 
 
 def test_the_command_refuses_what_it_cannot_use(path, capsys):
-    from nanoinfer.cli import main
+    from nanoinfer.commands.main import main
 
     for option, value, message in (
         ("--allowed-origins", "*", "is no JSON"),

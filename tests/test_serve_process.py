@@ -38,7 +38,7 @@ class Process:
         options = ["--port", "0", "--device", "cpu", "--dtype", "float32", "--served-model-name", MODEL]
         options += ["--block-size", "16", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "nanoinfer.cli", "serve", str(path), *options, "--max-model-len", "384", *arguments],
+            [sys.executable, "-m", "nanoinfer.commands.main", "serve", str(path), *options, "--max-model-len", "384", *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -191,7 +191,7 @@ def test_sigterm_lets_running_requests_end(path):
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(path, capsys):
-    from nanoinfer.cli import main
+    from nanoinfer.commands.main import main
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", str(path), "--port", str(taken.getsockname()[1])]) == 2

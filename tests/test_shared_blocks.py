@@ -24,7 +24,7 @@ from request_helpers import play as script_play
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
-from nanoinfer.kv_cache import NO_BLOCK
+from nanoinfer.kv.cache import NO_BLOCK
 from offload import SimulatedRuntime
 
 FAMILIES = {"qwen3": SMALL, "gemma3": SMALL | dict(sliding_window=24)}

@@ -7,19 +7,21 @@ import torch
 from engines import make_engine
 from tiny_models import make_checkpoint
 
-from nanoinfer import EngineConfig, LLMEngine, SamplingParams, cli
+from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.attention.torch_backend import TorchBackend
-from nanoinfer.exact import linear
-from nanoinfer.mixed import MixedStep
+from nanoinfer.commands import main as cli
+from nanoinfer.common.exact import linear
+from nanoinfer.execution.mixed import MixedStep
+from nanoinfer.kv.prefix_cache import PrefixCache
+from nanoinfer.measure.logits import LogitsRecorder
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.prefix_cache import PrefixCache
-from nanoinfer.saved_kv import SavedKV
-from nanoinfer.sequence import Sequence
+from nanoinfer.requests.sequence import Sequence
 from nanoinfer.verify import RunReport, Verdict, check, verify
-from nanoinfer.verify.record import Answer, LogitsRecorder, compare
+from nanoinfer.verify.record import Answer, compare
 from nanoinfer.verify.runs import WIDE_ROWS, make_runs
 from nanoinfer.verify.workload import make_workload
 from offload import SimulatedRuntime
+from offload.memory.saved_kv import SavedKV
 
 MODELS = {
     "qwen3": dict(family="qwen3"),
@@ -162,7 +164,7 @@ def test_a_spoiled_host_block_is_found(paths, only, name, spoil):
 
 def test_products_that_depend_on_the_number_of_rows_are_found(paths, monkeypatch):
     """As a library's that rounds otherwise for another number of rows."""
-    monkeypatch.setattr("nanoinfer.exact.linear", lambda x, *others: linear(x, *others) + 1e-6 * len(x))
+    monkeypatch.setattr("nanoinfer.common.exact.linear", lambda x, *others: linear(x, *others) + 1e-6 * len(x))
     verdict = verify(paths["qwen3"], **SMALL)
     # Two or one at a time, other chunks, prompts of which part is there already. Where KV lies changes no product.
     assert verdict.line() == "DIFFERENT in auto, alone, pairs, chunk, prefix, preempted, n=2", verdict.report()
@@ -217,7 +219,7 @@ def test_completions_that_differ_from_a_single_one_are_found(paths, only, monkey
     only("resident", "prefix", "n=2")
     # The second completion's seed for the first.
     monkeypatch.setattr(
-        "nanoinfer.engine.Sequence", lambda *args: Sequence(*args[:5], args[5] + (args[4].n == 2), args[6])
+        "nanoinfer.engine.engine.Sequence", lambda *args: Sequence(*args[:5], args[5] + (args[4].n == 2), args[6])
     )
     verdict = verify(paths["qwen3"], **SMALL)
     assert verdict.line() == "DIFFERENT in n=2" and {m.request for m in verdict.runs[2].mismatches} == {1, 3}

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoinfer import weight_files
-from nanoinfer.loader import check_safetensors
-from nanoinfer.weight_files import TensorEntry, read_tensors
+from nanoinfer.weights import read as weight_files
+from nanoinfer.weights.load import check_safetensors
+from nanoinfer.weights.read import TensorEntry, read_tensors
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

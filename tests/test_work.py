@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nanoinfer.work import shares, slot_records, split_lists
+from nanoinfer.kv.splits import shares, slot_records, split_lists
 from offload import Chunk, pack
 
 BLOCK_SIZE = 16

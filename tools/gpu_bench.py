@@ -22,10 +22,10 @@ import measured  # noqa: E402
 import torch  # noqa: E402
 from gpu_cases import CASES, Bench  # noqa: E402
 
-from nanoinfer.bench.floors import measure_floors  # noqa: E402
-from nanoinfer.bench.measure import free_memory  # noqa: E402
-from nanoinfer.bench.report import versions  # noqa: E402
-from nanoinfer.errors import nearest  # noqa: E402
+from nanoinfer.common.errors import nearest  # noqa: E402
+from nanoinfer.measure.report import versions  # noqa: E402
+from nanoinfer.measure.run import free_memory  # noqa: E402
+from nanoinfer.memory.floors import measure_floors  # noqa: E402
 
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
 # What one looks at first, printed after each case.

@@ -16,11 +16,11 @@ from gpu_resident import arrivals, batch_throughput, kernels, resident, start_up
 
 import nanoinfer
 from nanoinfer import SamplingParams
-from nanoinfer.bench.floors import kv_bytes, measure_floors
 from nanoinfer.bench.hf import load_reference, measure_reference
-from nanoinfer.bench.measure import add_floor, free_memory, measure, random_prompts, release
-from nanoinfer.bench.shapes import write_shape
-from offload.pinned import HostArena
+from nanoinfer.measure.run import add_floor, free_memory, measure, random_prompts, release
+from nanoinfer.memory.floors import kv_bytes, measure_floors
+from nanoinfer.models.shapes import write_shape
+from offload.memory.pinned import HostArena
 
 
 def pin_16gib(bench: Bench) -> dict:

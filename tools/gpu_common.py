@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 
 from nanoinfer import LLM
-from nanoinfer.bench.floors import kv_bytes, measure_floors
-from nanoinfer.bench.measure import Row, add_floor, free_memory, measure, release
-from nanoinfer.bench.shapes import write_shape
-from nanoinfer.build import spec_and_layout
 from nanoinfer.config import EngineConfig
-from nanoinfer.loader import load_config
+from nanoinfer.measure.run import Row, add_floor, free_memory, measure, release
+from nanoinfer.memory.floors import kv_bytes, measure_floors
+from nanoinfer.memory.sizes import spec_and_layout
+from nanoinfer.models.shapes import write_shape
+from nanoinfer.weights.load import load_config
 
 GIB = 2**30
 

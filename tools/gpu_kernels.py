@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from nanoinfer.bench.floors import kv_bytes
-from nanoinfer.models import ModelSpec
+from nanoinfer.memory.floors import kv_bytes
+from nanoinfer.models.base import ModelSpec
 
 STEP = "decode step"  # how the trace calls a call of engine.step
 SKIPPED_FIRST, SKIPPED_LAST = 2, 1  # steps in which the profiler starts, or whose successor is missing

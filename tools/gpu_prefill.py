@@ -15,10 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoinfer.attention import make_backend
 from nanoinfer.attention.base import PrefillPiece
-from nanoinfer.bench.shapes import write_shape
-from nanoinfer.build import attention_spec
-from nanoinfer.loader import load_config
-from nanoinfer.models import resolve
+from nanoinfer.memory.sizes import attention_spec
+from nanoinfer.models.registry import resolve
+from nanoinfer.models.shapes import write_shape
+from nanoinfer.weights.load import load_config
 
 CHUNK, CONTEXT, BLOCK_SIZE = 8192, 32768, 256
 MATRIX_SIDE = 8192  # of the product whose rate is the floor

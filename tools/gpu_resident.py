@@ -17,9 +17,9 @@ from gpu_kernels import kernel_table, profile_steps, step_summary
 from gpu_startup import write_checkpoint
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.bench.floors import bytes_read_per_step, measure_floors
-from nanoinfer.bench.measure import WARM_UP_STEPS, measure, random_prompts, release
 from nanoinfer.bench.throughput import make_load, run_load
+from nanoinfer.measure.run import WARM_UP_STEPS, measure, random_prompts, release
+from nanoinfer.memory.floors import bytes_read_per_step, measure_floors
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMED_STEPS = 40

@@ -34,9 +34,9 @@ def write_checkpoint(directory: Path, shape: str, device: object) -> int:
     """
     from safetensors.torch import save_file
 
-    from nanoinfer.bench.measure import free_memory
-    from nanoinfer.bench.shapes import write_shape
-    from nanoinfer.loader import find_model, load_config, load_model
+    from nanoinfer.measure.run import free_memory
+    from nanoinfer.models.shapes import write_shape
+    from nanoinfer.weights.load import find_model, load_config, load_model
 
     for file in find_model("recall").glob("tokenizer*"):
         shutil.copy(file, directory)

@@ -163,7 +163,7 @@ async def running_server(options: argparse.Namespace) -> AsyncIterator[Server]:
     with tempfile.TemporaryDirectory() as directory:
         arguments = [*server_arguments(options, directory), *shlex.split(options.server_args)]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "nanoinfer.cli", "serve", *arguments,
+            sys.executable, "-m", "nanoinfer.commands.main", "serve", *arguments,
             stderr=asyncio.subprocess.PIPE, env=server_environment(options), start_new_session=True,
         )  # fmt: skip
         server = Server("", process)
@@ -215,7 +215,7 @@ def server_arguments(options: argparse.Namespace, directory: str) -> list[str]:
         options.vocab_size = options.vocab_size or VOCAB_SIZE
         make_checkpoint("qwen3", directory, **SMALL)
         return [directory, *common, "--device", "cpu", "--block-size", "16", "--max-model-len", "512"]
-    from nanoinfer.bench.shapes import SHAPES, write_shape
+    from nanoinfer.models.shapes import SHAPES, write_shape
 
     write_shape(options.shape, directory)
     options.vocab_size = options.vocab_size or SHAPES[options.shape]["vocab_size"]

@@ -4,7 +4,7 @@ What is computed beside an item changes none of its bits. Products have one shap
 the queries of `TILE_QUERIES` positions, whether they all are there or not; what an item does not see is masked and not
 sliced. A query's place among those of its tile follows from its position. The operands are fresh, contiguous copies, aligned
 alike where head_dim is a multiple of 16, as every model's is. All else is computed for many items at once, by functions
-that are exact for each value (see `nanoinfer.exact`) and sums of rows of a fixed length.
+that are exact for each value (see `nanoinfer.common.exact`) and sums of rows of a fixed length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, Partials, PrefillPiece, PrefillState
-from nanoinfer.exact import elementwise
+from nanoinfer.common.exact import elementwise
 
 NEG_INF = float("-inf")
 TILE_QUERIES = 32

@@ -15,10 +15,10 @@ from nanoinfer.attention.base import (
     PrefillPiece,
     PrefillState,
 )
-from nanoinfer.kernels.decode_partial import decode_partial
-from nanoinfer.kernels.merge import merge
-from nanoinfer.kernels.prefill import prefill
-from nanoinfer.kernels.shape import KernelShape, can_use_tma, decode_programs, decode_tiles, prefill_tiles
+from nanoinfer.kernels.attention.decode_partial import decode_partial
+from nanoinfer.kernels.attention.merge import merge
+from nanoinfer.kernels.attention.prefill import prefill
+from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, decode_programs, decode_tiles, prefill_tiles
 
 MAX_TILES_PER_BLOCK = 8
 INTERPRETER_PROGRAMS = 2

@@ -10,10 +10,11 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from nanoinfer.bench.measure import PROGRESS_DELAY_S, Row, random_prompts
-from nanoinfer.bench.options import CACHES
-from nanoinfer.loader import load_config, load_model, resolve_dtype
-from nanoinfer.models import ModelSpec, resolve
+from nanoinfer.measure.run import PROGRESS_DELAY_S, Row, random_prompts
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.registry import resolve
+from nanoinfer.options.measuring import CACHES
+from nanoinfer.weights.load import load_config, load_model, resolve_dtype
 
 _CACHES_ON_CPU = {"hf": "dynamic", "hf-static": "static"}  # its offloaded caches need CUDA
 

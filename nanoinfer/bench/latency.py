@@ -8,9 +8,15 @@ import statistics
 import numpy as np
 from tqdm import tqdm
 
-from nanoinfer.bench.floors import Floors, bytes_read_per_step, measure_floors
-from nanoinfer.bench.measure import Row, add_floor, measure, release
-from nanoinfer.bench.options import (
+from nanoinfer.common.units import counted
+from nanoinfer.config import EngineConfig
+from nanoinfer.llm import LLM
+from nanoinfer.measure.report import explain, paragraph, write_figures
+from nanoinfer.measure.run import Row, add_floor, measure, release
+from nanoinfer.memory.floors import Floors, bytes_read_per_step, measure_floors
+from nanoinfer.memory.machine import resolve_device
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.options.measuring import (
     ENGINE_MODES,
     check_at_least,
     check_can_write,
@@ -20,12 +26,7 @@ from nanoinfer.bench.options import (
     model_name,
     shared_engine_arguments,
 )
-from nanoinfer.bench.report import explain, paragraph, write_figures
-from nanoinfer.build import resolve_device
-from nanoinfer.config import EngineConfig, counted
-from nanoinfer.llm import LLM
-from nanoinfer.loader import load_config
-from nanoinfer.models import ModelSpec
+from nanoinfer.weights.load import load_config
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from nanoinfer.bench.floors import Floors, kv_bytes, measure_floors
 from nanoinfer.bench.hf import Reference, load_reference, measure_reference
-from nanoinfer.bench.measure import Row, add_floor, compare, free_memory, measure, release
-from nanoinfer.bench.offload_options import Cases, add_arguments, check_task, engine_arguments, read_cases
-from nanoinfer.bench.options import CACHES, TRACED_OUTPUT_LEN, default_shape, is_dummy, model_directory
-from nanoinfer.bench.report import explain, plot, table, write_json
-from nanoinfer.build import resolve_device
-from nanoinfer.command_line import Parser, in_options, run_command
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine import LLMEngine
+from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.engine.trace import write_trace
 from nanoinfer.llm import LLM
-from nanoinfer.loader import load_config
-from nanoinfer.metrics import write_trace
-from nanoinfer.models import ModelSpec
-from nanoinfer.recall import command as recall
+from nanoinfer.measure.report import explain, plot, table, write_json
+from nanoinfer.measure.run import Row, add_floor, compare, free_memory, measure, release
+from nanoinfer.memory.floors import Floors, kv_bytes, measure_floors
+from nanoinfer.memory.machine import resolve_device
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.options.measuring import CACHES, TRACED_OUTPUT_LEN, default_shape, is_dummy, model_directory
+from nanoinfer.options.offload import Cases, engine_arguments, read_cases
+from nanoinfer.options.parser import in_options
+from nanoinfer.weights.load import load_config
 
 CHECKED_TOKENS = 8  # per sequence, with their log-probabilities
 # What a case may ask too much of: a row says so, and the others go on.
@@ -155,8 +152,8 @@ def _reason(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def run(options: argparse.Namespace, command: str) -> list[Row] | dict[str, recall.Scores]:
-    """Runs all cases and prints the table; with --task recall, asks its questions.
+def run(options: argparse.Namespace, command: str) -> list[Row]:
+    """Runs all cases and prints the table.
 
     Args:
         options: what `add_arguments` defines.
@@ -165,9 +162,6 @@ def run(options: argparse.Namespace, command: str) -> list[Row] | dict[str, reca
     Raises:
         ValueError: an option cannot be used; nothing has run then.
     """
-    check_task(options)
-    if options.task == "recall":
-        return recall.run(options, command)
     device = resolve_device(options.device)
     cases = read_cases(options, device.type == "cuda")
     with model_directory(options, default_shape(device)) as model:
@@ -189,19 +183,3 @@ def run(options: argparse.Namespace, command: str) -> list[Row] | dict[str, reca
     if options.plot:
         plot(options.plot, rows)
     return rows
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry of `python bench_offload.py`."""
-    parser = Parser(
-        prog="bench_offload.py",
-        description="Decode with the KV cache in host memory against the GPU, with the floors of this machine.",
-    )
-    add_arguments(parser)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-
-    def command(options: argparse.Namespace) -> int:
-        run(options, f"python bench_offload.py {shlex.join(given)}".strip())
-        return 0
-
-    return run_command(parser, given, command)

@@ -7,8 +7,14 @@ import random
 import time
 from dataclasses import dataclass
 
-from nanoinfer.bench.measure import random_prompts, release
-from nanoinfer.bench.options import (
+from nanoinfer.common.units import counted
+from nanoinfer.config import EngineConfig
+from nanoinfer.llm import LLM
+from nanoinfer.measure.report import paragraph, write_figures
+from nanoinfer.measure.run import random_prompts, release
+from nanoinfer.memory.machine import resolve_device
+from nanoinfer.memory.sizes import spec_and_layout
+from nanoinfer.options.measuring import (
     ENGINE_MODES,
     bounds,
     check_at_least,
@@ -19,12 +25,8 @@ from nanoinfer.bench.options import (
     model_name,
     shared_engine_arguments,
 )
-from nanoinfer.bench.report import paragraph, write_figures
-from nanoinfer.build import resolve_device, spec_and_layout
-from nanoinfer.config import EngineConfig, counted
-from nanoinfer.llm import LLM
-from nanoinfer.loader import load_config
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.weights.load import load_config
 
 # Prompts take the first ids of every vocabulary, so that the load is the same for all models.
 PROMPT_VOCABULARY = 2000

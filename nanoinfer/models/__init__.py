@@ -1,12 +1,25 @@
-"""The models. Adding one is adding a file here: every module of this folder is imported, and registers its classes."""
+"""The models. Adding one is adding a file here: every module of this folder is imported, and registers its classes, once
+a model is looked up."""
 
-import importlib
-import pkgutil
+from typing import TYPE_CHECKING
 
-from nanoinfer.models.base import DecoderModel, ModelSpec
-from nanoinfer.models.registry import find_class, register, resolve, supported_architectures
+from nanoinfer.common.lazy import lazy_names
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+if TYPE_CHECKING:  # what type checkers and editors see of the names below
+    from nanoinfer.models.base import DecoderModel, ModelSpec
+    from nanoinfer.models.registry import find_class, register, resolve, supported_architectures
 
 __all__ = ["DecoderModel", "ModelSpec", "find_class", "register", "resolve", "supported_architectures"]
+
+# The known shapes (`models.shapes`) are read where torch is not wanted.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "DecoderModel": "nanoinfer.models.base",
+        "ModelSpec": "nanoinfer.models.base",
+        "find_class": "nanoinfer.models.registry",
+        "register": "nanoinfer.models.registry",
+        "resolve": "nanoinfer.models.registry",
+        "supported_architectures": "nanoinfer.models.registry",
+    },
+)

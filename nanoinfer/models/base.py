@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoinfer.layers import KVSlots
+from nanoinfer.layers.qkv import KVSlots
 
 
 @dataclass(frozen=True, kw_only=True)

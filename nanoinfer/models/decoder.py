@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoinfer import exact
-from nanoinfer.layers import Embedding, GatedMLP, KVSlots, Linear, RMSNorm, norm_rotate_store, product
+from nanoinfer.common import exact
+from nanoinfer.layers.embedding import Embedding
+from nanoinfer.layers.linear import Linear, product
+from nanoinfer.layers.mlp import GatedMLP
+from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.qkv import KVSlots, norm_rotate_store
+from nanoinfer.layers.rope import rope_table
 from nanoinfer.models.base import DecoderModel, ModelSpec
-from nanoinfer.rope import rope_table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoinfer.layers import OffsetRMSNorm, RMSNorm
+from nanoinfer.layers.norm import OffsetRMSNorm, RMSNorm
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder, DecoderLayer, Traits, windows_by_layer_type
 from nanoinfer.models.registry import register

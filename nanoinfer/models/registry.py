@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
 
 from transformers import PretrainedConfig
 
-from nanoinfer.errors import nearest, shown
+import nanoinfer.models
+from nanoinfer.common.errors import nearest, shown
 from nanoinfer.models.base import DecoderModel
 
 Model = TypeVar("Model", bound=type[DecoderModel])
 
-# Filled while the package is imported, and only read from then on.
 _MODELS: dict[str, type[DecoderModel]] = {}
+
+
+@cache
+def _import_families() -> None:
+    """Fills `_MODELS` from the files of this folder."""
+    for module in pkgutil.iter_modules(nanoinfer.models.__path__):
+        importlib.import_module(f"nanoinfer.models.{module.name}")
 
 
 def register(architecture: str) -> Callable[[Model], Model]:
@@ -24,6 +34,8 @@ def register(architecture: str) -> Callable[[Model], Model]:
     """
 
     def add(model: Model) -> Model:
+        if not model.__module__.startswith("nanoinfer.models."):
+            _import_families()  # whose names are taken
         if architecture in _MODELS:
             raise ValueError(f"{architecture} is already registered, by {_MODELS[architecture].__name__}")
         _MODELS[architecture] = model
@@ -34,6 +46,7 @@ def register(architecture: str) -> Callable[[Model], Model]:
 
 def supported_architectures() -> tuple[str, ...]:
     """The names that `resolve` knows, sorted."""
+    _import_families()
     return tuple(sorted(_MODELS))
 
 
@@ -43,6 +56,7 @@ def find_class(architectures: list[str] | None) -> type[DecoderModel]:
     Raises:
         ValueError: none of them is supported, or the config names none; lists those that are.
     """
+    _import_families()
     for name in architectures or ():
         if name in _MODELS:
             return _MODELS[name]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from nanoinfer.recall.answers import NUM_LOGPROBS, Answer, Answers
-from offload.host_memory import memory_available_bytes
+from offload.memory.host_memory import memory_available_bytes
 
 CHUNK_TOKENS = 4096
 # Of the questions that are answered at once, each with a copy of the document's cache; less where memory is short.

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 
 from nanoinfer.attention.registry import make_backend
-from nanoinfer.bench.options import (
+from nanoinfer.config import EngineConfig
+from nanoinfer.memory.machine import resolve_device
+from nanoinfer.memory.plan import gpu_budget, make_plan
+from nanoinfer.memory.sizes import attention_spec, spec_and_layout
+from nanoinfer.options.measuring import (
     ENGINE_MODES,
     check_can_plot,
     check_can_write,
@@ -18,13 +22,10 @@ from nanoinfer.bench.options import (
     mode_names,
     shared_engine_arguments,
 )
-from nanoinfer.build import attention_spec, resolve_device, spec_and_layout
-from nanoinfer.config import EngineConfig
-from nanoinfer.loader import check_safetensors, find_model, load_config
-from nanoinfer.memory import gpu_budget, make_plan
+from nanoinfer.options.recall import DEFAULT_DEPTHS, DEFAULT_MODES, DEFAULT_QUESTIONS, MODES, REFERENCE
 from nanoinfer.recall.evaluate import Grid
-from nanoinfer.recall.options import DEFAULT_DEPTHS, DEFAULT_MODES, DEFAULT_QUESTIONS, MODES, REFERENCE
-from offload.host_memory import memory_available_bytes
+from nanoinfer.weights.load import check_safetensors, find_model, load_config
+from offload.memory.host_memory import memory_available_bytes
 
 DEFAULT_LENGTHS = {"cuda": "1k,2k,4k,8k,16k,32k,64k", "cpu": "1k,2k"}
 ANSWER_ROOM = 64

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from nanoinfer.engine import LLMEngine
+from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.outputs import StreamOutput
-from nanoinfer.request import Request
+from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import ApiError, EngineStepError, UnavailableError
 from nanoinfer.serve.queue_limits import DEFAULT_QUEUE_BYTES, Charge, QueueLimit, WaitingBytes, num_queued

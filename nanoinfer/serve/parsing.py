@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from nanoinfer.errors import nearest
+from nanoinfer.common.errors import nearest
+from nanoinfer.common.unsupported import refusal
 from nanoinfer.serve import json_body
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.protocol import IGNORED, MAX_STOP_STRINGS, UNSUPPORTED, Body, StreamOptions, too_many_stops
 from nanoinfer.serve.shown import SHOWN_CHARS, shown
-from nanoinfer.unsupported import refusal
 
 R = TypeVar("R", bound=Body)
 

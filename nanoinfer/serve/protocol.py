@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanoinfer.prompts import conversation
+from nanoinfer.common.unsupported import SAMPLING
+from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.shown import shown
-from nanoinfer.unsupported import SAMPLING
 
 MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
 MAX_STOP_STRINGS = 64  # each is searched for in every token's text

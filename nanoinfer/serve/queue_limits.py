@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from nanoinfer.engine import LLMEngine
-from nanoinfer.errors import RequestError
+from nanoinfer.common.errors import RequestError
+from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.serve.errors import OverloadedError
 
 MAX_BODY_BYTES = 32 * 2**20

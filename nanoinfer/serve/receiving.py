@@ -10,8 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from nanoinfer.serve.errors import BadRequestError
-from nanoinfer.serve.request_stream import StreamClosedError
 from nanoinfer.serve.queue_limits import MAX_BODY_BYTES, Charge
+from nanoinfer.serve.request_stream import StreamClosedError
 
 T = TypeVar("T")
 DEFAULT_BODY_SECONDS = 60.0

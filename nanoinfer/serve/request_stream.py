@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanoinfer.outputs import RequestMetrics, RequestOutput, StreamOutput
-from nanoinfer.serve.tokenizing import Prompt
 from nanoinfer.serve.queue_limits import Charge
+from nanoinfer.serve.tokenizing import Prompt
 
 Item = tuple[int, StreamOutput | RequestOutput]
 

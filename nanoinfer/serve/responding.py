@@ -15,6 +15,7 @@ from nanoinfer.serve.errors import ApiError
 from nanoinfer.serve.receiving import client_left
 from nanoinfer.serve.request_stream import RequestStream, StreamClosedError
 
+
 def error_response(error: ApiError) -> Response:
     return Response(error.body(), error.status, error.headers, "application/json")
 

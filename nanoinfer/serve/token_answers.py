@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.errors import RequestError
-from nanoinfer.prompts import encode, encode_chat
+from nanoinfer.common.errors import RequestError
+from nanoinfer.requests.prompts import encode, encode_chat
 from nanoinfer.serve.protocol import DetokenizeRequest, TokenizeRequest
 
 MAX_TOKENIZING_BYTES = 4 * 2**20

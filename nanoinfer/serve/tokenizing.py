@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.prompts import encode, encode_chat, render_chat, too_long
+from nanoinfer.requests.prompts import encode, encode_chat, render_chat, too_long
 from nanoinfer.serve import text_pieces
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ reference for all, the first run.
 
 from typing import TYPE_CHECKING
 
-from nanoinfer.lazy import lazy_names
+from nanoinfer.common.lazy import lazy_names
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from nanoinfer.verify.check import verify

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from nanoinfer.build import resolve_device
-from nanoinfer.config import EngineConfig, counted
-from nanoinfer.memory import MemoryPlan
+from nanoinfer.common.units import counted
+from nanoinfer.config import EngineConfig
+from nanoinfer.memory.machine import resolve_device
+from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.verify.play import attempt
 from nanoinfer.verify.record import Answer, compare
 from nanoinfer.verify.report import RunReport, Verdict

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanoinfer.config import EngineConfig, counted
-from nanoinfer.engine import LLMEngine
-from nanoinfer.request import Request
-from nanoinfer.sequence import SequenceState
-from nanoinfer.verify.record import Answer, LogitsRecorder
+from nanoinfer.common.units import counted
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.measure.logits import LogitsRecorder
+from nanoinfer.requests.request import Request
+from nanoinfer.requests.sequence import SequenceState
+from nanoinfer.verify.record import Answer
 from nanoinfer.verify.report import RunReport
 from nanoinfer.verify.runs import Run, Stats
 from nanoinfer.verify.workload import Workload

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from nanoinfer.runner import ModelRunner, PendingTokens
-from nanoinfer.sequence import Sequence
 from nanoinfer.verify.report import Mismatch, RunReport
-from offload import Event
 
 
 @dataclass(frozen=True)
@@ -21,46 +16,6 @@ class Answer:
     request: int
     tokens: list[int]
     logits: list[torch.Tensor]
-
-
-class LogitsRecorder:
-    """Keeps the raw logits of every sampled token without waiting for a step that runs.
-
-    Args:
-        is_wanted: of which requests, by their ids; the others' logits take neither time nor memory.
-
-    Attributes:
-        rows: (request id, number of the completion) -> one row per sampled token, [vocab_size] float32, CPU.
-    """
-
-    def __init__(self, runner: ModelRunner, is_wanted: Callable[[str], bool] = lambda request_id: True) -> None:
-        self.rows: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
-        self._runner, self._is_wanted = runner, is_wanted
-        self._read_back = runner._read_back
-        self._unread: deque[tuple[list[Sequence], list[torch.Tensor], Event]] = deque()
-        runner._read_back = self._observe
-
-    def _observe(
-        self, sequences: list[Sequence], tokens: torch.Tensor, logits: Callable[[], torch.Tensor | None]
-    ) -> PendingTokens:
-        """Copies the step's logits on the compute stream, before the next step overwrites them."""
-        places = [i for i, sequence in enumerate(sequences) if self._is_wanted(sequence.request_id)]
-        if places:
-            copies: list[torch.Tensor] = []
-            event = self._runner.runtime.event()
-            all_of_them = slice(None) if len(places) == len(sequences) else places
-            self._runner.compute.run(lambda: copies.append(logits()[all_of_them].clone()))
-            self._runner.compute.record(event)
-            self._unread.append(([sequences[i] for i in places], copies, event))
-        return self._read_back(sequences, tokens, logits)
-
-    def collect(self, keep: int) -> None:
-        """Fetches the logits of all steps but the newest `keep`, which may still run."""
-        while len(self._unread) > keep:
-            sequences, copies, event = self._unread.popleft()
-            event.synchronize("verify.read_after_step")
-            for sequence, row in zip(sequences, copies[0].cpu().float(), strict=True):
-                self.rows[sequence.request_id, sequence.index].append(row)
 
 
 def compare(reference: list[Answer], found: list[Answer], report: RunReport, tolerance: float | None) -> None:

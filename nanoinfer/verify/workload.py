@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from nanoinfer.attention.registry import make_backend
-from nanoinfer.bench.measure import random_prompts
-from nanoinfer.build import attention_spec, spec_and_layout
 from nanoinfer.config import EngineConfig
-from nanoinfer.loader import load_config
-from nanoinfer.memory import MemoryPlan, gpu_budget, make_plan
+from nanoinfer.measure.run import random_prompts
+from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
+from nanoinfer.memory.sizes import attention_spec, spec_and_layout
 from nanoinfer.sampling_params import SamplingParams
-from offload.host_memory import memory_available_bytes
+from nanoinfer.weights.load import load_config
+from offload.memory.host_memory import memory_available_bytes
 
 # Prompt lengths as shares of the context: the first request decodes, and ends, while others are in prefill.
 LENGTH_SHARES = (0.25, 1.0, 0.5, 0.75)

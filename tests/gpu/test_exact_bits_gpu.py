@@ -1,7 +1,7 @@
 """One set of bits: whatever runs beside a request, and wherever, its tokens, logits and log-probabilities are those it has
 alone.
 
-NANOINFER_EXACT_SHAPES=qwen3-4b,llama3.1-8b takes other shapes (see `nanoinfer.bench.shapes`), with random weights;
+NANOINFER_EXACT_SHAPES=qwen3-4b,llama3.1-8b takes other shapes (see `nanoinfer.models.shapes`), with random weights;
 NANOINFER_EXACT_WORKLOADS=12 another number of workloads.
 """
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.bench.shapes import SHAPES, write_shape
-from nanoinfer.verify.record import LogitsRecorder
+from nanoinfer.measure.logits import LogitsRecorder
+from nanoinfer.models.shapes import SHAPES, write_shape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -164,8 +164,8 @@ def test_prefill_bits_do_not_depend_on_pieces(head_dim, window, softcap):
 
 
 def test_resident_and_offload_launch_the_same_binaries():
-    from nanoinfer.kernels.decode_partial import decode_partial_kernel
-    from nanoinfer.kernels.prefill import prefill_kernel
+    from nanoinfer.kernels.attention.decode_partial import decode_partial_kernel
+    from nanoinfer.kernels.attention.prefill import prefill_kernel
 
     spec = bf16_spec(head_dim=112, block_size=128)  # a shape that no other test leaves compiled
     backend, lens = TritonBackend(spec, DEVICE), [1, 16, 513]
@@ -337,7 +337,7 @@ def test_a_float8_cache_gives_the_bits_of_a_wide_one_with_the_same_values(head_d
 @pytest.mark.parametrize("q_heads, head_dim", [(32, 128), (7, 64), (16, 80)])
 def test_the_bits_of_a_merged_row_do_not_depend_on_other_rows(q_heads, head_dim, num_others, tiles):
     """Few rows are merged by programs of few columns that read ahead, many by programs of whole heads."""
-    from nanoinfer.kernels.merge import merge
+    from nanoinfer.kernels.attention.merge import merge
 
     generator = torch.Generator("cuda").manual_seed(0)
     counts = [0, 1, 2, 7, 8, 9, 16, 20, 31, 32, 33, 64, 100, 128, 129, 300, 512] + [5, 20, 40] * (num_others // 3)

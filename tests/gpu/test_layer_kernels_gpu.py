@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -85,9 +84,9 @@ SIZES = [(2560, 6144), (4096, 2560), (2560, 19456), (9728, 2560), (1024, 151_936
 @pytest.mark.parametrize("size, num_rows", SIZES)
 def test_the_bits_of_a_row_do_not_depend_on_how_many_rows_there_are_or_on_its_place(size, num_rows, dtype):
     """Of one row, of every number up to where the kernels change, and of any beyond, the library's included."""
-    from nanoinfer.kernels.linear import linear
-    from nanoinfer.layers import Linear
-    from nanoinfer.products import _agreeing, padded_counts
+    from nanoinfer.execution.products import _agreeing, padded_counts
+    from nanoinfer.kernels.linear.rows import linear
+    from nanoinfer.layers.linear import Linear
 
     module = Linear(size, num_rows, bias=num_rows % 3 == 0, dtype=dtype, device="cuda")
     module.weight.data = torch.randn_like(module.weight) * size**-0.5
@@ -109,7 +108,7 @@ def test_the_bits_of_a_row_do_not_depend_on_how_many_rows_there_are_or_on_its_pl
 @HALF_DTYPES
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_the_bits_of_a_gated_row_do_not_depend_on_how_many_rows_there_are(activation, dtype):
-    from nanoinfer.kernels.linear import linear
+    from nanoinfer.kernels.linear.rows import linear
 
     weight, bias = torch.randn(2 * 3072, 1024, dtype=dtype, device="cuda") / 32, torch.randn(6144, dtype=dtype, device="cuda")
     x = torch.randn(1000, 1024, dtype=dtype, device="cuda")
@@ -123,8 +122,8 @@ def test_the_bits_of_a_gated_row_do_not_depend_on_how_many_rows_there_are(activa
 
 @pytest.mark.parametrize("size, num_rows, num_parts", [(9728, 2560, 2), (14336, 4096, 2), (8192, 1000, 4)])
 def test_the_bits_of_parts_do_not_depend_on_how_many_rows_there_are(size, num_rows, num_parts):
-    from nanoinfer.kernels.layers import rms_norm
-    from nanoinfer.kernels.linear import linear_parts
+    from nanoinfer.kernels.layer.fused import rms_norm
+    from nanoinfer.kernels.linear.rows import linear_parts
 
     weight = torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda") * size**-0.5
     x, norm = torch.randn(1000, size, dtype=torch.bfloat16, device="cuda"), torch.ones(num_rows, dtype=torch.bfloat16, device="cuda")
@@ -140,7 +139,7 @@ def test_the_bits_of_parts_do_not_depend_on_how_many_rows_there_are(size, num_ro
 
 
 def test_float32_rows_do_not_depend_on_how_many_there_are():
-    from nanoinfer.layers import product
+    from nanoinfer.layers.linear import product
 
     weight, bias = torch.randn(700, 300, device="cuda"), torch.randn(700, device="cuda")
     x = torch.randn(400, 300, device="cuda")
@@ -152,7 +151,7 @@ def test_float32_rows_do_not_depend_on_how_many_there_are():
 
 def test_a_library_that_adds_up_in_another_order_is_found_at_start():
     """At the counts where it does so, and only at these; a tolerance would not see it."""
-    from nanoinfer.products import agreeing_counts
+    from nanoinfer.execution.products import agreeing_counts
 
     weight = torch.randn(2560, 4096, dtype=torch.bfloat16, device="cuda") / 64
     rows = torch.randn(512, 4096, dtype=torch.bfloat16, device="cuda")
@@ -167,7 +166,7 @@ def test_a_library_that_adds_up_in_another_order_is_found_at_start():
         return torch.mm(x, weight.t(), out_dtype=torch.float32).bfloat16()
 
     counts = [768, 1024, 1280]
-    from nanoinfer.kernels.linear import linear
+    from nanoinfer.kernels.linear.rows import linear
 
     assert agreeing_counts(rows, lambda x: linear(x, weight), whole, counts) == set(counts)
     mixed = lambda x: halves(x) if len(x) == 1024 else whole(x)
@@ -211,7 +210,7 @@ class LayerSteps:
         self.pools = [randn(num_rows * num_blocks, 2, 256, 8, 128) for _ in range(num_layers)]
 
     def run(self) -> torch.Tensor:
-        from nanoinfer.kernels import layers as kernels
+        from nanoinfer.kernels.layer import fused as kernels
 
         x = self.first.clone()
         normed = kernels.rms_norm(x, self.norm, 1e-6, offset=False)
@@ -233,7 +232,7 @@ class LayerSteps:
 )
 @pytest.mark.parametrize("num_rows, seq_len", [(1, 300), (1, 1100), (1, 20_000), (8, 700), (48, 500)])
 def test_kernels_that_start_early_give_the_bits_of_kernels_that_wait_their_turn(num_rows, seq_len, monkeypatch):
-    from nanoinfer.kernels import pdl
+    from nanoinfer.kernels.launch import pdl
 
     steps = LayerSteps(num_rows, seq_len)
     monkeypatch.setattr(pdl, "_has_pdl", lambda device: False)
@@ -290,7 +289,7 @@ def late(tensor: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
-    from nanoinfer.kernels import layers as kernels
+    from nanoinfer.kernels.layer import fused as kernels
 
     num_rows = {"rows_linear of 12": 12, "tile_linear of 48": 48}.get(kernel, 1)
     step = LayerSteps(num_rows, 600, num_layers=1)

@@ -176,7 +176,7 @@ def test_eager_equals_graphs_bit_for_bit(model, expected, enable_cpu_offload):
 
 def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(model, monkeypatch):
     """Blocks of 256 tokens, whose tiles lie apart in steps of few blocks: rows that are cut, and cuts that change."""
-    from nanoinfer.decode import DecodeProgram
+    from nanoinfer.execution.decode import DecodeProgram
 
     arguments = COMMON | dict(block_size=256, max_num_batched_tokens=512, enable_prefix_caching=False)
     used, partials_per_block = set(), DecodeProgram._partials_per_block
@@ -371,13 +371,13 @@ def test_flash_attn_backend_follows_triton_to_rounding(tmp_path):
 
 
 def test_offload_from_pageable_memory_gives_the_same_bits(model, expected, monkeypatch):
-    from offload import pinned
+    from offload.memory import pinned
 
     class RefusedArena(pinned.HostArena):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, register=lambda *_: "no more locked memory", **kwargs)
 
-    monkeypatch.setattr("nanoinfer.runner.HostArena", RefusedArena)
+    monkeypatch.setattr("nanoinfer.execution.runner.HostArena", RefusedArena)
     with pytest.warns(UserWarning, match="refused to pin"), LLM(model, **COMMON, enable_cpu_offload=True) as llm:
         llm.engine.runner._arena._thread.join()
         assert run(llm) == expected

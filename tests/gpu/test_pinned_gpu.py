@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from offload.pinned import HostArena, measure_copy_gbps
+from offload.memory.pinned import HostArena, measure_copy_gbps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

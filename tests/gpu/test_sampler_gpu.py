@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanoinfer.sampler import RowSampling, logprobs_bytes, logprobs_of
+from nanoinfer.sampling.reference import RowSampling, logprobs_bytes, logprobs_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -50,7 +50,7 @@ def random_logits(num_rows, vocab_size=VOCAB_SIZE):
 def make_cuda_state(rows, runtime, vocab_size=VOCAB_SIZE):
     from sampling_cases import make_state
 
-    from nanoinfer.kernels import sample as kernels
+    from nanoinfer.kernels.step import sample as kernels
 
     return make_state(rows, vocab_size, kernels, runtime)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoinfer import weight_files
-from nanoinfer.loader import PACKAGED, check_safetensors, load_config, load_model
-from nanoinfer.weight_files import read_tensors
+from nanoinfer.weights import read as weight_files
+from nanoinfer.weights.load import PACKAGED, check_safetensors, load_config, load_model
+from nanoinfer.weights.read import read_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -10,6 +10,8 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +21,17 @@ import torch
 
 from nanoinfer.bench.exactness.comparison import Answer, Condition, is_identical, table, verdict
 from nanoinfer.bench.exactness.engines import CROWD, check_finite, make_settings, open_engine
-from nanoinfer.bench.exactness.servers import ServerAsker, own_server
+from nanoinfer.bench.exactness.servers import ServerAsker
 from nanoinfer.bench.exactness.workload import Workload, all_answers, make_workload
-from nanoinfer.bench.exactness_options import CONDITIONS
-from nanoinfer.bench.options import (
+from nanoinfer.common.errors import nearest
+from nanoinfer.common.units import counted
+from nanoinfer.config import EngineConfig
+from nanoinfer.measure.report import write_figures
+from nanoinfer.measure.run import free_memory
+from nanoinfer.memory.machine import resolve_device
+from nanoinfer.memory.sizes import spec_and_layout
+from nanoinfer.options.exactness import CONDITIONS
+from nanoinfer.options.measuring import (
     check_at_least,
     check_can_write,
     counts,
@@ -31,13 +40,11 @@ from nanoinfer.bench.options import (
     model_name,
     shared_engine_arguments,
 )
-from nanoinfer.bench.report import write_figures
-from nanoinfer.build import resolve_device, spec_and_layout
-from nanoinfer.command_line import in_options
-from nanoinfer.config import EngineConfig, counted
-from nanoinfer.errors import nearest
-from nanoinfer.loader import load_config
+from nanoinfer.options.parser import in_options
+from nanoinfer.weights.load import load_config
 
+LocalServer = Callable[[dict[str, Any], int], AbstractContextManager[str]]
+"""Opens a server in this process: arguments of its engine and the most requests that wait -> its address."""
 DEFAULT_VOCAB_SIZE = 1000
 MAX_LOGITS_BYTES = 4 * 2**30
 # Options of an engine that mean something to a server as well, or to the benchmark itself.
@@ -47,7 +54,7 @@ _FOR_SERVERS = (
 ).split()
 
 
-def run(options: argparse.Namespace, command: str) -> dict:
+def run(options: argparse.Namespace, command: str, local_server: LocalServer) -> dict:
     """Asks everything, prints the report and returns its figures; `identical` says what was found.
 
     Raises:
@@ -62,7 +69,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
         title, conditions, device = *_ask_server(options, sizes), None
     else:
         device = resolve_device(options.device)
-        title, conditions = _ask_engines(options, sizes, names, device)
+        title, conditions = _ask_engines(options, sizes, names, device, local_server)
     # What was left out, and why, comes in the words of the Python API.
     print(f"{title}\nhow many differ from each request alone:\n\n{in_options(table(conditions), options.parser)}\n")
     if all(condition.left_out for condition in conditions):
@@ -136,7 +143,7 @@ def _ask_server(options: argparse.Namespace, sizes: list[int]) -> tuple[str, lis
 
 
 def _ask_engines(
-    options: argparse.Namespace, sizes: list[int], names: list[str], device: torch.device
+    options: argparse.Namespace, sizes: list[int], names: list[str], device: torch.device, local_server: LocalServer
 ) -> tuple[str, list[Condition]]:
     shape = default_shape(device)
     common: dict[str, Any] = shared_engine_arguments(options) | dict(enable_cpu_offload=False)
@@ -154,7 +161,9 @@ def _ask_engines(
             _progress(options, setting.name)
             conditions += setting.conditions(common, workload, wanted)
         if "server" in names:
-            conditions += _ask_own_server(options, common, workload, sizes, wanted)
+            arguments = common | dict(enable_prefix_caching=True)
+            with_server = partial(local_server, arguments, max(1024, sizes[-1]))
+            conditions += _ask_own_server(options, with_server, workload, sizes, wanted)
     return f"{model_name(options, shape)}: {_describe(workload)}", conditions
 
 
@@ -192,12 +201,17 @@ def _ask_base(
 
 
 def _ask_own_server(
-    options: argparse.Namespace, common: dict[str, Any], workload: Workload, sizes: list[int], wanted: list[Answer]
+    options: argparse.Namespace,
+    with_server: Callable[[], AbstractContextManager[str]],
+    workload: Workload,
+    sizes: list[int],
+    wanted: list[Answer],
 ) -> list[Condition]:
     """The requests through HTTP, with prefix caching as the server has it, one at a time and among others."""
     conditions: list[Condition] = []
     try:
-        with own_server(common | dict(enable_prefix_caching=True), max_queue=max(1024, sizes[-1])) as asker:
+        with with_server() as url:
+            asker = ServerAsker(url)
             for size in sorted({1, sizes[-1]}):
                 name = f"server, {size} at once" if size > 1 else "server, one at a time"
                 _progress(options, name)
@@ -209,6 +223,8 @@ def _ask_own_server(
     except ModuleNotFoundError as error:
         left_out = f"{error.name} is not installed: pip install 'nanoinfer[serve]'"
         conditions.append(Condition("server", left_out=left_out))
+    finally:
+        free_memory()
     return conditions
 
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from nanoinfer.bench.report import aligned
-from nanoinfer.config import counted
+from nanoinfer.common.units import counted
+from nanoinfer.measure.report import aligned
 
 # Of the most likely tokens. OpenAI's limit for /v1/completions, so that servers give as many.
 NUM_LOGPROBS = 5

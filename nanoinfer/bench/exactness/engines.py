@@ -11,11 +11,11 @@ import torch
 
 from nanoinfer.bench.exactness.comparison import NUM_LOGPROBS, Answer, Condition, token_logprobs
 from nanoinfer.bench.exactness.workload import Crowd, Workload, all_answers
-from nanoinfer.bench.measure import free_memory
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine import LLMEngine
+from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.measure.logits import LogitsRecorder
+from nanoinfer.measure.run import free_memory
 from nanoinfer.outputs import CompletionOutput
-from nanoinfer.verify.record import LogitsRecorder
 
 # Requests at once where the engine is what differs.
 CROWD = 16

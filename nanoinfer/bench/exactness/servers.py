@@ -5,26 +5,19 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from nanoinfer.bench.exactness.comparison import NUM_LOGPROBS, Answer, token_logprobs
 from nanoinfer.bench.exactness.workload import Asked, Crowd
-from nanoinfer.bench.measure import free_memory
-from nanoinfer.config import EngineConfig
-from nanoinfer.engine import LLMEngine
-from nanoinfer.errors import nearest, shown
+from nanoinfer.common.errors import nearest, shown
 
 TIMEOUT_SECONDS = 600  # for one answer
 # What some servers do not know, in the order in which it is left out.
 _EXTRAS = ("return_token_ids", "ignore_eos", "logprobs")
 _REFUSED = (400, 422)
-_START_SECONDS = 60
 
 
 class ServerAsker:
@@ -187,41 +180,3 @@ def _read(answer: dict) -> Answer:
     top = logprobs.get("top_logprobs") or [None] * len(own)
     values = [token_logprobs(one, (others or {}).values()) for one, others in zip(own, top, strict=True)]
     return Answer(tokens or logprobs.get("tokens"), choice["text"], logprobs=values)
-
-
-@contextmanager
-def own_server(arguments: dict[str, Any], max_queue: int) -> Iterator[ServerAsker]:
-    """Our own server with an engine of these arguments, on a free port of this machine.
-
-    What a request leaves out has neutral values, as in `SamplingParams`, and not those that the checkpoint recommends.
-
-    Raises:
-        ModuleNotFoundError: packages of the server are missing.
-        ValueError: the engine cannot be made.
-    """
-    import uvicorn  # optional, as what the application needs
-
-    from nanoinfer.serve.app import create_app
-    from nanoinfer.serve.async_engine import AsyncEngine
-
-    config = EngineConfig.from_arguments(arguments | dict(generation_config="vllm"))
-    engine = AsyncEngine(lambda: LLMEngine(config), max_queue=max_queue)
-    engine.start()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        app = create_app(engine, served_model_names=["model"])
-        settings = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off")
-        server = uvicorn.Server(settings)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="exactness-server")
-        try:
-            thread.start()
-            deadline = time.monotonic() + _START_SECONDS
-            while not server.started:
-                if not thread.is_alive() or time.monotonic() > deadline:
-                    raise ValueError(f"the server did not start within {_START_SECONDS} seconds: look at its output above")
-                time.sleep(0.01)
-            yield ServerAsker(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        finally:
-            server.should_exit = True
-            thread.join()
-            engine.close()
-            free_memory()

@@ -1,0 +1,64 @@
+"""`nanoinfer bench`: which benchmark runs."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from importlib import import_module
+
+from nanoinfer.options import exactness as exactness_options
+from nanoinfer.options import latency as latency_options
+from nanoinfer.options import offload as offload_options
+from nanoinfer.options import throughput as throughput_options
+
+# Each runs in a module of its own, which is imported for it alone: `nanoinfer.bench.latency`.
+BENCHMARKS = {
+    "latency": latency_options,
+    "throughput": throughput_options,
+    "offload": offload_options,
+    "exactness": exactness_options,
+}
+DEFAULT = "offload"
+_HOMES = {"offload": "nanoinfer.commands.bench_offload"}  # of those that join more than one library
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Adds one command per benchmark, each with its options."""
+    commands = parser.add_subparsers(dest="benchmark", required=True)
+    for name, benchmark in BENCHMARKS.items():
+        summary = benchmark.SUMMARY + (" (also without this word)" if name == DEFAULT else "")
+        benchmark.add_arguments(commands.add_parser(name, help=summary, description=summary))
+
+
+def with_default(arguments: list[str]) -> list[str]:
+    """The command line with the default benchmark's name where `bench` is followed by none."""
+    if arguments[:1] != ["bench"] or arguments[1:2] in (["-h"], ["--help"]):
+        return arguments
+    if len(arguments) > 1 and not arguments[1].startswith("-"):
+        return arguments
+    return ["bench", DEFAULT, *arguments[1:]]
+
+
+def run(options: argparse.Namespace, command: str) -> int:
+    """Runs the benchmark that the options name, prints its report and returns the exit status: 1 where bits differ.
+
+    Args:
+        command: how it was called, for the JSON.
+
+    Raises:
+        ValueError: an option cannot be used; nothing has run then. Or the engine cannot run what was asked for.
+        MemoryError: the GPU is full.
+    """
+    import torch  # not above: what reads the options does without
+
+    run_benchmark = import_module(_HOMES.get(options.benchmark, f"nanoinfer.bench.{options.benchmark}")).run
+    if options.benchmark == "exactness":
+        from nanoinfer.serve.local import local_server
+
+        run_benchmark = partial(run_benchmark, local_server=local_server)
+    try:
+        figures = run_benchmark(options, command)
+    except torch.OutOfMemoryError as error:  # its text goes on for many lines
+        reason = str(error).splitlines()[0]
+        raise MemoryError(f"{reason} Lower --gpu-memory, or end what else runs on the GPU") from error
+    return 1 if options.benchmark == "exactness" and not figures["identical"] else 0

@@ -1,0 +1,115 @@
+"""The `nanoinfer` command.
+
+What reads the options imports neither torch nor transformers, so that `--help` and a misspelt option are answered at
+once. What a command runs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import nanoinfer
+from nanoinfer.commands import bench
+from nanoinfer.commands import plan as plan_command
+from nanoinfer.commands import serve
+from nanoinfer.commands import verify
+from nanoinfer.options import recall
+from nanoinfer.options.parser import Parser, length, run_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `nanoinfer ...` and returns its exit status; see `command_line.run_command`.
+
+    `verify` and `bench exactness` return 1 where they find a difference, `plan` where something does not fit.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return run_command(_parser(), bench.with_default(given), lambda options: _run(options, given))
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
+    parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench.add_commands(
+        commands.add_parser("bench", help="measure latency, throughput, offload against resident decode, or exactness")
+    )
+    evaluations = commands.add_parser("eval", help="questions whose answers are known").add_subparsers(required=True)
+    recall.add_arguments(evaluations.add_parser("recall", help=recall.SUMMARY, description=recall.SUMMARY))
+    _add_generate_arguments(commands.add_parser("generate", help="complete a prompt"))
+    plan_command.add_arguments(
+        commands.add_parser("plan", help="what fits and how fast it can be, without GPU or weights")
+    )
+    serve.add_arguments(commands.add_parser("serve", help="an HTTP server with OpenAI's API"))
+    verify.add_arguments(commands.add_parser("verify", help="compare modes, batches and chunks, bit for bit"))
+    return parser
+
+
+def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
+    command_line = f"nanoinfer {shlex.join(given)}"
+    if options.command == "plan":
+        return plan_command.run(options)
+    if options.command == "serve":
+        return serve.run(options)
+    if options.command == "verify":
+        return verify.run(options)
+    if options.command == "bench":
+        return bench.run(options, command_line)
+    if options.command == "eval":
+        import_module("nanoinfer.commands.recall").run(options, command_line)
+    else:
+        _generate(options)
+    return 0
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="checkpoint directory or hub id")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--max-tokens", type=length, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument(
+        "--offload",
+        nargs="?",
+        choices=("on", "auto", "off"),
+        const="on",
+        default="auto",
+        help="host memory for KV blocks: on = from the start, auto (default) = when the GPU is full, off",
+    )
+    parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
+    parser.add_argument("--host-memory", help="host memory limit for KV blocks")
+    parser.add_argument("--max-model-len", type=length)
+    parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
+    parser.add_argument("--device", default="auto")
+
+
+def _generate(options: argparse.Namespace) -> None:
+    """Prints the completion as it comes."""
+    params = nanoinfer.SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed)
+    with nanoinfer.LLM(
+        options.model,
+        enable_cpu_offload={"on": True, "auto": "auto", "off": False}[options.offload],
+        gpu_memory_limit=options.gpu_memory,
+        host_memory_limit=options.host_memory,
+        max_model_len=options.max_model_len,
+        max_num_seqs=1,
+        kv_cache_dtype=options.kv_cache_dtype,
+        device=options.device,
+        progress_bar=sys.stderr.isatty(),
+    ) as llm:
+        try:
+            for output in llm.generate_stream(options.prompt, params):
+                if output.error is not None:
+                    raise ValueError(output.error)
+                print(output.text_delta, end="", flush=True)
+        except KeyboardInterrupt:
+            print()  # what says so gets a line of its own
+            raise
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""`nanoinfer eval recall` and `bench_offload.py --task recall`: questions about long contexts, in any mode."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from nanoinfer.llm import LLM
+from nanoinfer.measure.report import write_figures
+from nanoinfer.measure.run import free_memory
+from nanoinfer.recall.answers import Answers, EngineAnswers
+from nanoinfer.recall.evaluate import Exam, Scores, evaluate
+from nanoinfer.recall.reference import ReferenceAnswers
+from nanoinfer.recall.report import compare, figures, plot, table
+from nanoinfer.recall.settings import Evaluation, Run, read_options
+
+
+def run(options: argparse.Namespace, command: str) -> dict[str, Scores]:
+    """Asks all questions in all modes; prints the table, and writes what the options name after each mode.
+
+    Raises:
+        ValueError: an option cannot be used; nothing has run then.
+    """
+    asked = read_options(options)
+    tokenizer = AutoTokenizer.from_pretrained(asked.model_dir)
+    exam = Exam(tokenizer, asked.grid)
+    checkpoint = {"model": asked.model_dir.name, "checkpoint_sha256": checkpoint_sha256(asked.model_dir)}
+    results: dict[str, Scores] = {}
+    try:
+        for this_run in asked.runs:
+            with _open(this_run, asked, tokenizer.eos_token_id) as answers:
+                results[this_run.label] = evaluate(
+                    answers, exam, progress=not options.no_progress, label=this_run.label
+                )
+            if options.json:
+                write_figures(options.json, checkpoint | figures(results, asked.grid), None, asked.device, command)
+            if options.plot:
+                plot(options.plot, results, asked.grid)
+    finally:  # a run that is interrupted shows what it has
+        if results:
+            print("\n".join([table(results, asked.grid), *compare(results)]))
+    return results
+
+
+@contextmanager
+def _open(this_run: Run, asked: Evaluation, end_token_id: int) -> Iterator[Answers]:
+    """Who answers; its memory is free again afterwards."""
+    try:
+        if this_run.arguments is None:
+            yield ReferenceAnswers(asked.model_dir, end_token_id, device=asked.device)
+        else:
+            with LLM(**this_run.arguments) as llm:
+                yield EngineAnswers(llm, end_token_id)
+    finally:
+        free_memory()
+
+
+def checkpoint_sha256(model_dir: Path) -> str | None:
+    """Of the weights' file; None where they are sharded."""
+    path = model_dir / "model.safetensors"
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

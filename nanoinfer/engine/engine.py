@@ -1,0 +1,558 @@
+"""The engine: requests in, steps, tokens out."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.common.errors import RequestError
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine import stats
+from nanoinfer.engine.meter import StepMeter
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.start import BuiltEngine, build
+from nanoinfer.engine.trace import Trace
+from nanoinfer.execution.read_back import PendingTokens
+from nanoinfer.execution.read_counts import count_blocks_read
+from nanoinfer.execution.sampling_state import MAX_BANNED
+from nanoinfer.outputs import StreamOutput
+from nanoinfer.requests.prompts import Prompt, encode, too_long, unpack
+from nanoinfer.requests.request import Request
+from nanoinfer.requests.sequence import Sequence, SequenceState
+from nanoinfer.sampling_params import Advised, SamplingParams
+from nanoinfer.step.batch import DecodeBatch, PrefillBatch
+from offload import Runtime, Timeline
+from offload.memory.pinned import PinError
+
+MODES = ("resident", "offload")
+
+
+@dataclass
+class _StepTimes:
+    """Totals of prefill steps, and the tokens of decode steps; `StepMeter` has the rest of these. Times in seconds.
+
+    Mixed steps are prefill steps with tokens of running sequences beside those of prompts: `num_mixed_tokens` in all.
+    """
+
+    prefill: float = 0.0
+    num_prefill_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_mixed_steps: int = 0
+    num_mixed_tokens: int = 0
+    num_decode_tokens: int = 0
+    last_read: float = 0.0  # when the newest step was read
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A step that was launched and not read yet."""
+
+    batch: PrefillBatch | DecodeBatch
+    tokens: PendingTokens
+    launched: float  # time.perf_counter
+    streamed_bytes: int
+    timeline: Timeline | None
+
+
+class LLMEngine:
+    """Runs requests step by step. Not thread-safe: one thread calls it.
+
+    Args:
+        runtime: streams, events and graphs; None makes the one that fits the device.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
+        built: BuiltEngine = build(config, runtime)
+        self.config, self.plan, self.tokenizer, self.runner = config, built.plan, built.tokenizer, built.runner
+        self.vocab_size = built.runner.model.spec.vocab_size
+        self.scheduler = Scheduler(
+            built.runner.kv_cache,
+            built.plan.max_num_batched_tokens,
+            self._enter_offload if built.runner.may_spill else None,
+            max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
+        )
+        self.sampling_defaults = built.sampling_defaults  # of fields of SamplingParams that a user leaves out
+        self._end_token_ids = built.end_token_ids
+        self._requests: dict[str, Request] = {}
+        self._next_sequence_id = 0
+        self._random = random.Random(config.seed)
+        self.times = _StepTimes()
+        self.meter = StepMeter(built.runner.runtime)
+        self._offload_error: Exception | None = None  # why "auto" could not enter offload mode
+        self._in_flight: _InFlight | None = None
+        self._outputs: list[StreamOutput] = []  # read and not returned yet
+        self._at_risk: list[Sequence] = []  # an exception now would leave nobody knows what of these
+        self._is_whole = True  # False while anything changes
+        self._is_recovering = False
+        try:
+            if config.enable_cpu_offload is True:
+                self.runner.switch_mode("offload", [])
+            else:
+                if self.runner.may_spill:
+                    self._prepare_offload()
+                self.runner.capture()
+        except BaseException:
+            self.runner.close()
+            raise
+
+    # Requests
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, checked.
+
+        Raises:
+            RequestError: the prompt is empty, too long, holds a token outside the vocabulary, or is text although there
+                is no tokenizer.
+        """
+        token_ids = unpack(prompt)
+        if isinstance(token_ids, str):
+            token_ids = encode(self.tokenizer, token_ids)
+        if not token_ids:
+            raise RequestError("the prompt is empty: give at least one token", field="prompt")
+        if len(token_ids) >= self.plan.max_model_len:  # before the tokens are looked at one by one
+            raise too_long(f"{len(token_ids)} tokens", self.plan.max_model_len)
+        self.check_vocabulary(token_ids)
+        return token_ids
+
+    def check_vocabulary(self, token_ids: list[int]) -> None:
+        """Raises RequestError where one of them is no token."""
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"prompt token {token_id!r} is outside the vocabulary: token ids are whole numbers from 0 to "
+                    f"{self.vocab_size - 1}",
+                    field="prompt",
+                )
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, token_ids: list[int] | None = None
+    ) -> Request:
+        """Queues a request.
+
+        Args:
+            token_ids: the prompt's tokens, if `tokenize` was called before.
+
+        Raises:
+            ValueError: the id or the parameters cannot be used; nothing changes.
+            RequestError (a ValueError): likewise, and it names the field that is at fault.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...)")
+        if params.stop and self.tokenizer is None:
+            message = f"stop={list(params.stop)} is text, but there is no tokenizer: give stop_token_ids"
+            raise RequestError(message, field="stop")
+        token_ids = self.tokenize(prompt) if token_ids is None else token_ids
+        max_tokens = self._max_tokens(params, len(token_ids))
+        banned = self._end_token_ids.union(params.stop_token_ids or ()) if params.min_tokens else ()
+        num_banned = sum(token_id < self.vocab_size for token_id in banned)
+        if num_banned > MAX_BANNED:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} bans {num_banned} end and stop tokens, {MAX_BANNED} are possible: give "
+                "fewer stop_token_ids or min_tokens=0",
+                field="min_tokens",
+            )
+        prompt = unpack(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        request = Request(request_id, text, token_ids, params, self.tokenizer, self._end_token_ids)
+        for index in range(params.n):
+            seed = self._random.getrandbits(64) if params.seed is None else (params.seed + index) % 2**64
+            sequence = Sequence(self._next_sequence_id, request_id, index, token_ids, params, seed, max_tokens)
+            self._next_sequence_id += 1
+            request.add_sequence(sequence)
+        with self._changing():
+            self._requests[request_id] = request
+            for sequence in request.sequences:
+                self.scheduler.add(sequence)
+        return request
+
+    def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """Tokens that each completion may have, at most: what was asked for, cut to max_model_len.
+
+        Raises:
+            RequestError: no pool holds so many.
+        """
+        modes = [self.mode] if self.config.enable_cpu_offload != "auto" else [self.mode, "offload"]
+        capacity = max(self.max_sequence_tokens(mode) for mode in modes)
+        max_tokens = self.plan.max_model_len - num_prompt_tokens
+        if params.max_tokens is None or isinstance(params.max_tokens, Advised):
+            max_tokens = min(max_tokens, params.max_tokens or max_tokens)
+            max_tokens = max(1, min(max_tokens, capacity - num_prompt_tokens))
+        else:
+            max_tokens = min(max_tokens, params.max_tokens)
+        if num_prompt_tokens + max_tokens > capacity:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens and may grow by {max_tokens}, the {' or '.join(modes)} "
+                f"mode's pool holds {capacity}: lower max_tokens, shorten the prompt or switch the mode",
+                field="max_tokens" if num_prompt_tokens < capacity else "prompt",
+                is_too_long=True,
+            )
+        return max_tokens
+
+    @torch.inference_mode()
+    def abort(self, request_id: str) -> bool:
+        """Ends a request and gives back what it holds; False if there is no such request."""
+        with self._changing():
+            request = self._requests.get(request_id)
+            if request is None:
+                return False
+            request.abort()
+            self._remove_ended([request])
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._outputs)
+
+    # Steps
+
+    @torch.inference_mode()
+    def step(self) -> list[StreamOutput]:
+        """Launches one prefill or decode step and reads the one before, so that the device never waits for the host.
+
+        Stop conditions are read one step late: a step may compute one token too many for a sequence, which is dropped.
+        Steps that were asked for log-probabilities are read at once.
+
+        Returns:
+            What each sequence gained whose token was read.
+
+        A request that fails by itself, in its detokenizer say, ends alone: its output has `finish_reason="error"`.
+
+        Raises:
+            Exception: whatever went wrong on the device, or in planning. The requests of the failed step are aborted
+                then, and the engine goes on with the others. What was read before is returned by the next call.
+        """
+        with self._changing():
+            self._advance()
+        outputs = self._outputs.copy()
+        return (self._outputs.clear(), outputs)[1]  # in one line: an interrupt loses no output
+
+    def _advance(self) -> None:
+        begin = time.perf_counter()
+        batch = self.scheduler.schedule()
+        self._trace_host("schedule", begin)
+        before = self._in_flight
+        if batch is None:
+            if before is not None:
+                self._take(before)
+            elif self.scheduler.has_work:
+                self._refuse_first_waiting()
+            return
+        self._at_risk = batch.sequences
+        launched = self._launch(batch)
+        if before is not None:
+            self._take(before, launched)
+        if any(sequence.params.logprobs is not None for sequence in launched.tokens.sequences):
+            # log-probabilities are too large to keep a step's worth of them
+            self._take(launched)
+        elif any(not sequence.is_finished for sequence in batch.sequences):
+            self._in_flight = launched
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """For whatever changes requests, pools or tables: an exception at any line of it leaves them whole."""
+        if not self._is_whole:  # a recovery was interrupted
+            self._recover()
+        self._is_whole = False
+        try:
+            yield
+        except BaseException:
+            self._recover()
+            raise
+        self._at_risk = []
+        self._is_whole = True
+
+    def _recover(self) -> None:
+        """Goes on with the requests that an exception has not touched.
+
+        The tokens of a step in flight are read: it is unharmed. The requests of the step that failed are aborted. Then
+        everything else (rows, tables, pools, promises, queues) is rebuilt from those that are left.
+
+        May itself be interrupted and called again: every request that has begun is aborted then.
+        """
+        has_begun_before, self._is_recovering = self._is_recovering, True
+        is_sound = self.runner.settle() and not has_begun_before
+        step, self._in_flight = self._in_flight, None
+        if step is not None and is_sound:
+            try:
+                self._read_tokens(step)
+            except Exception:
+                self._at_risk = [*self._at_risk, *step.tokens.sequences]
+        if not is_sound:
+            self._at_risk = [s for s in self._sequences() if s.state is not SequenceState.WAITING or s.num_pending]
+        for sequence in [*self._at_risk, *(s for s in self._sequences() if s.num_pending)]:
+            if sequence.request_id in self._requests:
+                self._requests[sequence.request_id].abort()
+        self.scheduler.recover([s for s in self._sequences() if s.finish_reason is None])
+        for sequence in self._sequences():
+            if sequence.finish_reason is not None:
+                sequence.state, sequence.row, sequence.saved = SequenceState.FINISHED, None, None
+        self._requests = {name: request for name, request in self._requests.items() if not request.is_finished}
+        self.runner.recover(self.scheduler.running, keeps_prefixes=is_sound)
+        self._at_risk = []
+        self._is_recovering = False
+        self._is_whole = True
+
+    def _sequences(self) -> list[Sequence]:
+        """Those of all requests."""
+        return [sequence for request in self._requests.values() for sequence in request.sequences]
+
+    def _refuse_first_waiting(self) -> None:
+        """With "auto", requests are taken that only the host can hold, before it is known that it can be used."""
+        assert self._offload_error is not None, "nothing can run, although every block is free"
+        sequence = self.scheduler.waiting[0]
+        error = MemoryError(
+            f"request {sequence.request_id!r} cannot run: it has {sequence.num_tokens} tokens, the GPU's KV pool holds "
+            f"{self.max_sequence_tokens('resident')} and the host's cannot be used ({self._offload_error}): lower "
+            "max_tokens, shorten the prompt or raise gpu_memory_limit"
+        )
+        self._fail(self._requests[sequence.request_id], error)
+        self._remove_ended([self._requests[sequence.request_id]])
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Ends a request because of an error of its own."""
+        self._outputs += request.fail(error)
+
+    def _remove_ended(self, requests: Iterable[Request]) -> None:
+        """Gives back what ended sequences hold."""
+        for request in requests:
+            for sequence in request.sequences:
+                if sequence.finish_reason is not None and not sequence.is_finished:
+                    self.scheduler.remove(sequence)
+            if request.is_finished:
+                self._requests.pop(request.request_id, None)
+
+    def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
+        begin, streamed_before = time.perf_counter(), self._streamed_bytes()
+        is_decode = isinstance(batch, DecodeBatch)
+        if not is_decode:  # no request's first step is one
+            for sequence in batch.sequences:
+                self._requests[sequence.request_id].mark_scheduled()
+        count_blocks_read(self.runner.kv_cache, batch.sequences)
+        timeline = self.meter.timeline(is_decode)
+        tokens = self.runner.decode(batch, timeline) if is_decode else self.runner.prefill(batch, timeline)
+        self.meter.resident_share = stats.resident_share(self)
+        self._trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
+        return _InFlight(batch, tokens, begin, self._streamed_bytes() - streamed_before, timeline)
+
+    def _trace_host(self, name: str, begin: float) -> None:
+        if self.meter.trace is not None:
+            self.meter.trace.host(name, begin)
+
+    def _take(self, step: _InFlight, behind: _InFlight | None = None) -> None:
+        """Waits for a step, hands out its tokens and gives back what ended sequences hold.
+
+        If that fails, its requests are at risk, and those of the step `behind` it, which counts on its tokens.
+        """
+        self._at_risk = [*step.tokens.sequences, *([] if behind is None else behind.batch.sequences)]
+        self._in_flight = None
+        self._read_tokens(step)
+        begin = time.perf_counter()
+        sequences = step.tokens.sequences
+        names = {sequence.request_id for sequence in sequences if sequence.finish_reason is not None}
+        self._remove_ended([self._requests[name] for name in names if name in self._requests])
+        for sequence in sequences:
+            if sequence.row is not None:
+                self.runner.kv_cache.publish(sequence)
+        self._trace_host("give back and publish", begin)
+
+    def _read_tokens(self, step: _InFlight) -> None:
+        """Waits for a step and hands out its tokens; those of sequences that have ended meanwhile are dropped."""
+        begin = time.perf_counter()
+        sampled = step.tokens.read()
+        read = time.perf_counter()
+        self._trace_host("wait for tokens", begin)
+        self._count(step, read, read - begin)
+        found = zip(step.tokens.sequences, sampled.tokens, sampled.logprobs, sampled.errors, strict=True)
+        for sequence, token_id, logprobs, error in found:
+            sequence.num_pending -= 1
+            if sequence.finish_reason is not None:
+                continue
+            request = self._requests[sequence.request_id]
+            try:
+                if error is not None:
+                    raise error
+                request.take(sequence, token_id, logprobs, read)
+                output = request.stream_output(sequence)
+            except Exception as failure:
+                self._fail(request, failure)
+                continue
+            self._outputs.append(output)
+        self._trace_host("take tokens", read)
+
+    # Modes and statistics
+
+    @property
+    def mode(self) -> str:
+        return self.runner.mode
+
+    @torch.inference_mode()
+    def switch_mode(self, mode: str) -> None:
+        """Goes on in "offload" or "resident" mode; running requests keep their KV, and so their output.
+
+        Raises:
+            ValueError: there is no such mode, or what runs does not fit; nothing changes then.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+        if mode == self.mode:
+            return
+        capacity = self.max_sequence_tokens(mode)
+        longest = max((s.max_num_tokens for s in (*self.scheduler.running, *self.scheduler.waiting)), default=0)
+        if longest > capacity:
+            raise ValueError(
+                f"switch to {mode} refused: a sequence that runs or waits can grow to {longest} tokens, the {mode} "
+                f"mode's pool holds {capacity}: raise "
+                f"{'host_memory_limit' if mode == 'offload' else 'gpu_memory_limit'} or wait until it has ended"
+            )
+        self.runner.check_switch(mode, self.scheduler.running)  # refused out here, where nothing has changed
+        with self._changing():
+            self.runner.switch_mode(mode, self.scheduler.running)
+
+    def _prepare_offload(self) -> None:
+        """For "auto": begins to map and pin the host pool. Without one the engine stays in resident mode."""
+        try:
+            self.runner.prepare_offload()
+        except (MemoryError, PinError) as error:
+            self._note_no_offload(error)
+
+    def _enter_offload(self) -> bool:
+        """For "auto": goes on in offload mode, if the host can hold what runs."""
+        try:
+            self.runner.switch_mode("offload", self.scheduler.running)
+        except (ValueError, MemoryError, PinError) as error:
+            self._note_no_offload(error)
+            return False
+        self._offload_error = None
+        return True
+
+    def _note_no_offload(self, error: Exception) -> None:
+        """Says so once, and not for each step that finds the GPU full."""
+        if self._offload_error is None:
+            warnings.warn(f"offload mode cannot be entered, so requests are preempted: {error}", stacklevel=2)
+        self._offload_error = error
+
+    def max_sequence_tokens(self, mode: str) -> int:
+        """Tokens that one sequence alone can have in `mode`: without this limit it would wait for ever."""
+        block_size = self.config.block_size
+        if mode == "offload":
+            return self.plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
+        return self.runner.kv_cache.gpu_blocks.num_blocks * block_size
+
+    def _streamed_bytes(self) -> int:
+        return 0 if self.runner.offload is None else self.runner.offload.counters.streamed_bytes
+
+    def _count(self, step: _InFlight, now: float, wait_seconds: float) -> None:
+        """Notes a step that was read at `now`, for which the host waited the last `wait_seconds`."""
+        times, batch = self.times, step.batch
+        seconds = now - max(step.launched, times.last_read)
+        times.last_read = now
+        if isinstance(batch, PrefillBatch):
+            times.prefill += seconds
+            times.num_prefill_steps += 1
+            times.num_prefill_tokens += sum(chunk.end - chunk.begin for chunk in batch.chunks)
+            times.num_mixed_steps += bool(batch.decoding)
+            times.num_mixed_tokens += len(batch.decoding)
+            return
+        times.num_decode_tokens += len(batch.sequences)
+        self.meter.count(seconds, seconds - wait_seconds, step.streamed_bytes, step.timeline)
+        copy_wait = seconds * self.meter.times.wait_fraction
+        for sequence in batch.sequences if copy_wait else ():
+            sequence.copy_wait_seconds += copy_wait
+
+    def stats(self) -> dict[str, int | float | str | list[str]]:
+        """Counters since the engine was made, and the state of both pools.
+
+        `link_gbps` is the bytes of all streaming decode steps over their whole time, compute included, in GB/s
+        (10^9): what the link was used for, not what it could do.
+
+        `num_mixed_steps` of the prefill steps computed the next tokens of running sequences, too, `num_mixed_tokens` in
+        all; decode steps do not count them. `prefill_graph_steps` counts prefill steps whose layers ran from graphs,
+        `prefill_graph_hit_rate` is their share of all, and `prefill_padded_tokens` what was added to small steps.
+
+        `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
+        step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are
+        estimates from a sample of the steps; in `host_seconds` of `decode_seconds` the host did not wait for the device.
+        `bound`, `advice` and `notes` say what the decode steps were bound by, what would help, and which settings had no
+        effect.
+        """
+        runner, times, counters = self.runner, self.times, self.runner.decode_program.counters
+        decode, prefill = self.meter.times, self.runner.prefill_program.pieces.counters
+        gpu_blocks, offload = runner.kv_cache.gpu_blocks, runner.offload
+        if offload is not None:
+            with self._changing():
+                offload.reclaim()
+        host_blocks = None if offload is None else offload.host.blocks
+        transfer = None if offload is None else offload.counters
+        return {
+            "mode": self.mode,
+            "num_waiting": len(self.scheduler.waiting),
+            "num_running": len(self.scheduler.running),
+            "num_preemptions": self.scheduler.num_preemptions,
+            "gpu_blocks_total": gpu_blocks.num_blocks,
+            "gpu_blocks_used": gpu_blocks.num_used,
+            "gpu_blocks_free": gpu_blocks.num_free,
+            "gpu_blocks_cached": gpu_blocks.num_cached,
+            "host_blocks_total": 0 if host_blocks is None else host_blocks.num_blocks,
+            "host_blocks_used": 0 if host_blocks is None else host_blocks.num_used,
+            "host_blocks_free": 0 if host_blocks is None else host_blocks.num_free,
+            "host_blocks_cached": 0 if host_blocks is None else host_blocks.num_cached,
+            "prefix_cache_queried_tokens": runner.kv_cache.prefixes.num_queried_tokens,
+            "prefix_cache_hit_tokens": runner.kv_cache.prefixes.num_hit_tokens,
+            "kv_blocks_resident": runner.kv_cache.num_resident,
+            "kv_blocks_streamed": runner.kv_cache.num_streamed,
+            "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
+            "discarded_prefetch_bytes": 0 if transfer is None else transfer.discarded_bytes,
+            "written_bytes": 0 if transfer is None else transfer.written_bytes,
+            "decode_streamed_bytes": decode.streamed_bytes,
+            "link_gbps": decode.streamed_bytes / decode.streaming_seconds / 1e9 if decode.streamed_bytes else 0.0,
+            "num_prefill_steps": times.num_prefill_steps,
+            "num_prefill_tokens": times.num_prefill_tokens,
+            "num_mixed_steps": times.num_mixed_steps,
+            "num_mixed_tokens": times.num_mixed_tokens,
+            "prefill_seconds": times.prefill,
+            "prefill_graph_steps": prefill.graph_steps,
+            "prefill_eager_steps": prefill.eager_steps,
+            "prefill_padded_tokens": prefill.padded_tokens,
+            "prefill_graph_hit_rate": prefill.graph_hit_rate,
+            "num_decode_steps": decode.num_steps,
+            "num_decode_tokens": times.num_decode_tokens,
+            "decode_seconds": decode.seconds,
+            "graph_replays": counters.graph_replays,
+            "eager_steps": counters.eager_steps,
+            "padded_rows": counters.padded_rows,
+            "graph_bytes": 0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
+            "products_in_own_tiles": {
+                "x".join(map(str, check.shape)): list(check.differing)
+                for check in runner.product_checks
+                if check.differing
+            },
+            **stats.report(self),
+        }
+
+    def start_trace(self) -> None:
+        """Times every stream in every step from here on, at some cost, until `stop_trace`."""
+        self.meter.trace = Trace(self.runner.runtime, self.runner.compute)
+
+    def stop_trace(self, name: str, number: int = 1) -> list[dict]:
+        """Trace events since `start_trace`, as process `number` called `name`; see `trace.write_trace`."""
+        trace, self.meter.trace = self.meter.trace, None
+        assert trace is not None, "start_trace comes first"
+        return trace.events(name, number)
+
+    def close(self) -> None:
+        """Aborts what runs and gives back device and host memory; the engine cannot be used afterwards."""
+        for request in self._requests.values():
+            request.abort()
+        self._requests.clear()
+        self._in_flight = None
+        self.runner.close()
+        del self.runner, self.scheduler

@@ -1,0 +1,127 @@
+"""What a run was bound by: times of the steps and, in a sample of them, of the streams; and what follows from them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from nanoinfer.engine.trace import Trace
+from offload import Runtime, Timeline
+
+if TYPE_CHECKING:
+    pass
+
+SAMPLE_EVERY = 16  # decode steps; a mark costs the host a few microseconds, and there are several per ring slot
+LINK_BOUND = 0.85  # share of the time in which the link is busy
+CPU_BOUND = 0.9  # share of the time in which the host does not wait for the device
+
+
+@dataclass
+class DecodeTimes:
+    """Sums over decode steps, in seconds.
+
+    Attributes:
+        seconds: from one read to the next.
+        host_seconds: of these, the host did not wait for the device.
+        sampled_seconds: of the steps whose streams were timed; `copy`, `wait` and `compute` are parts of these.
+        copy_seconds: the link brought KV to the GPU.
+        wait_seconds: compute waited for that.
+        compute_seconds: compute had work.
+    """
+
+    num_steps: int = 0
+    seconds: float = 0.0
+    host_seconds: float = 0.0
+    num_streaming_steps: int = 0
+    streaming_seconds: float = 0.0
+    streamed_bytes: int = 0
+    sampled_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    compute_seconds: float = 0.0
+
+    def since(self, earlier: DecodeTimes) -> DecodeTimes:
+        """What was added after `earlier` was copied."""
+        names = [entry.name for entry in fields(self)]
+        return DecodeTimes(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+
+    @property
+    def link_busy_fraction(self) -> float:
+        """Share of the time in which the link brought KV."""
+        return self._share(self.copy_seconds)
+
+    @property
+    def wait_fraction(self) -> float:
+        """Share of the time in which compute waited for a copy."""
+        return self._share(self.wait_seconds)
+
+    @property
+    def compute_busy_fraction(self) -> float:
+        """Share of the time in which compute had work."""
+        return self._share(self.compute_seconds)
+
+    def _share(self, seconds: float) -> float:
+        return min(1.0, seconds / self.sampled_seconds) if self.sampled_seconds else 0.0
+
+    @property
+    def bound(self) -> str:
+        """What the steps were bound by: "link", "device memory", "CPU" or, where too few ran to tell, "unknown"."""
+        if not self.seconds or (self.streamed_bytes and not self.sampled_seconds):
+            return "unknown"
+        # The link first: a host that is far ahead waits for room in the launch queue, which looks like work.
+        if self.link_busy_fraction >= LINK_BOUND:
+            return "link"
+        return "CPU" if self.host_seconds >= CPU_BOUND * self.seconds else "device memory"
+
+
+@dataclass
+class StepMeter:
+    """Times the streams in one decode step of `SAMPLE_EVERY`, and in every step while a trace is taken.
+
+    Attributes:
+        times: sums since the engine was made.
+        resident_share: of the full KV blocks of all running sequences, the share that lay on the GPU in the newest step.
+    """
+
+    runtime: Runtime
+    times: DecodeTimes = field(default_factory=DecodeTimes)
+    trace: Trace | None = None
+    resident_share: float = 1.0
+    _num_launched: int = 0  # decode steps
+    _open: list[tuple[Timeline, float]] = field(default_factory=list)  # with the step's seconds; copies may still run
+
+    def timeline(self, is_decode: bool) -> Timeline | None:
+        """A timeline for the step that is about to be launched, if it is one to be timed."""
+        # The first step is no example: it may compile kernels, and has no prefetch.
+        is_sample = is_decode and self._num_launched % SAMPLE_EVERY == 1
+        self._num_launched += is_decode
+        timeline = Timeline(self.runtime) if is_sample or self.trace is not None else None
+        if self.trace is not None and timeline is not None:
+            self.trace.timelines.append(timeline)
+        return timeline
+
+    def count(self, seconds: float, host_seconds: float, streamed_bytes: int, timeline: Timeline | None) -> None:
+        """Notes a decode step whose tokens were read."""
+        times = self.times
+        times.num_steps += 1
+        times.seconds += seconds
+        times.host_seconds += host_seconds
+        if streamed_bytes:
+            times.num_streaming_steps += 1
+            times.streaming_seconds += seconds
+            times.streamed_bytes += streamed_bytes
+        if timeline is not None:
+            self._open.append((timeline, seconds))
+        while self._open and self._open[0][0].is_complete:
+            timeline, seconds = self._open.pop(0)
+            found = timeline.summary()
+            times.sampled_seconds += seconds
+            times.copy_seconds += found.copy_seconds
+            times.wait_seconds += found.wait_seconds
+            times.compute_seconds += found.compute_seconds
+
+    def snapshot(self) -> DecodeTimes:
+        """The sums so far, for `DecodeTimes.since`. A run begins: its second decode step will be timed."""
+        self._num_launched = 0
+        return copy.copy(self.times)

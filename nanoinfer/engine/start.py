@@ -1,0 +1,78 @@
+"""Start-up: from the config to a runner, checking everything that can be checked before memory is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.attention.registry import make_backend
+from nanoinfer.config import EngineConfig
+from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.memory.machine import reserved_bytes, resolve_device
+from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
+from nanoinfer.memory.sizes import attention_spec, spec_and_layout
+from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
+from nanoinfer.weights.load import check_safetensors, find_model, load_config, load_model
+from nanoinfer.weights.tokenizer_files import load_tokenizer
+from offload import CudaRuntime, Runtime, SimulatedRuntime
+from offload.memory.host_memory import memory_available_bytes
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    plan: MemoryPlan
+    runner: ModelRunner
+    tokenizer: PreTrainedTokenizerBase | None
+    end_token_ids: frozenset[int]
+    sampling_defaults: dict[str, Any]
+
+
+def build(
+    config: EngineConfig,
+    runtime: Runtime | None,
+) -> BuiltEngine:
+    """Loads the model and lays out the memory.
+
+    Raises:
+        ValueError: something in the config, the checkpoint or the machine does not fit; says what and what to do.
+    """
+    device = resolve_device(config.device) if runtime is None else runtime.device
+    hf_config = load_config(config.model)
+    model_dir = find_model(config.model, weights=config.load_format != "dummy")
+    if config.load_format != "dummy":
+        check_safetensors(model_dir)
+    spec, layout = spec_and_layout(config, hf_config)
+    backend = make_backend(
+        config.attention_backend, attention_spec(spec, config.block_size), device, config.enable_cpu_offload
+    )
+    host_available = memory_available_bytes()
+    is_cuda = device.type == "cuda"
+    plan = make_plan(
+        config,
+        spec,
+        layout,
+        budget_bytes=gpu_budget(config, device, host_available),
+        host_available_bytes=host_available,
+        is_cuda=is_cuda,
+    )
+    tokenizer = load_tokenizer(config, model_dir)
+    end_ids = end_token_ids(model_dir, hf_config)
+    defaults = sampling_defaults(model_dir) if config.generation_config == "auto" else {}
+    memory_before = reserved_bytes(device)
+    if runtime is None:
+        runtime = CudaRuntime(device) if is_cuda else SimulatedRuntime()
+    model = load_model(
+        model_dir,
+        hf_config,
+        spec.dtype,
+        device,
+        load_format=config.load_format,
+        seed=config.seed,
+        max_position=plan.max_model_len,
+        progress=config.progress_bar,
+    )
+    model.spec = spec  # with the KV cache's dtype, which the checkpoint does not know
+    runner = ModelRunner(config, plan, runtime, model, backend, layout, end_ids, memory_before)
+    return BuiltEngine(plan, runner, tokenizer, end_ids, defaults)

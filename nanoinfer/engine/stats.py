@@ -1,0 +1,102 @@
+"""What an engine says of itself: where the time went, and what would help."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from nanoinfer.common.units import GIB
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.meter import DecodeTimes, StepMeter
+from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.memory.plan import MemoryPlan
+
+
+class Engine(Protocol):
+    """What is read of an `LLMEngine`."""
+
+    config: EngineConfig
+    plan: MemoryPlan
+    runner: ModelRunner
+    meter: StepMeter
+
+
+def report(engine: Engine) -> dict[str, int | float | str | list[str]]:
+    """The part of `stats()` that says where the time went and what would help."""
+    meter, times = engine.meter, engine.meter.times
+    return {
+        "kv_resident_share": meter.resident_share,
+        "link_busy_fraction": times.link_busy_fraction,
+        "compute_busy_fraction": times.compute_busy_fraction,
+        "copy_wait_seconds": times.wait_fraction * times.seconds,
+        "host_seconds": times.host_seconds,
+        "bound": times.bound,
+        "advice": advice(engine, times),
+        "notes": notes(engine),
+    }
+
+
+def resident_share(engine: Engine) -> float:
+    """Of the full KV blocks of all running sequences, the share that lies on the GPU."""
+    kv_cache = engine.runner.kv_cache
+    num_resident = kv_cache.num_resident
+    total = num_resident + kv_cache.num_streamed
+    return num_resident / total if total else 1.0
+
+
+def advice(engine: Engine, times: DecodeTimes) -> str:
+    """What would make the decode steps faster, with figures of these."""
+    if times.bound == "unknown":
+        return "too few steps were decoded to tell"
+    step_ms = times.seconds / times.num_steps * 1e3
+    if times.bound == "link":
+        per_step = times.streamed_bytes / times.num_streaming_steps
+        gbps = times.streamed_bytes / times.streaming_seconds / 1e9
+        fewer = "run fewer sequences at once or " if engine.plan.max_num_seqs > 1 else ""
+        limit = "gpu_memory_limit" if engine.config.resident_kv_limit is None else "resident_kv_limit"
+        return (
+            f"{per_step / GIB:.2f} GiB of KV stream in each step of {step_ms:.1f} ms at {gbps:.1f} GB/s: {fewer}raise "
+            f"{limit}, by {per_step / GIB:.2f} GiB to keep all of it; each GiB saves {GIB / gbps / 1e6:.1f} ms"
+        )
+    if times.bound == "device memory":
+        return (
+            f"steps of {step_ms:.1f} ms are at the GPU's own speed: more sequences at once raise the tokens per second"
+        )
+    host_ms = times.host_seconds / times.num_steps * 1e3
+    if engine.runner.runtime.device.type != "cuda":
+        return f"steps of {step_ms:.1f} ms are at the CPU's speed: there is no GPU"
+    helps = "more sequences at once"
+    if engine.config.enforce_eager:
+        helps += " or enforce_eager=False"
+    elif times.streamed_bytes:
+        helps += " or larger ring_slot_bytes"
+    return f"the host takes {host_ms:.1f} ms for each step of {step_ms:.1f} ms: {helps}"
+
+
+def notes(engine: Engine) -> list[str]:
+    """Settings that had no effect, said plainly."""
+    config, found = engine.config, []
+    offload = engine.runner.offload
+    if config.enable_cpu_offload == "auto" and not engine.runner.may_spill:
+        found.append('enable_cpu_offload="auto" has no effect: all that can run at once fits on the GPU')
+    if config.enable_cpu_offload is True and engine.meter.times.num_steps and not offload.counters.streamed_bytes:
+        found.append("enable_cpu_offload=True has had no effect so far: all KV fits on the GPU")
+    if not config.may_offload and offload is None:
+        for name in ("host_memory_limit", "resident_kv_limit", "num_ring_slots", "ring_slot_bytes", "pin_host_memory"):
+            value = getattr(config, name)
+            if value != type(config).__dataclass_fields__[name].default:
+                found.append(f"{name}={value!r} has no effect without enable_cpu_offload")
+    return found
+
+
+def run_line(engine: Engine, before: DecodeTimes | None = None) -> str:
+    """One line on the decode steps since `before`, or on all: what bounded them, what would help.
+
+    Args:
+        before: what `StepMeter.snapshot` returned when the run began.
+    """
+    times = engine.meter.times if before is None else engine.meter.times.since(before)
+    link = ""
+    if times.copy_seconds:
+        waited = times.wait_fraction * times.seconds
+        link = f" (link busy {times.link_busy_fraction:.0%} of the time, {waited:.2f} s waited for copies)"
+    return "; ".join([f"bound by {times.bound}{link}: {advice(engine, times)}", *notes(engine)])

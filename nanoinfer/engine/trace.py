@@ -1,0 +1,65 @@
+"""Steps on one clock, for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offload import Runtime, Stream, Timeline
+
+
+@dataclass
+class Trace:
+    """Steps on one clock, in the trace event format that Perfetto and chrome://tracing open.
+
+    Args:
+        compute: the stream on which the clocks of host and device are compared once, when nothing runs.
+    """
+
+    runtime: Runtime
+    compute: Stream
+    timelines: list[Timeline] = field(default_factory=list)
+    host_spans: list[tuple[str, float, float]] = field(default_factory=list)  # name, begin and end by perf_counter
+
+    def __post_init__(self) -> None:
+        self.runtime.synchronize()
+        self._base = self.runtime.event(timed=True)
+        self.compute.record(self._base)
+        self.runtime.synchronize()
+        self._base_moment = time.perf_counter()
+
+    def host(self, name: str, begin: float) -> None:
+        """Notes what the host did from `begin` (time.perf_counter) until now."""
+        self.host_spans.append((name, begin, time.perf_counter()))
+
+    def events(self, process: str, number: int = 1) -> list[dict]:
+        """Everything so far, as trace events of one process. Waits until the device is idle."""
+        self.runtime.synchronize()
+        lanes = {"CPU": 0}
+        spans = []
+        for name, begin, end in self.host_spans:
+            spans.append(_span(name, number, 0, begin - self._base_moment, end - begin, {}))
+        for step, timeline in enumerate(self.timelines):
+            for span in timeline.spans:
+                lane = lanes.setdefault(span.lane, len(lanes))
+                arguments = {"step": step, "layer": span.layer, "chunk": span.chunk, "bytes": span.num_bytes or None}
+                begin = span.begin.seconds_since(self._base)
+                spans.append(_span(span.name, number, lane, begin, span.seconds, arguments))
+        names = [_meta("process_name", number, 0, process)]
+        return names + [_meta("thread_name", number, lane, name) for name, lane in lanes.items()] + spans
+
+
+def write_trace(path: str | Path, events: list[dict]) -> None:
+    """Writes trace events of one or more processes for https://ui.perfetto.dev."""
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _span(name: str, process: int, lane: int, begin: float, seconds: float, arguments: dict) -> dict:
+    known = {key: value for key, value in arguments.items() if value is not None}
+    return dict(ph="X", name=name, pid=process, tid=lane, ts=begin * 1e6, dur=seconds * 1e6, args=known)
+
+
+def _meta(kind: str, process: int, lane: int, name: str) -> dict:
+    return dict(ph="M", name=kind, pid=process, tid=lane, args={"name": name})

@@ -1,0 +1,430 @@
+"""Decode: one token for each row of a padded batch, as pieces that run eagerly or from captured graphs.
+
+Piece l is `after_attention` of layer l - 1 and `before_attention` of layer l with the attention over the GPU pool.
+Between two pieces the ring may attend to more splits of layer l; the next piece merges them all. Resident mode is the
+pieces one after the other, captured as one graph. So both modes run the same kernels in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from nanoinfer.attention.base import AttentionBackend, DecodeWork, Partials
+from nanoinfer.execution.sampling_state import SamplingState
+from nanoinfer.execution.tables import ChunkRecords, DeviceTable, RowState, SplitTables
+from nanoinfer.kernels.attention.limits import MAX_TILES_APART, SHORT_BLOCKS
+from nanoinfer.kernels.linear.counts import MAX_ROWS
+from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.splits import NO_SPLITS, SplitLists, resident_key, split_lists
+from nanoinfer.layers.qkv import KVSlots
+from nanoinfer.models.base import DecoderModel
+from nanoinfer.requests.sequence import Sequence
+from offload import Chunk, Graph, Ring, Runtime, Stream, StreamPlan, pack
+from offload.layout import runs
+
+
+@dataclass
+class DecodeCounters:
+    """Running totals of decode steps."""
+
+    graph_replays: int = 0
+    eager_steps: int = 0
+    padded_rows: int = 0
+    num_rows: int = 0
+
+
+class DecodeProgram:
+    """Buffers, tables, pieces and graphs of decode.
+
+    Args:
+        max_batch: largest padded batch.
+        batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
+        max_blocks: blocks that all rows together may attend to; rows that share blocks count each for itself.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        compute: Stream,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        rows: RowState,
+        ring: Ring,
+        sampling: SamplingState,
+        *,
+        max_batch: int,
+        batch_sizes: list[int],
+        max_blocks: int,
+    ) -> None:
+        spec, device = model.spec, runtime.device
+        self.batch_sizes = batch_sizes
+        self.windows = list(dict.fromkeys(spec.windows))
+        self.counters = DecodeCounters()
+        # Tiles lie apart while all of them are no more than that; the other blocks have a partial each.
+        self.max_splits = most = max_blocks + MAX_TILES_APART
+        self.rows = rows
+        self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
+        self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._runtime, self._compute, self._sampling = runtime, compute, sampling
+        self._model, self._backend, self._kv_cache, self._ring = model, backend, kv_cache, ring
+        self._kind = [self.windows.index(window) for window in spec.windows]  # layer -> index into windows
+        heads = (max_batch, spec.num_q_heads, spec.head_dim)
+        self._x = torch.zeros(max_batch, spec.hidden_size, dtype=spec.dtype, device=device)
+        self._q = torch.zeros(heads, dtype=spec.dtype, device=device)
+        self._attention = torch.zeros(heads, dtype=spec.dtype, device=device)
+        self._next = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
+        self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
+        self._partials: Partials = backend.partials(most)
+        # The host's tables, one set per window.
+        self._batch_rows = DeviceTable(runtime, max_batch)
+        self._splits = [SplitTables(runtime, max_batch, most) for _ in self.windows]
+        self._records = [ChunkRecords(runtime, most) for _ in self.windows]
+        self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=device)
+        self._no_stream = StreamPlan(((),) * len(self._kind))
+        self._last_splits: bytes | None = None  # of the lists in the tables, where they are those of resident mode
+        self._step_graphs: dict[int, Graph] = {}
+        self._piece_graphs: dict[int, list[Graph]] = {}
+        self._slot_graphs: list[list[Graph]] = []  # [window][ring slot]
+
+    # Pieces
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self._kind) + 1
+
+    def piece(self, index: int, size: int) -> None:
+        """Runs piece `index` for a padded batch of `size` rows on the current stream.
+
+        What one piece leaves for the next lies at fixed addresses, since each may be a graph of its own.
+        """
+        x = self._layer(index, size, self._x[:size])
+        if index == 0:
+            self._x[:size].copy_(x)
+
+    def _whole_step(self, size: int) -> None:
+        x = self._x[:size]
+        for index in range(self.num_pieces):
+            x = self._layer(index, size, x, self.whole_rows)
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether the backend has no fixed splits: it attends to whole rows then, where they lie in the GPU pool."""
+        return not self._backend.exact_splits
+
+    def _layer(self, index: int, size: int, x: torch.Tensor, whole_rows: bool = False) -> torch.Tensor:
+        """Piece `index`, which adds to x: [size, hidden_size] and returns it; the first one returns another."""
+        model, attention = self._model, self._attention[:size]
+        if index == 0:
+            self._prepare(size, whole_rows)
+            x, normed = model.embed(self._next[:size])
+        else:
+            self.merge(index - 1, attention, whole_rows)
+            normed = model.after_attention(index - 1, x, attention)
+        if index == len(self._kind):
+            self._finish(size, normed)
+            return x
+        target = KVSlots(self._kv_cache.gpu_kv[index], self._slots[:size], self._q[:size])
+        q = model.before_attention(index, normed, self._positions[:size], target)
+        self.attend_gpu(index, q, attention, whole_rows)
+        return x
+
+    def attend_gpu(self, layer: int, q: torch.Tensor, out: torch.Tensor, whole_rows: bool) -> None:
+        """Attends to what lies in the GPU pool.
+
+        Args:
+            q, out: [rows, num_q_heads, head_dim]; the rows are the first of the batch. `merge` writes `out`, or this does
+                with `whole_rows`.
+        """
+        backend, count = self._backend, len(q)
+        kv, window, lengths = self._kv_cache.gpu_kv[layer], self._model.spec.windows[layer], self._lengths[:count]
+        if whole_rows:
+            backend.decode_rows(q, kv, self._block_table[:count], lengths, out, window)
+        else:
+            work = self._work(self._splits[self._kind[layer]].items, self._kind[layer])
+            backend.decode_partial(q, kv, work, lengths, self._partials, window)
+
+    def merge(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
+        """Puts together what was attended to in the GPU pool and in ring slots; arguments as in `attend_gpu`."""
+        if not whole_rows:
+            splits = self._splits[self._kind[layer]]
+            self._backend.merge(
+                self._partials,
+                splits.ranges[: len(out) + 1],
+                splits.partials_per_block,
+                out,
+                is_cut=self._may_cut(len(out)),
+            )
+
+    def attend_slot(self, window_index: int, ring_slot: int) -> None:
+        """Attends to whatever the ring slot holds. Knows no layer: everything that varies lies in device tables."""
+        self._backend.decode_partial(
+            self._q,
+            self._ring.slots[ring_slot],
+            self._work(self._slot_records[ring_slot], window_index),
+            self._lengths,
+            self._partials,
+            self.windows[window_index],
+        )
+
+    def _work(self, table: torch.Tensor, window_index: int) -> DecodeWork:
+        """Reads a flat `work_table`."""
+        splits = self._splits[window_index]
+        return DecodeWork(
+            items=table[4:].view(-1, 4),
+            num_items=table[:1],
+            partials_per_block=splits.partials_per_block,
+        )
+
+    def copy_inputs(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, whole_rows: bool
+    ) -> None:
+        """Writes what the batch's rows compute next, for a step whose layers somebody else runs: [rows] int32 each."""
+        count = len(token_ids)
+        self._prepare(count, whole_rows)
+        token_ids.copy_(self._next[:count])
+        positions.copy_(self._positions[:count])
+        slots.copy_(self._slots[:count])
+
+    def copy_queries(self, q: torch.Tensor) -> None:
+        """Puts the batch's queries, [rows, num_q_heads, head_dim], where the attention over ring slots reads them."""
+        self._q[: len(q)].copy_(q)
+
+    def _prepare(self, size: int, whole_rows: bool) -> None:
+        """Tokens, lengths, positions and slots of the batch."""
+        rows, state, block_size = self._batch_rows.tensor[:size], self.rows, self._kv_cache.block_size
+        if whole_rows:
+            self._block_table[:size].copy_(state.block_table.index_select(0, rows))
+        if rows.is_cuda:
+            from nanoinfer.kernels.step.step_inputs import step_inputs  # triton comes with CUDA builds of torch only
+
+            step_inputs(
+                rows, state.token, state.length, state.block_table,
+                self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:size], block_size,
+            )  # fmt: skip
+            return
+        self._next[:size].copy_(state.token.index_select(0, rows))
+        self._lengths[:size].copy_(state.length.index_select(0, rows))
+        positions = self._positions[:size]
+        positions.copy_(self._lengths[:size] - 1)
+        blocks = state.block_table[rows.long(), positions // block_size]
+        self._slots[:size].copy_(blocks * block_size + positions % block_size)
+
+    def _finish(self, size: int, normed: torch.Tensor) -> None:
+        logits = self._model.logits(normed, self.logits[:size])
+        self._sampling.sample(logits, self._batch_rows.tensor[:size], self.tokens[:size])
+
+    # Graphs
+
+    def run_each_kind(self) -> None:
+        """Runs pieces in which every kernel of a step occurs, for each kind of batch, on padding rows."""
+        self._reset_tables()
+        layers = {self._kind.index(kind) for kind in self._kind}
+        pieces = sorted({0, 1, len(self._kind)} | layers | {layer + 1 for layer in layers})
+        beyond = [size for size in self.batch_sizes if size > MAX_ROWS]
+        for size in [size for size in self.batch_sizes if size <= MAX_ROWS] + beyond[:1] + beyond[-1:]:
+            x = self._x[:size]
+            for index in pieces:
+                x = self._layer(index, size, x, self.whole_rows)
+
+    def is_captured(self, may_offload: bool) -> bool:
+        """Whether `capture_offload`, or else `capture_resident`, would find nothing to capture."""
+        has_pieces = len(self._piece_graphs) == len(self.batch_sizes) and bool(self._slot_graphs)
+        return len(self._step_graphs) == len(self.batch_sizes) and (has_pieces or not may_offload)
+
+    def capture_resident(self, progress: Callable[[str], None]) -> None:
+        """Captures the whole step for each batch size, the largest first, so that the shared pool grows only once."""
+        self._reset_tables()
+        for size in reversed(self.batch_sizes):
+            if size not in self._step_graphs:
+                self._step_graphs[size] = self._runtime.capture(self._compute, lambda size=size: self._whole_step(size))
+            progress(f"decode graph, batch {size}")
+
+    def capture_offload(self, progress: Callable[[str], None]) -> None:
+        """Captures each piece for each batch size, the attention over each ring slot, and whole steps.
+
+        A step of which nothing streams runs as in resident mode.
+        """
+        self.capture_resident(progress)
+        self._reset_tables()
+        for size in reversed(self.batch_sizes):
+            if size not in self._piece_graphs:
+                self._piece_graphs[size] = [
+                    self._runtime.capture(self._compute, lambda index=index, size=size: self.piece(index, size))
+                    for index in range(self.num_pieces)
+                ]
+            progress(f"layer graphs, batch {size}")
+        if not self._slot_graphs:
+            self._slot_graphs = [
+                [
+                    self._runtime.capture(self._compute, lambda w=window, s=ring_slot: self.attend_slot(w, s))
+                    for ring_slot in range(self._ring.num_ring_slots)
+                ]
+                for window in range(len(self.windows))
+            ]
+        progress("ring slot graphs")
+
+    def _reset_tables(self) -> None:
+        """A batch of padding rows only, which is what the warm-up run before a capture computes."""
+        count = len(self._q)
+        self._last_splits = None
+        self._batch_rows.set(self._compute, np.full(count, self.rows.padding_row, dtype=np.int32))
+        for splits in self._splits:
+            splits.set(self._compute, NO_SPLITS)
+
+    def forget_tables(self) -> None:
+        """After an exception: the tables on the device may hold anything, and are uploaded again."""
+        self._last_splits = None
+        for table in [self._batch_rows, *self._splits, *self._records]:
+            table.forget()
+
+    # Steps
+
+    def padded_size(self, count: int) -> int:
+        """The smallest captured batch size that holds `count` rows, or `count` itself beyond the largest."""
+        return next((size for size in self.batch_sizes if size >= count), count)
+
+    def begin(
+        self, sequences: list[Sequence], write_through: list[tuple[int, int]], beside: StreamPlan | None = None
+    ) -> DecodeStep:
+        """Uploads what changed and plans the step.
+
+        Args:
+            beside: what streams in the same step anyway; blocks of it are attended to there.
+
+        In resident mode the lists of splits change only when a row comes, goes or begins a split (a block, or a part of one
+        in short rows): until then a step costs the host the same for any context.
+        """
+        rows_changed = self.rows.update(self._compute, sequences, self._kv_cache)
+        size = self.padded_size(len(sequences))
+        rows = np.array([sequence.row for sequence in sequences], dtype=np.int32)
+        lengths = np.array([sequence.num_tokens for sequence in sequences])
+        padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
+        self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
+        resident = None
+        if self._kv_cache.offload is None:
+            partials_per_block = partial(self._partials_per_block, size)
+            resident = resident_key(size, rows, lengths, self.windows, self._kv_cache.block_size, partials_per_block)
+        if resident is not None and resident == self._last_splits and not rows_changed:
+            return DecodeStep(self, size, self._no_stream, self._no_stream, write_through)
+        self._last_splits = None
+        lists = self._split_lists(size, rows, lengths)
+        plan = self._stream_plan(lists, beside)
+        for index, found in enumerate(lists):
+            num_splits = found.ranges[-1]
+            assert num_splits <= self.max_splits, f"{num_splits} splits in a workspace of {self.max_splits}"
+            self._splits[index].set(self._compute, found)
+            chunks = [chunk for part in (plan, beside) if part for chunk in part.chunks[self._kind.index(index)]]
+            self._records[index].set(self._compute, found, chunks)
+        self._last_splits = resident
+        num_streamed = self._kv_cache.residency.num_streamed
+        promoted = self._kv_cache.promote(rows.tolist())
+        # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
+        have_come = self._kv_cache.residency.num_streamed < num_streamed
+        changes = have_come or beside is not None
+        ahead = self._stream_plan(self._split_lists(size, rows, lengths)) if changes else plan
+        readers = [(found.on_host[:, 0], found.on_host[:, 2]) for found in lists]
+        return DecodeStep(self, size, plan, ahead, write_through, promoted, readers)
+
+    def _split_lists(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
+        """For each window, where the splits of the rows lie."""
+        block_size = self._kv_cache.block_size
+        width = -(-int(lengths.max()) // block_size)
+        gpu_rows, host_rows = self._kv_cache.gpu_table[rows, :width], self._kv_cache.host_table[rows, :width]
+        partials_per_block = partial(self._partials_per_block, size)
+        return [
+            split_lists(gpu_rows, host_rows, lengths, window, block_size, partials_per_block) for window in self.windows
+        ]
+
+    def _partials_per_block(self, size: int, num_blocks: np.ndarray) -> np.ndarray:
+        """Of each row, for the number of blocks that it reads; both [batch]. Few blocks are cut for more programs."""
+        tiles, is_short = self._backend.tiles_per_block, num_blocks <= SHORT_BLOCKS
+        cuts = self._may_cut(size) and np.sum(num_blocks[is_short]) * tiles <= MAX_TILES_APART
+        return np.where(is_short & cuts, tiles, 1)
+
+    def _may_cut(self, size: int) -> bool:
+        """Whether blocks of a padded batch may be cut: the merge of larger ones is compiled without."""
+        return 1 < self._backend.tiles_per_block <= MAX_TILES_APART // size
+
+    def _stream_plan(self, lists: list[SplitLists], beside: StreamPlan | None = None) -> StreamPlan:
+        chunks = []
+        for index, found in enumerate(lists):
+            blocks = found.host_blocks
+            if beside is not None and (passing := beside.blocks(self._kind.index(index))):
+                blocks = np.setdiff1d(blocks, passing)
+            chunks.append(pack(blocks, self._ring.blocks_per_slot))
+        return StreamPlan(tuple(chunks[kind] for kind in self._kind))
+
+    def run_whole(self, step: DecodeStep) -> None:
+        """Enqueues a whole step without ring."""
+        graph = self._step_graphs.get(step.size)
+        if graph is not None:
+            self._compute.replay(graph)
+            self.counters.graph_replays += 1
+        else:
+            self._compute.run(lambda: self._whole_step(step.size))
+            self.counters.eager_steps += 1
+
+    def enqueue_piece(self, index: int, size: int) -> None:
+        graphs = self._piece_graphs.get(size)
+        if graphs is not None:
+            self._compute.replay(graphs[index])
+            self.counters.graph_replays += 1
+        else:
+            self._compute.run(lambda: self.piece(index, size))
+            self.counters.eager_steps += index == 0
+
+    def enqueue_attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        window = self._kind[layer]
+        if not self._records[window].copy(self._compute, chunk, self._slot_records[ring_slot]):
+            return
+        if self._slot_graphs:
+            self._compute.replay(self._slot_graphs[window][ring_slot])
+            self.counters.graph_replays += 1
+        else:
+            self._compute.run(lambda: self.attend_slot(window, ring_slot))
+
+    def keep(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
+        """Copies blocks of the ring slot that stay on the GPU from now on into the GPU pool."""
+        kv, slot = self._kv_cache.gpu_kv[layer], self._ring.slots[ring_slot]
+        pairs = [(promoted[block], place) for place, block in enumerate(chunk.blocks) if block in promoted]
+        for gpu_block, place, count in runs(pairs):
+            self._compute.copy(kv[gpu_block : gpu_block + count], slot[place : place + count])
+
+
+@dataclass
+class DecodeStep:
+    """One decode step as the offload engine runs it (see `offload.OffloadStep`).
+
+    Attributes:
+        promoted: host block -> GPU block that takes over its content from the ring.
+        readers: for each window the sequences' numbers and the host blocks that they read, as two arrays.
+    """
+
+    program: DecodeProgram
+    size: int
+    plan: StreamPlan
+    ahead: StreamPlan
+    write_through: list[tuple[int, int]]
+    promoted: dict[int, int] = field(default_factory=dict)
+    readers: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def compute_all(self) -> bool:
+        self.program.run_whole(self)
+        return True
+
+    def compute(self, layer: int) -> None:
+        self.program.enqueue_piece(layer, self.size)
+
+    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        self.program.enqueue_attend(layer, chunk, ring_slot)
+        if self.promoted:
+            self.program.keep(layer, chunk, ring_slot, self.promoted)

@@ -1,0 +1,77 @@
+"""A mixed step: chunks of prompts, and the next tokens of sequences that run, through all layers together.
+
+Between the attentions they are rows of the same small step, so the weights are read once for both. Each attends as it
+would alone: the chunks by the prefill attention, the others by the splits of their blocks, wherever these lie. What
+both have on the host streams once, in the ring chunks of the prompts' history.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from nanoinfer.execution.decode import DecodeStep
+from nanoinfer.execution.prefill import PrefillStep
+from offload import Chunk, StreamPlan
+
+
+class MixedStep:
+    """One mixed step as the offload engine runs it (see `offload.OffloadStep`).
+
+    Args:
+        prefill: planned with the sequences of `decode` behind the chunks, and with the write-through of all.
+        decode: planned for these sequences, beside what the prefill step streams.
+        count: how many they are.
+        is_offload: whether blocks may lie in the host pool.
+    """
+
+    def __init__(self, prefill: PrefillStep, decode: DecodeStep, count: int, is_offload: bool) -> None:
+        self._prefill, self._decode, self._count = prefill, decode, count
+        self._program, self._compute = decode.program, prefill.program.compute
+        self._is_offload = is_offload
+        self._whole_rows = self._program.whole_rows and not is_offload
+        # The decode rows first: some of their chunks may be in the ring already.
+        self.plan = StreamPlan(
+            tuple([*ours, *theirs] for ours, theirs in zip(decode.plan.chunks, prefill.plan.chunks, strict=True))
+        )
+        self.ahead = decode.ahead  # as if the same rows went on alone
+        self.write_through = prefill.write_through
+
+    @property
+    def readers(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each window the sequences' numbers, the chunks' first, and the host blocks that they read."""
+        result, first = [], len(self._prefill.chunks)
+        for (chunks, theirs), (rows, ours) in zip(self._prefill.readers, self._decode.readers, strict=True):
+            result.append((np.concatenate([chunks, first + rows]), np.concatenate([theirs, ours])))
+        return result
+
+    def compute_all(self) -> bool:
+        return False
+
+    def compute(self, layer: int) -> None:
+        self._compute.run(self._copy_inputs if layer == 0 else lambda: self._merge(layer - 1))
+        self._prefill.compute(layer)
+        if layer < self._program.num_pieces - 1:
+            self._compute.run(lambda: self._attend_gpu(layer))
+
+    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        if chunk.tag is not None:
+            self._prefill.attend(layer, chunk, ring_slot)
+        self._decode.attend(layer, chunk, ring_slot)
+
+    def _copy_inputs(self) -> None:
+        rows = self._prefill.tensors.input_rows(self._count, self._prefill.num_tokens)
+        self._program.copy_inputs(*rows, whole_rows=self._whole_rows)
+
+    def _attend_gpu(self, layer: int) -> None:
+        q, out = self._rows
+        self._program.attend_gpu(layer, q, out, self._whole_rows)
+        if self._is_offload:
+            self._program.copy_queries(q)
+
+    def _merge(self, layer: int) -> None:
+        self._program.merge(layer, self._rows[1], self._whole_rows)
+
+    @property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        return self._prefill.tensors.attention_rows(self._count, self._prefill.num_tokens)

@@ -1,0 +1,300 @@
+"""Prefill: chunks of prompts through all layers, with the history from the GPU pool or through the ring.
+
+The keys of a sequence are walked in ascending order. What lies in the host pool passes through the ring first, with
+the running softmax put down between two chunks; the GPU pool, which holds the newest tokens, comes last and writes the
+output. Where everything lies in the GPU pool there is one piece only. Both give the same bits. A beginning that several
+sequences of a step share passes through the ring once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from nanoinfer.attention.base import AttentionBackend, PrefillPiece, PrefillState
+from nanoinfer.execution.segments import PADDING, PrefillPieces, StepTensors
+from nanoinfer.execution.tables import DeviceTable, Packer
+from nanoinfer.kernels.linear.counts import padded_rows
+from nanoinfer.kv.cache import NO_BLOCK, KVCache
+from nanoinfer.kv.splits import first_visible_block
+from nanoinfer.models.base import DecoderModel
+from nanoinfer.requests.sequence import Sequence
+from nanoinfer.step.batch import PrefillChunk
+from offload import Chunk, Ring, Runtime, Stream, StreamPlan, pack_together
+from offload.layout import runs
+
+
+class PrefillProgram:
+    """Runs prefill steps: the pieces of small ones from graphs, their attention and larger steps eagerly.
+
+    Args:
+        capture_num_tokens: padded token counts with graphs, ascending; none above `max_tokens`.
+        max_tokens: tokens of one step.
+        max_seqs: sequences of one step.
+        max_blocks_per_seq: logical blocks of one sequence.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        compute: Stream,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        ring: Ring,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks_per_seq: int,
+        capture_num_tokens: list[int],
+    ) -> None:
+        assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the tables"
+        self.compute = compute
+        self.model, self.backend, self.kv_cache, self.ring = model, backend, kv_cache, ring
+        windows = list(dict.fromkeys(model.spec.windows))
+        self.windows = windows
+        self.kind = [windows.index(window) for window in model.spec.windows]
+        self.max_seqs = min(max_seqs, max_tokens)
+        # Tokens, positions and slots; then per sequence the offsets and ranges; then block tables and ring chunks.
+        # Every sequence of the step may have a history on the host (a shared prefix, a switch), each of its blocks in a
+        # ring slot of its own.
+        blocks = min(kv_cache.max_splits, self.max_seqs * max_blocks_per_seq)
+        num_rows = padded_rows(max_tokens) if runtime.device.type == "cuda" else max_tokens
+        size = 3 * num_rows + (6 + len(windows)) * self.max_seqs + 1 + self.max_seqs * max_blocks_per_seq
+        size += 3 * (9 + 2 * len(windows))  # each part begins at a multiple of 4
+        size += 3 * len(windows) * blocks
+        self._table = DeviceTable(runtime, size)
+        self.pieces = PrefillPieces(runtime, compute, model, kv_cache, self._table, capture_num_tokens)
+        self._slot_places = torch.arange(ring.blocks_per_slot, dtype=torch.int32, device=runtime.device).view(1, -1)
+
+    def begin(
+        self, chunks: list[PrefillChunk], write_through: list[tuple[int, int]], decoding: list[Sequence]
+    ) -> PrefillStep:
+        """Uploads the step's tables and plans it.
+
+        Args:
+            decoding: sequences whose last tokens follow those of the chunks, for `MixedStep` to fill in and attend to.
+        """
+        packer = Packer()
+        tokens = [packer.add(values) for values in self._tokens(chunks, len(decoding))]  # first: graphs read them there
+        lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
+        cu_seqlens = packer.add(np.concatenate([[0], np.cumsum(lengths)]))
+        finished = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+        num_tokens = int(lengths.sum())
+        last = packer.add(np.concatenate([np.cumsum(lengths)[finished] - 1, num_tokens + np.arange(len(decoding))]))
+        last_rows = packer.add([sequence.row for sequence in [chunks[i].sequence for i in finished] + decoding])
+        query_pos = packer.add([chunk.begin for chunk in chunks])
+        kv_end = packer.add([chunk.end for chunk in chunks])
+        first_blocks = [self._first_gpu_block(chunk) for chunk in chunks]
+        first_block = packer.add(first_blocks)
+        block_size = self.kv_cache.block_size
+        width = max(-(-chunk.end // block_size) - f for chunk, f in zip(chunks, first_blocks, strict=True))
+        block_table = packer.add(self._block_table(chunks, first_blocks, width))
+        load_state, histories = [], []
+        for window in self.windows:
+            history = self._history(chunks, first_blocks, window, packer)
+            load_state.append(packer.add([int(first < end) for first, end in zip(history.firsts, first_blocks)]))
+            histories.append(history)
+        packer.upload(self._table, self.compute)
+        if decoding:
+            self._table.forget()  # `MixedStep` writes there, too
+        view = self._view
+        gpu_pieces = [
+            PrefillPiece(
+                cu_seqlens_q=view(cu_seqlens),
+                query_pos=view(query_pos),
+                first_block=view(first_block),
+                kv_end=view(kv_end),
+                load_state=view(load_state[kind]),
+                block_table=view(block_table).view(len(chunks), width),
+                max_query_len=int(lengths.max()),
+                query_rows=(0, num_tokens),
+                store_state=False,
+            )
+            for kind in range(len(self.windows))
+        ]
+        return PrefillStep(
+            program=self,
+            chunks=chunks,
+            write_through=write_through,
+            plan=StreamPlan(tuple(histories[kind].chunks for kind in self.kind)),
+            num_tokens=num_tokens,
+            tensors=self.pieces.begin(num_tokens + len(decoding), tokens),
+            last=view(last),
+            last_rows=view(last_rows),
+            gpu_pieces=gpu_pieces,
+            slot_tables=[view(history.table).view(3, -1) for history in histories],
+            lengths=lengths,
+            readers=[history.readers for history in histories],
+        )
+
+    def forget_tables(self) -> None:
+        """After an exception: the table on the device may hold anything, and is uploaded again."""
+        self._table.forget()
+
+    def capture(self, progress: Callable[[str], None]) -> None:
+        """Captures the pieces of small steps; see `PrefillPieces.capture`."""
+        self.pieces.capture(progress)
+
+    def _view(self, place: slice) -> torch.Tensor:
+        return self._table.tensor[place]
+
+    def slot_pieces(self, step: PrefillStep, kind: int, chunk: Chunk) -> list[PrefillPiece]:
+        """The keys that lie in a ring slot: a piece for each run of neighbours among the sequences that have them."""
+        gpu_piece, table, pieces = step.gpu_pieces[kind], step.slot_tables[kind], []
+        for number, first, count in chunk.tag:
+            last = first + count
+            records = table[:, number : number + count]
+            pieces.append(
+                PrefillPiece(
+                    cu_seqlens_q=gpu_piece.cu_seqlens_q[first : last + 1],
+                    query_pos=gpu_piece.query_pos[first:last],
+                    first_block=records[0],
+                    kv_end=records[1],
+                    load_state=records[2],
+                    block_table=self._slot_places.expand(count, -1),
+                    max_query_len=int(step.lengths[first:last].max()),
+                    query_rows=(int(step.lengths[:first].sum()), int(step.lengths[:last].sum())),
+                    store_state=True,
+                )
+            )
+        return pieces
+
+    def _tokens(self, chunks: list[PrefillChunk], num_decoding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, positions and slots of the chunks' tokens; those of others and of padding are padding."""
+        block_size = self.kv_cache.block_size
+        positions = [np.arange(chunk.begin, chunk.end) for chunk in chunks]
+        slots = [
+            self.kv_cache.gpu_table[chunk.sequence.row, at // block_size] * block_size + at % block_size
+            for chunk, at in zip(chunks, positions, strict=True)
+        ]
+        token_ids = [chunk.sequence.token_ids[chunk.begin : chunk.end] for chunk in chunks]
+        num_tokens = sum(map(len, positions))
+        num_padding = self.pieces.padded_count(num_tokens + num_decoding) - num_tokens
+        return tuple(
+            np.concatenate([*parts, np.full(num_padding, value)])
+            for parts, value in zip((token_ids, positions, slots), PADDING, strict=True)
+        )
+
+    def _first_gpu_block(self, chunk: PrefillChunk) -> int:
+        """The logical block from which on all blocks lie on the GPU; those before it lie on the host."""
+        row = self.kv_cache.gpu_table[chunk.sequence.row, : -(-chunk.end // self.kv_cache.block_size)]
+        missing = np.flatnonzero(row == NO_BLOCK)
+        return int(missing[-1]) + 1 if len(missing) else 0
+
+    def _block_table(self, chunks: list[PrefillChunk], first_blocks: list[int], width: int) -> np.ndarray:
+        table = np.zeros((len(chunks), width), dtype=np.int32)
+        for line, chunk, first in zip(table, chunks, first_blocks, strict=True):
+            blocks = self.kv_cache.gpu_table[chunk.sequence.row, first : -(-chunk.end // self.kv_cache.block_size)]
+            line[: len(blocks)] = blocks
+        return table
+
+    def _history(
+        self, chunks: list[PrefillChunk], ends: list[int], window: int | None, packer: Packer
+    ) -> _History:
+        """The host blocks before logical block `ends[i]` that a query of chunk i sees, cut for the ring."""
+        block_size = self.kv_cache.block_size
+        firsts = [int(first_visible_block(np.array(chunk.begin), window, block_size)) for chunk in chunks]
+        lists = [self.kv_cache.host_table[chunk.sequence.row, :end] for chunk, end in zip(chunks, ends, strict=True)]
+        assert all(
+            np.all(blocks[first:] != NO_BLOCK) for blocks, first in zip(lists, firsts, strict=True)
+        ), "a block lies neither on the GPU nor on the host"
+        found, rows, number = [], [], 0
+        for chunk, readers in pack_together(lists, firsts, self.ring.blocks_per_slot):
+            # Runs of neighbours, which one launch attends to: (number of the first record, first sequence, count).
+            neighbours = [
+                (number + place, first, count) for place, first, count in runs(list(enumerate(readers)))
+            ]
+            end = (chunk.begin + len(chunk.blocks)) * block_size
+            rows += [(chunk.begin, end, int(chunk.begin > firsts[reader])) for reader in readers]
+            number += len(readers)
+            found.append(replace(chunk, tag=tuple(neighbours)))
+        blocks = [blocks[first:] for blocks, first in zip(lists, firsts, strict=True)]
+        readers = np.repeat(np.arange(len(blocks)), [len(part) for part in blocks]), np.concatenate(blocks)
+        return _History(found, firsts, readers, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T))
+
+
+@dataclass(frozen=True)
+class _History:
+    """The ring chunks of one kind of layer.
+
+    Attributes:
+        firsts: the first block of each sequence that its queries see.
+        readers: as in `PrefillStep`.
+        table: place of [3, n], the first block, the end of the keys and the load state of each (chunk, sequence).
+    """
+
+    chunks: list[Chunk]
+    firsts: list[int]
+    readers: tuple[np.ndarray, np.ndarray]
+    table: slice
+
+
+@dataclass
+class PrefillStep:
+    """One prefill step as the offload engine runs it (see `offload.OffloadStep`).
+
+    Attributes:
+        num_tokens: of the chunks.
+        tensors: what the pieces read and leave; dropped by the last piece.
+        last: [n] index in the step of each token after which one is sampled: the last ones of chunks that end their
+            prompt, then those of the sequences that decode.
+        last_rows: [n] the rows of these.
+        last_normed: [n, hidden_size], what the head reads; filled by the last piece.
+        readers: for each window the chunks' numbers and the host blocks that they read, as two arrays.
+    """
+
+    program: PrefillProgram
+    chunks: list[PrefillChunk]
+    write_through: list[tuple[int, int]]
+    plan: StreamPlan
+    num_tokens: int
+    tensors: StepTensors | None
+    last: torch.Tensor
+    last_rows: torch.Tensor
+    gpu_pieces: list[PrefillPiece]
+    slot_tables: list[torch.Tensor]
+    lengths: np.ndarray
+    readers: list[tuple[np.ndarray, np.ndarray]]
+    ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
+    last_normed: torch.Tensor = field(init=False)
+    _state: PrefillState | None = None
+
+    def compute_all(self) -> bool:
+        return False
+
+    def compute(self, layer: int) -> None:
+        program = self.program
+        program.compute.run(self._reserve if layer == 0 else lambda: self._attend_gpu(layer - 1))
+        program.pieces.enqueue(layer, self.tensors)
+        if layer == len(program.kind):
+            program.compute.run(self._finish)
+
+    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        self.program.compute.run(lambda: self._attend_slot(layer, chunk, ring_slot))
+
+    def _reserve(self) -> None:
+        if any(self.plan.chunks):
+            self._state = self.program.backend.prefill_state(self.num_tokens)
+        self.tensors.reserve(self.program.model.spec)
+
+    def _finish(self) -> None:
+        self.last_normed = self.tensors.x.index_select(0, self.last)
+        self.tensors = self._state = None
+
+    def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        program, kind = self.program, self.program.kind[layer]
+        for piece in program.slot_pieces(self, kind, chunk):
+            self._attend(layer, piece, program.ring.slots[ring_slot])
+
+    def _attend_gpu(self, layer: int) -> None:
+        kv = self.program.kv_cache.gpu_kv[layer]
+        self._attend(layer, self.gpu_pieces[self.program.kind[layer]], kv)
+
+    def _attend(self, layer: int, piece: PrefillPiece, kv: torch.Tensor) -> None:
+        q, out = self.tensors.attention_rows(self.num_tokens)
+        window = self.program.model.spec.windows[layer]
+        self.program.backend.prefill(q, kv, piece, self._state, out, window)

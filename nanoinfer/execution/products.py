@@ -1,0 +1,104 @@
+"""Which products of a model the library may compute: those that it adds up in our order, asked on the GPU at hand.
+
+For many rows the library's products are faster than ours, and for most shapes they have the same bits: it, too, adds up K
+ascending, unless it cuts K into parts or takes a kernel for odd sizes. Which kernel it takes depends on the shape, the
+number of rows, the GPU and its version, so it is asked when an engine starts, at each number of rows that it will be
+called with (`counts.padded_rows`). Where one bit differs our own tiles compute the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_counts
+from nanoinfer.layers.linear import Linear
+from nanoinfer.models.base import DecoderModel
+
+
+@dataclass(frozen=True)
+class ProductCheck:
+    """What was found for the products of one shape.
+
+    Attributes:
+        shape: of the weight, [num_rows, size].
+        num_modules: how many of the model's projections have it.
+        agreeing, differing: numbers of rows at which the library has, or has not, the bits of our kernels.
+    """
+
+    shape: tuple[int, int]
+    num_modules: int
+    agreeing: tuple[int, ...]
+    differing: tuple[int, ...]
+
+
+def check_products(model: DecoderModel, max_rows: int) -> list[ProductCheck]:
+    """Compares the library's products with ours, to the bit, and tells each `Linear` at which counts it may use them.
+
+    Args:
+        max_rows: the most rows that a step computes.
+    """
+    if model.spec.dtype.itemsize != 2:
+        return []
+    groups: dict[tuple, list[Linear]] = {}
+    for module in model.modules():
+        if isinstance(module, Linear) and module.weight.is_cuda:
+            groups.setdefault((*module.weight.shape, module.bias is not None), []).append(module)
+    counts, found = padded_counts(max_rows), []
+    for (num_rows, size, _), modules in groups.items():
+        agreeing = _agreeing(modules[0], counts)
+        for module in modules:
+            module.library_counts = agreeing
+        differing = tuple(count for count in counts if count not in agreeing)
+        found.append(ProductCheck((num_rows, size), len(modules), tuple(sorted(agreeing)), differing))
+    return found
+
+
+def _agreeing(module: Linear, counts: list[int]) -> frozenset[int]:
+    from nanoinfer.kernels.linear import rows as kernels  # triton comes with CUDA builds of torch only
+
+    weight, parts = module.weight, module.num_parts
+    generator = torch.Generator(weight.device).manual_seed(0)
+    rows = torch.randn(MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device, generator=generator)
+
+    def ours(x: Tensor) -> Tensor:
+        return kernels.linear(x, weight, module.bias) if parts == 1 else _sum(kernels.linear_parts(x, weight, parts))
+
+    def library(x: Tensor) -> Tensor:
+        if parts == 1:
+            return torch.nn.functional.linear(x, weight, module.bias)
+        return kernels.library_sum(x, weight, parts)
+
+    return agreeing_counts(rows, ours, library, counts)
+
+
+def agreeing_counts(
+    rows: Tensor, ours: Callable[[Tensor], Tensor], library: Callable[[Tensor], Tensor], counts: list[int]
+) -> frozenset[int]:
+    """Those of `counts` at which both give the same bits.
+
+    Args:
+        rows: [n, size], repeated as often as a count asks for; `ours` computes them once.
+    """
+    if not counts:
+        return frozenset()
+    want = ours(rows)
+    repeated = rows.repeat(-(-counts[-1] // len(rows)), 1)
+    differs = []
+    for count in counts:
+        got = library(repeated[:count])
+        flags = [(part != want[: len(part)]).any() for part in got.split(len(rows))]
+        differs.append(torch.stack(flags).any())
+        del got, flags
+    return frozenset(count for count, is_other in zip(counts, torch.stack(differs).tolist(), strict=True) if not is_other)
+
+
+def _sum(parts: Tensor) -> Tensor:
+    """[parts, N, num_rows] -> [N, num_rows], in the order in which `rms_norm` adds them up."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

@@ -1,0 +1,37 @@
+"""What the sequences of a step read, and what streams for each."""
+
+from __future__ import annotations
+
+from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.splits import shares
+from nanoinfer.requests.sequence import Sequence
+from offload import KVLayout, StreamPlan
+
+
+def count_blocks_read(kv_cache: KVCache, sequences: list[Sequence]) -> None:
+    """Notes for each sequence of a step how many full blocks the step reads, and how many of them lie on the GPU."""
+    if kv_cache.offload is None:
+        return
+    for sequence in sequences:
+        first, full = int(kv_cache.residency.first[sequence.row]), int(kv_cache.residency.full[sequence.row])
+        sequence.num_blocks_read += full
+        sequence.num_resident_read += full - first
+
+
+def count_streamed(
+    windows: tuple[int | None, ...], layout: KVLayout, sequences: list[Sequence], plan: StreamPlan, readers: list[tuple]
+) -> None:
+    """Notes for each sequence of a step its share of what the step streams; a block that several read is shared out.
+
+    Args:
+        windows: of each layer.
+        readers: for each window the sequences' numbers and the host blocks that they read, as two arrays.
+    """
+    for window, (numbers, blocks) in zip(dict.fromkeys(windows), readers, strict=True):
+        streamed = plan.blocks(windows.index(window))
+        if not streamed:
+            continue
+        block_bytes = windows.count(window) * layout.layer_block_bytes
+        parts = shares(streamed, numbers, blocks, len(sequences), block_bytes)
+        for sequence, num_bytes in zip(sequences, parts.tolist(), strict=True):
+            sequence.streamed_bytes += num_bytes

@@ -1,0 +1,234 @@
+"""How each row is sampled, on the device for the row's whole life: a step uploads nothing but what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+import torch
+
+from nanoinfer.execution.tables import RowState
+from nanoinfer.requests.sequence import Sequence
+from nanoinfer.sampling.reference import sample
+from nanoinfer.sampling.settings import (
+    BANNED_COLUMNS,
+    FLOAT_COLUMNS,
+    FLOATS,
+    INTEGER_COLUMNS,
+    INTEGERS,
+    MAX_BANNED,
+    NUM_COLUMNS,
+    WIDE_COLUMNS,
+    RowSampling,
+    SamplingBatch,
+)
+from offload import Runtime, Staging, Stream
+
+MAX_COUNT = torch.iinfo(torch.int16).max
+"""How often a token is in a row's output, at most: what comes more often counts no more."""
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+class SamplingState:
+    """The rows' sampling settings and what sampling changes: the number of sampled tokens and the set of seen ones.
+
+    Row r of every tensor belongs to row r of `RowState`; the last one is for padding, and greedy.
+
+    Args:
+        max_batch: largest padded batch.
+        end_token_ids: the model's end tokens, which `min_tokens` bans with the row's stop tokens.
+
+    Attributes:
+        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: [rows] float32.
+        top_k, banned_until, num_banned: [rows] int32; before step banned_until the first num_banned of banned_ids [rows,
+            `MAX_BANNED`] int32 may not come.
+        seed, step: [rows] int64; the 64 bits of the unsigned seed; tokens sampled so far.
+        seen: [rows, vocab_size / 32] int32, a bit per token of prompt and output; kept only with a repetition penalty.
+        counts: [rows, vocab_size] int16, how often each token is in the output, up to `MAX_COUNT`; kept only where
+            is_counted, [rows] int32, is 1: with a presence or frequency penalty.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        rows: RowState,
+        vocab_size: int,
+        max_batch: int,
+        end_token_ids: Iterable[int] = (),
+    ) -> None:
+        num_rows, device = len(rows.token), runtime.device
+        self.vocab_size = vocab_size
+        self._rows, self._end_token_ids = rows, frozenset(end_token_ids)
+        for name in FLOATS:
+            fill = 1.0 if name in ("top_p", "repetition_penalty") else 0.0
+            setattr(self, name, torch.full((num_rows,), fill, dtype=torch.float32, device=device))
+        for name in INTEGERS:
+            setattr(self, name, torch.zeros(num_rows, dtype=torch.int32, device=device))
+        self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.step = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.banned_ids = torch.zeros(num_rows, MAX_BANNED, dtype=torch.int32, device=device)
+        self.seen = torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
+        self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device)
+        self._owners: list[Sequence | None] = [None] * num_rows
+        self._updates = torch.zeros(num_rows * NUM_COLUMNS, dtype=torch.int32, device=device)
+        self._staging = Staging(runtime, num_rows * NUM_COLUMNS, torch.int32)
+        self._seen_updates = torch.zeros_like(self.seen)
+        self._seen_staging = Staging(runtime, self.seen.numel(), torch.int32)
+        self._counts_staging = Staging(runtime, vocab_size, torch.int16)  # of one row: pinned memory is dear
+        self._sample = self._reference
+        if device.type == "cuda":
+            from nanoinfer.kernels.step import sample as kernels  # triton comes with CUDA builds of torch only
+
+            space = kernels.workspace(max_batch, vocab_size, device)
+            self._sample = lambda logits, batch_rows, tokens: kernels.sample_rows(
+                logits, batch_rows, self, space, tokens, rows.token, rows.length
+            )
+
+    def update(self, stream: Stream, sequences: list[Sequence]) -> None:
+        """Uploads the settings of sequences that have a row for the first time, or have another one."""
+        changed = [sequence for sequence in sequences if self._owners[sequence.row] is not sequence]
+        if not changed:
+            return
+        for sequence in changed:
+            assert not sequence.num_pending, "a token that only the device knows is missing in what is uploaded"
+            self._owners[sequence.row] = None  # first: an upload that fails half-way leaves a row of nobody's
+        self._upload(stream, [(sequence.row, self.row_sampling(sequence)) for sequence in changed])
+        for sequence in changed:
+            self._owners[sequence.row] = sequence
+
+    def forget(self) -> None:
+        """After an exception: the rows on the device may hold anything, and are uploaded again."""
+        self._owners = [None] * len(self._owners)
+
+    def row_sampling(self, sequence: Sequence) -> RowSampling:
+        """How the sequence is sampled from here on."""
+        return RowSampling.from_params(
+            sequence.params,
+            seed=sequence.seed,
+            step=sequence.num_sampled,
+            penalty_token_ids=sequence.token_ids,
+            output_token_ids=sequence.output_token_ids,
+            end_token_ids=self._end_token_ids.union(sequence.params.stop_token_ids or ()),
+        )
+
+    def _upload(self, stream: Stream, settings: list[tuple[int, RowSampling]]) -> None:
+        lines = np.zeros((len(settings), NUM_COLUMNS), dtype=np.int32)
+        for line, (row, given) in zip(lines, settings, strict=True):
+            self._write_line(line, row, given)
+        self._staging.acquire().numpy()[: lines.size] = lines.reshape(-1)
+        uploaded = self._updates[: lines.size]
+        self._staging.upload(stream, uploaded)
+        stream.run(lambda: self._apply(uploaded.view(-1, NUM_COLUMNS)))
+        penalised = [(row, given.penalty_token_ids) for row, given in settings if given.repetition_penalty != 1]
+        if penalised:
+            self._upload_seen(stream, penalised)
+        for row, given in settings:
+            if given.counts_output:
+                self._upload_counts(stream, self.counts[row], given.output_token_ids)
+
+    def _upload_seen(self, stream: Stream, seen: list[tuple[int, Collection[int]]]) -> None:
+        bits = np.zeros((len(seen), self.seen.shape[1] * 32), dtype=np.uint8)
+        for line, (_, token_ids) in zip(bits, seen, strict=True):
+            line[list(token_ids)] = 1
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        self._seen_staging.acquire().numpy()[: words.size] = words.reshape(-1)
+        uploaded = self._seen_updates[: len(seen)]
+        self._seen_staging.upload(stream, uploaded.view(-1))
+        rows = [row for row, _ in seen]  # a row each: few, and seldom
+        stream.run(lambda: [self.seen[row].copy_(line) for row, line in zip(rows, uploaded, strict=True)])
+
+    def _upload_counts(self, stream: Stream, counts: torch.Tensor, output_token_ids: Collection[int]) -> None:
+        if not output_token_ids:
+            stream.run(counts.zero_)
+            return
+        # A sequence that was preempted: seldom, so a third one in the same step may wait for the first one's upload.
+        found = np.bincount(list(output_token_ids), minlength=self.vocab_size)
+        np.minimum(found, MAX_COUNT, out=self._counts_staging.acquire().numpy(), casting="unsafe")
+        self._counts_staging.upload(stream, counts)
+
+    def _write_line(self, line: np.ndarray, row: int, given: RowSampling) -> None:
+        # A stop token id beyond the vocabulary can never come, so there is nothing to ban.
+        banned = sorted(token_id for token_id in given.banned_token_ids if token_id < self.vocab_size)
+        floats = (
+            min(given.temperature, _FLOAT32.max),  # an infinite one would give -inf / inf
+            given.top_p,
+            given.min_p,
+            min(max(given.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max),
+            given.presence_penalty,
+            given.frequency_penalty,
+        )
+        banned_until = min(given.min_tokens, 2**31 - 1) if banned else 0
+        line[0] = row
+        line[FLOAT_COLUMNS] = np.array(floats, dtype=np.float32).view(np.int32)
+        line[INTEGER_COLUMNS] = min(given.top_k, self.vocab_size), banned_until, len(banned), given.counts_output
+        line[WIDE_COLUMNS] = np.array([given.seed, given.step], dtype=np.uint64).view(np.int32)
+        line[BANNED_COLUMNS][: len(banned)] = banned
+
+    def _apply(self, lines: torch.Tensor) -> None:
+        rows = lines[:, 0].long()
+        for name, column in zip(FLOATS, lines[:, FLOAT_COLUMNS].unbind(1), strict=True):
+            getattr(self, name).index_copy_(0, rows, column.contiguous().view(torch.float32))
+        for name, column in zip(INTEGERS, lines[:, INTEGER_COLUMNS].unbind(1), strict=True):
+            getattr(self, name).index_copy_(0, rows, column)
+        wide = lines[:, WIDE_COLUMNS].clone(memory_format=torch.contiguous_format).view(torch.int64)
+        self.seed.index_copy_(0, rows, wide[:, 0])
+        self.step.index_copy_(0, rows, wide[:, 1])
+        self.banned_ids.index_copy_(0, rows, lines[:, BANNED_COLUMNS])
+
+    def sample(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Samples the next token of each row, on the current stream; may be captured in a CUDA graph.
+
+        logits: [B, vocab_size], any float type, not changed; batch_rows: [B] int32; tokens: [B] int64, out, which goes
+        to `RowState.token` too. The rows' lengths count up, but for the padding row's.
+        """
+        self._sample(logits, batch_rows, tokens)
+
+    def gather(self, batch_rows: torch.Tensor) -> SamplingBatch:
+        """The rows of a batch, as the reference takes them. Reads the state, so it waits for the device."""
+        rows = batch_rows.long()
+        penalised = (self.repetition_penalty[rows] != 1).nonzero()[:, 0]
+        counted = self.is_counted[rows].nonzero()[:, 0]
+        shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
+        bits = (self.seen[rows[penalised]].view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1)
+        step, until, count = self.step[rows], self.banned_until[rows].long(), self.num_banned[rows]
+        listed = torch.arange(MAX_BANNED, device=rows.device) < count[:, None]
+        banned = (listed & (step < until)[:, None]).nonzero()
+        temperature, top_k, top_p = self.temperature[rows], self.top_k[rows].long(), self.top_p[rows]
+        return SamplingBatch(
+            vocab_size=self.vocab_size,
+            temperature=temperature,
+            top_p=top_p,
+            min_p=self.min_p[rows],
+            repetition_penalty=self.repetition_penalty[rows],
+            presence_penalty=self.presence_penalty[rows],
+            frequency_penalty=self.frequency_penalty[rows],
+            top_k=top_k,
+            seed=self.seed[rows],
+            step=step,
+            penalty_rows=penalised,
+            seen=bits.flatten(1)[:, : self.vocab_size].view(torch.bool),
+            counted_rows=counted,
+            counts=self.counts[rows[counted]],
+            banned_rows=banned[:, 0],
+            banned_ids=self.banned_ids[rows].long()[banned[:, 0], banned[:, 1]],
+        )
+
+    def _reference(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        rows = batch_rows.long()
+        batch = self.gather(batch_rows)
+        tokens.copy_(sample(logits.float(), batch))
+        self._rows.token.index_copy_(0, rows, tokens)
+        self.step.index_copy_(0, rows, batch.step + 1)
+        for row in batch.penalty_rows.tolist():
+            token = int(tokens[row])
+            self.seen[rows[row], token // 32] |= _bit(token % 32)
+        if len(batch.counted_rows):
+            place = rows[batch.counted_rows], tokens[batch.counted_rows]
+            self.counts[place] = (self.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
+        is_real = (rows != self._rows.padding_row).to(torch.int32)
+        self._rows.length.index_copy_(0, rows, self._rows.length[rows] + is_real)
+
+
+def _bit(place: int) -> int:
+    """1 << place as an int32."""
+    return 1 << place if place < 31 else -(2**31)

@@ -1,0 +1,177 @@
+"""Small tables that the host keeps and the device reads: uploaded only when they changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.splits import SplitLists, slot_records, work_table
+from nanoinfer.requests.sequence import Sequence
+from offload import Chunk, Runtime, Staging, Stream
+
+ON_DEVICE = -1
+
+
+class DeviceTable:
+    """A flat int32 table at a fixed device address, written by the host through rotating staging buffers."""
+
+    def __init__(self, runtime: Runtime, num_elements: int) -> None:
+        self.tensor = torch.zeros(num_elements, dtype=torch.int32, device=runtime.device)
+        self._staging = Staging(runtime, num_elements, torch.int32)
+        self._last = np.zeros(0, dtype=np.int32)
+
+    def set(self, stream: Stream, values: np.ndarray) -> None:
+        """Makes the table begin with `values` (any shape, int32) for all work enqueued on `stream` from here on."""
+        values = values.reshape(-1)
+        if len(values) == 0 or np.array_equal(values, self._last[: len(values)]):
+            return
+        self.forget()  # first: an upload that fails half-way may have changed the table
+        self._staging.acquire().numpy()[: len(values)] = values
+        self._staging.upload(stream, self.tensor[: len(values)])
+        self._last = values.astype(np.int32, copy=True)
+
+    def forget(self) -> None:
+        """What the host put there before is no reason to upload nothing: the table may hold something else."""
+        self._last = np.zeros(0, dtype=np.int32)
+
+
+class SplitTables:
+    """Which splits a decode step attends to in the GPU pool, for the layers of one window: one upload for all of it.
+
+    Attributes:
+        ranges: [max_batch + 1] int32, each row's partials.
+        partials_per_block: [max_batch] int32.
+        items: a flat `work_table` of up to `max_splits` items.
+    """
+
+    def __init__(self, runtime: Runtime, max_batch: int, max_splits: int) -> None:
+        self._max_batch = max_batch
+        self._begin_of_items = -(-(2 * max_batch + 1) // 4) * 4
+        self._table = DeviceTable(runtime, self._begin_of_items + 4 + 4 * max_splits)
+        tensor = self._table.tensor
+        self.ranges, self.partials_per_block = tensor[: max_batch + 1], tensor[max_batch + 1 : 2 * max_batch + 1]
+        self.items = tensor[self._begin_of_items :]
+        self.partials_per_block.fill_(1)
+
+    def forget(self) -> None:
+        """See `DeviceTable.forget`."""
+        self._table.forget()
+
+    def set(self, stream: Stream, lists: SplitLists) -> None:
+        """For all work enqueued on `stream` from here on. Rows beyond those of the lists have no splits."""
+        head = np.ones(self._begin_of_items, dtype=np.int32)
+        head[: self._max_batch + 1] = lists.ranges[-1]
+        head[: len(lists.ranges)] = lists.ranges
+        head[self._max_batch + 1 :][: len(lists.partials_per_block)] = lists.partials_per_block
+        self._table.set(stream, np.concatenate([head, work_table(lists.on_gpu).reshape(-1)]))
+
+
+class ChunkRecords:
+    """What a decode step attends to in each of its ring chunks, for the layers of one window: one upload for all of it.
+
+    A record lists items, not places: rows that share a block have an item each. So one record may hold all splits.
+    """
+
+    def __init__(self, runtime: Runtime, max_splits: int) -> None:
+        # The items of all chunks and a head for each, which has an item at least.
+        self._table = DeviceTable(runtime, 2 * 4 * max_splits)
+        self._places: dict[Chunk, slice] = {}
+
+    def set(self, stream: Stream, lists: SplitLists, chunks: list[Chunk]) -> None:
+        """For all work enqueued on `stream` from here on; the chunks may hold other blocks, too."""
+        self._places, found, end = {}, [], 0
+        for chunk, record in zip(chunks, slot_records(lists.on_host, chunks), strict=True):
+            if len(record) > 1:
+                self._places[chunk] = slice(end, end + record.size)
+                found.append(record)
+                end += record.size
+        if found:
+            self._table.set(stream, np.concatenate(found))
+
+    def forget(self) -> None:
+        """See `DeviceTable.forget`."""
+        self._table.forget()
+
+    def copy(self, stream: Stream, chunk: Chunk, target: torch.Tensor) -> bool:
+        """Makes `target` begin with the chunk's record; False: no row attends to the chunk."""
+        place = self._places.get(chunk)
+        if place is None:
+            return False
+        record = self._table.tensor[place]
+        stream.copy(target[: len(record)], record)
+        return True
+
+
+class RowState:
+    """What decode needs to know of each row, on the device for the row's whole life.
+
+    The last row is for padding: it has one token, in the scratch block.
+
+    Attributes:
+        token: [max_num_seqs + 1] int64, the token whose KV is computed next.
+        length: [max_num_seqs + 1] int32, tokens of the sequence, that one included.
+        block_table: [max_num_seqs + 1, max_blocks_per_seq] int32, GPU blocks; 0 (scratch) where there is none.
+    """
+
+    def __init__(self, runtime: Runtime, max_num_seqs: int, max_blocks_per_seq: int) -> None:
+        device = runtime.device
+        self.padding_row = max_num_seqs
+        self.token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.length = torch.ones(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(max_num_seqs + 1, max_blocks_per_seq, dtype=torch.int32, device=device)
+        self._width = 3 + max_blocks_per_seq
+        self._updates = torch.zeros(max_num_seqs * self._width, dtype=torch.int32, device=device)
+        self._staging = Staging(runtime, max_num_seqs * self._width, torch.int32)
+
+    def update(self, stream: Stream, sequences: list[Sequence], kv_cache: KVCache) -> bool:
+        """Uploads the rows of `sequences` that changed since their last upload; whether there were any."""
+        if not kv_cache.changed_rows:
+            return False
+        changed = [sequence for sequence in sequences if sequence.row in kv_cache.changed_rows]
+        if not changed:
+            return False
+        count = len(changed)
+        host = self._staging.acquire().numpy()[: count * self._width].reshape(count, self._width)
+        for line, sequence in zip(host, changed, strict=True):
+            # A pending token is known to the device only, which has put it into the row already.
+            token = ON_DEVICE if sequence.num_pending else sequence.token_ids[-1]
+            line[:3] = sequence.row, token, sequence.num_tokens
+            np.maximum(kv_cache.gpu_table[sequence.row], 0, out=line[3:])
+        updates = self._updates[: count * self._width]
+        self._staging.upload(stream, updates)
+        stream.run(lambda: self._apply(updates.view(count, self._width)))
+        kv_cache.changed_rows.difference_update(sequence.row for sequence in changed)
+        return True
+
+    def _apply(self, lines: torch.Tensor) -> None:
+        if lines.is_cuda:
+            from nanoinfer.kernels.step.update_rows import update_rows  # triton comes with CUDA builds of torch only
+
+            update_rows(lines, self.token, self.length, self.block_table, ON_DEVICE)
+            return
+        rows, tokens = lines[:, 0].long(), lines[:, 1].long()
+        self.token.index_copy_(0, rows, torch.where(tokens == ON_DEVICE, self.token[rows], tokens))
+        self.length.index_copy_(0, rows, lines[:, 2])
+        self.block_table.index_copy_(0, rows, lines[:, 3:])
+
+
+class Packer:
+    """Collects int32 arrays for one upload and says where each lies. Each begins at a multiple of 4 elements."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+        self._size = 0
+
+    def add(self, values: np.ndarray | list[int]) -> slice:
+        """The place of `values` (any shape, whole numbers) in the table."""
+        array = np.asarray(values, dtype=np.int32).reshape(-1)
+        place = slice(self._size, self._size + len(array))
+        padding = np.zeros(-len(array) % 4, dtype=np.int32)
+        self._arrays += [array, padding]
+        self._size += len(array) + len(padding)
+        return place
+
+    def upload(self, table: DeviceTable, stream: Stream) -> None:
+        """Puts all arrays into the table for work enqueued on `stream` from here on."""
+        table.set(stream, np.concatenate(self._arrays))

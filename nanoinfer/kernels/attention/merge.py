@@ -1,0 +1,257 @@
+"""Combine the partials of each row by their log-sum-exps (Flash-Decoding's reduction step).
+
+Two steps, each in one order for every batch: the tiles of a block are folded one after the other, where `decode_partial`
+has not done it already; then 32 lanes add up every 32nd block each, and each other, the second half onto the first until one
+is left. Lanes without a block hold zeros, so a row of few blocks has the same bits from as many lanes as it needs. The kernel
+is compiled without fusing products and sums, since what is fused would depend on how a program's tile lies in its threads.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.attention.online_softmax import finished, finite, fold
+from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.launch.sizes import next_power_of_2
+
+LANES = 32
+"""Lane l adds up the blocks l, l + 32, l + 64, ... in this order."""
+TILED_LANES = tl.constexpr(8)
+"""Enough for the blocks of a row whose tiles lie apart."""
+FEW_BLOCKS = tl.constexpr(4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a program, which is one warp, takes of a row; no bit depends on it.
+
+    Attributes:
+        heads: how many.
+        columns: its share of each.
+        chunk: columns at a time, where there are more than `FEW_BLOCKS` blocks.
+        ahead: blocks of each lane that are read together in long rows, 1 or 4.
+    """
+
+    heads: int
+    columns: int
+    chunk: int
+    ahead: int
+
+
+def form(num_row_heads: int, num_q_heads: int, block_d: int) -> Form:
+    """From an H200: few programs wait for memory, so they share a head and read ahead; 1,024 are at a time on the GPU with
+    all registers that a whole head takes; more wait for their launch, so there are less, and most rows have few blocks."""
+    narrow = min(block_d, 32)
+    if num_row_heads <= 512:
+        return Form(heads=1, columns=narrow, chunk=narrow, ahead=4)
+    if num_row_heads <= 1024:
+        return Form(heads=1, columns=block_d, chunk=block_d, ahead=1)
+    heads = next(count for count in (4, 2, 1) if num_q_heads % count == 0)
+    return Form(heads=heads, columns=block_d, chunk=narrow, ahead=1)
+
+
+@triton.jit
+def read_partials(
+    lse_row, out_row, numbers, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """partials [LANES, HEADS, COLUMNS] and lse [LANES, HEADS]: 0 and -inf from `count` on."""
+    at = numbers[:, None] * NUM_Q_HEADS + heads[None, :]
+    listed = (numbers < count)[:, None]
+    lse = tl.load(lse_row + at, mask=listed, other=float("-inf"))
+    parts = tl.load(
+        out_row + at[:, :, None] * HEAD_DIM + columns[None, None, :],
+        mask=listed[:, :, None] & (columns < HEAD_DIM)[None, None, :],
+        other=0.0,
+    )
+    return parts, lse
+
+
+@triton.jit
+def read_tiles(
+    lse_row, out_row, weight_row, blocks, count, heads, columns,
+    NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The same of blocks whose tiles lie apart: they are folded here."""
+    first = blocks * TILES
+    at = first[:, None] * NUM_Q_HEADS + heads[None, :]
+    parts, peak = read_partials(lse_row, out_row, first, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+    weight = tl.load(weight_row + at, mask=(first < count)[:, None], other=0.0)
+    for number in tl.static_range(1, TILES):
+        # The last block's tiles end with it: none of another block is taken for one of it.
+        other, other_peak = read_partials(
+            lse_row, out_row, first + number, count, heads, columns, NUM_Q_HEADS, HEAD_DIM
+        )
+        other_weight = tl.load(
+            weight_row + at + number * NUM_Q_HEADS, mask=(first + number < count)[:, None], other=0.0
+        )
+        parts, peak, weight = fold(parts, peak, weight, other, other_peak, other_weight)
+    return finished(parts, peak, weight)
+
+
+@triton.jit
+def add_lanes(x):
+    """[LANES, HEADS, COLUMNS] -> [HEADS, COLUMNS]: the second half of the lanes onto the first, until one is left."""
+    for _ in tl.static_range(8):
+        if x.shape[0] > 2:
+            x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2])), 0)
+    return tl.sum(x, 0)
+
+
+@triton.jit
+def weights_of(lse, peak):
+    """[LANES, HEADS] -> [LANES, HEADS, 1]."""
+    return tl.exp2((lse - peak[None, :]) * 1.4426950408889634)[:, :, None]
+
+
+@triton.jit
+def add_once(parts, lse):
+    """A block at most for each lane: their weighted sum [HEADS, COLUMNS], and that of the weights [HEADS, 1]."""
+    weights = weights_of(lse, finite(tl.max(lse, 0)))
+    return add_lanes(weights * parts), add_lanes(weights)
+
+
+@triton.jit
+def add_more(acc, total, parts, lse, peak):
+    """One block more for each lane: acc [LANES, HEADS, COLUMNS], total [LANES, HEADS, 1]."""
+    weights = weights_of(lse, peak)
+    return acc + weights * parts, total + weights
+
+
+@triton.jit
+def read_once(
+    lse_row, out_row, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """`add_once` of up to `LANES` blocks."""
+    parts, lse = read_partials(lse_row, out_row, tl.arange(0, LANES), count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+    return add_once(parts, lse)
+
+
+@triton.jit
+def add_long(
+    lse_row, out_row, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The same of any number of blocks."""
+    lanes = tl.arange(0, LANES)
+    many = tl.arange(0, 4 * LANES)
+    peak = tl.full([heads.shape[0]], float("-inf"), tl.float32)
+    for start in range(0, count, 4 * LANES):
+        at = (start + many)[:, None] * NUM_Q_HEADS + heads[None, :]
+        lse = tl.load(lse_row + at, mask=(start + many < count)[:, None], other=float("-inf"))
+        peak = tl.maximum(peak, tl.max(lse, 0))
+    peak = finite(peak)
+    acc = tl.zeros([LANES, heads.shape[0], columns.shape[0]], tl.float32)
+    total = tl.zeros([LANES, heads.shape[0], 1], tl.float32)
+    for start in range(0, count, AHEAD * LANES):
+        at = start + lanes
+        parts0, lse0 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        if AHEAD == 4:
+            # Loads that wait for nothing but each other.
+            at += LANES
+            parts1, lse1 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+            at += LANES
+            parts2, lse2 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+            at += LANES
+            parts3, lse3 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
+        acc, total = add_more(acc, total, parts0, lse0, peak)
+        if AHEAD == 4:
+            acc, total = add_more(acc, total, parts1, lse1, peak)
+            acc, total = add_more(acc, total, parts2, lse2, peak)
+            acc, total = add_more(acc, total, parts3, lse3, peak)
+    return add_lanes(acc), add_lanes(total)
+
+
+@triton.jit
+def store_mean(target, columns, total, weight, HEAD_DIM: tl.constexpr):
+    """total [HEADS, COLUMNS] / weight [HEADS, 1], at the heads' pointers [HEADS]."""
+    # A zero's sign would tell of how many lanes it is the sum.
+    mean = total / tl.where(weight == 0.0, 1.0, weight) + 0.0
+    inside = (columns < HEAD_DIM)[None, :]
+    tl.store(target[:, None] + columns[None, :], mean.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["partial_lse", "partial_weight", "ranges", "partials_per_block"],
+)
+def merge_kernel(
+    partial_out,  # [capacity, NUM_Q_HEADS, HEAD_DIM] float32
+    partial_lse,  # [capacity, NUM_Q_HEADS] float32, natural log
+    partial_weight,  # the same, of tiles apart
+    ranges,  # [B + 1] int32
+    partials_per_block,  # [B] int32
+    out,  # [B, NUM_Q_HEADS, HEAD_DIM]
+    NUM_Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,  # of one program
+    COLUMNS: tl.constexpr,  # of one program
+    CHUNK: tl.constexpr,  # columns at a time
+    TILES: tl.constexpr,  # of a block, where they lie apart
+    LANES: tl.constexpr,
+    AHEAD: tl.constexpr,  # blocks of a lane read together, in long rows: 1 or 4
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    first = tl.load(ranges + row)
+    count = tl.load(ranges + row + 1) - first
+    per_block = tl.load(partials_per_block + row)
+    lse_row = partial_lse + first.to(tl.int64) * NUM_Q_HEADS
+    weight_row = partial_weight + first.to(tl.int64) * NUM_Q_HEADS
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
+    out_row = partial_out + first.to(tl.int64) * (NUM_Q_HEADS * HEAD_DIM)
+
+    target = out + (row.to(tl.int64) * NUM_Q_HEADS + heads) * HEAD_DIM
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    if TILES > 1 and per_block > 1:
+        parts, lse = read_tiles(
+            lse_row, out_row, weight_row, tl.arange(0, TILED_LANES), count, heads, columns, NUM_Q_HEADS, HEAD_DIM, TILES
+        )
+        total, weight = add_once(parts, lse)
+        store_mean(target, columns, total, weight, HEAD_DIM)
+    elif count <= FEW_BLOCKS:
+        total, weight = read_once(lse_row, out_row, count, heads, columns, NUM_Q_HEADS, HEAD_DIM, FEW_BLOCKS)
+        store_mean(target, columns, total, weight, HEAD_DIM)
+    else:
+        for begin in range(0, COLUMNS, CHUNK):
+            chunk = tl.program_id(2) * COLUMNS + begin + tl.arange(0, CHUNK)
+            if count <= LANES // 2:
+                total, weight = read_once(lse_row, out_row, count, heads, chunk, NUM_Q_HEADS, HEAD_DIM, LANES // 2)
+            elif count <= LANES:
+                total, weight = read_once(lse_row, out_row, count, heads, chunk, NUM_Q_HEADS, HEAD_DIM, LANES)
+            else:
+                total, weight = add_long(
+                    lse_row, out_row, count, heads, chunk, NUM_Q_HEADS, HEAD_DIM, LANES, AHEAD
+                )
+            store_mean(target, chunk, total, weight, HEAD_DIM)
+
+
+def merge(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    partial_weight: Tensor,
+    ranges: Tensor,
+    partials_per_block: Tensor,
+    out: Tensor,
+    *,
+    tiles: int,
+) -> None:
+    """out[b] = softmax-weighted mean of the partials ranges[b]:ranges[b + 1]; zeros where there is none.
+
+    partial_out, partial_lse, partial_weight: as `decode_partial` writes them, [capacity, num_q_heads, head_dim] and
+    [capacity, num_q_heads]; ranges: [B + 1] int32; partials_per_block: [B] int32, 1, or for a row of at most
+    `TILED_LANES` blocks `tiles`, of each block but its last; out: [B, num_q_heads, head_dim], contiguous. tiles: 1 where no
+    row is cut.
+    """
+    batch_size, num_q_heads, head_dim = out.shape
+    if batch_size == 0:
+        return
+    block_d = next_power_of_2(head_dim)
+    taken = form(batch_size * num_q_heads, num_q_heads, block_d)
+    merge_kernel[(batch_size, num_q_heads // taken.heads, block_d // taken.columns)](
+        partial_out, partial_lse, partial_weight, ranges, partials_per_block, out,
+        NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, HEADS=taken.heads, COLUMNS=taken.columns, CHUNK=taken.chunk,
+        TILES=tiles, LANES=LANES, AHEAD=taken.ahead, num_warps=1, enable_fp_fusion=False, **launch_options(out),
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""What the attention kernels are compiled for, and the tile sizes chosen for it.
+
+Nothing in here may depend on where KV lies: resident and offload mode must launch the same binary with the same tiles,
+or their results would differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nanoinfer.kernels.launch.sizes import largest_tile, next_power_of_2
+
+NO_WINDOW = 1 << 30
+"""Stands for full attention in the kernels. Positions stay below
+it, and position - NO_WINDOW still fits an int32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelShape:
+    """The constants of one model's attention."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+    softcap: float | None
+    dtype: torch.dtype
+    tma: bool = False
+    """Tiles of KV come through Hopper's copy unit (the tensor memory accelerator)."""
+    interpreted: bool
+    """Runs under Triton's interpreter, whose matrix product knows no bfloat16: operands are widened first, after
+    they were rounded where the GPU rounds them."""
+
+    @property
+    def block_d(self) -> int:
+        """head_dim padded to a power of two, as tile sides must be."""
+        return next_power_of_2(self.head_dim)
+
+    @property
+    def to_log2(self) -> float:
+        """Factor from (soft-capped) logits to the base-2 exponents that exp2 takes."""
+        return (self.scale if self.softcap is None else 1.0) * math.log2(math.e)
+
+    def constants(self) -> dict[str, object]:
+        """The constexpr arguments that all attention kernels share."""
+        return {
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "GROUP_SIZE": self.num_q_heads // self.num_kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": self.block_d,
+            "BLOCK_SIZE": self.block_size,
+            "TO_LOG2": self.to_log2,
+            "SCALE": self.scale,
+            "SOFTCAP": self.softcap or 0.0,
+            # tf32 would keep 10 bits of a float32 mantissa
+            "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
+            "WIDEN": self.interpreted,
+            "TMA": self.tma,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Tile sizes of one kernel: block_m query rows by block_n keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def can_use_tma(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether a tile of KV is a box that the copy unit takes: it knows no mask, so heads must be powers of two."""
+    return capability >= (9, 0) and head_dim in (64, 128, 256) and dtype.itemsize <= 2
+
+
+def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescriptor | None:
+    """[num_blocks, 2, block_size, num_kv_heads, head_dim] as rows of tokens, cut into boxes of block_n x head_dim."""
+    if not shape.tma:
+        return None
+    row = shape.num_kv_heads * shape.head_dim
+    return TensorDescriptor(kv, [kv.numel() // row, row], [row, 1], [block_n, shape.head_dim])
+
+
+def decode_tiles(shape: KernelShape) -> Tiles:
+    """Key tiles in a few stages: decode is bound by bytes in flight, not by the matrix units.
+
+    At head_dim 128 in bf16 a stage of 32 keys takes 16 KiB of shared memory: four programs of three stages lie on a Hopper
+    SM. Tiles of 64 keys in two stages, of which three programs fit, leave 3% of the memory's rate unused at 32k tokens; they
+    need half as many dependent steps for a block, which 8 rows of 1k feel (a layer's attention takes 12 instead of 14
+    microseconds), and fewer rows not, since their tiles lie apart.
+    """
+    group = shape.num_q_heads // shape.num_kv_heads
+    rows = max(16, next_power_of_2(group))  # tl.dot takes no side below 16
+    wide = shape.block_d * shape.dtype.itemsize > 256
+    block_n = largest_tile(shape.block_size, 16 if wide and shape.dtype == torch.float32 else 32 if wide else 64)
+    if shape.tma and not wide:
+        return Tiles(block_m=rows, block_n=min(block_n, 32), num_warps=2, num_stages=3)
+    return Tiles(block_m=rows, block_n=block_n, num_warps=2 if shape.tma else 4, num_stages=2)
+
+
+def decode_programs(shape: KernelShape, num_sms: int, shared_memory_per_sm: int) -> int:
+    """Programs per KV head of the persistent decode grid: as many as are on the GPU at once, 4 an SM at most."""
+    tiles = decode_tiles(shape)
+    stage_bytes = 2 * tiles.block_n * shape.block_d * shape.dtype.itemsize  # K and V
+    program_bytes = tiles.num_stages * stage_bytes + 1024  # CUDA keeps 1 KiB of each program's shared memory
+    per_sm = max(1, min(4, shared_memory_per_sm // program_bytes))
+    return max(1, per_sm * num_sms // shape.num_kv_heads)
+
+
+def prefill_tiles(shape: KernelShape, shared_memory_per_program: int) -> Tiles:
+    """By head size and by the shared memory that one program may take.
+
+    That is 99 KiB on sm_86 and sm_89, 163 KiB on sm_80 and 227 KiB on sm_90.
+    """
+    large = shared_memory_per_program >= 160 * 1024
+    if shape.dtype == torch.float32:  # no matrix units for IEEE float32: small tiles, for exactness and not speed
+        block_m, block_n, num_warps, num_stages = 16, 16, 4 if shape.block_d <= 128 else 8, 1
+    elif shape.tma and shape.block_d <= 128:  # one warp group, whose registers hold the whole tile
+        block_m, block_n, num_warps, num_stages = 128, 64, 4, 3
+    elif shape.block_d <= 64:
+        block_m, block_n, num_warps, num_stages = 128, 64, 4, 3
+    elif shape.block_d <= 128:
+        block_m, block_n, num_warps, num_stages = 128, 64, 8, 3 if large else 2
+    elif large:
+        block_m, block_n, num_warps, num_stages = 128, 64, 8, 2
+    else:
+        block_m, block_n, num_warps, num_stages = 64, 32, 4, 2
+    return Tiles(
+        block_m=block_m,
+        block_n=largest_tile(shape.block_size, block_n),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )

@@ -1,0 +1,57 @@
+"""activation(gate) * up in one pass over the fused gate and up projection."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.layer.rms_norm import rounded
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+TILE = 1024
+
+
+@triton.jit
+def activate(gate, GELU: tl.constexpr):
+    """SiLU, or the tanh form of GELU, of float32 values."""
+    if GELU:
+        # 0.5 (1 + tanh(z)) is sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        return gate * tl.sigmoid(gate)
+
+
+@triton.jit
+def act_and_mul_kernel(
+    gate_up,  # [N, 2 * SIZE], rows stride apart
+    out,  # [N, SIZE]
+    stride,
+    SIZE: tl.constexpr,
+    GELU: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < SIZE
+    gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    active = rounded(activate(gate, GELU), gate_up)
+    tl.store(out + row * SIZE + column, (active * up).to(out.dtype.element_ty), mask=inside)
+
+
+def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up: [N, 2 * size], gate first; activation: one of `ACTIVATIONS`. Returns [N, size]."""
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1, "values of a row must be packed"
+    assert activation in ACTIVATIONS, f"no kernel for {activation!r}"
+    out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    if num_rows:
+        act_and_mul_kernel[(num_rows, triton.cdiv(size, TILE))](
+            gate_up, out, gate_up.stride(0), SIZE=size, GELU=activation != "silu", TILE=TILE, num_warps=4,
+            **launch_options(gate_up),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,83 @@
+"""RMS norm of rows, with the sums that come before it: one pass instead of eight small kernels.
+
+One program takes one row, so a row's result depends on nothing else. Rounding follows `nanoinfer.layers`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.launch.sizes import next_power_of_2
+
+
+@triton.jit
+def rounded(x, like):
+    """x as float32, rounded to the dtype of the pointer `like` first."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,  # [N, SIZE], rows x_stride apart; becomes x + other
+    other,  # [N, SIZE], rows other_stride apart; read with ADD; or [NUM_SPLITS, N, SIZE] float32, whose sum is added
+    weight,  # [SIZE]
+    out,  # [N, SIZE]
+    x_stride,
+    other_stride,
+    eps,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    OFFSET: tl.constexpr,  # the weight counts from 1, and the product is rounded once
+    ADD: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, TILE)
+    inside = columns < SIZE
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
+    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        if NUM_SPLITS > 0:
+            added = tl.zeros([TILE], tl.float32)
+            for split in tl.static_range(NUM_SPLITS):
+                part = other + (split * tl.num_programs(0) + row) * SIZE + columns
+                added += tl.load(part, mask=inside, other=0.0)
+            added = rounded(added, x)
+        else:
+            added = tl.load(other + row * other_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        value = rounded(value + added, x)
+        tl.store(x + row * x_stride + columns, value.to(x.dtype.element_ty), mask=inside)
+    value *= tl.rsqrt(tl.sum(value * value) / SIZE + eps)
+    if OFFSET:
+        value *= 1.0 + scale
+    else:
+        value = rounded(value, x) * scale
+    tl.store(out + row * SIZE + columns, value.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None) -> Tensor:
+    """The norm of x, [N, size]; with `other` x becomes x + other first, in place.
+
+    x: [N, size], rows at any stride; weight: [size]; other: [N, size] likewise, all of one dtype, or the parts of it as
+    [splits, N, size] float32, packed.
+    """
+    num_rows, size = x.shape
+    assert x.stride(1) == 1 and (other is None or other.stride(-1) == 1), "values of a row must be packed"
+    # Another alignment would be another binary, and might sum in another order.
+    assert x.data_ptr() % 16 == 0 and (other is None or other.data_ptr() % 16 == 0), "tensors must be aligned"
+    num_splits = other.shape[0] if other is not None and other.dim() == 3 else 0
+    assert not num_splits or other.is_contiguous() and other.dtype == torch.float32, "parts are packed float32"
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    if num_rows:
+        tile = next_power_of_2(size)
+        rms_norm_kernel[(num_rows,)](
+            x, x if other is None else other, weight, out, x.stride(0), 0 if other is None else other.stride(-2), eps,
+            SIZE=size, TILE=tile, OFFSET=offset, ADD=other is not None, NUM_SPLITS=num_splits,
+            num_warps=min(16, max(1, tile // 512)), **launch_options(x),
+        )  # fmt: skip
+    return out

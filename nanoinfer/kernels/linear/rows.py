@@ -1,0 +1,219 @@
+"""Matrix products whose bits depend on the weight and on a row of x, and not on how many rows there are.
+
+Every product adds up in one order: K ascending, in one float32 accumulator of the matrix units, rounded once. Tile sizes,
+the number of rows and a row's place change nothing of that order, so `rows_linear` (few rows, bound by the bytes of the
+weight: each program streams a few rows of it, several loads ahead), `tile_linear` (more rows, tiled over both) and the
+library (many rows), wherever it keeps the order, give the same bits. The library is asked at `library_counts` rows alone,
+each of which was compared with our own order when the engine started (`nanoinfer.execution.products`). Long sums that are added to
+the residual are cut into parts, by the weight's shape alone (`counts.num_parts`).
+
+Rounding follows `nanoinfer.layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul
+from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
+from nanoinfer.kernels.linear.tiles import finished_product, tile_linear
+
+FEW_ROWS = 16
+FEW_GATED_ROWS = 32
+"""Up to so many rows `rows_linear` wins over `tile_linear`."""
+LARGE_OUTPUT = 2**15
+"""More rows of a weight make programs enough with twice as many each."""
+LONG_PART = 4608
+"""Programs of so many columns and more keep more bytes ahead with narrower tiles."""
+FLOAT32_ROWS = 128
+"""float32 has no matrix units: the library computes it, always with as many rows."""
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def rows_linear_kernel(
+    x,  # [num_tokens, SIZE]
+    weight,  # [GATED ? 2 * num_rows : num_rows, SIZE], gate first
+    bias,  # as many values as weight has rows, read with BIAS
+    out,  # [num_tokens, num_rows], or [parts, num_tokens, num_rows] float32 where PART_SIZE < SIZE
+    num_tokens,
+    num_rows,
+    SIZE: tl.constexpr,
+    PART_SIZE: tl.constexpr,  # columns of one program
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    EVEN: tl.constexpr,  # BLOCK_N divides num_rows
+    EVEN_SIZE: tl.constexpr,  # BLOCK_K divides PART_SIZE
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row < num_rows
+    token = tl.arange(0, BLOCK_M)
+    live = token < num_tokens
+    column = tl.program_id(1) * PART_SIZE + tl.arange(0, BLOCK_K)
+    wait_for_inputs(PDL)
+    x_tile = x + token[None, :] * SIZE + column[:, None]
+    first = weight + row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    second = weight + (row + num_rows).to(tl.int64)[:, None] * SIZE + column[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, PART_SIZE, BLOCK_K, num_stages=STAGES):
+        in_size = start + tl.arange(0, BLOCK_K) < PART_SIZE
+        live_tile = live[None, :] if EVEN_SIZE else live[None, :] & in_size[:, None]
+        value = tl.load(x_tile + start, mask=live_tile, other=0.0)
+        if EVEN and EVEN_SIZE:
+            acc = tl.dot(tl.load(first + start), value, acc, input_precision=PRECISION)
+            if GATED:
+                up = tl.dot(tl.load(second + start), value, up, input_precision=PRECISION)
+        else:
+            listed = inside[:, None] & in_size[None, :]
+            acc = tl.dot(tl.load(first + start, mask=listed, other=0.0), value, acc, input_precision=PRECISION)
+            if GATED:
+                tile = tl.load(second + start, mask=listed, other=0.0)
+                up = tl.dot(tile, value, up, input_precision=PRECISION)
+    let_next_in(PDL)
+    result = tl.trans(acc)
+    if PART_SIZE == SIZE:
+        result = finished_product(result, tl.trans(up), bias, row, inside, num_rows, out, BIAS, GATED, GELU)
+    target = (tl.program_id(1) * num_tokens + token[:, None]) * num_rows + row[None, :]
+    stored = live[:, None] & inside[None, :]
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=stored)
+
+
+def rows_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, num_parts: int = 1
+) -> Tensor:
+    """`linear` or `linear_parts` for up to `FEW_GATED_ROWS` rows; out: as those give it."""
+    num_tokens, size = x.shape
+    gated = activation is not None
+    num_rows = weight.shape[0] // (2 if gated else 1)
+    part_size = size // num_parts
+    block_m = 8 if num_tokens <= 8 else 16 if num_tokens <= 16 else 32
+    block_n, block_k, num_warps, stages = row_tiles(num_rows, part_size, block_m, gated)
+    rows_linear_kernel[(triton.cdiv(num_rows, block_n), num_parts)](
+        x, weight, x if bias is None else bias, out, num_tokens, num_rows,
+        SIZE=size, PART_SIZE=part_size, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
+        EVEN=num_rows % block_n == 0, EVEN_SIZE=part_size % block_k == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=num_warps,
+        **launch_options(x),
+    )  # fmt: skip
+    return out
+
+
+def row_tiles(num_rows: int, part_size: int, block_m: int, gated: bool) -> tuple[int, int, int, int]:
+    """(BLOCK_N, BLOCK_K, warps, stages) from an H200: enough bytes ahead, a share for every core."""
+    if gated:
+        return 32, 128, 2, 3
+    if num_rows > LARGE_OUTPUT:
+        return 64, 128, 4, 3
+    return (16, 256, 2, 4) if 4096 <= part_size < LONG_PART else (16, 128, 1, 6)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    out: Tensor | None = None,
+    library_counts: Collection[int] = (),
+) -> Tensor:
+    """x @ weight.T + bias, or activation(gate) * up of such a product.
+
+    Args:
+        x: [N, size], packed rows.
+        weight: [num_rows, size], with an activation [2 * num_rows, size], gate first.
+        bias: a value per row of weight.
+        activation: one of `ACTIVATIONS`; not in float32.
+        out: [N, num_rows], for the result.
+        library_counts: numbers of rows, as `padded_rows` gives them, at which the library keeps the order of sums.
+
+    Returns:
+        [N, num_rows].
+    """
+    _check(x, weight)
+    assert activation is None or activation in ACTIVATIONS, f"no kernel for {activation!r}"
+    num_tokens, num_rows = len(x), len(weight) // (1 if activation is None else 2)
+    if x.is_cuda and x.element_size() == 4:
+        assert activation is None, "float32 goes through the library"
+        return _float32_linear(x, weight, bias, x.new_empty(num_tokens, num_rows) if out is None else out)
+    if num_tokens > MAX_ROWS and (count := padded_rows(num_tokens)) in library_counts:
+        product = F.linear(padded(x, count), weight, bias)[:num_tokens]
+        if activation is not None:
+            product = act_and_mul(product, activation)
+        return product if out is None else out.copy_(product)
+    if out is None:
+        out = x.new_empty(num_tokens, num_rows)
+    assert out.is_contiguous(), "rows must be packed"
+    if num_tokens == 0:
+        return out
+    if num_tokens <= (FEW_ROWS if activation is None else FEW_GATED_ROWS):
+        return rows_linear(x, weight, bias, activation, out)
+    return tile_linear(x, weight, bias, activation, out)
+
+
+def linear_parts(
+    x: Tensor, weight: Tensor, num_parts: int, *, library_counts: Collection[int] = ()
+) -> Tensor:
+    """x @ weight.T as parts of a sum, which `rms_norm` adds up: [n, N, num_rows] float32.
+
+    n is num_parts, which divides the size of x in multiples of 128, or 1 where they are added up already.
+    """
+    _check(x, weight)
+    (num_tokens, size), num_rows = x.shape, len(weight)
+    assert x.element_size() == 2 and size % (num_parts * 128) == 0, "a part is whole tiles"
+    if num_tokens > MAX_ROWS and (count := padded_rows(num_tokens)) in library_counts:
+        return library_sum(padded(x, count), weight, num_parts)[None, :num_tokens]
+    out = torch.empty(num_parts, num_tokens, num_rows, dtype=torch.float32, device=x.device)
+    if num_tokens == 0:
+        return out
+    few = num_tokens <= FEW_ROWS
+    return (rows_linear if few else tile_linear)(x, weight, None, None, out, num_parts)
+
+
+def library_sum(x: Tensor, weight: Tensor, num_parts: int) -> Tensor:
+    """The library's x @ weight.T in so many parts, ascending: [N, num_rows] float32."""
+    columns = x.shape[1] // num_parts
+    total = None
+    for begin in range(0, x.shape[1], columns):
+        part, rows = x[:, begin : begin + columns], weight[:, begin : begin + columns].t()
+        if total is None:
+            total = torch.mm(part, rows, out_dtype=torch.float32)
+        else:
+            torch.addmm(total, part, rows, out_dtype=torch.float32, out=total)
+    return total
+
+
+def padded(x: Tensor, count: int) -> Tensor:
+    """x with `count` rows; what is in those behind its own reaches no result."""
+    if len(x) == count:
+        return x
+    result = x.new_empty(count, *x.shape[1:])
+    result[: len(x)] = x
+    return result
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    assert x.shape[1] == weight.shape[1], f"{x.shape[1]} columns instead of {weight.shape[1]}"
+    assert x.is_contiguous() and weight.is_contiguous(), "rows must be packed"
+    assert x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0, "another alignment would be another binary"
+
+
+def _float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    for begin in range(0, len(x), FLOAT32_ROWS):
+        part = x[begin : begin + FLOAT32_ROWS]
+        out[begin : begin + len(part)] = F.linear(padded(part, FLOAT32_ROWS), weight, bias)[: len(part)]
+    return out

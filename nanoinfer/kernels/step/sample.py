@@ -1,0 +1,470 @@
+"""Sampling in four launches, whatever the rows ask for, so that it can be the tail of a captured step.
+
+`nanoinfer.sampling.reference` is the reference and says what the settings mean. Nothing is sorted: the last token that top_k or
+top_p keeps is found by its score, three bits at a time from the highest, each time with one pass over those tiles of
+the row that reach that far. Rows that keep every token need neither that launch nor the one behind it.
+
+    1. largest score of each tile, after penalties and bans; the sum of its weights, where every token is kept
+    2. one program a row: the score, and among equals the token id, down to which tokens are kept
+    3. the sum of each tile's weights among those
+    4. one program a row: the tile, then the token in it; the row's state moves on
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoinfer.kernels.attention.online_softmax import finite
+from nanoinfer.kernels.launch.sizes import next_power_of_2
+from nanoinfer.sampling import reference as sampler
+from nanoinfer.sampling_params import GREEDY_TEMPERATURE
+
+# Of a row in the launch that weighs tiles behind a cut: those of rows without one end at once, but must begin.
+CUT_PROGRAMS = 32
+
+
+@triton.jit
+def _splitmix64(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _fmix32(x):
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def noise_bits(seed, step, token_ids):
+    """seed, step: uint64 scalars; token_ids: uint32 [n]. Returns uint32 [n], as sampler._noise_bits has them."""
+    key = _splitmix64(_splitmix64(seed) + (step + 1) * 0x9E3779B97F4A7C15)
+    bits = _fmix32(token_ids * 0x9E3779B1 + key.to(tl.uint32))
+    return _fmix32(bits ^ (key >> 32).to(tl.uint32))
+
+
+@triton.jit
+def exponential_from_bits(bits):
+    """uint32 [n] -> float32 [n]; see sampler.exponential_noise for why the small u matter."""
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32, 1 - 2^-24
+    series = u * (1 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
+    return tl.where(u < 0.015625, series, -tl.log(1 - u))
+
+
+@triton.jit
+def load_scores(
+    logits, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+    step, banned_until, banned_ids, num_banned,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr,
+):  # fmt: skip
+    """Scores of token ids after repetition penalty (Keskar et al., 2019, section 4.1), frequency and presence penalty and
+    bans; -inf beyond the vocabulary and for NaN.
+
+    logits: of one batch row; the others: the row's state.
+    """
+    inside = ids < VOCAB_SIZE
+    score = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    if penalty != 1.0:
+        word = tl.load(seen + row * SEEN_WORDS + ids // 32, mask=inside, other=0)
+        is_seen = ((word >> (ids % 32)) & 1) != 0
+        score = tl.where(is_seen, tl.where(score > 0, score / penalty, score * penalty), score)
+    if counted != 0:
+        count = tl.load(counts + row * VOCAB_SIZE + ids, mask=inside, other=0)
+        # One rounding or two is not left to the compiler: every launch must find the same score.
+        score = tl.fma(count.to(tl.float32), -tl.load(frequency_penalty + row), score)
+        score = tl.where(count > 0, score - tl.load(presence_penalty + row), score)
+    if step < banned_until:
+        for i in range(num_banned):
+            score = tl.where(ids == tl.load(banned_ids + row * MAX_BANNED + i), -float("inf"), score)
+    return tl.where(score == score, score + 0.0, -float("inf"))  # -0.0 and 0.0 are one score
+
+
+@triton.jit
+def order(score):
+    """float32 -> int32, in the same order."""
+    bits = score.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def guesses(found, shift):
+    """The eight values of the three bits at `shift`, put into `found` (int64 in [0, 2^32)): int32, in `order`'s range."""
+    values = found | (tl.arange(0, 8).to(tl.int64) << shift)
+    return tl.where(values < 4294967296, values - 2147483648, 2147483647).to(tl.int32)
+
+
+@triton.jit
+def scaled_by(score, high, temperature):
+    """(score - the row's or tile's largest) / temperature, as sampler._scaled has it: a division per row and not per score."""
+    return tl.where(score == high, 0.0, (score - high) * tl.div_rn(1.0, temperature))
+
+
+@triton.jit
+def weigh(
+    logits, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+    step, banned_until, banned_ids, num_banned, peak, temperature, min_p, least,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr,
+):  # fmt: skip
+    """(order, weight) of token ids: weights are probabilities relative to the peak's in units of 2^-40, int64, and 0
+    where min_p drops a token or its order is below `least`."""
+    score = load_scores(
+        logits, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+        step, banned_until, banned_ids, num_banned, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+    )  # fmt: skip
+    relative = tl.exp(scaled_by(score, peak, temperature))
+    place = order(score)
+    stays = (relative >= min_p) & (place >= least)
+    return place, tl.where(stays, (relative * 1099511627776.0).to(tl.int64), 0)
+
+
+@triton.jit
+def row_peak(tile_max, index, num_tiles, TILES: tl.constexpr):
+    """The row's largest score; 0 for a row of -inf only."""
+    tiles = tl.arange(0, TILES)
+    return finite(tl.max(tl.load(tile_max + index * num_tiles + tiles, mask=tiles < num_tiles, other=-float("inf")), 0))
+
+
+@triton.jit
+def keeps_all(top_k, top_p, min_p, VOCAB_SIZE: tl.constexpr):
+    return ((top_k <= 0) | (top_k >= VOCAB_SIZE)) & (top_p >= 1.0) & (min_p <= 0.0)
+
+
+@triton.jit
+def keeps(score, ids, peak, temperature, min_p, last, last_id):
+    """Whether the cuts leave a token. peak: the row's largest score; last, last_id: what `_cut_kernel` found."""
+    place = order(score)
+    by_rank = (place > last) | ((place == last) & (ids <= last_id))
+    return by_rank & (tl.exp(scaled_by(score, peak, temperature)) >= min_p)
+
+
+@triton.jit
+def winner(arrival, ids, last):
+    """Whose arrival is the largest: the lowest id among equals; `last` where all are NaN."""
+    return tl.min(tl.where(arrival == tl.max(arrival, 0), ids, last), 0)
+
+
+@triton.jit
+def noise(seed, step, ids):
+    """Standard exponential noise; neither 0 nor infinite."""
+    return exponential_from_bits(noise_bits(seed.to(tl.uint64), step.to(tl.uint64), ids.to(tl.uint32)))
+
+
+@triton.jit
+def _tile_kernel(
+    logits,  # [B, VOCAB_SIZE]
+    rows,  # [B] int32
+    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,  # SamplingState, by row
+    step, banned_until, banned_ids, num_banned,
+    temperature, top_k, top_p, min_p,
+    tile_max,  # [B, num_tiles] float32, out
+    tile_weight,  # [B, num_tiles] float32, out, of rows that keep every token: relative to the tile's largest
+    num_tiles,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
+    GREEDY: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    row = tl.load(rows + index).to(tl.int64)
+    heat = tl.load(temperature + row)
+    is_free = keeps_all(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), VOCAB_SIZE)
+    score = load_scores(
+        logits + index * VOCAB_SIZE, tile * TILE + tl.arange(0, TILE), row, tl.load(repetition_penalty + row), seen,
+        tl.load(is_counted + row), counts, presence_penalty, frequency_penalty,
+        tl.load(step + row), tl.load(banned_until + row), banned_ids, tl.load(num_banned + row),
+        VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+    )  # fmt: skip
+    at = index * num_tiles + tile
+    high = tl.max(score, 0)
+    tl.store(tile_max + at, high)
+    if (heat >= GREEDY) & is_free:
+        tl.store(tile_weight + at, tl.sum(tl.exp(scaled_by(score, finite(high), heat)), 0))
+
+
+@triton.jit
+def _cut_kernel(
+    logits, rows,
+    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,
+    step, banned_until, banned_ids, num_banned,
+    temperature, top_k, top_p, min_p,  # by row
+    tile_max,
+    peak,  # [B] float32, out: the row's largest score, as `row_peak` has it
+    cut,  # [B] int32, out: order of the last score that is kept
+    cut_id,  # [B] int32, out: last token id that is kept among those with that score; -1: no cut
+    num_tiles,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr, GREEDY: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index).to(tl.int64)
+    heat = tl.load(temperature + row)
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    high = row_peak(tile_max, index, num_tiles, TILES)
+    tl.store(peak + index, high)
+    last = tl.full([], -2147483648, tl.int32)
+    last_id = tl.full([], -1, tl.int32)
+    wants_k = (k > 0) & (k < VOCAB_SIZE)
+    if (heat >= GREEDY) & (wants_k | (p < 1.0)):
+        floor = tl.load(min_p + row)
+        source = logits + index * VOCAB_SIZE
+        penalty = tl.load(repetition_penalty + row)
+        counted = tl.load(is_counted + row)
+        now = tl.load(step + row)
+        until = tl.load(banned_until + row)
+        bans = tl.load(num_banned + row)
+        lane = tl.arange(0, TILE)
+        eight = tl.arange(0, 8)
+        peaks = tile_max + index * num_tiles
+        last_id = tl.full([], VOCAB_SIZE, tl.int32)
+        if wants_k:
+            # The largest value that k scores or more reach. A tile that does not reach even what is known is skipped: the
+            # tiles' own largest scores bound it from the start.
+            tiles = tl.arange(0, TILES)
+            places = order(tl.load(peaks + tiles, mask=tiles < num_tiles, other=-float("inf")))
+            ordered = tl.sort(tl.where(tiles < num_tiles, places, -2147483648), descending=True)
+            bound = tl.max(tl.where(tiles == tl.minimum(k, TILES) - 1, ordered, -2147483648), 0)
+            bound = tl.where(k <= num_tiles, bound, -2147483648)
+            if floor > 0:  # min_p may drop a tile's largest score
+                bound = tl.full([], -2147483648, tl.int32)
+            found = tl.full([], 0, tl.int64)
+            for digit in range(11):
+                guess = guesses(found, 30 - 3 * digit)
+                reach = tl.maximum((found - 2147483648).to(tl.int32), bound)
+                count = tl.zeros([8, TILE], tl.int32)
+                for tile in range(num_tiles):
+                    if order(tl.load(peaks + tile)) >= reach:
+                        score = load_scores(
+                            source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                            now, until, banned_ids, bans,
+                            VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                        )  # fmt: skip
+                        if floor > 0:
+                            stays = tl.exp(scaled_by(score, high, heat)) >= floor
+                            score = tl.where(stays, score, -float("inf"))
+                        place = tl.where(tile * TILE + lane < VOCAB_SIZE, order(score), -2147483648)
+                        count += (place[None, :] >= guess[:, None]).to(tl.int32)
+                best = tl.max(tl.where(tl.sum(count, 1) >= k, eight, 0), 0)
+                found = found | (best.to(tl.int64) << (30 - 3 * digit))
+            last = (found - 2147483648).to(tl.int32)
+        if p < 1.0:
+            last_of_k = last
+            total = tl.zeros([TILE], tl.int64)
+            for tile in range(num_tiles):
+                if order(tl.load(peaks + tile)) >= last_of_k:
+                    _, weight = weigh(
+                        source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                        now, until, banned_ids, bans, high, heat, floor,
+                        last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                    )  # fmt: skip
+                    total += weight
+            limit = tl.ceil(p.to(tl.float64) * tl.sum(total, 0).to(tl.float64)).to(tl.int64)
+            limit = tl.maximum(limit, 1)
+            # The largest value down to which the weights reach the limit.
+            found = tl.full([], 0, tl.int64)
+            for digit in range(11):
+                guess = guesses(found, 30 - 3 * digit)
+                reach = tl.maximum((found - 2147483648).to(tl.int32), last_of_k)
+                weights = tl.zeros([8, TILE], tl.int64)
+                for tile in range(num_tiles):
+                    if order(tl.load(peaks + tile)) >= reach:
+                        place, weight = weigh(
+                            source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                            now, until, banned_ids, bans, high, heat, floor,
+                            last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                        )  # fmt: skip
+                        weights += tl.where(place[None, :] >= guess[:, None], weight[None, :], 0)
+                best = tl.max(tl.where(tl.sum(weights, 1) >= limit, eight, 0), 0)
+                found = found | (best.to(tl.int64) << (30 - 3 * digit))
+            last = (found - 2147483648).to(tl.int32)
+            # Of those with the last score as many as it takes, lower ids first.
+            above = tl.zeros([TILE], tl.int64)
+            each = tl.zeros([TILE], tl.int64)
+            for tile in range(num_tiles):
+                if order(tl.load(peaks + tile)) >= last:
+                    place, weight = weigh(
+                        source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                        now, until, banned_ids, bans, high, heat, floor,
+                        last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                    )  # fmt: skip
+                    above += tl.where(place > last, weight, 0)
+                    each = tl.maximum(each, tl.where(place == last, weight, 0))
+            one = tl.maximum(tl.max(each, 0), 1)
+            wanted = (limit - tl.sum(above, 0) + one - 1) // one
+            last_id = tl.full([], 0, tl.int32)
+            for digit in range(8):
+                bound = last_id | (eight << (21 - 3 * digit))
+                equal = tl.zeros([8, TILE], tl.int32)
+                for tile in range(num_tiles):
+                    if order(tl.load(peaks + tile)) >= last:
+                        ids = tile * TILE + lane
+                        score = load_scores(
+                            source, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                            now, until, banned_ids, bans,
+                            VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                        )  # fmt: skip
+                        is_last = (order(score) == last) & (ids < VOCAB_SIZE)
+                        equal += (is_last[None, :] & (ids[None, :] < bound[:, None])).to(tl.int32)
+                best = tl.max(tl.where(tl.sum(equal, 1) < wanted, eight, 0), 0)
+                last_id = last_id | (best << (21 - 3 * digit))
+    tl.store(cut + index, last)
+    tl.store(cut_id + index, last_id)
+
+
+@triton.jit
+def _cut_weight_kernel(
+    logits, rows,
+    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,
+    step, banned_until, banned_ids, num_banned,
+    temperature, top_k, top_p, min_p,
+    tile_max, peak, cut, cut_id,
+    tile_weight,  # [B, num_tiles] float32, out, of rows with a cut: relative to the row's largest score
+    num_tiles,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
+    GREEDY: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index).to(tl.int64)
+    heat = tl.load(temperature + row)
+    floor = tl.load(min_p + row)
+    if (heat >= GREEDY) & (keeps_all(tl.load(top_k + row), tl.load(top_p + row), floor, VOCAB_SIZE) == 0):
+        high = tl.load(peak + index)
+        last = tl.load(cut + index)
+        last_id = tl.load(cut_id + index)
+        now = tl.load(step + row)
+        penalty = tl.load(repetition_penalty + row)
+        counted = tl.load(is_counted + row)
+        until = tl.load(banned_until + row)
+        bans = tl.load(num_banned + row)
+        for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+            at = index * num_tiles + tile
+            weight = tl.full([], 0.0, tl.float32)
+            if order(tl.load(tile_max + at)) >= last:
+                ids = tile * TILE + tl.arange(0, TILE)
+                score = load_scores(
+                    logits + index * VOCAB_SIZE, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+                    now, until, banned_ids, bans, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                )  # fmt: skip
+                stays = keeps(score, ids, high, heat, floor, last, last_id)
+                weight = tl.sum(tl.where(stays, tl.exp(scaled_by(score, high, heat)), 0.0), 0)
+            tl.store(tile_weight + at, weight)
+
+
+@triton.jit
+def _choose_kernel(
+    logits, rows,
+    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,
+    step, banned_until, banned_ids, num_banned,
+    temperature, top_k, top_p, min_p, seed,
+    tile_max, peak, cut, cut_id, tile_weight,
+    tokens,  # [B] int64, out
+    row_tokens,  # [rows] int64, out
+    row_lengths,  # [rows] int32, counted up
+    num_tiles, padding_row,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr, GREEDY: tl.constexpr, MAX_COUNT: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index).to(tl.int64)
+    heat = tl.load(temperature + row)
+    high = tl.load(peak + index)
+    floor = tl.load(min_p + row)
+    now = tl.load(step + row)
+    penalty = tl.load(repetition_penalty + row)
+    counted = tl.load(is_counted + row)
+    noise_seed = tl.load(seed + row)
+    tiles = tl.arange(0, TILES)
+    listed = tiles < num_tiles
+    highs = tl.load(tile_max + index * num_tiles + tiles, mask=listed, other=-float("inf"))
+    arrival = highs
+    if heat >= GREEDY:
+        weight = tl.load(tile_weight + index * num_tiles + tiles, mask=listed, other=0.0)
+        has_any = listed & (weight > 0)
+        time = noise(noise_seed, now, VOCAB_SIZE + tiles) / tl.where(has_any, weight, 1.0)
+        if keeps_all(tl.load(top_k + row), tl.load(top_p + row), floor, VOCAB_SIZE):
+            time *= tl.exp(-scaled_by(highs, high, heat))  # from the tile's largest score to the row's
+        arrival = tl.where(has_any, -time, -float("inf"))
+    tile = winner(arrival, tiles, num_tiles - 1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    score = load_scores(
+        logits + index * VOCAB_SIZE, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
+        now, tl.load(banned_until + row), banned_ids, tl.load(num_banned + row), VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+    )  # fmt: skip
+    if heat >= GREEDY:
+        own = finite(tl.max(tl.where(tiles == tile, highs, -float("inf")), 0))
+        stays = keeps(score, ids, high, heat, floor, tl.load(cut + index), tl.load(cut_id + index))
+        time = noise(noise_seed, now, ids) * tl.exp(-scaled_by(score, own, heat))
+        score = tl.where(stays, -time, -float("inf"))
+    token = winner(score, ids, VOCAB_SIZE - 1)
+    tl.store(tokens + index, token.to(tl.int64))
+    tl.store(row_tokens + row, token.to(tl.int64))
+    tl.store(step + row, now + 1)
+    if penalty != 1.0:
+        word = seen + row * SEEN_WORDS + token // 32
+        tl.store(word, tl.load(word) | (1 << (token % 32)))
+    if counted != 0:
+        place = counts + row * VOCAB_SIZE + token
+        tl.store(place, tl.minimum(tl.load(place).to(tl.int32) + 1, MAX_COUNT).to(tl.int16))
+    if row != padding_row:
+        tl.store(row_lengths + row, tl.load(row_lengths + row) + 1)
+
+
+def workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """What the launches hand to each other, for batches of up to `max_batch` rows."""
+    num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return {
+        "tile_max": empty(max_batch, num_tiles, dtype=torch.float32),
+        "tile_weight": empty(max_batch, num_tiles, dtype=torch.float32),
+        "peak": empty(max_batch, dtype=torch.float32),
+        "cut": empty(max_batch, dtype=torch.int32),
+        "cut_id": empty(max_batch, dtype=torch.int32),
+    }
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    state,
+    space: dict[str, torch.Tensor],
+    tokens: torch.Tensor,
+    row_tokens: torch.Tensor,
+    row_lengths: torch.Tensor,
+) -> None:
+    """The next token of each row, into tokens and row_tokens; the rows' step, seen tokens and counts move on.
+
+    logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); space: `workspace`;
+    tokens: [B] int64; row_tokens: [rows] int64; row_lengths: [rows] int32, counted up but for the last row, which is for padding.
+    """
+    num_rows, vocab_size = logits.shape
+    assert logits.is_contiguous() and rows.dtype == torch.int32 and tokens.is_contiguous()
+    # Another alignment would be another binary, and might sum in another order.
+    assert logits.data_ptr() % 16 == 0, "logits must be aligned"
+    if num_rows == 0:
+        return
+    num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
+    tile_max, tile_weight = space["tile_max"], space["tile_weight"]
+    cuts = space["peak"], space["cut"], space["cut_id"]
+    sizes = dict(
+        VOCAB_SIZE=vocab_size, SEEN_WORDS=state.seen.shape[1], MAX_BANNED=state.banned_ids.shape[1], TILE=sampler.TILE_TOKENS,
+        GREEDY=GREEDY_TEMPERATURE,
+    )  # fmt: skip
+    tiles = dict(TILES=next_power_of_2(num_tiles))
+    settings = (
+        state.repetition_penalty, state.seen, state.is_counted, state.counts, state.presence_penalty, state.frequency_penalty,
+        state.step, state.banned_until, state.banned_ids, state.num_banned,
+        state.temperature, state.top_k, state.top_p, state.min_p,
+    )  # fmt: skip
+    _tile_kernel[(num_rows, num_tiles)](logits, rows, *settings, tile_max, tile_weight, num_tiles, **sizes)
+    _cut_kernel[(num_rows,)](logits, rows, *settings, tile_max, *cuts, num_tiles, **sizes, **tiles, num_warps=16)
+    _cut_weight_kernel[(num_rows, min(CUT_PROGRAMS, num_tiles))](
+        logits, rows, *settings, tile_max, *cuts, tile_weight, num_tiles, **sizes
+    )
+    _choose_kernel[(num_rows,)](
+        logits, rows, *settings, state.seed, tile_max, *cuts, tile_weight, tokens, row_tokens, row_lengths,
+        num_tiles, len(row_tokens) - 1, **sizes, **tiles, MAX_COUNT=torch.iinfo(torch.int16).max,
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""Equal beginnings share blocks: full blocks are published under a key made of all tokens up to their end."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from nanoinfer.requests.sequence import Sequence
+from offload import BlockPool
+
+
+class PrefixCache:
+    """Finds and publishes the full blocks of sequences in the pool in which they lie.
+
+    Args:
+        block_size: tokens of a block.
+        is_enabled: where not, nothing is published, and so nothing found.
+
+    Attributes:
+        num_queried_tokens, num_hit_tokens: of the prompts admitted so far, and those of them that were found.
+    """
+
+    def __init__(self, block_size: int, is_enabled: bool) -> None:
+        self._block_size = block_size
+        self._is_enabled = is_enabled
+        self.num_queried_tokens = self.num_hit_tokens = 0
+
+    def find(self, sequence: Sequence, pool: BlockPool) -> list[int]:
+        """Takes up the published blocks of the longest known prefix; at least one token stays to be computed."""
+        if not self._is_enabled:
+            return []
+        hits = []
+        for key in self._keys(sequence, (sequence.num_tokens - 1) // self._block_size):
+            block = pool.lookup(key)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def key_behind(self, sequence: Sequence, num_hits: int) -> bytes | None:
+        """The key of the first block that `find` did not find; None if it found all that may be."""
+        if not self._is_enabled or num_hits == (sequence.num_tokens - 1) // self._block_size:
+            return None
+        return self._keys(sequence, num_hits + 1)[-1]
+
+    def count(self, sequence: Sequence, num_hits: int) -> None:
+        """Notes that a sequence was admitted with so many blocks found."""
+        if self._is_enabled:
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_hit_tokens += num_hits * self._block_size
+
+    def has_new(self, sequence: Sequence) -> bool:
+        """Whether the sequence has full blocks to publish."""
+        return self._is_enabled and self._num_known(sequence) > sequence.num_published
+
+    def _num_known(self, sequence: Sequence) -> int:
+        """Full blocks that are computed and whose tokens the host has read."""
+        return min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
+
+    def publish(self, sequence: Sequence, table_row: np.ndarray, pool: BlockPool) -> None:
+        """Offers the new blocks of a sequence that has some (`has_new`) to others with an equal beginning.
+
+        Args:
+            table_row: [blocks of a row] int32, where the sequence's logical blocks lie in `pool`.
+        """
+        known = self._num_known(sequence)
+        keys = self._keys(sequence, known)
+        for s in range(sequence.num_published, known):
+            pool.publish(int(table_row[s]), keys[s])
+        sequence.num_published = known
+
+    def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Keys of the first `count` logical blocks: each is a digest of its tokens and of the key before it."""
+        keys = sequence.block_keys
+        while len(keys) < count:
+            begin = len(keys) * self._block_size
+            tokens = np.asarray(sequence.token_ids[begin : begin + self._block_size], dtype=np.int32).tobytes()
+            keys.append(hashlib.blake2b((keys[-1] if keys else b"") + tokens, digest_size=16).digest())
+        return keys[:count]

@@ -1,0 +1,176 @@
+"""Turns the block tables of a batch into lists of splits: which lie on the GPU, and which stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanoinfer.kv.cache import NO_BLOCK
+from offload import Chunk
+
+
+@dataclass(frozen=True)
+class SplitLists:
+    """The splits that one decode step attends to, for layers of one window.
+
+    Attributes:
+        on_gpu: [n, 4] int32, items: (batch row, number in the row, GPU block, partial index). Those with most keys come first: the
+            programs of a kernel that deals them out in this order end together.
+        on_host: [m, 5] int32, (batch row, first item, host block, first partial index, number of items) for each
+            block of each row, in the order of the host pool.
+        ranges: [batch + 1] int32: row b's partials are ranges[b] to ranges[b + 1] - 1, in ascending order.
+        partials_per_block: [batch], how many items, and so partials, a whole block of the row has.
+    """
+
+    on_gpu: np.ndarray
+    on_host: np.ndarray
+    ranges: np.ndarray
+    partials_per_block: np.ndarray
+
+    @property
+    def host_blocks(self) -> np.ndarray:
+        """What streams, each block once: in the order of the host pool, where neighbours pass in one copy."""
+        blocks = self.on_host[:, 2]
+        return blocks[np.diff(blocks, prepend=-1) > 0]
+
+
+def _empty(*shape: int) -> np.ndarray:
+    return np.zeros(shape, dtype=np.int32)
+
+
+NO_SPLITS = SplitLists(_empty(0, 4), _empty(0, 5), _empty(1), _empty(0))
+
+
+def first_visible_block(query_position: int | np.ndarray, window: int | None, block_size: int) -> int | np.ndarray:
+    """The first block with a key that a query sees: keys j with query_position - window < j."""
+    if window is None:
+        return query_position * 0
+    return np.maximum(query_position - window + 1, 0) // block_size
+
+
+def visible_blocks(lengths: np.ndarray, window: int | None, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first block with a key that each row's last query sees, and how many there are from it on. lengths: [batch]."""
+    first = first_visible_block(lengths - 1, window, block_size)
+    return first, -(-lengths // block_size) - first
+
+
+def split_lists(
+    gpu_rows: np.ndarray,
+    host_rows: np.ndarray,
+    lengths: np.ndarray,
+    window: int | None,
+    block_size: int,
+    partials_per_block: Callable[[np.ndarray], np.ndarray],
+) -> SplitLists:
+    """Lists the splits of a decode batch.
+
+    Args:
+        gpu_rows, host_rows: [batch, max_blocks] int32, the rows' block tables; -1 where there is no block.
+        lengths: [batch] tokens of each row, the current one included.
+        window: the layers' sliding window in tokens, None for full attention.
+        partials_per_block: of each row, for the number of blocks that it reads, both [batch].
+    """
+    first, counts = visible_blocks(lengths, window, block_size)
+    block_ranges = np.concatenate([[0], np.cumsum(counts)])
+    row = np.repeat(np.arange(len(lengths)), counts)
+    index = np.arange(block_ranges[-1]) - np.repeat(block_ranges[:-1] - first, counts)
+    row_partials = partials_per_block(counts)
+    per_block = row_partials[row]
+    # A sequence's last block has items only as far as it has tokens.
+    splits = np.minimum(-(-(lengths[row] - index * block_size) // (block_size // per_block)), per_block)
+    split_ends = np.concatenate([[0], np.cumsum(splits)])
+    gpu_block, host_block = gpu_rows[row, index], host_rows[row, index]
+    is_on_gpu = gpu_block != NO_BLOCK
+    assert np.all(is_on_gpu | (host_block != NO_BLOCK)), "a block lies neither on the GPU nor on the host"
+    blocks = np.stack([row, index * per_block, gpu_block, split_ends[:-1], splits], axis=1).astype(np.int32)
+    on_gpu, on_host = blocks[is_on_gpu], blocks[~is_on_gpu]
+    on_host[:, 2] = host_block[~is_on_gpu]
+    on_host = on_host[np.argsort(on_host[:, 2], kind="stable")]
+    items = _items(on_gpu)
+    row, span = items[:, 0], block_size // row_partials[items[:, 0]]
+    begin = items[:, 1] * span
+    hidden = 0 if window is None else np.maximum(lengths[row] - window - begin, 0)
+    num_keys = np.maximum(np.minimum(lengths[row] - begin, span) - hidden, 0)
+    items = items[np.argsort(-num_keys, kind="stable")]
+    return SplitLists(items, on_host, split_ends[block_ranges].astype(np.int32), row_partials)
+
+
+def resident_key(
+    size: int,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    windows: list[int | None],
+    block_size: int,
+    partials_per_block: Callable[[np.ndarray], np.ndarray],
+) -> bytes:
+    """What the split lists of a batch that streams nothing depend on, beside the rows' blocks; see `split_lists`."""
+    found = [[size], rows]
+    for window in windows:
+        first, counts = visible_blocks(lengths, window, block_size)
+        span = block_size // partials_per_block(counts)
+        found += [first, span, -(-lengths // span)]
+    return np.concatenate(found).tobytes()
+
+
+def _items(blocks: np.ndarray) -> np.ndarray:
+    """[n, 4] int32, each item of the blocks: [m, 5] as in `SplitLists.on_host`."""
+    items, splits = blocks[:, :4], blocks[:, 4]
+    if np.all(splits == 1):
+        return items
+    items = np.repeat(items, splits, axis=0)
+    number = np.arange(len(items), dtype=np.int32) - np.repeat(np.cumsum(splits) - splits, splits)
+    items[:, 1] += number
+    items[:, 3] += number
+    return items
+
+
+def work_table(items: np.ndarray) -> np.ndarray:
+    """[1 + n, 4] int32: (number of items, 0, 0, 0), then the items."""
+    head = np.array([[len(items), 0, 0, 0]], dtype=np.int32)
+    return np.concatenate([head, items])
+
+
+def slot_records(on_host: np.ndarray, chunks: list[Chunk]) -> list[np.ndarray]:
+    """What decode attends to in each chunk once it lies in a ring slot; rows that share a block have an item each.
+
+    Args:
+        on_host: as in `SplitLists`; each of its blocks lies in a chunk. Where it lies in several, the first one counts.
+
+    Returns:
+        For each chunk a `work_table`, with the place in the ring slot for the block.
+    """
+    if not chunks:
+        return []
+    sizes = [len(chunk.blocks) for chunk in chunks]
+    blocks = np.concatenate([chunk.blocks for chunk in chunks])
+    order = np.argsort(blocks, kind="stable")
+    at = order[np.searchsorted(blocks[order], on_host[:, 2])]
+    assert np.array_equal(blocks[at], on_host[:, 2]), "a block that streams lies in no chunk"
+    number = np.repeat(np.arange(len(chunks)), sizes)[at]
+    placed = on_host.copy()
+    placed[:, 2] = at - (np.cumsum(sizes) - sizes)[number]
+    items = _items(placed[np.argsort(number, kind="stable")])
+    ends = np.cumsum(np.bincount(number, weights=on_host[:, 4], minlength=len(chunks)).astype(np.int64))
+    return [work_table(items[begin:end]) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: int, block_bytes: int) -> np.ndarray:
+    """Who caused how much of a stream: each block's bytes in equal parts to the sequences that read it.
+
+    Args:
+        streamed: blocks, as often as they pass.
+        numbers, blocks: the sequences' numbers, below `count`, and the blocks that they read.
+
+    Returns:
+        [count] int64 bytes, which add up to those of the stream.
+    """
+    found, times = np.unique(np.array(streamed, dtype=np.int64), return_counts=True)
+    at = np.searchsorted(found, blocks)
+    num_readers = np.bincount(at, minlength=len(found))
+    num_bytes = times * block_bytes
+    parts = (num_bytes // num_readers)[at]
+    _, first_reader = np.unique(at, return_index=True)
+    parts[first_reader] += num_bytes % num_readers
+    return np.bincount(numbers, weights=parts, minlength=count).astype(np.int64)

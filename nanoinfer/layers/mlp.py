@@ -1,0 +1,60 @@
+"""The gated MLP and its activations."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.common import exact
+from nanoinfer.common.errors import nearest, shown
+from nanoinfer.layers.fused import fused_kernels
+from nanoinfer.layers.linear import Linear
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def find_activation(name: str):
+    """The elementwise function that a config calls `name`.
+
+    Raises:
+        ValueError: not one of the supported ones.
+    """
+    if name not in _ACTIVATIONS:
+        guess = nearest(name, _ACTIVATIONS)
+        hint = f" (did you mean {guess!r}?)" if guess else ""
+        raise ValueError(f"activation {shown(name)} is not supported{hint}. Supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202); gate and up are one matrix product."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool, dtype: torch.dtype, device
+    ) -> None:
+        super().__init__()
+        gate_up = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = Linear(hidden_size, gate_up, bias=bias, dtype=dtype, device=device)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+        self._activation, self.activation_name = find_activation(activation), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.hidden(x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What `down_proj` takes: [N, intermediate_size]."""
+        projection = self.gate_up_proj
+        if x.is_cuda and x.element_size() == 2 and self.activation_name in fused_kernels().ACTIVATIONS:
+            return fused_kernels().linear(
+                x, projection.weight, projection.bias,
+                activation=self.activation_name, library_counts=projection.library_counts,
+            )  # fmt: skip
+        gate, up = projection(x).chunk(2, dim=-1)
+        return exact.elementwise(self._activation, gate) * up

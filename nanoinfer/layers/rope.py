@@ -1,0 +1,109 @@
+"""Rotary position embeddings (Su et al., "RoFormer", arXiv:2104.09864), in the half-split layout of Hugging Face.
+
+Element d of a head and element d + head_dim / 2 are one pair, turned by the angle position * inv_freq[d].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nanoinfer.common import exact
+from nanoinfer.common.errors import nearest, shown
+
+# Rows made at a time: bounds the float32 temporaries of a long table to 16384 * head_dim * 4 bytes each.
+_TABLE_ROWS = 16384
+
+
+def rope_inv_freq(parameters: Mapping, head_dim: int, device: torch.device | str) -> Tensor:
+    """Radians per position of each pair: [head_dim / 2] float32 on `device`.
+
+    parameters: the config's `rope_parameters` (of one kind of layer): `rope_type` and `rope_theta`, and what the type
+    needs. Types:
+
+    - "default": inv_freq[d] = rope_theta ** (-2d / head_dim).
+    - "linear": the default divided by `factor` (position interpolation, Chen et al., arXiv:2306.15595).
+    - "llama3": see `_llama3`.
+
+    Raises:
+        ValueError: another type, a missing parameter, or only a part of each head is rotated.
+    """
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in _SCALINGS:
+        guess = nearest(rope_type, _SCALINGS)
+        hint = f" (did you mean {guess!r}?)" if guess else ""
+        raise ValueError(f"rope_type {shown(rope_type)} is not supported{hint}. Supported: {', '.join(_SCALINGS)}")
+    missing = [name for name in ("rope_theta", *_SCALING_PARAMETERS[rope_type]) if parameters.get(name) is None]
+    if missing:
+        raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)} in the config's rope_parameters")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported, only 1.0 is")
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    return _SCALINGS[rope_type](1.0 / (parameters["rope_theta"] ** exponents), parameters)
+
+
+def rope_table(
+    parameters: Mapping, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """Cosines and sines of all positions: [max_position, head_dim] in `dtype` on `device`.
+
+    Row p holds cos(p * inv_freq) in its first half and sin(p * inv_freq) in its second. They are computed in float32
+    and rounded to `dtype` once, as transformers rounds them to the dtype of the activations.
+    """
+    inv_freq = rope_inv_freq(parameters, head_dim, device)
+    table = torch.empty(max_position, head_dim, dtype=dtype, device=device)
+    for begin in range(0, max_position, _TABLE_ROWS):
+        rows = table[begin : begin + _TABLE_ROWS]
+        positions = torch.arange(begin, begin + len(rows), dtype=torch.float32, device=device)
+        angles = positions[:, None] * inv_freq
+        rows[:, : head_dim // 2] = exact.elementwise(torch.cos, angles)
+        rows[:, head_dim // 2 :] = exact.elementwise(torch.sin, angles)
+    return table
+
+
+def apply_rope(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """Turns every head of x: [N, num_heads, head_dim], at positions [N] int64; returns a new contiguous tensor.
+
+    The products are rounded to x's dtype before they are added, as in transformers (x * cos + rotate_half(x) * sin).
+    """
+    cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _default(inv_freq: Tensor, parameters: Mapping) -> Tensor:
+    return inv_freq
+
+
+def _linear(inv_freq: Tensor, parameters: Mapping) -> Tensor:
+    return inv_freq / parameters["factor"]
+
+
+def _llama3(inv_freq: Tensor, parameters: Mapping) -> Tensor:
+    """The scaling of Llama 3.1 (`apply_scaling` in Meta's llama-models).
+
+    With L = original_max_position_embeddings and the wavelength w = 2 pi / inv_freq:
+
+        w < L / high_freq_factor    inv_freq
+        w > L / low_freq_factor     inv_freq / factor
+        between                     (1 - s) * inv_freq / factor + s * inv_freq,
+                                    s = (L / w - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    """
+    factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
+    original = parameters["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    scaled = torch.where(wavelength > original / low, inv_freq / factor, between)
+    return torch.where(wavelength < original / high, inv_freq, scaled)
+
+
+_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3}
+_SCALING_PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}

@@ -1,0 +1,136 @@
+"""What the benchmarks print and write: tables, JSON and the picture."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from nanoinfer.measure.run import Row
+from nanoinfer.memory.floors import Floors
+
+COLUMNS = [
+    "mode", "batch", "context", "prefill tok/s", "TTFT s", "ms/token", "tok/s", "KV on GPU", "MB/step", "link GB/s",
+    "floor ms", "x floor", "bound by", "GPU GiB", "host GiB", "check",
+]  # fmt: skip
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as aligned text."""
+    text = [aligned([COLUMNS] + [_cells(row) for row in rows])]
+    text += [f"{row.mode}, {row.batch} x {row.context}: {row.problem}" for row in rows if row.problem]
+    moved = [row.link_moved for row in rows if row.link_moved is not None and row.link_moved > 0.02]
+    if moved:
+        text.append(f"the link moved by up to {max(moved):.0%} during the run: ratios are that uncertain")
+    return "\n".join(text)
+
+
+def aligned(lines: list[list[str]]) -> str:
+    """Lines of cells, the first one of titles, as text in columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def _cells(row: Row) -> list[str]:
+    def number(value: float | None, digits: int, factor: float = 1) -> str:
+        return "-" if value is None else f"{value * factor:,.{digits}f}"
+
+    return [
+        row.mode,
+        str(row.batch),
+        str(row.context),
+        number(row.prefill_tokens_per_second, 0),
+        number(row.time_to_first_token, 3),
+        number(row.seconds_per_token, 2, 1e3),
+        number(row.tokens_per_second, 1),
+        "-" if row.kv_resident_share is None else f"{row.kv_resident_share:.0%}",
+        number(row.streamed_bytes_per_step, 1, 1e-6),
+        number(row.link_gbps, 1),
+        number(row.floor_seconds, 2, 1e3),
+        number(row.ratio_to_floor, 3),
+        row.bound or "-",
+        number(row.peak_gpu_bytes, 2, 2**-30),
+        number(row.host_bytes, 2, 2**-30),
+        row.check or "-",
+    ]
+
+
+def explain(floors: Floors, device: torch.device) -> str:
+    """What the floors of this run are."""
+    if device.type == "cuda":
+        return (
+            f"floors of this run: link {floors.link / 1e9:.1f} GB/s (one large pinned copy), device "
+            f"{floors.device / 1e9:.0f} GB/s (one large copy, read + written)"
+        )
+    return (
+        f"floors of this run: main memory {floors.link / 1e9:.1f} GB/s (one large copy) stands for the link and "
+        f"{floors.device / 1e9:.1f} GB/s (read + written) for the device; without a GPU this shows that it runs, not "
+        "how fast"
+    )
+
+
+def versions(device: torch.device) -> dict[str, str | None]:
+    """What the figures were made with."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in ("torch", "triton", "transformers", "flash_attn"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    is_cuda = device.type == "cuda"
+    found["device"] = torch.cuda.get_device_name(device) if is_cuda else f"CPU, {platform.machine()}"
+    return found
+
+
+def paragraph(title: str, lines: list[tuple[str, str]]) -> str:
+    """A title over lines of (what, how much), with the second parts in one column."""
+    width = max(len(name) for name, _ in lines)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in lines)])
+
+
+def write_json(path: str | Path, rows: list[Row], floors: Floors, device: torch.device, command: str) -> None:
+    """Writes the rows with all that is needed to judge and repeat them: floors, versions, device and command."""
+    write_figures(path, {"rows": [row.figures() for row in rows]}, floors, device, command)
+
+
+def write_figures(path: str | Path, figures: dict, floors: Floors | None, device: torch.device, command: str) -> None:
+    """Writes figures by name, beside what `write_json` writes; floors where they were measured."""
+    content: dict = {"command": command, "versions": versions(device)}
+    if floors is not None:
+        content["floors"] = {"link_bytes_per_second": floors.link, "device_bytes_per_second": floors.device}
+    Path(path).write_text(json.dumps(content | figures, indent=1) + "\n")
+
+
+def plot(path: str | Path, rows: list[Row]) -> None:
+    """ms per token over context, one line per mode and batch, and the floor of each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for key in dict.fromkeys((row.mode, row.batch) for row in rows):
+        line = sorted((r for r in rows if (r.mode, r.batch) == key and r.seconds_per_token), key=lambda r: r.context)
+        if not line:
+            continue
+        contexts = [row.context for row in line]
+        (drawn,) = axes.plot(contexts, [row.seconds_per_token * 1e3 for row in line], "o-", label=f"{key[0]} x{key[1]}")
+        with_floor = [row for row in line if row.floor_seconds]
+        axes.plot(
+            [row.context for row in with_floor],
+            [row.floor_seconds * 1e3 for row in with_floor],
+            ":",
+            color=drawn.get_color(),
+            label=f"floor of {key[0]} x{key[1]}",
+        )
+    axes.set(xlabel="context, tokens", ylabel="ms per decode step", xscale="log", yscale="log")
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,87 @@
+"""What this machine can do, measured in the same run: no step can be faster than its bytes over these."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.models.base import ModelSpec
+
+COPY_BYTES = 2**30
+CPU_COPY_BYTES = 2**27
+# Below this a copy is no longer long against its own launch.
+MIN_COPY_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Bandwidths in bytes per second.
+
+    Attributes:
+        link: one large copy from pinned host memory to the GPU. On the CPU: a copy in main memory.
+        device: one large copy on the device, bytes read and written counted. On the CPU: the same copy as `link`.
+    """
+
+    link: float
+    device: float
+
+    def offload_step(self, streamed_bytes: float, read_bytes: float) -> float:
+        """Seconds below which a step that streams and reads this much cannot come."""
+        return max(streamed_bytes / self.link, read_bytes / self.device)
+
+
+def measure_floors(device: torch.device, repeats: int = 7) -> Floors:
+    """Medians over `repeats` copies of 1 GiB (128 MiB on the CPU; less where the GPU has little memory left)."""
+    if device.type != "cuda":
+        source = torch.ones(CPU_COPY_BYTES, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        seconds = _median(lambda: target.copy_(source), None, repeats)
+        return Floors(link=CPU_COPY_BYTES / seconds, device=2 * CPU_COPY_BYTES / seconds)
+    floors = _cuda_floors(device, _copy_bytes(device), repeats)
+    torch.cuda.empty_cache()
+    return floors
+
+
+def _cuda_floors(device: torch.device, num_bytes: int, repeats: int) -> Floors:
+    on_host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    link = _median(lambda: target.copy_(on_host, non_blocking=True), device, repeats)
+    copy = _median(lambda: target.copy_(source), device, repeats)
+    return Floors(link=num_bytes / link, device=2 * num_bytes / copy)
+
+
+def _copy_bytes(device: torch.device) -> int:
+    """Both buffers take half of what is free at most: floors are measured beside an engine that fills its budget."""
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return max(MIN_COPY_BYTES, min(COPY_BYTES, free_bytes // 4 // 2**20 * 2**20))
+
+
+def _median(work: Callable[[], object], device: torch.device | None, repeats: int) -> float:
+    """Seconds of one call, the device's part included."""
+    times = []
+    for _ in range(repeats + 1):  # the first one warms up
+        if device is not None:
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        work()
+        if device is not None:
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def kv_bytes(spec: ModelSpec, lengths: list[int]) -> int:
+    """KV bytes that rows of `lengths` tokens read in one decode step over all layers; a window bounds its layer."""
+    num_tokens = sum(length if window is None else min(length, window) for window in spec.windows for length in lengths)
+    return num_tokens * 2 * spec.num_kv_heads * spec.head_dim * spec.kv_dtype.itemsize
+
+
+def bytes_read_per_step(spec: ModelSpec, lengths: list[int]) -> int:
+    """Device bytes that a decode step must read: every weight but unused embeddings, and the KV of every row."""
+    embedding_bytes = spec.vocab_size * spec.hidden_size * spec.dtype.itemsize
+    return spec.weight_bytes - (0 if spec.tied_embeddings else embedding_bytes) + kv_bytes(spec, lengths)

@@ -1,0 +1,375 @@
+"""How the memory budget is spent: worked out from the config alone, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+
+from nanoinfer.common.units import GIB, format_gib, is_share, parse_bytes
+from nanoinfer.config import EngineConfig
+from nanoinfer.kernels.attention.limits import MAX_TILES_APART
+from nanoinfer.kernels.linear.counts import num_parts, padded_rows
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.sampling.reference import logprobs_bytes
+from nanoinfer.sampling.reference import workspace_bytes as reference_bytes
+from nanoinfer.sampling.settings import state_bytes
+from offload import KVLayout
+
+DEFAULT_RING_SLOT_BYTES = 32 * 2**20
+# Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
+# to segments of 2 or 20 MiB: 94 to 135 MiB were measured over seven engines of two shapes.
+LIBRARY_BYTES = 140 * 2**20
+# A row in the step's tables, block tables aside.
+TABLE_ROW_BYTES = 256
+# Activations come from one segment (`ModelRunner`), so that they cannot take more by being scattered over many. The
+# allocator's best fit leaves holes in it: 8 % at most, worked out tensor by tensor for eleven shapes of 0.6B to 70B.
+ACTIVATION_SLACK = 1.10
+ACTIVATION_MARGIN_BYTES = 16 * 2**20
+# Of the budget, for partials and tables of splits beyond two for each block: 16 questions about one document of 64k
+# tokens are 4,112 splits of 257 blocks, 70 MiB in a 4B model.
+SHARED_SPLITS_SHARE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What each part of the engine takes, in bytes, and the sizes that follow.
+
+    Attributes:
+        activation_bytes: transient memory of the largest prefill step, or of sampling if that takes more.
+        workspace_bytes: fixed buffers of decode and of small prefill steps, and tables, without the attention partials
+            of whole blocks.
+        library_bytes: workspaces of libraries, and rounding.
+        graph_bytes: private memory of the captured graphs.
+        split_bytes: attention partials of one split, and its entries in tables.
+        num_gpu_blocks: KV blocks of the GPU pool, the scratch block included.
+        max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
+        max_splits: splits of whole blocks that one decode step may attend to.
+    """
+
+    budget_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+    library_bytes: int
+    graph_bytes: int
+    ring_bytes: int
+    block_bytes: int
+    split_bytes: int
+    blocks_per_slot: int
+    num_gpu_blocks: int
+    num_host_blocks: int
+    max_resident_blocks: int | None
+    max_splits: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the KV pool and the partials that grow with it."""
+        buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
+        return self.weight_bytes + self.activation_bytes + self.ring_bytes + buffers
+
+    @property
+    def pool_bytes(self) -> int:
+        """The KV pool on the GPU, with the attention partials of all that can be attended to."""
+        return self.num_gpu_blocks * self.block_bytes + self.max_splits * self.split_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """What the engine takes on the GPU at its peak."""
+        return self.fixed_bytes + self.pool_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The host pool."""
+        return self.num_host_blocks * self.block_bytes
+
+    def one_line(self) -> str:
+        """The plan as the engine prints it at start-up."""
+        gib = format_gib
+        buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
+        return (
+            f"{gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB: weights {gib(self.weight_bytes)}, KV pool "
+            f"{gib(self.pool_bytes)} ({self.num_gpu_blocks - 1} blocks), ring {gib(self.ring_bytes)}, activations "
+            f"{gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
+            f"host pool up to {gib(self.host_bytes)} GiB ({self.num_host_blocks} blocks); "
+            f"max_model_len {self.max_model_len}, prefill steps of {self.max_num_batched_tokens} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the user may leave open, decided."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def make_plan(
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: KVLayout,
+    *,
+    budget_bytes: int,
+    host_available_bytes: int,
+    is_cuda: bool,
+) -> MemoryPlan:
+    """Spends the budget.
+
+    Raises:
+        ValueError: a limit is too small; the message names the smallest that works.
+    """
+    slot_bytes = DEFAULT_RING_SLOT_BYTES
+    if config.ring_slot_bytes is not None:
+        slot_bytes = parse_bytes(config.ring_slot_bytes, "ring_slot_bytes")
+        if slot_bytes < layout.layer_block_bytes:
+            raise ValueError(
+                f"ring_slot_bytes={config.ring_slot_bytes!r} cannot hold one layer of a KV block: give at least "
+                f"{layout.layer_block_bytes} bytes, or lower block_size={config.block_size}"
+            )
+    elif slot_bytes < layout.layer_block_bytes:
+        slot_bytes = layout.layer_block_bytes
+    largest = min(config.max_model_len or spec.max_position, spec.max_position)
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is beyond the model's own limit of {spec.max_position} positions: "
+            "lower max_model_len, or set RoPE scaling in the model's config"
+        )
+    max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
+    for tokens in _batched_tokens(config, largest, is_cuda):
+        sizes = _Sizes(largest, max_num_seqs, tokens)
+        plan = _spend(config, spec, layout, sizes, budget_bytes, slot_bytes, is_cuda)
+        plan = _with_host(config, plan, layout, host_available_bytes)
+        if plan.num_gpu_blocks >= _min_blocks(config, plan, layout.block_size):
+            break
+    else:
+        _refuse_gpu(config, plan, layout.block_size)
+    return _with_model_len(config, plan, layout.block_size)
+
+
+def _batched_tokens(config: EngineConfig, max_model_len: int, is_cuda: bool) -> list[int]:
+    if config.max_num_batched_tokens is not None:
+        return [config.max_num_batched_tokens]
+    sizes = [size for size in (8192, 4096, 2048, 1024, 512, 256) if is_cuda or size <= 2048]
+    captured = max(config.capture_num_tokens or [], default=0)
+    if captured > sizes[0]:
+        raise ValueError(
+            f"capture_num_tokens={config.capture_num_tokens!r} holds {captured}, and a prefill step has at most {sizes[0]} "
+            "tokens here: lower capture_num_tokens or set max_num_batched_tokens"
+        )
+    return [size for size in sizes if size >= captured]
+
+
+def _spend(
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: KVLayout,
+    sizes: _Sizes,
+    budget_bytes: int,
+    slot_bytes: int,
+    is_cuda: bool,
+) -> MemoryPlan:
+    max_blocks = -(-sizes.max_model_len // layout.block_size)
+    blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * sizes.max_num_seqs)
+    # Attention partials, float32; the tables of items and ring chunks, of decode and prefill, take 60 bytes per split and
+    # window, and the record of each ring slot 16 per split.
+    split_bytes = spec.num_q_heads * (spec.head_dim + 2) * 4 + 60 * len(set(spec.windows)) + 16 * config.num_ring_slots
+    size = spec.dtype.itemsize
+    # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
+    max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
+    row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + TABLE_ROW_BYTES
+    workspace = state_bytes(sizes.max_num_seqs, spec.vocab_size, max_batch)
+    workspace += max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * padded_rows(sizes.max_num_batched_tokens)
+    # Of small prefill steps: positions, hidden states, queries, attention outputs.
+    graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)
+    workspace += MAX_TILES_APART * split_bytes  # of blocks that are cut
+    workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim))
+    plan = MemoryPlan(
+        budget_bytes=budget_bytes,
+        weight_bytes=spec.weight_bytes + spec.rope_bytes(sizes.max_model_len),
+        activation_bytes=_activation_bytes(spec, sizes, max_batch, is_cuda),
+        workspace_bytes=workspace,
+        library_bytes=LIBRARY_BYTES if is_cuda else 0,
+        graph_bytes=0 if config.enforce_eager or not is_cuda else _graph_bytes(spec, max_batch, graph_tokens),
+        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes,
+        block_bytes=layout.block_bytes,
+        split_bytes=split_bytes,
+        blocks_per_slot=blocks_per_slot,
+        num_gpu_blocks=0,
+        num_host_blocks=0,
+        max_resident_blocks=max_resident_blocks(config, layout),
+        max_splits=0,
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+    )
+    # Each block of the pool brings room for two splits, because rows may share blocks.
+    rows = sizes.max_num_seqs * split_bytes
+    num_blocks = max(0, budget_bytes - plan.fixed_bytes - rows) // (layout.block_bytes + 2 * split_bytes)
+    if not is_cuda or config.enable_cpu_offload is True:
+        # More than all rows can fill is of no use: on the CPU it would be the user's own memory, and offload mode
+        # keeps what fits nowhere else on the host.
+        useful = max_blocks * sizes.max_num_seqs + sizes.max_num_seqs + 2
+        num_blocks = min(num_blocks, max(useful, _min_blocks(config, plan, layout.block_size)))
+    num_blocks = min(num_blocks, config.num_gpu_blocks_override or num_blocks)
+    return replace(plan, num_gpu_blocks=num_blocks)
+
+
+def max_resident_blocks(config: EngineConfig, layout: KVLayout) -> int | None:
+    """`resident_kv_limit` in whole blocks."""
+    limit = config.resident_kv_limit
+    return None if limit is None else int(limit and parse_bytes(limit, "resident_kv_limit")) // layout.block_bytes
+
+
+def _activation_bytes(spec: ModelSpec, sizes: _Sizes, max_batch: int, is_cuda: bool) -> int:
+    """The largest prefill step or, behind it, the sampling of all rows; an eager decode step takes less."""
+    tokens = padded_rows(sizes.max_num_batched_tokens) if is_cuda else sizes.max_num_batched_tokens
+    largest = max(_prefill_bytes(spec, tokens), _sampling_bytes(spec, max_batch, is_cuda))
+    return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
+
+
+def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
+    """Live tensors of one layer at its peak; each line is a place in `PrefillStep` and `nanoinfer.layers`."""
+    size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.num_q_heads * spec.head_dim
+    kv = spec.num_kv_heads * spec.head_dim
+    state = 4 * spec.num_q_heads * (spec.head_dim + 2)  # the running softmax, float32
+    always = 8 + state + size * (hidden + heads)  # positions, state, residual stream, attention output
+    # Projections: their output, queries after the rotation, and the normalised input.
+    attention = always + size * (2 * heads + 2 * kv + hidden)
+    # The gated layer: the normalised residual, gate and up, their product.
+    mlp = always + size * (hidden + 3 * spec.intermediate_size)
+    # Behind it: the normalised residual, the product, what is added to the residual, and its norm.
+    added = 4 if max(num_parts(heads), num_parts(spec.intermediate_size)) > 1 else size  # parts of a sum are float32
+    behind = always + size * (2 * hidden + spec.intermediate_size) + added * hidden
+    return tokens * max(attention, mlp, behind)
+
+
+def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
+    """Transient memory of what runs in graphs, which share one pool: the largest layer, and a decode step's logits."""
+    size, heads = spec.dtype.itemsize, spec.num_q_heads * spec.head_dim
+    layer = size * (4 * spec.hidden_size + 3 * heads + 3 * spec.intermediate_size)
+    logits = (4 + size) * spec.vocab_size + size * spec.hidden_size
+    return max(max(rows, prefill_tokens) * layer, rows * logits)
+
+
+def _sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
+    """Logits behind a prefill step, and what takes more beside them: the reference, which samples where there are no
+    kernels, or log-probabilities, whose rows are picked from the logits and widened to float32."""
+    rows, size = max_batch, spec.dtype.itemsize
+    logprobs = rows * spec.vocab_size * (size + 4) + logprobs_bytes(rows, spec.vocab_size)
+    reference = 0 if is_cuda else reference_bytes(rows, spec.vocab_size)
+    return rows * spec.vocab_size * size + max(logprobs, reference)
+
+
+def _min_blocks(config: EngineConfig, plan: MemoryPlan, block_size: int) -> int:
+    """The smallest useful GPU pool: scratch, one prefill chunk in flight, the tail behind it and one decoding tail."""
+    chunk = -(-plan.max_num_batched_tokens // block_size)
+    if config.may_offload:
+        return chunk + 3
+    wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, block_size)
+    return -(-wanted // block_size) + 2
+
+
+def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, block_size: int) -> None:
+    blocks = _min_blocks(config, plan, block_size)
+    if config.num_gpu_blocks_override is not None and config.num_gpu_blocks_override < blocks:
+        raise ValueError(
+            f"num_gpu_blocks_override={config.num_gpu_blocks_override} is too small: {blocks} KV blocks of {block_size} "
+            f"tokens are the fewest, or lower max_num_batched_tokens={plan.max_num_batched_tokens}"
+        )
+    needed = plan.fixed_bytes + blocks * plan.block_bytes
+    needed += max(plan.max_splits, 2 * blocks + plan.max_num_seqs) * plan.split_bytes
+    needed = -(-needed // 2**20) * 2**20
+    given = f"gpu_memory_limit={config.gpu_memory_limit!r}" if config.gpu_memory_limit is not None else "the GPU memory"
+    help_offload = "" if config.may_offload else ", lower max_model_len or set enable_cpu_offload=True"
+    raise ValueError(
+        f"{given} ({plan.budget_bytes / GIB:.3f} GiB) is too small: weights {plan.weight_bytes / GIB:.3f} GiB, "
+        f"activations and buffers {(plan.fixed_bytes - plan.weight_bytes) / GIB:.3f} GiB and {blocks} KV blocks of "
+        f"{plan.block_bytes / 2**20:.2f} MiB need {needed} bytes ({needed / GIB:.3f} GiB): give at least "
+        f'"{needed // 2**20}MiB", lower max_num_batched_tokens={plan.max_num_batched_tokens} or '
+        f"max_num_seqs={plan.max_num_seqs}{help_offload}"
+    )
+
+
+def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, available_bytes: int) -> MemoryPlan:
+    max_blocks = -(-plan.max_model_len // layout.block_size)
+    if config.host_memory_limit is not None:
+        limit = parse_bytes(config.host_memory_limit, "host_memory_limit")
+        if limit > available_bytes and config.may_offload:
+            raise ValueError(
+                f"host_memory_limit={config.host_memory_limit!r} is {limit / GIB:.2f} GiB, "
+                f"{available_bytes / GIB:.2f} GiB are available: lower host_memory_limit"
+            )
+        num_blocks = limit // layout.block_bytes
+        wanted = config.max_model_len or layout.block_size
+        smallest = -(-wanted // layout.block_size)
+        if num_blocks < smallest and config.enable_cpu_offload is True:
+            raise ValueError(
+                f"host_memory_limit={config.host_memory_limit!r} holds {num_blocks} KV blocks of "
+                f"{layout.block_bytes / 2**20:.2f} MiB, {wanted} tokens need {smallest}: give at least "
+                f"{smallest * layout.block_bytes} bytes"
+            )
+    else:
+        num_blocks = min(int(available_bytes * 0.6) // layout.block_bytes, max_blocks * plan.max_num_seqs)
+    plan = replace(plan, num_host_blocks=max(1, num_blocks))
+    most = max_blocks * plan.max_num_seqs
+    fewest = min(most, 2 * max(plan.num_gpu_blocks, plan.num_host_blocks) + plan.max_num_seqs)
+    # Many rows may share one long beginning, and then attend to far more splits than there are blocks.
+    shared = min(most, max(fewest, int(SHARED_SPLITS_SHARE * plan.budget_bytes) // plan.split_bytes))
+    generous = _with_splits(plan, shared)
+    if generous.num_gpu_blocks >= _min_blocks(config, generous, layout.block_size):
+        return generous
+    return _with_splits(plan, fewest)
+
+
+def _with_splits(plan: MemoryPlan, max_splits: int) -> MemoryPlan:
+    """With room for so many splits: for more than `_spend` counted on, the GPU pool gets smaller."""
+    room = (plan.budget_bytes - plan.fixed_bytes - max_splits * plan.split_bytes) // plan.block_bytes
+    return replace(plan, num_gpu_blocks=min(plan.num_gpu_blocks, max(0, room)), max_splits=max_splits)
+
+
+def _with_model_len(config: EngineConfig, plan: MemoryPlan, block_size: int) -> MemoryPlan:
+    """Cuts a `max_model_len` that the user left open to what one sequence can have."""
+    # Resident mode keeps a spare block, so that a preempted sequence can come back beside another one.
+    blocks = plan.num_gpu_blocks - 1
+    if config.may_offload:
+        blocks = plan.num_host_blocks if config.enable_cpu_offload is True else max(blocks, plan.num_host_blocks)
+    capacity = blocks * block_size
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} needs {-(-config.max_model_len // block_size)} KV blocks, "
+            f"{blocks} fit: lower max_model_len to at most {capacity} or raise "
+            f"{'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}"
+        )
+    return replace(plan, max_model_len=min(plan.max_model_len, capacity))
+
+
+def gpu_budget(config: EngineConfig, device: torch.device, host_available_bytes: int) -> int:
+    """Bytes that the engine may take on its device.
+
+    Raises:
+        ValueError: the limit is more than the GPU has.
+    """
+    limit = config.gpu_memory_limit
+    if limit is not None and not is_share(limit):
+        limit = parse_bytes(limit, "gpu_memory_limit")
+    if device.type != "cuda":
+        if is_share(limit):
+            limit = int(limit * psutil.virtual_memory().total)
+        return limit if limit is not None else int(host_available_bytes * 0.4)
+    total = torch.cuda.get_device_properties(device).total_memory
+    if limit is not None:
+        if is_share(limit):
+            return int(limit * total)
+        if limit > total:
+            raise ValueError(
+                f"gpu_memory_limit={config.gpu_memory_limit!r} is {limit / GIB:.2f} GiB, the GPU has "
+                f"{total / GIB:.2f} GiB: lower gpu_memory_limit"
+            )
+        return limit
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(int(total * config.gpu_memory_utilization), free)

@@ -1,0 +1,210 @@
+"""Options that all benchmarks share: the model, the engine, and how numbers and files are given."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanoinfer.common.errors import nearest
+from nanoinfer.config import EngineConfig
+from nanoinfer.models.shapes import SHAPES, refuse_shape, write_shape
+from nanoinfer.options import tuning as tuning_options
+from nanoinfer.options.parser import length
+
+if TYPE_CHECKING:
+    import torch
+
+# What is measured: arguments of the engine that differ.
+ENGINE_MODES: dict[str, dict] = {
+    "streamed": dict(enable_cpu_offload=True, resident_kv_limit=0),
+    "offload": dict(enable_cpu_offload=True),
+    "auto": dict(enable_cpu_offload="auto"),
+    "resident": dict(enable_cpu_offload=False),
+}
+# transformers' offloaded caches, as it calls them.
+CACHES = {"hf": "offloaded", "hf-static": "offloaded_static"}
+
+WARM_UP_STEPS = 3
+# What a trace holds: enough to see how steps follow each other, and small enough for a browser.
+TRACED_STEPS = 5
+TRACED_OUTPUT_LEN = WARM_UP_STEPS + TRACED_STEPS + 4  # output tokens of a case that is traced
+
+# Endings of a picture's file.
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say which model runs, or in which shape random weights come."""
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("checkpoint", nargs="?", metavar="MODEL", help="checkpoint directory or hub id")
+    model.add_argument("--model", metavar="MODEL", help="the same as an option")
+    model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
+
+
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, kv_cache_dtype_help: str = '"auto" (as the model) or "fp8"'
+) -> None:
+    """Adds the options of the engine, with its own defaults."""
+    defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items()}
+    parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
+    parser.add_argument("--host-memory", help="host memory limit for KV blocks")
+    parser.add_argument("--block-size", type=int, default=defaults["block_size"], help="tokens per KV block")
+    parser.add_argument("--max-num-seqs", type=int, help="sequences that run at once; default: as the benchmark needs")
+    parser.add_argument("--prefill-chunk", type=length, help="tokens of one prefill step")
+    parser.add_argument("--attention-backend", default=defaults["attention_backend"])
+    parser.add_argument("--dtype", default=defaults["dtype"])
+    parser.add_argument("--kv-cache-dtype", default="auto", help=kv_cache_dtype_help)
+    parser.add_argument("--device", default=defaults["device"])
+    parser.add_argument("--seed", type=int, default=defaults["seed"])
+    tuning_options.add_arguments(parser)
+    parser.add_argument("--no-progress", action="store_true")
+
+
+def add_mode_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --mode for benchmarks that run one mode."""
+    parser.add_argument(
+        "--mode",
+        default="resident",
+        help="where KV lies: resident = on the GPU, auto = in host memory, too, once the GPU is full, offload = from the "
+        "start, streamed = offload with every full block in host memory (default: %(default)s)",
+    )
+
+
+def shared_engine_arguments(options: argparse.Namespace) -> dict:
+    """Arguments of an LLM, as far as options give them that all benchmarks have."""
+    tuning = tuning_options.engine_arguments(options)
+    # Off unless asked for, so that each run computes its own prompts.
+    tuning["enable_prefix_caching"] = bool(options.enable_prefix_caching)
+    return dict(
+        load_format="dummy" if is_dummy(options) else "auto",
+        skip_tokenizer_init=True,
+        dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
+        device=options.device,
+        seed=options.seed,
+        attention_backend=options.attention_backend,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.prefill_chunk,
+        gpu_memory_limit=options.gpu_memory,
+        host_memory_limit=options.host_memory,
+        progress_bar=not options.no_progress,
+        **tuning,
+    )
+
+
+def is_dummy(options: argparse.Namespace) -> bool:
+    """Whether the weights are random."""
+    return options.model is None and options.checkpoint is None
+
+
+def default_shape(device: torch.device) -> str:
+    """The shape where neither a model nor a shape is given."""
+    return "qwen3-4b" if device.type == "cuda" else "tiny"
+
+
+@contextmanager
+def model_directory(options: argparse.Namespace, shape: str) -> Iterator[str]:
+    """The checkpoint that the options name, or a directory with the config of their shape, else of `shape`.
+
+    Raises:
+        ValueError: there is no such shape, or one is given as a checkpoint.
+    """
+    if not is_dummy(options):
+        refuse_shape(options.model or options.checkpoint)
+        yield options.model or options.checkpoint
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        yield str(write_shape(options.shape or shape, directory))
+
+
+def model_name(options: argparse.Namespace, shape: str) -> str:
+    """How a report calls what was measured."""
+    return options.model or options.checkpoint or f"{options.shape or shape} shape, random weights"
+
+
+def check_mode(name: str, allowed: Iterable[str]) -> None:
+    """Raises ValueError where there is no such mode; names the nearest and all."""
+    allowed = list(allowed)
+    if name not in allowed:
+        hint = nearest(name, allowed)
+        guess = f" (did you mean {hint!r}?)" if hint else ""
+        raise ValueError(f"--mode {name!r} is not known{guess}: choose from {', '.join(allowed)}")
+
+
+def mode_names(text: str, allowed: Iterable[str]) -> list[str]:
+    """Modes such as "resident,offload", each once and in their order.
+
+    Raises:
+        ValueError: there is no such mode, or none is named.
+    """
+    allowed = list(allowed)
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        check_mode(name, allowed)
+    if not names:
+        raise ValueError(f"--mode {text!r} names no mode: choose from {', '.join(allowed)}")
+    return names
+
+
+def check_can_write(*paths: str | None) -> None:
+    """Raises ValueError where a file cannot be written: hours of measuring should not end in that."""
+    for path in paths:
+        if path and Path(path).is_dir():
+            raise ValueError(f"{path!r} is a directory: name a file")
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"the directory of {path!r} does not exist: make it first")
+
+
+def check_can_plot(path: str | None) -> None:
+    """Raises ValueError where a picture is wanted that matplotlib cannot write, or it is not installed."""
+    if path and Path(path).suffix.lower() not in PICTURES:
+        raise ValueError(f"--plot {path!r} must end in {', '.join(PICTURES)}: they say what is drawn")
+    if path and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+
+
+def check_at_least(options: argparse.Namespace, **minima: int) -> None:
+    """Raises ValueError where the option of that name lies below its minimum."""
+    for name, minimum in minima.items():
+        value = getattr(options, name)
+        if value < minimum:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {minimum}")
+
+
+def count(text: str) -> int | None:
+    """A `length` of at least 1; None: the text is no such number."""
+    try:
+        found = length(text)
+    except argparse.ArgumentTypeError:
+        return None
+    return found if found >= 1 else None
+
+
+def bounds(text: str, option: str) -> tuple[int, int]:
+    """Smallest and largest of a range such as "100-1024"; one number is both.
+
+    Raises:
+        ValueError: the text is no range, or its end lies below its begin.
+    """
+    found = [count(part) for part in text.split("-")]
+    if None in found or len(found) > 2 or found[0] > found[-1]:
+        raise ValueError(f"{option} {text!r} must be a number of at least 1 or a range, such as 512 or 100-1024")
+    return found[0], found[-1]
+
+
+def counts(text: str, option: str) -> list[int]:
+    """Numbers such as "1,8" or "1k,32k": ascending and each once, so that a case is never measured twice.
+
+    Raises:
+        ValueError: one of them is no whole number of at least 1.
+    """
+    found = {count(part) for part in text.split(",")}
+    if None in found:
+        raise ValueError(f"{option} {text!r} must be whole numbers of at least 1, such as 1,8 or 1k,32k")
+    return sorted(found)

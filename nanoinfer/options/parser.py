@@ -1,0 +1,127 @@
+"""What all commands share: how options are read, how messages call them, and how a command ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from nanoinfer.common.errors import nearest
+
+REFUSED = 2
+# As a shell says it of a process that the signal has ended: 128 and the signal's number.
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+# Arguments whose options are called otherwise: the first of these that a command has.
+_OPTIONS = {
+    "enable_cpu_offload": ("--offload",),
+    "gpu_memory_limit": ("--gpu-memory",),
+    "host_memory_limit": ("--host-memory",),
+    "max_model_len": ("--max-model-len", "--context", "--input-len"),
+    "max_num_batched_tokens": ("--max-num-batched-tokens", "--prefill-chunk"),
+    "max_num_seqs": ("--max-num-seqs", "--batch"),
+    "num_requests": ("--requests",),
+    "resident_kv_limit": ("--resident-kv-limit", "--resident-kv"),
+}
+_OFFLOAD_WORDS = {"True": "on", "False": "off", "'auto'": "auto", '"auto"': "auto"}
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses what it does not know with the nearest name, and with the usage of the command that was meant.
+
+    The namespace's `parser` is the one of that command.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_defaults(parser=self)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
+        """As argparse's, which would hand unknown arguments up to the parser of all commands."""
+        args = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:
+            for option in (argument.split("=")[0] for argument in args[: args.index("--") if "--" in args else None]):
+                is_option = option.startswith("--") and " " not in option
+                if is_option and not any(known.startswith(option) for known in self._option_string_actions):
+                    self.error(f"unknown option {option}{_hint(option, self._option_string_actions)}")
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            hint = _hint(value, action.choices) or ":"
+            raise argparse.ArgumentError(
+                action, f"{value!r} is not known{hint} choose from {', '.join(action.choices)}"
+            )
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    guess = nearest(name, known)
+    return f": did you mean {guess}?" if guess else ""
+
+
+def length(text: str) -> int:
+    """For `type=` of an option: a whole number of tokens, where "4k" is 4096. It may yet be too small."""
+    match = re.fullmatch(r"\s*(-?[0-9]+)([kK]?)\s*", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, such as 4096, or 4k for the same")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
+def in_options(text: str, parser: argparse.ArgumentParser) -> str:
+    """A message of the Python API in the words of the command: `max_num_seqs=3` becomes `--max-num-seqs 3`.
+
+    An argument for which the command has no option keeps its name.
+    """
+    known = parser._option_string_actions
+    # Of `--name` and `--no-name` the first.
+    options = {action.dest: option for option, action in reversed(known.items()) if option.startswith("--")}
+    for argument, names in _OPTIONS.items():
+        found = [name for name in names if name in known]
+        if found:
+            options[argument] = found[0]
+
+    for argument, option in options.items():
+        text = re.sub(rf"(?<![\w./-]){argument}=(?=\S)", f"{option} ", text)
+        text = re.sub(rf"^{argument} is ", f"{option} is ", text)
+        if "_" in argument:  # others are words of their own
+            text = re.sub(rf"(?<![\w./-]){argument}(?![\w=/-])", option, text)
+    for value, word in _OFFLOAD_WORDS.items():
+        text = text.replace(f"--offload {value}", f"--offload {word}")
+    return text
+
+
+def run_command(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], command: Callable[[argparse.Namespace], int]
+) -> int:
+    """Reads the arguments, runs the command and gives its exit status, or that of what ended it.
+
+    Errors of the user and a Ctrl-C are one line on stderr; a reader who has left (`| head -1`) is not told.
+    """
+    options = parser.parse_args(arguments)
+    name = options.parser.prog
+    try:
+        try:
+            return command(options)
+        finally:
+            sys.stdout.flush()  # a broken pipe shows here, and not when the interpreter ends
+    except KeyboardInterrupt:
+        _report(f"{name}: interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, which must have somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (ValueError, MemoryError, OSError) as error:
+        _report(f"{name}: {in_options(str(error), options.parser)}")
+        return REFUSED
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr)

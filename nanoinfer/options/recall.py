@@ -1,0 +1,38 @@
+"""Options of `nanoinfer eval recall`, some of which are those of `bench_offload.py --task recall`, too."""
+
+from __future__ import annotations
+
+import argparse
+
+from nanoinfer.options.measuring import ENGINE_MODES, add_engine_arguments
+
+SUMMARY = "answers about facts planted in long contexts, by length and depth"
+REFERENCE = "hf"
+MODES = (REFERENCE, *ENGINE_MODES)
+DEFAULT_MODES = "hf,resident,offload"
+DEFAULT_DEPTHS = "0,0.25,0.5,0.75,1"
+DEFAULT_QUESTIONS = 20
+KV_CACHE_DTYPE_HELP = '"auto" (as the model) or "fp8"; "auto,fp8" asks each engine mode once with each'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the evaluation and of the engine."""
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("checkpoint", nargs="?", metavar="MODEL", help="default: recall, the model that comes along")
+    model.add_argument("--model", metavar="MODEL", help="the same as an option")
+    parser.add_argument("--context", help="tokens, such as 1k,16k; default: 1k to 64k on a GPU, 1k,2k on a CPU")
+    parser.add_argument(
+        "--mode",
+        help=f"of {', '.join(MODES)}; hf = transformers in float32, the reference where it is the first "
+        f"(default: {DEFAULT_MODES})",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw accuracy over length and depth")
+    add_grid_arguments(parser)
+    add_engine_arguments(parser, KV_CACHE_DTYPE_HELP)
+
+
+def add_grid_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the questions, which have no defaults: `bench_offload.py` tells whether they were given."""
+    parser.add_argument("--depths", help=f"where facts lie (default: {DEFAULT_DEPTHS})")
+    parser.add_argument("--questions", type=int, help=f"in each cell, a multiple of 5 (default: {DEFAULT_QUESTIONS})")

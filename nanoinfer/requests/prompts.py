@@ -1,0 +1,195 @@
+"""Prompts in the forms that vLLM takes, and their way to token ids."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.common.errors import RequestError, shown
+
+TokenIds = Sequence[int] | range | np.ndarray | torch.Tensor
+Prompt = str | TokenIds | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+_FORMS = 'text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list.
+
+    Raises:
+        ValueError: neither a prompt nor a list.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    plain = _plain_ids(prompts)
+    if not isinstance(plain, list | tuple):
+        raise ValueError(f"prompts is a {type(prompts).__name__}: give text, a list of token ids, or a list of such")
+    return [plain] if isinstance(prompts, range) or plain and isinstance(plain[0], numbers.Number) else list(plain)
+
+
+def unpack(prompt: Prompt) -> str | list[int]:
+    """The text or the token ids of a prompt in any of its forms; of {"prompt", "prompt_token_ids"} the ids count.
+
+    Raises:
+        RequestError: it has none of these forms. What the ids are is not checked.
+    """
+    if isinstance(prompt, Mapping):
+        return _unpack_mapping(prompt)
+    plain = _plain_ids(prompt)
+    if isinstance(plain, str):
+        return plain
+    if not isinstance(plain, list | tuple):
+        raise RequestError(f"the prompt is a {type(prompt).__name__}: give {_FORMS}", field="prompt")
+    return list(plain)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, **arguments: Any) -> list[int]:
+    """Token ids of a text.
+
+    Raises:
+        RequestError: there is no tokenizer, or it cannot read the text.
+    """
+    if tokenizer is None:
+        message = "the prompt is text, but there is no tokenizer: give token ids, or set tokenizer=..."
+        raise RequestError(message, field="prompt")
+    try:
+        return list(tokenizer.encode(text, **arguments))
+    except Exception as error:  # of whatever library the tokenizer is written with
+        raise RequestError(f"the tokenizer cannot read the prompt: {error}", field="prompt") from error
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """Token ids of a conversation, through the tokenizer's chat template.
+
+    Args:
+        messages: as `conversation` returns them.
+        variables: the template's own, such as `enable_thinking`, by whatever names clients give.
+
+    Raises:
+        RequestError: there is no template, or it refuses the messages.
+    """
+    return list(
+        _templated(tokenizer, messages, variables, add_generation_prompt, tokenize=True, return_dict=False)
+    )
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text whose tokens, without special tokens around it, `encode_chat` returns; arguments and errors are its."""
+    return _templated(tokenizer, messages, variables, add_generation_prompt, tokenize=False)
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any] | None,
+    add_generation_prompt: bool,
+    **arguments: Any,
+) -> Any:
+    check_chat(tokenizer)
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, **arguments, **(variables or {})
+        )
+    except Exception as error:  # a template is a program of the checkpoint's and raises what it likes
+        raise RequestError(f"the chat template refuses the messages: {error}", field="messages") from error
+
+
+def too_long(what: str, max_model_len: int) -> RequestError:
+    """What to say of a prompt that has no room.
+
+    Args:
+        what: what it has, such as "9000 tokens".
+    """
+    return RequestError(
+        f"the prompt has {what}, max_model_len is {max_model_len} and at least one token is generated: shorten the "
+        "prompt or raise max_model_len",
+        field="prompt",
+        is_too_long=True,
+    )
+
+
+def check_chat(tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises RequestError where there is no chat template."""
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
+        raise RequestError(
+            f"chat needs a chat template, but {missing}: complete a finished prompt instead (generate(), /v1/completions)",
+            field="messages",
+        )
+
+
+def conversation(messages: Any) -> list[dict[str, Any]]:
+    """Checked messages; text parts are joined by line ends, as vLLM does, and an assistant's null content is "".
+
+    Raises:
+        RequestError: it is no list of messages, there is none, or one has something else than a role and text.
+    """
+    if not isinstance(messages, list | tuple):
+        raise RequestError(
+            f"messages is {shown(messages)}: give a list of {{'role': ..., 'content': ...}}", field="messages"
+        )
+    if not messages:
+        raise RequestError("messages is empty: give at least one message", field="messages")
+    return [_plain_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
+
+
+def _plain_message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f'{where} has no role: give "system", "user" or "assistant"', field="messages")
+    content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        content = ""
+    if isinstance(content, list):
+        if not all(map(_is_text_part, content)):
+            raise RequestError(
+                f'{where}.content has a part that is no {{"type": "text", "text": ...}}: only text is supported',
+                field="messages",
+            )
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise RequestError(f"{where}.content is {shown(content)}: give text or a list of text parts", field="messages")
+    return {**{name: value for name, value in message.items() if value is not None}, "content": content}
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str)
+
+
+def _unpack_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
+    given = {name: value for name, value in prompt.items() if value is not None}
+    if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
+        raise RequestError(f"the prompt is a dict with {shown(list(given))}: give {_FORMS}", field="prompt")
+    if "prompt_token_ids" not in given:
+        if not isinstance(given["prompt"], str):
+            raise RequestError(f"the prompt's text is {shown(given['prompt'])}: give {_FORMS}", field="prompt")
+        return given["prompt"]
+    plain = _plain_ids(given["prompt_token_ids"])
+    if not isinstance(plain, list | tuple):
+        raise RequestError(f"prompt_token_ids is {shown(plain)}: give a list of token ids", field="prompt")
+    return list(plain)
+
+
+def _plain_ids(ids: Any) -> Any:
+    """Arrays, tensors and ranges as lists; everything else as it is."""
+    if isinstance(ids, np.ndarray | torch.Tensor):
+        return ids.tolist()
+    if isinstance(ids, list | tuple) and ids and isinstance(ids[0], np.integer):
+        return [token_id.item() if isinstance(token_id, np.integer) else token_id for token_id in ids]
+    return list(ids) if isinstance(ids, range) else ids

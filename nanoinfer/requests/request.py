@@ -1,0 +1,202 @@
+"""One request: its completions, when each of them ends, and what the user gets to see."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+from nanoinfer.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, StreamOutput
+from nanoinfer.requests.detokenizer import Detokenizer, Tokenizer, token_text
+from nanoinfer.requests.sequence import Sequence
+from nanoinfer.sampling_params import SamplingParams
+
+
+@dataclass
+class _Completion:
+    """One sequence with its text."""
+
+    sequence: Sequence
+    detokenizer: Detokenizer
+    text_delta: str = ""
+    num_streamed: int = 0  # tokens that a StreamOutput has carried
+
+
+@dataclass
+class Request:
+    """A prompt with its `n` completions.
+
+    Times are seconds of `time.perf_counter`, but for the arrival, which is also kept as Unix time.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    tokenizer: Tokenizer | None
+    end_token_ids: frozenset[int]
+    arrival: float = field(default_factory=time.perf_counter)
+    arrival_time: float = field(default_factory=time.time)
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    completions: list[_Completion] = field(default_factory=list)
+    failure: Exception | None = None  # why its completions have the finish reason "error"
+
+    def add_sequence(self, sequence: Sequence) -> None:
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            self.params.stop or (),
+            self.prompt_token_ids,
+            min_tokens=self.params.min_tokens,
+            skip_special_tokens=self.params.skip_special_tokens,
+        )
+        self.completions.append(_Completion(sequence, detokenizer))
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [completion.sequence for completion in self.completions]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(completion.sequence.finish_reason is not None for completion in self.completions)
+
+    def mark_scheduled(self) -> None:
+        if self.first_scheduled is None:
+            self.first_scheduled = time.perf_counter()
+
+    def take(
+        self,
+        sequence: Sequence,
+        token_id: int,
+        logprobs: tuple[float, int, list[float], list[int]] | None,
+        now: float,
+    ) -> None:
+        """Appends a token that was read at `now` and decides whether the completion ends: sets its finish_reason then."""
+        completion = self.completions[sequence.index]
+        self.last_token = now
+        if self.first_token is None:
+            self.first_token = now
+        sequence.append(token_id)
+        if logprobs is not None:
+            self._take_logprobs(sequence, token_id, logprobs)
+        params = self.params
+        if sequence.num_generated >= params.min_tokens:
+            if token_id in (params.stop_token_ids or ()):
+                sequence.finish_reason, sequence.stop_reason = "stop", token_id
+            elif token_id in self.end_token_ids and not params.ignore_eos:
+                sequence.finish_reason = "stop"
+        if sequence.finish_reason is None:
+            delta, stop = completion.detokenizer.append([token_id])
+            completion.text_delta += delta
+            if stop is not None:
+                sequence.finish_reason, sequence.stop_reason = "stop", stop
+            elif sequence.num_generated >= sequence.max_tokens:
+                sequence.finish_reason = "length"
+        if sequence.finish_reason is not None:
+            completion.text_delta += completion.detokenizer.flush()
+
+    def abort(self) -> None:
+        """Ends every completion that still runs."""
+        self._end_all("abort")
+
+    def fail(self, error: Exception) -> list[StreamOutput]:
+        """Ends every completion that still runs because of an error of this request; the last outputs of these."""
+        self.failure = error
+        return [replace(self.stream_output(sequence), error=self.error) for sequence in self._end_all("error")]
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong with this request, in words; None: nothing."""
+        return None if self.failure is None else str(self.failure) or type(self.failure).__name__
+
+    def _end_all(self, reason: FinishReason) -> list[Sequence]:
+        """Ends every completion that still runs; returns their sequences."""
+        ended = [completion for completion in self.completions if completion.sequence.finish_reason is None]
+        for completion in ended:
+            completion.sequence.finish_reason = reason
+            try:
+                completion.text_delta += completion.detokenizer.flush()
+            except Exception:  # a tokenizer that fails may be why the request ends: the text ends earlier then
+                pass
+        return [completion.sequence for completion in ended]
+
+    def _take_logprobs(
+        self, sequence: Sequence, token_id: int, logprobs: tuple[float, int, list[float], list[int]]
+    ) -> None:
+        chosen, rank, top_values, top_ids = logprobs
+        top = sequence.params.logprobs or 0
+        entry = {
+            top_id: Logprob(logprob=value, rank=place, decoded_token=token_text(self.tokenizer, top_id))
+            for place, (value, top_id) in enumerate(zip(top_values[:top], top_ids[:top], strict=True), start=1)
+        }
+        entry[token_id] = Logprob(logprob=chosen, rank=rank, decoded_token=token_text(self.tokenizer, token_id))
+        sequence.logprobs.append(entry)
+        sequence.cumulative_logprob += chosen
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[self._completion_output(completion) for completion in self.completions],
+            finished=self.is_finished,
+            metrics=self.metrics(),
+            error=self.error,
+        )
+
+    def _completion_output(self, completion: _Completion) -> CompletionOutput:
+        sequence, has_logprobs = completion.sequence, self.params.logprobs is not None
+        return CompletionOutput(
+            index=sequence.index,
+            text=completion.detokenizer.text,
+            token_ids=sequence.output_token_ids,
+            cumulative_logprob=sequence.cumulative_logprob if has_logprobs else None,
+            logprobs=sequence.logprobs if has_logprobs else None,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+        )
+
+    def stream_output(self, sequence: Sequence) -> StreamOutput:
+        """What the completion gained since the last call."""
+        completion = self.completions[sequence.index]
+        begin, completion.num_streamed = completion.num_streamed, sequence.num_generated
+        delta, completion.text_delta = completion.text_delta, ""
+        finished = sequence.finish_reason is not None
+        return StreamOutput(
+            request_id=self.request_id,
+            index=sequence.index,
+            text_delta=delta,
+            token_ids_delta=sequence.token_ids[sequence.num_prompt_tokens + begin :],
+            logprobs_delta=sequence.logprobs[begin:] if self.params.logprobs is not None else None,
+            finished=finished,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            metrics=self.metrics() if finished else None,
+        )
+
+    def metrics(self) -> RequestMetrics:
+        """Times so far."""
+        generated = sum(sequence.num_generated for sequence in self.sequences)
+        read = sum(sequence.num_blocks_read for sequence in self.sequences)
+        resident = sum(sequence.num_resident_read for sequence in self.sequences)
+        steps = max(sequence.num_generated for sequence in self.sequences) - 1
+
+        def since_arrival(moment: float | None) -> float | None:
+            return None if moment is None else moment - self.arrival
+
+        per_token = None
+        if steps > 0 and self.first_token is not None and self.last_token is not None:
+            per_token = (self.last_token - self.first_token) / steps
+        return RequestMetrics(
+            arrival_time=self.arrival_time,
+            queue_time=since_arrival(self.first_scheduled),
+            time_to_first_token=since_arrival(self.first_token),
+            time_per_output_token=per_token,
+            total_time=time.perf_counter() - self.arrival if self.is_finished else None,
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_cached_tokens=max(sequence.num_cached for sequence in self.sequences),
+            num_generated_tokens=generated,
+            kv_resident_share=resident / read if read else 1.0,
+            streamed_bytes=sum(sequence.streamed_bytes for sequence in self.sequences),
+            copy_wait_time=max(sequence.copy_wait_seconds for sequence in self.sequences),
+        )

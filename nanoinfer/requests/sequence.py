@@ -1,0 +1,100 @@
+"""One sequence on its way through the engine."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nanoinfer.outputs import Logprob
+from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from offload.memory.saved_kv import SavedKV
+
+
+class SequenceState(enum.Enum):
+    WAITING = "waiting"  # not admitted yet, or preempted
+    PREFILL = "prefill"  # admitted; part of its tokens has no KV yet
+    DECODE = "decode"  # every token but the last has its KV in the cache
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and what was generated for it.
+
+    `num_computed` counts the tokens whose KV is in the cache. A request with `n > 1` is n sequences.
+
+    The host launches a step before it has read the tokens of the step before: these *pending* tokens count as tokens,
+    but only the device knows them.
+
+    Attributes:
+        row: place in the persistent device tables, held from admission to the end.
+        saved: KV of a preempted sequence, in host memory.
+        num_cached: prompt tokens taken from the prefix cache.
+    """
+
+    sequence_id: int
+    request_id: str
+    index: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int  # params.max_tokens, cut to what max_model_len leaves
+    token_ids: list[int] = field(default_factory=list)
+    state: SequenceState = SequenceState.WAITING
+    row: int | None = None
+    num_computed: int = 0
+    num_cached: int = 0
+    num_pending: int = 0  # tokens sampled on the device that the host has not read yet
+    num_published: int = 0  # full blocks that were offered to the prefix cache of this mode
+    streamed_bytes: int = 0  # of its blocks, over all its steps: its share where others read them, too
+    num_blocks_read: int = 0  # full blocks that its decode steps read, one by one ...
+    num_resident_read: int = 0  # ... and those of them that lay on the GPU
+    copy_wait_seconds: float = 0.0  # estimate
+    num_reserved_host: int = 0  # host blocks promised at admission and not allocated yet
+    saved: SavedKV | None = None
+    block_keys: list[bytes] = field(default_factory=list)  # prefix cache keys of the full blocks
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, pending ones included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens generated so far, pending ones included."""
+        return self.num_generated + self.num_pending
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated and read so far."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens this sequence can ever have."""
+        return len(self.prompt_token_ids) + self.max_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is SequenceState.FINISHED

@@ -1,0 +1,262 @@
+"""Picks the next tokens from the logits, on the device, without a host synchronisation.
+
+A row's token depends only on that row's logits, settings, seed and step: never on its place in the batch, its
+neighbours or the batch's size. So top_p's sums use integers, whose order does not matter, a tile's weights are added up
+by one program, and the noise is a hash of (seed, step, id) instead of a generator's next numbers.
+
+Order, as in vLLM: repetition penalty, frequency and presence penalty, and bans; greedy rows take the argmax; the others
+are divided by the temperature, cut by min_p, top_k and top_p (each on what the one before left), and drawn by
+exponential races: argmin(e / p) with standard exponential noise e is a sample of p. It is the Gumbel-max trick
+(Gumbel, 1954; Maddison et al., 2014: argmax(log p - log e)) with one logarithm less. The first race is between tiles of
+the vocabulary, by the sums of their weights, the second between the tokens of the winner: so noise is drawn for few
+tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nanoinfer.common.exact import elementwise
+from nanoinfer.sampling.settings import TILE_TOKENS, RowSampling, SamplingBatch
+from nanoinfer.sampling_params import GREEDY_TEMPERATURE
+
+__all__ = [
+    "RowSampling",
+    "SamplingBatch",
+    "exponential_noise",
+    "logprobs_bytes",
+    "logprobs_of",
+    "sample",
+    "workspace_bytes",
+]
+
+# Rows are filtered so many elements at a time: 13 rows of a vocabulary of 150,000.
+CHUNK_ELEMENTS = 2**21
+# Chunk's rows, sorted values and ids, fixed-point weights, their sums, and the sort's own buffers. `topk` of few rows sorts
+# too.
+_SORT_BYTES_PER_ELEMENT = 64
+# Of all rows: their logits in float32 and, with penalties, which are NaN, the scores, the seen tokens and the counts.
+_REFERENCE_BYTES_PER_ELEMENT = 13
+# Probabilities relative to the likeliest token's, in units of 2^-40; sums of up to 2^22 of them stay below 2^63.
+_FIXED_POINT_ONE = 2.0**40
+_MAX_VOCAB_SIZE = 2**22
+
+_MASK_32 = 0xFFFFFFFF
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Next tokens, on the current stream.
+
+    logits: [B, V] float32; not changed.
+    Returns: [B] int64, on the same device.
+    """
+    assert logits.dtype == torch.float32, f"logits are {logits.dtype}, the sampler takes float32"
+    assert logits.shape == (batch.num_rows, batch.vocab_size), (
+        f"logits have shape {tuple(logits.shape)}, the batch is {batch.num_rows} x {batch.vocab_size}"
+    )
+    scores = _penalise(logits, batch)
+    greedy = scores.argmax(dim=-1)
+    if batch.is_greedy.all():
+        return greedy
+    scores = _cut(scores, batch, owned=scores is not logits)
+    return torch.where(batch.is_greedy, greedy, _draw(scores, batch))
+
+
+def logprobs_of(
+    logits: torch.Tensor, tokens: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities from the raw logits (before penalties, temperature and cuts), as vLLM returns them.
+
+    logits: [B, V] float32; tokens: [B] int64, the sampled ones; top: how many of the likeliest tokens, 0 for none.
+    Returns:
+        chosen [B] float32; rank [B] int64, 1 for the likeliest; top_values [B, top] float32, descending;
+        top_ids [B, top] int64.
+    """
+    parts = []
+    for chunk, chunk_tokens in zip(_chunks(logits), tokens.split(_chunk_rows(logits.shape[1])), strict=True):
+        # Not logsumexp: its reduction on CUDA is split by the number of rows, and so rounds by it too.
+        logprobs = torch.log_softmax(chunk, dim=-1)
+        chosen = logprobs.gather(1, chunk_tokens[:, None])
+        # From the logits: log_softmax may round two of them to one value.
+        rank = (chunk > chunk.gather(1, chunk_tokens[:, None])).sum(dim=-1) + 1
+        top_ids = _sort_keys(logprobs).topk(top, dim=-1).indices
+        parts.append((chosen[:, 0], rank, logprobs.gather(1, top_ids), top_ids))
+    chosen, rank, top_values, top_ids = (torch.cat(part) for part in zip(*parts, strict=True))
+    return chosen, rank, top_values, top_ids
+
+
+def _sort_keys(values: torch.Tensor) -> torch.Tensor:
+    """Integers that lie in the order of `values`, and equal ones in that of falling ids: [B, V] float32 -> int64.
+
+    Which of equal values `topk` takes depends on how many it takes, and so on what others ask for.
+    """
+    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative numbers: the larger the magnitude, the smaller
+    return (bits.long() << 32) - torch.arange(values.shape[1], device=values.device)
+
+
+def workspace_bytes(num_rows: int, vocab_size: int) -> int:
+    """Upper bound of the memory that `sample` takes for a while, beside logits of any type; the kernels need none."""
+    return _REFERENCE_BYTES_PER_ELEMENT * num_rows * vocab_size + logprobs_bytes(num_rows, vocab_size)
+
+
+def logprobs_bytes(num_rows: int, vocab_size: int) -> int:
+    """Upper bound of the memory that `logprobs_of` takes for a while, beside the float32 logits."""
+    return _SORT_BYTES_PER_ELEMENT * min(num_rows, _chunk_rows(vocab_size)) * vocab_size
+
+
+def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Standard exponential noise, a pure function of (seed, step, id); the reference of the Triton kernel.
+
+    seed, step: [B] int64; ids: [n] or [B, n] int64, below 2^32: token ids, and behind them those of tiles. Returns: [B,
+    n] float32.
+    """
+    bits = _noise_bits(seed, step, ids)
+    # u in (0, 1). -log(1 - u): the smallest noise, which decides the draw, comes from small u, where floats are dense; near
+    # 1 they would have steps of 6e-8, and large vocabularies would draw ties.
+    u = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4))))  # of -log(1 - u); its error at 2^-6 is below 2e-8
+    return torch.where(u < 2.0**-6, series, -elementwise(torch.log, 1 - u))
+
+
+def _chunk_rows(vocab_size: int) -> int:
+    return max(1, CHUNK_ELEMENTS // vocab_size)
+
+
+def _chunks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows.split(_chunk_rows(rows.shape[1]))
+
+
+def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Repetition penalty (CTRL, section 4.1), frequency and presence penalty and bans, NaN as a ban; `logits` itself where
+    there are none."""
+    invalid = logits.isnan()
+    if not any(map(len, (batch.penalty_rows, batch.counted_rows, batch.banned_ids))) and not invalid.any():
+        return logits
+    scores = logits.masked_fill(invalid, -torch.inf)
+    num_chunk_rows = _chunk_rows(batch.vocab_size)
+    for rows, seen in zip(batch.penalty_rows.split(num_chunk_rows), batch.seen.split(num_chunk_rows), strict=True):
+        score, penalty = scores[rows], batch.repetition_penalty[rows, None]
+        scores[rows] = torch.where(seen, torch.where(score > 0, score / penalty, score * penalty), score)
+    for rows, counts in zip(batch.counted_rows.split(num_chunk_rows), batch.counts.split(num_chunk_rows), strict=True):
+        score = scores[rows] - batch.frequency_penalty[rows, None] * counts.float()
+        scores[rows] = torch.where(counts > 0, score - batch.presence_penalty[rows, None], score)
+    scores[batch.banned_rows, batch.banned_ids] = -torch.inf
+    return scores
+
+
+def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tensor:
+    """Puts -inf where min_p, top_k or top_p drop a token; in place where `scores` is ours."""
+    min_p_rows, sort_rows = batch.min_p_rows, batch.sort_rows
+    if not len(min_p_rows) and not len(sort_rows):
+        return scores
+    if not owned:
+        scores = scores.clone()
+    num_chunk_rows = _chunk_rows(batch.vocab_size)
+    # Chunks of rows: a sort takes many times the memory of its input.
+    for rows in min_p_rows.split(num_chunk_rows) if len(min_p_rows) else ():
+        scores[rows] = _cut_min_p(scores[rows], batch.temperature[rows], batch.min_p[rows])
+    for rows in sort_rows.split(num_chunk_rows) if len(sort_rows) else ():
+        scores[rows] = _cut_top_k_top_p(scores[rows], batch.temperature[rows], batch.top_k[rows], batch.top_p[rows])
+    return scores
+
+
+def _scaled(scores: torch.Tensor, row_max: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """(scores - row_max) times 1 / temperature: at most 0, never NaN, a difference first, so that nothing is cancelled.
+
+    scores: [R, V]; row_max: [R, 1]; temperature: [R].
+    """
+    row_max = torch.where(row_max == -torch.inf, 0, row_max)  # a row of -inf only stays one
+    temperature = torch.where(temperature < GREEDY_TEMPERATURE, 1, temperature)  # greedy rows: the result is unused
+    return torch.where(scores == row_max, 0, (scores - row_max) * (1 / temperature)[:, None])
+
+
+def _cut_min_p(scores: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """scores: [R, V]; temperature, min_p: [R]. Keeps probabilities of at least min_p times the largest one."""
+    relative = elementwise(torch.exp, _scaled(scores, scores.amax(dim=-1, keepdim=True), temperature))
+    return scores.masked_fill_(relative < min_p[:, None], -torch.inf)
+
+
+def _cut_top_k_top_p(
+    scores: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """scores: [R, V]; the others: [R].
+
+    top_k keeps what equals the k-th score, as vLLM does; of equal scores top_p takes lower token ids first.
+    """
+    vocab_size = scores.shape[1]
+    assert vocab_size <= _MAX_VOCAB_SIZE, f"sums over {vocab_size} tokens may overflow, {_MAX_VOCAB_SIZE} do not"
+    # Only a stable sort has one right answer, whatever the number of rows.
+    ordered, token_ids = scores.sort(dim=-1, descending=True, stable=True)
+    k = torch.where(top_k <= 0, vocab_size, top_k.clamp(max=vocab_size))
+    kth_score = ordered.gather(1, k[:, None] - 1)
+    ordered.masked_fill_(ordered < kth_score, -torch.inf)
+    # Fixed point: a float sum on CUDA is split, and so rounded, by the number of rows.
+    relative = elementwise(torch.exp, _scaled(ordered, ordered[:, :1], temperature))
+    weights = relative.mul_(_FIXED_POINT_ONE).to(torch.int64)
+    sum_before = weights.cumsum(dim=-1)
+    total = sum_before[:, -1].to(torch.float64)
+    sum_before -= weights
+    # A token stays if those before it have not reached top_p; the first one always stays.
+    limit = (top_p.to(torch.float64) * total).ceil().to(torch.int64).clamp(min=1)
+    limit = torch.where(top_p >= 1, torch.iinfo(torch.int64).max, limit)
+    ordered.masked_fill_(sum_before >= limit[:, None], -torch.inf)
+    return scores.scatter_(1, token_ids, ordered)
+
+
+def _draw(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Draws from softmax(scores / temperature): [B] int64."""
+    num_chunk_rows = _chunk_rows(batch.vocab_size)
+    drawn = []
+    for start in range(0, batch.num_rows, num_chunk_rows):
+        rows = slice(start, start + num_chunk_rows)
+        drawn.append(_race(scores[rows], batch.temperature[rows], batch.seed[rows], batch.step[rows]))
+    return torch.cat(drawn)
+
+
+def _race(scores: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """The winning tile's winning token of each row. scores: [R, V]; the others and the result: [R]."""
+    num_rows, vocab_size = scores.shape
+    width = min(TILE_TOKENS, vocab_size)
+    num_tiles = -(-vocab_size // width)
+    beyond = num_tiles * width - vocab_size
+    tiles = F.pad(scores, (0, beyond), value=-torch.inf).view(num_rows, num_tiles, width)
+    highs = tiles.amax(dim=-1)
+    scaled = _scaled(tiles.flatten(0, 1), highs.view(-1, 1), temperature.repeat_interleave(num_tiles)).view_as(tiles)
+    shares = elementwise(torch.exp, _scaled(highs, highs.amax(dim=-1, keepdim=True), temperature))
+    weights = elementwise(torch.exp, scaled).sum(dim=-1) * shares
+    tile_ids = torch.arange(vocab_size, vocab_size + num_tiles, device=scores.device)
+    tile = (exponential_noise(seed, step, tile_ids) / weights).argmin(dim=-1)
+    ids = tile[:, None] * width + torch.arange(width, device=scores.device)
+    chosen = scaled[torch.arange(num_rows, device=scores.device), tile]
+    token = (exponential_noise(seed, step, ids) * elementwise(torch.exp, -chosen)).argmin(dim=-1)
+    return tile * width + token
+
+
+def _noise_bits(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """32 random bits per (seed, step, id), as [B, n] int64 in [0, 2^32).
+
+    The row's key is two steps of splitmix64 (Steele et al., 2014); its halves key two rounds of murmur3's 32-bit
+    finaliser (Appleby, 2011) over the id.
+    """
+    key = _splitmix64(_splitmix64(seed) + _signed(0x9E3779B97F4A7C15) * (step + 1))
+    low, high = key & _MASK_32, (key >> 32) & _MASK_32
+    bits = _fmix32((ids * 0x9E3779B1 + low[:, None]) & _MASK_32)
+    return _fmix32(bits ^ high[:, None])
+
+
+def _signed(value: int) -> int:
+    """The 64 bits of an unsigned constant as torch's int64 holds them; int64 arithmetic wraps around."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+    # >> copies the sign bit, so what came from it is masked away.
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def _fmix32(x: torch.Tensor) -> torch.Tensor:
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK_32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK_32
+    return x ^ (x >> 16)

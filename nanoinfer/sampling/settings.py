@@ -1,0 +1,135 @@
+"""What the reference sampler reads for one step: a row per sequence, as tensors beside the logits."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.sampling_params import GREEDY_TEMPERATURE, SamplingParams
+
+MAX_BANNED = 64
+"""Tokens that may be banned from a row until it has `min_tokens`."""
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+INTEGERS = ("top_k", "banned_until", "num_banned", "is_counted")
+# Columns of a row's settings on their way to the device, 32 bits each; the first one is the row.
+FLOAT_COLUMNS = slice(1, 1 + len(FLOATS))
+INTEGER_COLUMNS = slice(FLOAT_COLUMNS.stop, FLOAT_COLUMNS.stop + len(INTEGERS))
+WIDE_COLUMNS = slice(INTEGER_COLUMNS.stop, INTEGER_COLUMNS.stop + 4)  # seed and step
+BANNED_COLUMNS = slice(WIDE_COLUMNS.stop, WIDE_COLUMNS.stop + MAX_BANNED)
+NUM_COLUMNS = BANNED_COLUMNS.stop
+# Of a tile. A vocabulary of 150,000 has 74 of them: for the kernels enough programs to fill a GPU with two rows.
+TILE_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSampling:
+    """How one row is sampled in one step. The defaults are greedy and need no work, as padding rows want it."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    """The sequence's own seed, in [0, 2^64)."""
+    step: int = 0
+    """Tokens that the sequence generated before this one, unread ones included."""
+    penalty_token_ids: Collection[int] = ()
+    """Tokens in prompt and output; read only with a repetition penalty. A set is best, repeats only cost time."""
+    output_token_ids: Collection[int] = ()
+    """Generated tokens, each as often as it came; read only where `counts_output`."""
+    banned_token_ids: Collection[int] = ()
+    """Tokens that must not come in the first `min_tokens` steps: end token and stop_token_ids."""
+    min_tokens: int = 0
+
+    @classmethod
+    def from_params(
+        cls,
+        params: SamplingParams,
+        *,
+        seed: int,
+        step: int,
+        penalty_token_ids: Collection[int] = (),
+        output_token_ids: Collection[int] = (),
+        end_token_ids: Collection[int] = (),
+    ) -> "RowSampling":
+        """A row from a request's params.
+
+        seed: of the sequence, in [0, 2^64); `params.seed` where given (completions of one request need different ones).
+        end_token_ids: everything that would end the sequence: the model's end tokens and `params.stop_token_ids`.
+        """
+        return cls(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            seed=seed,
+            step=step,
+            penalty_token_ids=penalty_token_ids if params.repetition_penalty != 1 else (),
+            output_token_ids=output_token_ids,
+            banned_token_ids=end_token_ids if step < params.min_tokens else (),
+            min_tokens=params.min_tokens,
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def counts_output(self) -> bool:
+        """Whether it matters how often each token was generated."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingBatch:
+    """The rows of one step, B of them, as tensors beside the logits."""
+
+    vocab_size: int
+    temperature: torch.Tensor  # [B] float32
+    top_p: torch.Tensor  # [B] float32
+    min_p: torch.Tensor  # [B] float32
+    repetition_penalty: torch.Tensor  # [B] float32
+    presence_penalty: torch.Tensor  # [B] float32
+    frequency_penalty: torch.Tensor  # [B] float32
+    top_k: torch.Tensor  # [B] int64
+    seed: torch.Tensor  # [B] int64, the 64 bits of the unsigned seed
+    step: torch.Tensor  # [B] int64
+    penalty_rows: torch.Tensor  # [P] int64: rows with a repetition penalty
+    seen: torch.Tensor  # [P, vocab_size] bool: the tokens in their prompts and outputs
+    counted_rows: torch.Tensor  # [C] int64: rows with a presence or frequency penalty
+    counts: torch.Tensor  # [C, vocab_size] int16: how often each token is in their outputs
+    banned_rows: torch.Tensor  # [N] int64: row banned_rows[i] may not take banned_ids[i] in this step
+    banned_ids: torch.Tensor  # [N] int64
+
+    @property
+    def num_rows(self) -> int:
+        return self.temperature.shape[0]
+
+    @property
+    def is_greedy(self) -> torch.Tensor:
+        """[B] bool."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def min_p_rows(self) -> torch.Tensor:
+        """[M] int64: random rows with a min_p."""
+        return (~self.is_greedy & (self.min_p > 0)).nonzero()[:, 0]
+
+    @property
+    def sort_rows(self) -> torch.Tensor:
+        """[S] int64: random rows with a top_k or top_p, the only ones that are sorted."""
+        has_top_k = (self.top_k > 0) & (self.top_k < self.vocab_size)
+        return (~self.is_greedy & (has_top_k | (self.top_p < 1))).nonzero()[:, 0]
+
+
+def state_bytes(max_num_seqs: int, vocab_size: int, max_batch: int) -> int:
+    """What the settings of all rows take on the device for as long as an engine lives, with the kernels' workspace."""
+    row = 4 * (len(FLOATS) + len(INTEGERS) + MAX_BANNED + NUM_COLUMNS) + 16
+    row += 2 * 4 * -(-vocab_size // 32) + 2 * vocab_size  # seen tokens and their upload, counts
+    return (max_num_seqs + 1) * row + max_batch * (12 + 8 * -(-vocab_size // TILE_TOKENS))

@@ -1,0 +1,54 @@
+"""A server in this process, for as long as somebody asks it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.engine import LLMEngine
+
+_START_SECONDS = 60
+
+
+@contextmanager
+def local_server(arguments: dict[str, Any], max_queue: int) -> Iterator[str]:
+    """Our own server with an engine of these arguments, on a free port of this machine: its address.
+
+    What a request leaves out has neutral values, as in `SamplingParams`, and not those that the checkpoint recommends.
+
+    Raises:
+        ModuleNotFoundError: packages of the server are missing.
+        ValueError: the engine cannot be made, or the server does not start.
+    """
+    import uvicorn  # optional, as what the application needs
+
+    from nanoinfer.serve.app import create_app
+    from nanoinfer.serve.async_engine import AsyncEngine
+
+    config = EngineConfig.from_arguments(arguments | dict(generation_config="vllm"))
+    engine = AsyncEngine(lambda: LLMEngine(config), max_queue=max_queue)
+    engine.start()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        app = create_app(engine, served_model_names=["model"])
+        settings = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off")
+        server = uvicorn.Server(settings)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="local-server")
+        try:
+            thread.start()
+            deadline = time.monotonic() + _START_SECONDS
+            while not server.started:
+                if not thread.is_alive() or time.monotonic() > deadline:
+                    raise ValueError(
+                        f"the server did not start within {_START_SECONDS} seconds: look at its output above"
+                    )
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+            engine.close()

@@ -1,0 +1,192 @@
+"""What the fields of a checkpoint's config.json may hold.
+
+Checked before transformers reads the file, which works with the values before it looks at their types (a huge
+`num_hidden_layers` is a list as long), and once more after that, for the values that it worked out. What is accepted
+here can be built, or is refused by what it does not fit: kernels, weights, or memory. Upper bounds lie far above the
+models there are, and low enough that numbers made from them stay exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from nanoinfer.common.errors import shown
+from nanoinfer.models.base import DecoderModel
+
+# float32, in which angles are computed, holds every position up to here.
+MAX_POSITIONS = 2**24
+MAX_VOCAB_SIZE = 2**24
+LAYER_TYPES = ("full_attention", "sliding_attention")
+_LISTED_LAYER_TYPES = " and ".join(LAYER_TYPES)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """allowed: in words, behind "must be"."""
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+
+    def check(self, where: str, name: str, value: Any) -> None:
+        """Raises ValueError where the value is not allowed; `where` says whose field it is."""
+        if not self.accepts(value):
+            raise ValueError(f"{where}: {name} is {shown(value)}, it must be {self.allowed}")
+
+
+def _count(least: int, most: int) -> Rule:
+    # type(), not isinstance(): true and false are whole numbers to Python
+    return Rule(
+        f"a whole number from {least:,} to {most:,}", lambda value: type(value) is int and least <= value <= most
+    )
+
+
+def _number(least: float, most: float) -> Rule:
+    return Rule(
+        f"a number from {least:,} to {most:,}", lambda value: type(value) in (int, float) and least <= value <= most
+    )
+
+
+def _optional(rule: Rule) -> Rule:
+    return Rule(f"{rule.allowed}, or null", lambda value: value is None or rule.accepts(value))
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+_TEXT = Rule("text", lambda value: isinstance(value, str))
+_FLAG = Rule("true or false", lambda value: type(value) is bool)
+_OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+_DTYPE = Rule(
+    'a dtype of torch, such as "bfloat16"',
+    lambda value: isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype),
+)
+_TOKEN_ID = _count(0, 2**31 - 1)
+TOKEN_IDS = Rule(
+    "a token id (a whole number of at least 0), a list of them, or null",
+    lambda value: value is None or all(map(_TOKEN_ID.accepts, value if isinstance(value, list) else [value])),
+)
+_ARCHITECTURES = _optional(Rule("a list of names", _is_texts))
+_ROPE_THETA = _number(1, 1e15)
+_PARTIAL_ROTARY_FACTOR = _optional(
+    Rule("1: heads are rotated as a whole", lambda value: type(value) in (int, float) and value == 1)
+)
+
+_FIELDS = {
+    "dtype": _optional(_DTYPE),
+    "torch_dtype": _optional(_DTYPE),
+    "vocab_size": _count(1, MAX_VOCAB_SIZE),
+    "hidden_size": _count(1, 2**17),
+    "intermediate_size": _count(1, 2**20),
+    "num_hidden_layers": _count(1, 1000),
+    "num_attention_heads": _count(1, 1024),
+    "num_key_value_heads": _optional(_count(1, 1024)),
+    "head_dim": _optional(_count(1, 2**12)),
+    "max_position_embeddings": _count(1, MAX_POSITIONS),
+    "hidden_act": _TEXT,
+    "hidden_activation": _TEXT,
+    "rms_norm_eps": _number(1e-30, 1),
+    "tie_word_embeddings": _FLAG,
+    "attention_bias": _FLAG,
+    "mlp_bias": _FLAG,
+    "use_sliding_window": _FLAG,
+    "use_bidirectional_attention": _optional(_FLAG),
+    "sliding_window": _optional(_count(0, 2**30)),
+    "max_window_layers": _count(0, 2**30),
+    "sliding_window_pattern": _count(1, 2**30),
+    "layer_types": _optional(
+        Rule(
+            f"a list of {_LISTED_LAYER_TYPES}",
+            lambda value: _is_texts(value) and set(value) <= set(LAYER_TYPES),
+        )
+    ),
+    "query_pre_attn_scalar": _count(1, 2**20),
+    "attn_logit_softcapping": _optional(_number(1e-3, 1e6)),
+    "final_logit_softcapping": _optional(_number(1e-3, 1e6)),
+    "rope_theta": _ROPE_THETA,
+    "rope_local_base_freq": _ROPE_THETA,
+    "partial_rotary_factor": _PARTIAL_ROTARY_FACTOR,
+    "rope_parameters": _optional(_OBJECT),
+    "rope_scaling": _optional(_OBJECT),
+    "original_max_position_embeddings": _optional(_count(1, MAX_POSITIONS)),
+    "eos_token_id": TOKEN_IDS,
+    # transformers makes a list as long
+    "num_labels": _count(0, 2**16),
+    "per_layer_config": Rule("left out: all layers have the same sizes here", lambda value: value in (None, {})),
+    "quantization_config": _optional(_OBJECT),
+}
+_ROPE_FIELDS = {
+    "rope_type": _TEXT,
+    "type": _TEXT,
+    "rope_theta": _ROPE_THETA,
+    "factor": _number(1, 1e6),
+    "low_freq_factor": _number(1e-3, 1e6),
+    "high_freq_factor": _number(1e-3, 1e6),
+    "original_max_position_embeddings": _count(1, MAX_POSITIONS),
+    "partial_rotary_factor": _PARTIAL_ROTARY_FACTOR,
+}
+
+
+def check_architectures(path: Path, values: Mapping[str, Any]) -> None:
+    """Raises ValueError where the names of the architectures are no list of names."""
+    _ARCHITECTURES.check(_where(path), "architectures", values.get("architectures"))
+
+
+def check_fields(path: Path, values: Mapping[str, Any], model_class: type[DecoderModel]) -> None:
+    """Checks what a config.json of a model of that class holds.
+
+    Raises:
+        ValueError: a value is not allowed; names the file, the field, the value and what is.
+    """
+    where = _where(path)
+    if values.get("model_type") != model_class.model_type:
+        raise ValueError(
+            f"{where}: model_type is {shown(values.get('model_type'))}, it must be {model_class.model_type!r}, as the "
+            "architecture says"
+        )
+    for name, rule in _FIELDS.items():
+        if name in values:
+            rule.check(where, name, values[name])
+    for name in ("rope_parameters", "rope_scaling"):
+        by_layer_type = name == "rope_parameters" and model_class.rotates_by_layer_type
+        _check_rope(where, name, values.get(name) or {}, by_layer_type)
+    layer_types, num_layers = values.get("layer_types"), values.get("num_hidden_layers")
+    if None not in (layer_types, num_layers) and len(layer_types) != num_layers:
+        raise ValueError(
+            f"{where}: layer_types has {len(layer_types):,} entries, it must have one for each of the "
+            f"{num_layers:,} layers of num_hidden_layers"
+        )
+
+
+def check_config(path: Path, hf_config: PretrainedConfig, model_class: type[DecoderModel]) -> None:
+    """Checks what transformers made of the file, as `check_fields`: it works values out of others."""
+    values = {name: value for name, value in vars(hf_config).items() if name in _FIELDS and name != "dtype"}
+    check_fields(path, values | {"model_type": hf_config.model_type}, model_class)
+
+
+def _check_rope(where: str, name: str, parameters: Mapping[str, Any], by_layer_type: bool) -> None:
+    if by_layer_type:
+        for layer_type, own in parameters.items():
+            if layer_type not in LAYER_TYPES:
+                raise ValueError(f"{where}: {name} has {shown(layer_type)}, it must be keyed by {_LISTED_LAYER_TYPES}")
+            _optional(_OBJECT).check(where, f"{name}.{layer_type}", own)
+            _check_rope(where, f"{name}.{layer_type}", own or {}, by_layer_type=False)
+        return
+    for key, value in parameters.items():
+        if key in LAYER_TYPES:
+            raise ValueError(f"{where}: {name} has {key!r}, it must be the same for all layers of this architecture")
+        if key in _ROPE_FIELDS:
+            _ROPE_FIELDS[key].check(where, f"{name}.{key}", value)
+    low, high = parameters.get("low_freq_factor"), parameters.get("high_freq_factor")
+    if None not in (low, high) and low >= high:
+        raise ValueError(f"{where}: {name}.low_freq_factor is {low}, it must be below high_freq_factor, {high}")
+
+
+def _where(path: Path) -> str:
+    return f"{path} is no valid config"

@@ -1,0 +1,66 @@
+"""generation_config.json: a checkpoint's end tokens, and how its makers would sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nanoinfer.sampling_params import Advised, SamplingParams
+from nanoinfer.weights.checkpoint import TOKEN_IDS
+from nanoinfer.weights.load import read_json_object
+
+FILE = "generation_config.json"
+# The fields that vLLM reads, with their names in SamplingParams. Like vLLM we do not read do_sample: checkpoints often
+# leave it at false beside a temperature that is meant.
+_SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def read(model_dir: Path) -> dict[str, Any]:
+    """The file's content; {} where there is none.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    path = model_dir / FILE
+    return read_json_object(path) if path.exists() else {}
+
+
+def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int]:
+    """Tokens that end a completion: those of generation_config.json if it names some, else of config.json.
+
+    Raises:
+        ValueError: what it names are no token ids.
+    """
+    found = read(model_dir).get("eos_token_id", getattr(hf_config, "eos_token_id", None))
+    TOKEN_IDS.check(str(model_dir / FILE), "eos_token_id", found)
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list) else [found])
+
+
+def sampling_defaults(model_dir: Path) -> dict[str, Any]:
+    """Values for fields of SamplingParams that a request leaves out; null in the file is as good as absent.
+
+    Raises:
+        ValueError: SamplingParams does not take a value.
+    """
+    content = read(model_dir)
+    defaults = {name: content[theirs] for theirs, name in _SAMPLING_FIELDS.items() if content.get(theirs) is not None}
+    try:
+        SamplingParams(**defaults)
+    except ValueError as error:
+        raise ValueError(
+            f'{model_dir / FILE}: {error} Mend the file, or set generation_config="vllm" to leave its values out.'
+        ) from error
+    if "max_tokens" in defaults:
+        defaults["max_tokens"] = Advised(defaults["max_tokens"])
+    return defaults

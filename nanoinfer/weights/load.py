@@ -1,0 +1,336 @@
+"""From a checkpoint to a model on its device: find it, read its config, check it, and fill the weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+from transformers import PretrainedConfig
+
+from nanoinfer.common.errors import nearest, shown
+from nanoinfer.models.base import DecoderModel, ModelSpec
+from nanoinfer.models.registry import find_class, resolve
+from nanoinfer.weights.checkpoint import check_architectures, check_config, check_fields
+from nanoinfer.weights.read import TensorEntry, read_tensors
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
+# Not *.safetensors: some repositories hold the weights a second time in another layout (consolidated.safetensors).
+_WEIGHTS = ["model*.safetensors"]
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+# Models that come along with the package, by name.
+PACKAGED = {"recall": Path(__file__).parent.parent / "recall" / "checkpoint"}
+# Far more than any file of a checkpoint has, and little enough for all that goes through it step by step.
+_MAX_JSON_DEPTH = 32
+# File systems take no longer ones.
+_MAX_NAME_BYTES = 255
+# A progress bar for less than this would only flicker.
+_PROGRESS_DELAY_S = 2.0
+
+
+def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] = ()) -> Path:
+    """The local directory of a checkpoint: `model` itself, one that comes along, or the download of a hub id.
+
+    Args:
+        weights: False downloads config and tokenizer only.
+        names: what the caller takes in place of a checkpoint.
+
+    Raises:
+        ValueError: no such directory, or the hub does not give it; names the nearest name.
+    """
+    path = Path(model).expanduser()
+    packaged = PACKAGED.get(str(model))
+    # A directory of that name that is no checkpoint, such as one with the results of an evaluation, hides nothing.
+    if packaged is not None and packaged.is_dir() and not (path / "config.json").is_file():
+        return packaged
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"model {str(model)!r} is a file: give the directory that holds config.json")
+    if not _HUB_ID.fullmatch(str(model)):
+        packaged = [name for name, path in PACKAGED.items() if path.is_dir()]
+        guess = nearest(str(model), [*packaged, *names])
+        hint = f" (did you mean {guess!r}?)" if guess else ""
+        raise ValueError(
+            f"model {str(model)!r} does not exist{hint}: give a directory with config.json, a hub id such as Qwen/Qwen3-4B"
+            + "".join(f", or {name!r}, which comes along" for name in packaged)
+        )
+    try:
+        patterns = _CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
+    except Exception as error:  # the client's own errors and those of its HTTP library share no base
+        raise ValueError(
+            f"model {str(model)!r} is no directory here, and the Hugging Face hub does not give it "
+            f"({type(error).__name__}: {error}). Check the name, the network and your access, or give a directory"
+        ) from error
+
+
+def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedConfig:
+    """The checkpoint's config, read by transformers; no code of the checkpoint runs.
+
+    names: as in `find_model`.
+
+    Raises:
+        ValueError: the model or its config.json is missing, not readable, or of an unsupported architecture.
+    """
+    model_dir = find_model(model, weights=False, names=names)
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint")
+    raw = read_json_object(path)
+    check_architectures(path, raw)
+    try:
+        model_class = find_class(raw.get("architectures"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    check_fields(path, raw, model_class)
+    try:
+        # By its full name, which transformers imports now and not with this module: it takes seconds.
+        hf_config = transformers.AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except Exception as error:  # its checks of values come after its work with them, which fails in any way
+        raise ValueError(f"{path} is no valid config: {error}") from error
+    check_config(path, hf_config, model_class)
+    return hf_config
+
+
+def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpec:
+    """The numbers of a config's model, computed in `dtype` (as in `resolve_dtype`).
+
+    Raises:
+        ValueError: the config asks for something that is not supported; names the file.
+    """
+    try:
+        return resolve(hf_config).spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
+    except ValueError as error:
+        raise ValueError(f"{Path(hf_config.name_or_path, 'config.json')}: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file of a checkpoint.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else than an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if _is_deeper_than(_MAX_JSON_DEPTH, content):
+            raise RecursionError
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable as JSON ({error}): download it again") from error
+    except RecursionError as error:
+        raise ValueError(
+            f"{path} is not readable as JSON (it is nested more than {_MAX_JSON_DEPTH} deep): download it again"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object: download it again")
+    return content
+
+
+def _is_deeper_than(depth: int, content: Any) -> bool:
+    level = [[content]]
+    for _ in range(depth + 1):
+        children = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+        level = [child for child in children if isinstance(child, dict | list)]
+    return bool(level)
+
+
+def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
+    """All tensors of a checkpoint by name. Reads the headers alone: milliseconds for any size.
+
+    Raises:
+        ValueError: no safetensors, a shard is missing, cut short or corrupt, or holds no floating-point weights.
+    """
+    model_dir = Path(model_dir)
+    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if single.is_file():
+        return {entry.name: entry for entry in _read_header(single)}
+    if not index.is_file():
+        raise ValueError(
+            f"{model_dir} holds neither {single.name} nor {index.name}: give a checkpoint in safetensors format "
+            "(save_pretrained of transformers writes it)"
+        )
+    shard_of = _read_index(index)
+    missing = sorted({shard for shard in shard_of.values() if not (model_dir / shard).is_file()})
+    if missing:
+        raise ValueError(f"{index} names files that are not there: {_listed(missing)}. Download them again")
+    found = {shard: {e.name: e for e in _read_header(model_dir / shard)} for shard in sorted(set(shard_of.values()))}
+    absent = [f"{name} in {shard}" for name, shard in shard_of.items() if name not in found[shard]]
+    if absent:
+        raise ValueError(f"{index} names tensors that are not there: {_listed(absent)}. Download the files again")
+    return {name: found[shard][name] for name, shard in shard_of.items()}
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name to file name."""
+    try:
+        shard_of = read_json_object(path)["weight_map"]
+        invalid = [shard for shard in shard_of.values() if not _is_file_name(shard)]
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no safetensors index ({error!r}): download it again") from error
+    if invalid:
+        raise ValueError(
+            f"{path} is no safetensors index: weight_map names {shown(invalid[0])}, it must give a file name of at "
+            f"most {_MAX_NAME_BYTES} bytes for each tensor. Download it again"
+        )
+    return shard_of
+
+
+def _is_file_name(shard: Any) -> bool:
+    """A plain name: an index must not lead out of its directory."""
+    if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard or "\0" in shard:
+        return False
+    return len(shard.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
+
+
+def _read_header(path: Path) -> list[TensorEntry]:
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # it checked the header: the tensors' ranges fit their shapes and dtypes, and fill the file
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{path} is cut short or corrupt ({error}): download it again") from error
+    header.pop("__metadata__", None)
+    entries = []
+    for name, tensor in header.items():
+        if tensor["dtype"] not in _FILE_DTYPES:
+            raise ValueError(f"{name} in {path} has dtype {tensor['dtype']}: supported are {', '.join(_FILE_DTYPES)}")
+        entries.append(
+            TensorEntry(
+                name=name,
+                path=path,
+                shape=tuple(tensor["shape"]),
+                dtype=_FILE_DTYPES[tensor["dtype"]],
+                offset=8 + header_bytes + tensor["data_offsets"][0],
+            )
+        )
+    return entries
+
+
+def resolve_dtype(dtype: str | torch.dtype, hf_config: PretrainedConfig) -> torch.dtype:
+    """The dtype to compute in: a name or dtype as it is, "auto" as the config says, float32 where it says nothing.
+
+    Raises:
+        ValueError: not bfloat16, float16 or float32.
+    """
+    wanted = dtype
+    if dtype == "auto":
+        wanted = getattr(hf_config, "dtype", None) or torch.float32
+    resolved = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
+    if resolved not in _DTYPES:
+        raise ValueError(f"dtype {wanted} (given: {dtype!r}) is not supported: give bfloat16, float16 or float32")
+    return resolved
+
+
+def load_model(
+    model_dir: str | Path,
+    hf_config: PretrainedConfig,
+    dtype: str | torch.dtype,
+    device: torch.device | str,
+    *,
+    load_format: str = "auto",
+    seed: int = 0,
+    max_position: int | None = None,
+    progress: bool = True,
+) -> DecoderModel:
+    """Builds the model on `device` and fills it. Each weight is allocated once, there, and cast to `dtype` on the way;
+    the host holds pieces of the files only, 64 MiB at a time.
+
+    load_format: "auto" reads safetensors; "dummy" takes random weights, the same for the same seed and device kind.
+    max_position: positions to make the position tables for; None: the config's.
+    progress: show a bar where loading takes more than 2 s.
+
+    Raises:
+        ValueError: the config or the files do not make a supported model: nothing lies on the device then. Or a file
+            cannot be read to its end, although its header could.
+    """
+    model_class, spec = resolve(hf_config), read_spec(hf_config, dtype)
+    max_position = spec.max_position if max_position is None else max_position
+    if load_format == "dummy":
+        model = model_class(hf_config, spec, device=device, max_position=max_position)
+        _fill_with_noise(model, seed, progress)
+    elif load_format == "auto":
+        entries = check_safetensors(model_dir)
+        _check_matches(entries, model_class(hf_config, spec, device="meta", max_position=1), model_dir)
+        model = model_class(hf_config, spec, device=device, max_position=max_position)
+        _fill_from_files(model, entries, progress)
+    else:
+        raise ValueError(f'load_format={load_format!r} is not supported: give "auto" or "dummy"')
+    return model.eval()
+
+
+def _check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_dir: str | Path) -> None:
+    """Compares names and shapes with those of `model`, which may lie on the meta device."""
+    views = model.checkpoint_views()
+    missing = [name for name in views if name not in entries]
+    if missing:
+        raise ValueError(f"{model_dir} lacks tensors that {model.spec.architecture} needs: {_listed(missing)}")
+    unexpected = [name for name in entries if name not in views and not model.ignores(name)]
+    if unexpected:
+        raise ValueError(
+            f"{model_dir} holds tensors that {model.spec.architecture} has no place for: {_listed(unexpected)}. "
+            "Does config.json belong to these weights?"
+        )
+    wrong = [
+        f"{name} is {list(entries[name].shape)}, expected {list(view.shape)}"
+        for name, view in views.items()
+        if entries[name].shape != tuple(view.shape)
+    ]
+    if wrong:
+        raise ValueError(f"{model_dir} does not fit its config.json: {_listed(wrong)}")
+    if model.spec.tied_embeddings and "lm_head.weight" in entries:
+        _check_head_repeats_embeddings(entries["lm_head.weight"], entries["model.embed_tokens.weight"])
+
+
+def _check_head_repeats_embeddings(head: TensorEntry, embeddings: TensorEntry) -> None:
+    """A tied checkpoint may repeat the embeddings as its head, but not hold another head."""
+    same = head.shape == embeddings.shape
+    with safe_open(head.path, framework="pt") as head_file, safe_open(embeddings.path, framework="pt") as other_file:
+        head_rows, embedding_rows = head_file.get_slice(head.name), other_file.get_slice(embeddings.name)
+        for begin in range(0, head.shape[0] if same else 0, 4096):
+            same = same and torch.equal(head_rows[begin : begin + 4096], embedding_rows[begin : begin + 4096])
+    if not same:
+        raise ValueError(
+            f"config.json says tie_word_embeddings, but {head.name} in {head.path} differs from {embeddings.name}: "
+            "set tie_word_embeddings to false if the model has a head of its own, or remove the tensor"
+        )
+
+
+def _fill_from_files(model: DecoderModel, entries: dict[str, TensorEntry], progress: bool) -> None:
+    targets = [(entries[name], view) for name, view in model.checkpoint_views().items()]
+    with tqdm(
+        total=sum(entry.num_bytes for entry, _ in targets),
+        desc="loading weights",
+        unit="B",
+        unit_scale=True,
+        delay=_PROGRESS_DELAY_S,
+        disable=not progress,
+    ) as bar:
+        read_tensors(targets, report=bar.update)
+
+
+def _fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:
+    """Normal with a standard deviation of 0.02, around what leaves x as it is for norms and around 0 for others."""
+    generator = None
+    modules = list(model.modules())
+    for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
+        mean = getattr(module, "neutral_weight", 0.0)
+        for weight in module.parameters(recurse=False):
+            generator = generator or torch.Generator(weight.device).manual_seed(seed)
+            weight.normal_(mean, 0.02, generator=generator)
+
+
+def _listed(items: list[str]) -> str:
+    """At most 8 of the items: a wrong checkpoint lacks hundreds."""
+    rest = f" and {len(items) - 8} more" if len(items) > 8 else ""
+    return ", ".join(items[:8]) + rest

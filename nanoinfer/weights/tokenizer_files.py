@@ -1,0 +1,69 @@
+"""A checkpoint's tokenizer: transformers' own, once its files are known to be harmless."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.common.errors import shown
+from nanoinfer.config import EngineConfig
+from nanoinfer.weights.checkpoint import MAX_VOCAB_SIZE
+from nanoinfer.weights.load import read_json_object
+
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_FILES_WITH_IDS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json")
+# A value of more digits than any model's ids have. Finding none takes a tenth of the time of reading the JSON.
+_LARGE_VALUE = re.compile(rb":\s*\d{8}")
+
+
+def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, or None where it is not wanted or the checkpoint has none. No code of the checkpoint runs.
+
+    Raises:
+        ValueError: there is one that cannot be loaded.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is None and not any((model_dir / name).exists() for name in _FILES):
+        return None
+    source = config.tokenizer or model_dir
+    try:
+        _check_ids(Path(source))
+        # By its full name, which transformers imports now and not with this module: it takes seconds.
+        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # of two libraries, which do not look at the files before they work with them
+        raise ValueError(
+            f"tokenizer {str(source)!r} cannot be loaded ({type(error).__name__}: {error}): check its files, or set "
+            "skip_tokenizer_init=True to work on token ids"
+        ) from error
+
+
+def _check_ids(directory: Path) -> None:
+    """Raises ValueError for token ids beyond any vocabulary: transformers' time and memory grow with them."""
+    for name in _FILES_WITH_IDS:
+        path, has_keys = directory / name, name == "tokenizer_config.json"  # a small file whose ids are keys
+        if not path.is_file() or not (has_keys or _LARGE_VALUE.search(path.read_bytes())):
+            continue
+        for token_id in _token_ids(name, read_json_object(path)):
+            if isinstance(token_id, int) and token_id >= MAX_VOCAB_SIZE:
+                raise ValueError(f"{path} has token id {shown(token_id)}, it must be below {MAX_VOCAB_SIZE:,}")
+
+
+def _token_ids(name: str, content: dict[str, Any]) -> Iterable[Any]:
+    """What stands where a file has token ids; not all of it need be one."""
+    if name == "tokenizer.json":
+        added = content.get("added_tokens")
+        tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+        return [*_object(_object(content.get("model")).get("vocab")).values(), *(token.get("id") for token in tokens)]
+    if name == "tokenizer_config.json":
+        return [int(key) for key in _object(content.get("added_tokens_decoder")) if key.isdecimal()]
+    return content.values()
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

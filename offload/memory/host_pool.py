@@ -1,0 +1,69 @@
+"""The host pool: KV blocks in host memory, in segments that become usable one after the other."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from offload.blocks import BlockPool
+from offload.layout import KVLayout
+
+
+class Arena(Protocol):
+    """Host memory in equal segments, such as `offload.memory.pinned.HostArena`."""
+
+    @property
+    def num_ready(self) -> int: ...
+
+    def segment(self, index: int) -> torch.Tensor: ...
+
+    def wait(self, num_segments: int | None = None) -> None: ...
+
+
+class HostPool:
+    """Blocks in host memory. The last segment may hold fewer than the others.
+
+    Segment g holds `blocks_per_segment` blocks for all layers as
+    `[num_layers, blocks_per_segment, 2, block_size, num_kv_heads, head_dim]`: within a segment, neighbouring blocks of
+    a layer are one contiguous range, so one copy moves a run of them; and a segment is usable as soon as it is pinned,
+    while the ones behind it still are not.
+    """
+
+    def __init__(self, layout: KVLayout, arena: Arena, num_blocks: int, blocks_per_segment: int) -> None:
+        self.layout = layout
+        self.blocks = BlockPool(num_blocks)
+        self.blocks_per_segment = blocks_per_segment
+        self._arena = arena
+        self._segments: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.blocks.num_blocks * self.layout.block_bytes
+
+    def check(self) -> None:
+        """Waits until the first segment is pinned.
+
+        Raises:
+            PinError: it cannot be, so no block of the pool can be used.
+        """
+        self.run(0, 0, 0, 0)
+
+    def run(self, layer: int, segment: int, begin: int, count: int) -> torch.Tensor:
+        """`[count, 2, block_size, num_kv_heads, head_dim]` view of neighbouring blocks of one segment.
+
+        Waits until the segment is pinned.
+        """
+        while len(self._segments) <= segment:
+            index = len(self._segments)
+            self._arena.wait(index + 1)
+            num_blocks = min(self.blocks_per_segment, self.blocks.num_blocks - index * self.blocks_per_segment)
+            memory = self._arena.segment(index)[: num_blocks * self.layout.block_bytes]
+            self._segments.append(memory.view(self.layout.dtype).view(self.layout.pool_shape(num_blocks)))
+        return self._segments[segment][layer, begin : begin + count]
+
+    def block(self, layer: int, block: int) -> torch.Tensor:
+        """`[2, block_size, num_kv_heads, head_dim]` view of one block."""
+        segment, within = divmod(block, self.blocks_per_segment)
+        return self.run(layer, segment, within, 1)[0]

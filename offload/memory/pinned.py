@@ -1,0 +1,318 @@
+"""Pinned host memory of an exact size, usable from its first segment on.
+
+torch's pinned allocator rounds sizes up to a power of two and faults pages in on one core. This arena maps exactly the
+bytes asked for, lets all cores touch the pages (in huge pages where the kernel gives them), and registers them with
+CUDA piece by piece in the background. The order of these steps is what makes it fast: registering untouched memory
+faults every page in under a driver lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from offload.memory.host_memory import memory_available_bytes
+
+GIB = 2**30
+PAGE_BYTES = mmap.PAGESIZE
+_HUGE_PAGE_BYTES = 2 * 2**20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
+_CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for every CUDA context of the process
+# One registration of 512 GiB or more fails on every driver seen; pieces also let the first ones be used early.
+MAX_REGISTER_BYTES = 16 * GIB
+
+Register = Callable[[int, int], str | None]
+
+
+class PinError(RuntimeError):
+    """The system refused to pin host memory."""
+
+
+class HostArena:
+    """Host memory in equal segments that become usable one after the other.
+
+    Args:
+        num_segments, segment_bytes: the segments; each is rounded up to whole pages, and no further.
+        last_segment_bytes: size of the last segment, if it is smaller.
+        pin: register with CUDA. False maps the memory only: its pages come when they are first written.
+        require_pin: raise where the system refuses to pin, instead of going on with pageable memory.
+        num_threads: threads that touch pages; None takes the cores, at most 8: more only queue up in the kernel.
+        num_register_threads: threads that register; the driver serialises part of the work.
+        progress: called from the background with (segments ready, segments in all).
+        background: False returns only when everything is ready.
+        available_bytes: host memory that may be taken; None asks the system.
+        register, unregister: pin (address, bytes) and return None or what went wrong; unpin an address.
+
+    Raises:
+        MemoryError: more than is available, or than the system maps; nothing was mapped.
+        PinError: with `require_pin` and without `background`, the system refused. In the background, `wait` raises it.
+    """
+
+    def __init__(
+        self,
+        num_segments: int,
+        segment_bytes: int,
+        *,
+        pin: bool,
+        last_segment_bytes: int | None = None,
+        require_pin: bool = False,
+        num_threads: int | None = None,
+        num_register_threads: int = 2,
+        progress: Callable[[int, int], None] | None = None,
+        background: bool = True,
+        available_bytes: int | None = None,
+        register: Register | None = None,
+        unregister: Callable[[int], None] | None = None,
+    ) -> None:
+        assert num_segments >= 1 and segment_bytes >= 1, f"{num_segments} segments of {segment_bytes} bytes"
+        self.num_segments, self.segment_bytes = num_segments, segment_bytes
+        self._last_bytes = segment_bytes if last_segment_bytes is None else last_segment_bytes
+        assert 1 <= self._last_bytes <= segment_bytes, "the last segment may be smaller, not larger"
+        self._stride = _whole_pages(segment_bytes)
+        available = memory_available_bytes() if available_bytes is None else available_bytes
+        if self.mapped_bytes > available:
+            raise MemoryError(
+                f"{self.mapped_bytes / GIB:.2f} GiB of host memory wanted, {available / GIB:.2f} GiB are available: "
+                "lower host_memory_limit or free some memory"
+            )
+        try:
+            self._map = mmap.mmap(-1, self.mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(
+                f"{self.mapped_bytes / GIB:.2f} GiB of host memory wanted, {memory_available_bytes() / GIB:.2f} GiB "
+                f"are available, but the system does not map as much ({error}): lower host_memory_limit, or raise the "
+                "limit of address space (ulimit -v; vm.overcommit_memory=2 sets one for the whole machine)"
+            ) from error
+        try:
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        except (OSError, AttributeError):
+            pass  # smaller pages are slower to register, and otherwise the same
+        self._buffer = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._address = self._buffer.data_ptr()
+        self._registered: list[int] = []  # addresses
+        self._is_pinned = [False] * num_segments
+        self._is_done = [not pin] * num_segments
+        self._failure: BaseException | None = None
+        self._refusal: str | None = None
+        self._require_pin = require_pin
+        self._progress = progress
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._register = register or _cuda_register
+        self._release = weakref.finalize(
+            self, _unregister_all, self._registered, unregister or _cuda_unregister, self._map
+        )
+        self.seconds = 0.0  # time until the last segment was ready
+        self._thread: threading.Thread | None = None
+        if pin:
+            cores = min(os.cpu_count() or 1, 8) if num_threads is None else num_threads
+            device = torch.cuda.current_device() if register is None else None
+            self._thread = threading.Thread(
+                target=self._pin_all, args=(cores, num_register_threads, device), name="pin-host-memory", daemon=True
+            )
+            self._thread.start()
+            if not background:
+                self.wait()
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of address space, exactly the page-rounded segments."""
+        return sum(self._span(index) for index in range(self.num_segments))
+
+    @property
+    def num_ready(self) -> int:
+        """Segments 0 to num_ready - 1 can be used."""
+        return next((i for i, is_done in enumerate(self._is_done) if not is_done), self.num_segments)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self._span(index) for index, is_pinned in enumerate(self._is_pinned) if is_pinned)
+
+    @property
+    def unpinned_bytes(self) -> int:
+        """Bytes that are ready and pageable."""
+        return sum(self._span(index) for index in range(self.num_ready) if not self._is_pinned[index])
+
+    def segment(self, index: int) -> torch.Tensor:
+        """[segment_bytes] uint8, CPU; the last one may be shorter.
+
+        Raises:
+            RuntimeError: it is not ready yet; `wait` first.
+        """
+        if not self._is_done[index]:
+            raise RuntimeError(f"segment {index} of {self.num_segments} is not ready: call wait({index + 1}) first")
+        num_bytes = self._last_bytes if index == self.num_segments - 1 else self.segment_bytes
+        return self._buffer[index * self._stride : index * self._stride + num_bytes]
+
+    def wait(self, num_segments: int | None = None) -> None:
+        """Blocks until that many segments (None: all) are ready; raises what went wrong in the background."""
+        wanted = self.num_segments if num_segments is None else num_segments
+        with self._changed:
+            self._changed.wait_for(lambda: self.num_ready >= wanted or self._failure is not None)
+            if self.num_ready < wanted:
+                assert self._failure is not None
+                raise self._failure
+
+    def close(self) -> None:
+        """Stops pinning, unpins everything and unmaps it once no tensor refers to it. May be called again."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._changed:
+            if self._failure is None:
+                self._failure = RuntimeError("the host arena is closed")
+            self._is_done = [False] * self.num_segments
+            self._changed.notify_all()
+        self._release()
+
+    def __enter__(self) -> HostArena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Background
+
+    def _pin_all(self, num_threads: int, num_register_threads: int, device: int | None) -> None:
+        begin = time.perf_counter()
+        try:
+            with (
+                ThreadPoolExecutor(num_threads, "touch") as touchers,
+                ThreadPoolExecutor(num_register_threads, "register") as registrars,
+            ):
+                touched = [self._touch(touchers, index, num_threads) for index in range(self.num_segments)]
+                pinned = [
+                    registrars.submit(self._pin, index, touched[index], device) for index in range(self.num_segments)
+                ]
+                for future in pinned:
+                    future.result()
+            self.seconds = time.perf_counter() - begin
+            if self.unpinned_bytes and not self._stop.is_set():
+                self._warn()
+        except BaseException as error:  # handed to whoever waits
+            self._stop.set()
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _span(self, index: int) -> int:
+        """Mapped bytes of a segment."""
+        return self._stride if index < self.num_segments - 1 else _whole_pages(self._last_bytes)
+
+    def _touch(self, touchers: ThreadPoolExecutor, index: int, num_threads: int) -> list[Future[None]]:
+        """Lets all cores fault in the pages of one segment."""
+        span = self._span(index)
+        share = -(-span // num_threads // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES or _HUGE_PAGE_BYTES
+        base = self._address + index * self._stride
+        return [touchers.submit(self._touch_range, base + at, min(share, span - at)) for at in range(0, span, share)]
+
+    def _touch_range(self, address: int, num_bytes: int) -> None:
+        if not self._stop.is_set():
+            _populate(address, num_bytes)
+
+    def _pin(self, index: int, touched: list[Future[None]], device: int | None) -> None:
+        for future in touched:
+            future.result()
+        if self._stop.is_set():
+            return
+        if self._refusal is None:
+            self._register_segment(index, device)
+        with self._changed:
+            self._is_done[index] = True
+            self._changed.notify_all()
+        if self._progress is not None:
+            self._progress(self.num_ready, self.num_segments)
+
+    def _register_segment(self, index: int, device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        begin = self._address + index * self._stride
+        end = begin + self._span(index)
+        for address in range(begin, end, MAX_REGISTER_BYTES):
+            refusal = self._register(address, min(MAX_REGISTER_BYTES, end - address))
+            if refusal is not None:
+                self._refusal = refusal
+                if self._require_pin:
+                    raise PinError(
+                        f"the system refused to pin host memory after {self.pinned_bytes / GIB:.2f} of "
+                        f"{self.mapped_bytes / GIB:.2f} GiB ({refusal}): lower host_memory_limit, raise the limit of "
+                        'locked memory (ulimit -l; WSL2 allows little), or set pin_host_memory="auto" to go on slower'
+                    )
+                return
+            self._registered.append(address)  # at once: whatever follows, close() unpins it
+        self._is_pinned[index] = True
+
+    def _warn(self) -> None:
+        speed = ""
+        if torch.cuda.is_available():
+            pinned, pageable = measure_copy_gbps(pinned=True), measure_copy_gbps(pinned=False)
+            speed = f": they stream at {pageable:.1f} GB/s instead of {pinned:.1f}"
+        warnings.warn(
+            f"the system refused to pin {self.unpinned_bytes / GIB:.2f} of {self.mapped_bytes / GIB:.2f} GiB of host "
+            f"memory ({self._refusal}){speed}. Lower host_memory_limit to {self.pinned_bytes / GIB:.2f} GiB to keep "
+            "the speed, or raise the limit of locked memory (ulimit -l; WSL2 allows little)",
+            stacklevel=2,
+        )
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def measure_copy_gbps(*, pinned: bool, num_bytes: int = 128 * 2**20, device: torch.device | str = "cuda") -> float:
+    """GB/s (10^9) of host-to-device copies from pinned or pageable memory: the best of three."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    # A stream of its own, and no wait for the device: another thread may be capturing a graph.
+    stream = torch.cuda.Stream(device)
+    best = float("inf")
+    with torch.cuda.stream(stream):
+        destination = torch.empty_like(source, device=device)
+        for _ in range(4):  # the first one warms up
+            stream.synchronize()
+            begin = time.perf_counter()
+            destination.copy_(source, non_blocking=True)
+            stream.synchronize()
+            best = min(best, time.perf_counter() - begin)
+    return num_bytes / best / 1e9
+
+
+def _populate(address: int, num_bytes: int) -> None:
+    """Faults pages in for writing. ctypes releases the interpreter lock, so threads do it side by side."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) == 0:
+        return
+    if ctypes.get_errno() == errno.ENOMEM:
+        raise MemoryError(f"the system has no {num_bytes / 2**20:.0f} MiB of host memory left: lower host_memory_limit")
+    ctypes.memset(address, 0, num_bytes)  # a kernel without MADV_POPULATE_WRITE
+
+
+def _cuda_register(address: int, num_bytes: int) -> str | None:
+    cudart = torch.cuda.cudart()
+    code = int(cudart.cudaHostRegister(address, num_bytes, _CUDA_HOST_REGISTER_PORTABLE))
+    if code == 0:
+        return None
+    try:
+        torch.zeros(1, device="cuda")  # a failed call leaves its error pending in this thread: this takes it away
+    except RuntimeError:
+        pass
+    return f"CUDA error {code}: {cudart.cudaGetErrorString(cudart.cudaError(code))}"
+
+
+def _cuda_unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _unregister_all(registered: list[int], unregister: Callable[[int], None], memory: mmap.mmap) -> None:
+    """Unpins before the memory can be unmapped; `memory` is passed only to keep it alive until here."""
+    while registered:
+        unregister(registered.pop())

@@ -1,0 +1,111 @@
+"""The small interface through which everything reaches streams, events, graphs and copies.
+
+Two implementations: `CudaRuntime` (offload/runtime/cuda.py) and `SimulatedRuntime` (offload/runtime/simulated.py). Work is *enqueued*
+on a stream as a function; it may run at any later time that the waits allow, so a function must not depend on host
+state that changes after it was enqueued, and the host must not read what it writes before synchronising.
+
+Every wait carries the name of the rule that it enforces, such as "ring.fill_after_attention". The simulated runtime
+can drop one rule by name, which is how the tests prove that each wait is needed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+
+class Event(ABC):
+    """A point in a stream. Recording again moves it; a wait refers to the newest record at the time of the call."""
+
+    @abstractmethod
+    def query(self, rule: str) -> bool:
+        """True when all work before the newest record has run (and if it was never recorded); `rule` as in `wait`."""
+
+    @abstractmethod
+    def synchronize(self, rule: str) -> None:
+        """Blocks the host until the newest record has been reached; `rule` names what this protects."""
+
+    @property
+    @abstractmethod
+    def is_reached(self) -> bool:
+        """Whether the newest record has been reached. For timed events, on which no order depends."""
+
+    @abstractmethod
+    def seconds_since(self, earlier: Event) -> float:
+        """Seconds between two timed events that have been reached."""
+
+
+class Graph(ABC):
+    """A captured sequence of device work, bound to the addresses it was captured with."""
+
+
+class Stream(ABC):
+    """An in-order queue of device work."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, work: Callable[[], None]) -> None:
+        """Enqueues the device work that `work` launches."""
+
+    @abstractmethod
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueues a copy between tensors of the same shape, asynchronous when the host side is pinned."""
+
+    @abstractmethod
+    def replay(self, graph: Graph) -> None:
+        """Enqueues a captured graph."""
+
+    @abstractmethod
+    def record(self, event: Event) -> None:
+        """Moves the event to this point of the stream."""
+
+    @abstractmethod
+    def wait(self, event: Event, rule: str) -> None:
+        """Lets later work of this stream run only after the newest record of `event`; no wait if there is none."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Blocks the host until all work enqueued so far has run."""
+
+    @abstractmethod
+    def current(self) -> AbstractContextManager[None]:
+        """Makes this stream the current one for a block of calls, which saves the switch in every single call."""
+
+
+class Runtime(ABC):
+    """Makes streams, events, graphs and pinned buffers on one device."""
+
+    device: torch.device
+    poisons: bool  # whether `poison` does anything
+
+    @abstractmethod
+    def stream(self, name: str) -> Stream: ...
+
+    @abstractmethod
+    def event(self, timed: bool = False) -> Event:
+        """A new event; `timed` ones can be subtracted, and cost a little more."""
+
+    @abstractmethod
+    def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
+        """Captures `work` into a graph. On CUDA it runs `work` once first, so that nothing is compiled in capture."""
+
+    @abstractmethod
+    def staging(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A small host buffer (pinned on CUDA) for uploads and read-backs."""
+
+    @abstractmethod
+    def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
+        """Marks `tensor` as released: the simulated runtime fills it with NaN there, CUDA does nothing."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Blocks the host until every stream of this runtime is idle. Never called inside a step."""
+
+    def settle(self) -> bool:
+        """Blocks likewise after an exception in the middle of anything; False if enqueued work was lost with it."""
+        self.synchronize()
+        return True

@@ -1,0 +1,136 @@
+"""The runtime on a CUDA device: thin wrappers over torch.cuda."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from offload.runtime.base import Event, Graph, Runtime, Stream
+
+
+class CudaEvent(Event):
+    def __init__(self, timed: bool) -> None:
+        self.event = torch.cuda.Event(enable_timing=timed)
+
+    def query(self, rule: str) -> bool:
+        return self.event.query()
+
+    def synchronize(self, rule: str) -> None:
+        self.event.synchronize()
+
+    @property
+    def is_reached(self) -> bool:
+        return self.event.query()
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent)
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
+class CudaGraph(Graph):
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph = graph
+
+
+class CudaStream(Stream):
+    """A torch.cuda.Stream that skips the switch when it is the current one already."""
+
+    def __init__(self, name: str, runtime: CudaRuntime) -> None:
+        self.name = name
+        self.stream = torch.cuda.Stream(runtime.device)
+        self._runtime = runtime
+
+    def run(self, work: Callable[[], None]) -> None:
+        if self._runtime.current_stream is self:
+            work()
+        else:
+            with torch.cuda.stream(self.stream):
+                work()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self.run(lambda: destination.copy_(source, non_blocking=True))
+
+    def replay(self, graph: Graph) -> None:
+        assert isinstance(graph, CudaGraph)
+        self.run(graph.graph.replay)
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        event.event.record(self.stream)
+
+    def wait(self, event: Event, rule: str) -> None:
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        before = self._runtime.current_stream
+        self._runtime.current_stream = self
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            self._runtime.current_stream = before
+
+
+class CudaRuntime(Runtime):
+    """Streams, events and graphs of one CUDA device; all graphs share one memory pool.
+
+    Args:
+        poison: fill released buffers with NaN, so that whoever still reads one gives a wrong answer. Slower; takes one
+            more buffer of the size of a layer's KV block.
+    """
+
+    def __init__(self, device: torch.device, poison: bool = False) -> None:
+        self.device = device
+        self.poisons = poison
+        self.current_stream: CudaStream | None = None
+        self._graph_pool = torch.cuda.graph_pool_handle()
+        self._nan: dict[tuple[CudaStream, torch.dtype], torch.Tensor] = {}
+
+    def stream(self, name: str) -> CudaStream:
+        return CudaStream(name, self)
+
+    def event(self, timed: bool = False) -> CudaEvent:
+        return CudaEvent(timed)
+
+    def capture(self, stream: Stream, work: Callable[[], None]) -> CudaGraph:
+        assert isinstance(stream, CudaStream)
+        stream.run(work)  # compiles kernels and creates library handles, which capture forbids
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the thread that pins host memory calls the driver while graphs are captured, which the
+        # default mode would count as a violation of this capture.
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream.stream, capture_error_mode="thread_local"):
+            work()
+        return CudaGraph(graph)
+
+    def staging(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_elements, dtype=dtype, pin_memory=True)
+
+    @torch.inference_mode()  # released blocks may be reclaimed outside of a step
+    def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
+        if not self.poisons:
+            return
+        assert isinstance(stream, CudaStream)
+        assert tensor.is_floating_point(), f"a {tensor.dtype} buffer cannot hold NaN"
+        if tensor.is_cuda:
+            stream.run(lambda: tensor.fill_(torch.nan))
+        else:  # the CPU would fill it at once, beside copies that are still in flight
+            stream.copy(tensor, self._nan_like(stream, tensor))
+
+    def _nan_like(self, stream: CudaStream, tensor: torch.Tensor) -> torch.Tensor:
+        """NaN in the shape of `tensor` on the device. Each stream has its own, so its order alone suffices."""
+        key = stream, tensor.dtype
+        if key not in self._nan or self._nan[key].numel() < tensor.numel():
+            with torch.cuda.stream(stream.stream):
+                self._nan[key] = torch.full((tensor.numel(),), torch.nan, dtype=tensor.dtype, device=self.device)
+        return self._nan[key][: tensor.numel()].view(tensor.shape)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)

@@ -1,0 +1,32 @@
+"""Host buffers for uploads: rotated, so that a buffer which a copy still reads is never overwritten."""
+
+from __future__ import annotations
+
+import torch
+
+from offload.runtime.base import Runtime, Stream
+
+
+class Staging:
+    """A few equal host buffers (pinned on CUDA) through which the host sends small tables to the device.
+
+    Args:
+        num_elements: size of one buffer.
+        depth: number of buffers. With 2, filling one never waits for the upload of the step before.
+    """
+
+    def __init__(self, runtime: Runtime, num_elements: int, dtype: torch.dtype, depth: int = 2) -> None:
+        self._buffers = [runtime.staging(num_elements, dtype) for _ in range(depth)]
+        self._uploaded = [runtime.event() for _ in range(depth)]
+        self._next = 0
+
+    def acquire(self) -> torch.Tensor:
+        """The next buffer, once its last upload has been read. Fill it, then call `upload`."""
+        self._uploaded[self._next].synchronize("staging.fill_after_upload")
+        return self._buffers[self._next]
+
+    def upload(self, stream: Stream, destination: torch.Tensor) -> None:
+        """Enqueues the copy of the acquired buffer's first elements into the flat `destination`."""
+        stream.copy(destination, self._buffers[self._next][: destination.numel()])
+        stream.record(self._uploaded[self._next])
+        self._next = (self._next + 1) % len(self._buffers)

@@ -1,0 +1,112 @@
+"""What each stream did and when, for one step: taken only where somebody asks, since every mark costs the host time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from offload.runtime.base import Event, Runtime, Stream
+
+COMPUTE, COPY, WRITE = "compute", "copy (host to GPU)", "write (GPU to host)"
+WAIT = "wait for copy"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work between two points of one stream."""
+
+    lane: str
+    name: str
+    begin: Event
+    end: Event
+    num_bytes: int = 0
+    layer: int | None = None
+    chunk: int | None = None  # running number within the step, or within the next step where it is prefetched
+
+    @property
+    def seconds(self) -> float:
+        return self.end.seconds_since(self.begin)
+
+
+class NoTimeline:
+    """Takes no times: what an untimed step gets, so that nobody has to ask."""
+
+    def begin(self, stream: Stream, lane: str) -> None:
+        pass
+
+    def lap(
+        self,
+        stream: Stream,
+        lane: str,
+        name: str,
+        *,
+        num_bytes: int = 0,
+        layer: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        pass
+
+
+@dataclass
+class Timeline(NoTimeline):
+    """Spans of one step, on the lanes compute, copy and write.
+
+    The spans of a lane follow each other: `begin` marks a point of the stream, and each `lap` ends a span that began at
+    the mark before.
+    """
+
+    runtime: Runtime
+    spans: list[Span] = field(default_factory=list)
+    _marks: dict[str, Event] = field(default_factory=dict)
+
+    def begin(self, stream: Stream, lane: str) -> None:
+        """Marks where the next span of the lane begins."""
+        self._marks[lane] = self._mark(stream)
+
+    def lap(
+        self,
+        stream: Stream,
+        lane: str,
+        name: str,
+        *,
+        num_bytes: int = 0,
+        layer: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        """Ends a span here; the next one may begin at the same point."""
+        end = self._mark(stream)
+        self.spans.append(Span(lane, name, self._marks[lane], end, num_bytes, layer, chunk))
+        self._marks[lane] = end
+
+    def _mark(self, stream: Stream) -> Event:
+        event = self.runtime.event(timed=True)
+        stream.record(event)
+        return event
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything marked has run, so that the spans have times."""
+        return all(event.is_reached for event in self._marks.values())
+
+    def summary(self) -> StepTimes:
+        """Adds up a complete step."""
+        compute = [span for span in self.spans if span.lane == COMPUTE]
+        return StepTimes(
+            copy_seconds=sum(span.seconds for span in self.spans if span.lane == COPY),
+            wait_seconds=sum(span.seconds for span in compute if span.name == WAIT),
+            compute_seconds=sum(span.seconds for span in compute if span.name != WAIT),
+        )
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What the streams did in a step, in seconds.
+
+    Attributes:
+        copy_seconds: the link was busy with fills that the step enqueued.
+        wait_seconds: compute waited for fills.
+        compute_seconds: compute had work, the time in which the host had not launched it yet included.
+    """
+
+    copy_seconds: float
+    wait_seconds: float
+    compute_seconds: float

@@ -1,0 +1,126 @@
+"""Who may import whom: folders lie in layers, imports go down, and no two folders or files import each other."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# From the ground up. Files at the root of the package count singly.
+LAYERS = (
+    "offload.layout offload.plan offload.blocks offload.runtime offload.memory offload.ring offload.engine offload",
+    "nanoinfer.common",
+    "nanoinfer.outputs nanoinfer.sampling_params nanoinfer.config",
+    "nanoinfer.requests nanoinfer.sampling",
+    "nanoinfer.kernels",
+    "nanoinfer.attention nanoinfer.layers",
+    "nanoinfer.models",
+    "nanoinfer.options nanoinfer.weights",
+    "nanoinfer.kv nanoinfer.step",
+    "nanoinfer.memory",
+    "nanoinfer.execution",
+    "nanoinfer.engine",
+    "nanoinfer.llm",
+    "nanoinfer.measure",
+    "nanoinfer.bench nanoinfer.recall nanoinfer.serve nanoinfer.verify",
+    "nanoinfer.commands",
+    "nanoinfer",
+)
+HEIGHTS = {room: height for height, rooms in enumerate(LAYERS) for room in rooms.split()}
+LIBRARIES = ("bench", "recall", "serve", "verify")
+
+
+def module_of(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for package in ("nanoinfer", "offload") for path in (ROOT / package).rglob("*.py")}
+
+
+def names_imported(tree: ast.AST) -> set[str]:
+    """Modules and names that are imported anywhere, in functions and for type checkers too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the whole path"
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    return found
+
+
+def imports_of(module: str) -> set[str]:
+    """Ours, as files. A name that a package's lazy `__init__` hands on counts as an import of the package."""
+    found = {name for name in names_imported(ast.parse(MODULES[module].read_text())) if name in MODULES}
+    submodules = {name for name in found if any(other.startswith(name + ".") for other in found)}
+    return found - submodules - {module}
+
+
+IMPORTS = {module: imports_of(module) for module in MODULES}
+
+
+def room_of(module: str) -> str:
+    """The folder below a package, or the file at its root."""
+    return ".".join(module.split(".")[:2])
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """A path for each circle found by a walk that enters every node once."""
+    done, found = set(), []
+
+    def enter(node: str, path: list[str]) -> None:
+        if node in path:
+            found.append([*path[path.index(node) :], node])
+        elif node not in done:
+            for other in sorted(graph.get(node, ())):
+                enter(other, [*path, node])
+            done.add(node)
+
+    for node in sorted(graph):
+        enter(node, [])
+    return found
+
+
+def test_no_two_files_import_each_other_in_a_circle():
+    # A package's `__init__` hands names on, to users: it is above all that it names.
+    assert not circles({module: others for module, others in IMPORTS.items() if module != "nanoinfer"})
+
+
+def test_imports_go_down():
+    unknown = {room_of(module) for module in MODULES} - HEIGHTS.keys()
+    assert not unknown, "say in LAYERS how high they lie"
+    wrong = [
+        f"{module} -> {other}"
+        for module, others in IMPORTS.items()
+        for other in others
+        if room_of(other) != room_of(module) and HEIGHTS[room_of(other)] >= HEIGHTS[room_of(module)]
+        and not (room_of(module).startswith("offload") and room_of(other).startswith("offload"))
+    ]
+    assert not wrong
+
+
+def test_offload_knows_nothing_of_a_model():
+    assert not [module for module in MODULES if module.startswith("offload") for other in IMPORTS[module] if other.startswith("nanoinfer")]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_no_library_imports_another(library):
+    others = tuple(f"nanoinfer.{other}" for other in LIBRARIES if other != library)
+    inside = [module for module in MODULES if module.startswith(f"nanoinfer.{library}")]
+    assert inside and not [f"{m} -> {other}" for m in inside for other in IMPORTS[m] if other.startswith(others)]
+
+
+def test_the_checks_find_what_they_look_for():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c", "a"]]
+    assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+    tree = ast.parse("def f():\n    from nanoinfer.serve import app\n    import_module('nanoinfer.bench.hf')\n")
+    assert {"nanoinfer.serve.app", "nanoinfer.bench.hf"} <= names_imported(tree)
+
+
+def test_the_root_is_what_users_import():
+    assert {path.stem for path in (ROOT / "nanoinfer").glob("*.py")} == {
+        "__init__", "config", "llm", "outputs", "sampling_params"
+    }  # fmt: skip
