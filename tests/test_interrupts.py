@@ -199,6 +199,24 @@ def test_an_exception_in_the_middle_of_a_recovery_leaves_nothing_behind(path, al
     assert num_raised > len(attempts), "hardly a recovery was interrupted"
 
 
+def test_an_interrupted_recovery_is_work_that_the_next_step_does(path, monkeypatch):
+    """Else a loop over `has_work` would end with blocks that nobody holds."""
+    engine = make_engine(path, **ARGUMENTS)
+    engine.add_request("r", PROMPTS[0], PARAMS[0])
+
+    def interrupted(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(engine.runner, "prefill", interrupted)  # the request fails
+        patches.setattr(engine.runner, "recover", interrupted)
+        engine.step()
+    assert engine.has_work and not engine.scheduler.has_work
+    while engine.has_work:
+        engine.step()
+    assert_pools_as_before(engine)
+
+
 def attempt_all(
     path, alone: list, mode: str, seed: int | None, attempts: list, once: frozenset[Line] | set[Line] = frozenset()
 ) -> int:

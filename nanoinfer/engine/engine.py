@@ -210,7 +210,8 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None or bool(self._outputs)
+        """Whether a step would do anything; the next one also ends a recovery that was interrupted."""
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._outputs) or not self._is_whole
 
     # Steps
 

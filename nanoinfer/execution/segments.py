@@ -119,7 +119,7 @@ class FixedTensors(StepTensors):
 
 
 class FixedBuffers:
-    """Buffers of `num_tokens` rows; see `StepTensors`. `memory.py` counts their bytes."""
+    """Buffers of `num_tokens` rows; see `StepTensors`. `memory.plan` counts their bytes."""
 
     def __init__(self, spec: ModelSpec, num_tokens: int, device: torch.device) -> None:
         heads = (num_tokens, spec.num_q_heads, spec.head_dim)
