@@ -20,8 +20,8 @@ class EngineConfig:
         tokenizer: directory or hub id of the tokenizer; None takes the model's.
         skip_tokenizer_init: True works on token ids only.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float").
-        kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its bytes
-            on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
+        kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its
+            bytes on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
         generation_config: "auto": who leaves out sampling parameters gets those of the checkpoint's
             generation_config.json; "vllm": those of SamplingParams.
         device: "auto" (CUDA if there is one), "cuda", "cuda:1", "cpu".
@@ -38,22 +38,22 @@ class EngineConfig:
             budget leaves; for tests and experiments.
         host_memory_limit: bytes of pinned host memory for KV blocks. None: what `max_num_seqs` sequences can need, at
             most 60 % of the memory that is available.
-        block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so another block size
-            rounds differently.
+        block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so another block
+            size rounds differently.
         enable_cpu_offload: True starts in offload mode: host memory holds every full KV block, the GPU keeps as many as
             the budget allows and the rest streams through the ring. "auto" starts in resident mode and enters offload
             mode by itself when the GPU pool is full, instead of preempting requests.
         num_ring_slots: ring slots, at least 2.
         ring_slot_bytes: bytes of one ring slot, at least one layer of a block. None: 32 MiB.
         enforce_eager: no CUDA graphs.
-        cuda_graph_batch_sizes: batch sizes to capture. None: powers of two to 32, then 48, 64, 96 and multiples of 32 to
-            256, as far as `max_num_seqs` reaches; "staged": powers of two to 16, multiples of 16 to 256, multiples of 256
-            beyond.
+        cuda_graph_batch_sizes: batch sizes to capture. None: powers of two to 32, then 48, 64, 96 and multiples of 32
+            to 256, as far as `max_num_seqs` reaches; "staged": powers of two to 16, multiples of 16 to 256, multiples
+            of 256 beyond.
         capture_num_tokens: token counts of prefill steps to capture, as vLLM's `cudagraph_capture_sizes`. A step of no
             more tokens than the largest is padded to the next one, with graphs or without; larger ones run eagerly.
-            Each costs start-up time and a graph per layer. None: on CUDA those of 16, 32, 64, 128, 256 and 512 that are at
-            most `max_num_batched_tokens` (a quarter of it where that is None, too, and was cut to below 2048 for lack of
-            memory); none on the CPU, where padding would cost more than it saves. []: none.
+            Each costs start-up time and a graph per layer. None: on CUDA those of 16, 32, 64, 128, 256 and 512 that are
+            at most `max_num_batched_tokens` (a quarter of it where that is None, too, and was cut to below 2048 for
+            lack of memory); none on the CPU, where padding would cost more than it saves. []: none.
         attention_backend: "auto", "triton", "torch" or "flash_attn".
         enable_prefix_caching: reuse KV blocks of equal prompt beginnings.
         seed: for requests without a seed of their own, and for dummy weights.
@@ -133,7 +133,8 @@ class EngineConfig:
 
         Raises:
             UnknownNameError: an argument that does not exist.
-            ValueError: a value that is not allowed, or an argument of vLLM's that asks for what this engine does not have.
+            ValueError: a value that is not allowed, or an argument of vLLM's that asks for what this engine does not
+                have.
         """
         arguments = refuse_unsupported(arguments, ENGINE)
         refuse_unknown(arguments, [field.name for field in fields(cls)], "LLM")

@@ -130,8 +130,8 @@ class LLM:
         """Completes prompts and yields what each gained, as soon as it is known.
 
         A prompt that cannot be used, or whose step fails, fails alone: its last output has `finish_reason="error"` and
-        says why in `error`. `request_id` is the prompt's number in this call for `abort`: "0", "1", ... of the LLM's life.
-        Streams may be read in turns, and `generate` called in between: each gets all of its own.
+        says why in `error`. `request_id` is the prompt's number in this call for `abort`: "0", "1", ... of the LLM's
+        life. Streams may be read in turns, and `generate` called in between: each gets all of its own.
         """
         prompts = as_list(prompts)
         params = self._one_each(sampling_params, len(prompts))
@@ -171,8 +171,8 @@ class LLM:
         """Completes conversations through the tokenizer's chat template.
 
         Args:
-            messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations. A content is
-                text or a list of text parts; an assistant's may be None.
+            messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations. A content
+                is text or a list of text parts; an assistant's may be None.
             unsupported: as in `generate`.
 
         Raises:
@@ -241,8 +241,8 @@ class LLM:
         """Runs a step, hands its outputs to the streams that they belong to, and returns them.
 
         Raises:
-            Exception: the step failed, and ended one of `requests`, or none at all. A stream whose requests it ended reads
-                of that when it is its turn.
+            Exception: the step failed, and ended one of `requests`, or none at all. A stream whose requests it ended
+                reads of that when it is its turn.
         """
         try:
             outputs = self.engine.step()
@@ -319,7 +319,8 @@ class _Stream:
                 self.open.remove(output.index)
 
     def end_aborted(self, error: BaseException | None = None) -> bool:
-        """Says to the reader that completions were aborted, because of an error if one is given; whether there were any."""
+        """Says to the reader that completions were aborted, because of an error if one is given; whether there were
+        any."""
         aborted = [s for s in self.request.sequences if s.index in self.open and s.finish_reason == "abort"]
         for sequence in aborted:
             output = self.request.stream_output(sequence)

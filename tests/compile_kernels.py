@@ -77,7 +77,9 @@ from nanoinfer.sampling.reference import RowSampling
 for name, module in list(sys.modules.items()):
     if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
         module.launch_options = lambda x: {"PDL": gpu.has_pdl, "launch_pdl": gpu.has_pdl}
-tile_linear.takes_descriptors = lambda device, size, itemsize: gpu.architecture // 10 in (9, 10) and size * itemsize % 16 == 0
+tile_linear.takes_descriptors = lambda device, size, itemsize: (
+    gpu.architecture // 10 in (9, 10) and size * itemsize % 16 == 0
+)
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -113,12 +115,13 @@ def compile_tile_linear() -> None:
 
 
 def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) -> None:
-    """is_common: with the tiles that a GPU gets, with and without a window, and the merge. Other shapes have small tiles,
-    for they take half the time: the same code."""
+    """is_common: with the tiles that a GPU gets, with and without a window, and the merge. Other shapes have small
+    tiles, for they take half the time: the same code."""
     q, kv = zeros(8, 32, head_dim), zeros(4, 2, 256, 8, head_dim, dtype=kv_dtype)
     shape = KernelShape(
         num_q_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=256, scale=0.1, softcap=None,
-        dtype=torch.bfloat16, tma=can_use_tma((gpu.architecture // 10, gpu.architecture % 10), head_dim, kv_dtype), interpreted=False,
+        dtype=torch.bfloat16, tma=can_use_tma((gpu.architecture // 10, gpu.architecture % 10), head_dim, kv_dtype),
+        interpreted=False,
     )  # fmt: skip
     qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)
     weights = zeros(head_dim), zeros(head_dim)
@@ -130,14 +133,27 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
     for window in (None, 100) if is_common else (100,):
         decode_partial.decode_partial(
-            q, kv, ints(8, 4), ints(1), ints(8), ints(8), out, lse, lse.clone(), window=window, shape=shape, num_programs=33
+            q,
+            kv,
+            ints(8, 4),
+            ints(1),
+            ints(8),
+            ints(8),
+            out,
+            lse,
+            lse.clone(),
+            window=window,
+            shape=shape,
+            num_programs=33,
         )
         prefill.prefill(
             q, kv, q.clone(), state, tables, ints(1, 4),
             max_query_len=8, store_state=False, window=window, shape=shape, tiles=tiles,
         )  # fmt: skip
     for batch_size in (8, 64) if is_common else ():
-        merge.merge(out, lse, lse.clone(), ints(batch_size + 1), ints(batch_size), zeros(batch_size, 32, head_dim), tiles=4)
+        merge.merge(
+            out, lse, lse.clone(), ints(batch_size + 1), ints(batch_size), zeros(batch_size, 32, head_dim), tiles=4
+        )
 
 
 def compile_step() -> None:

@@ -77,12 +77,12 @@ def check_norm_rope_store(
     else:
         is_largest = want_kv.abs() == torch.finfo(kv_dtype).max
         assert is_largest[:, 1].any() and (with_norm or is_largest[:, 0].any()), "no value was too large"
-        assert torch.equal(got_kv[:, 1][is_largest[:, 1]], want_kv[:, 1][is_largest[:, 1]]), "values are stored as they are"
+        assert torch.equal(got_kv[:, 1][is_largest[:, 1]], want_kv[:, 1][is_largest[:, 1]]), (
+            "values are stored as they are"
+        )
         # Triton's interpreter drops the carry where a value is rounded up to a power of two.
         assert torch.allclose(got_kv, want_kv, rtol=0.5 if device == "cpu" else 0.125, atol=0.02 * scale)
-    assert torch.equal(got_kv == 7, want_kv == 7), (
-        "a slot that belongs to no token was written, or the other way round"
-    )
+    assert torch.equal(got_kv == 7, want_kv == 7), "a slot that belongs to no token was written, or the other way round"
 
 
 def check_act_and_mul(size: int, activation: str, dtype: torch.dtype, device: str) -> None:
@@ -112,7 +112,9 @@ def check_linear(
             assert linear(x, weight, bias, out=out) is out and torch.equal(out, got)
 
 
-def check_linear_parts(size: int, num_rows: int, num_tokens: int, num_parts: int, dtype: torch.dtype, device: str) -> None:
+def check_linear_parts(
+    size: int, num_rows: int, num_tokens: int, num_parts: int, dtype: torch.dtype, device: str
+) -> None:
     """The parts are sums over columns one after the other, and `rms_norm` adds them up."""
     x, other = torch.randn(num_tokens, size).to(device, dtype), torch.randn(num_tokens, num_rows).to(device, dtype)
     weight = (torch.randn(num_rows, size) * size**-0.5).to(device, dtype)

@@ -19,7 +19,9 @@ MIXED_ROWS = [
     RowSampling(temperature=2.0, banned_token_ids=(3, 4), min_tokens=4, step=3, seed=8),
     RowSampling(frequency_penalty=0.8),
     RowSampling(temperature=1.0, presence_penalty=2.0, seed=9),
-    RowSampling(temperature=0.6, presence_penalty=-0.5, frequency_penalty=0.3, output_token_ids=[9, 9, 300, 4], seed=10),
+    RowSampling(
+        temperature=0.6, presence_penalty=-0.5, frequency_penalty=0.3, output_token_ids=[9, 9, 300, 4], seed=10,
+    ),
     RowSampling(
         temperature=1.2, top_k=15, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.7, frequency_penalty=-0.2,
         penalty_token_ids=range(30), output_token_ids=range(10, 40), seed=11, step=30,
@@ -70,7 +72,8 @@ def build(settings: list[RowSampling], vocab_size: int) -> SamplingBatch:
 
 
 def check_rows(settings: list[RowSampling], logits: torch.Tensor, steps: int, runtime=None, wrong: int = 0) -> None:
-    """The kernels' tokens over a few steps, against the reference on the CPU; up to `wrong` rows may differ in a step."""
+    """The kernels' tokens over a few steps, against the reference on the CPU; up to `wrong` rows may differ in a
+    step."""
     from nanoinfer.kernels.step import sample as kernels
 
     vocab_size = logits.shape[1]

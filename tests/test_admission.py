@@ -108,7 +108,9 @@ def test_who_waits_is_looked_up_again_when_more_of_its_prefix_is_known(path):
     engine.add_request("B", prompt[:96] + [7] * 20, greedy(3))
     engine.step()
     engine.step()
-    assert engine.runner.kv_cache._refusal is not None and [sequence.request_id for sequence in engine.scheduler.running] == ["A"]
+    assert engine.runner.kv_cache._refusal is not None and [
+        sequence.request_id for sequence in engine.scheduler.running
+    ] == ["A"]
     step_until_running(engine, "AB")
     finish(engine)
 
@@ -188,4 +190,3 @@ def test_what_is_not_looked_up_again_would_have_been_refused_again(path, fuzz, m
             assert_pools_as_before(engine)
         assert batches[0] == batches[1], f"seed {seed}"
     assert num_remembered > 15
-

@@ -199,9 +199,15 @@ def test_blocks_that_rows_share_are_counted_once_when_offload_mode_is_entered(pa
 
 @pytest.mark.sampled("qwen3")
 def test_a_block_below_shared_ones_is_not_reused_while_it_is_stored(path):
-    """D computes its first block itself, beside A, and shares the next two with E: at the switch it leaves all three."""
+    """D computes its first block itself, beside A, and shares the next two with E: at the switch it leaves all
+    three."""
     first, second, third, other = random_prompts(4, 32, 32, seed=11)
-    prompts = {"A": [*first[:16], *other[:5]], "D": [*first, *second, 5], "E": [*first, *second, *third[:9]], "F": third}
+    prompts = {
+        "A": [*first[:16], *other[:5]],
+        "D": [*first, *second, 5],
+        "E": [*first, *second, *third[:9]],
+        "F": third,
+    }
     alone = make_engine(path, **ARGUMENTS)
     wanted = {name: run(alone, [prompt], [greedy(24)])[0][0][0] for name, prompt in prompts.items()}
     for seed in range(12):

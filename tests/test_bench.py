@@ -292,6 +292,11 @@ def test_the_benchmark_runs_as_a_program():
     """`nanoinfer bench`, which is the same command, runs as one in test_command_line.py."""
     arguments = [*TINY[:2], "--context", "64", "--output-len", "4", "--no-progress", "--device", "cpu"]
     done = subprocess.run(
-        [sys.executable, "bench_offload.py", *arguments], cwd=ROOT, check=True, capture_output=True, text=True, timeout=100
+        [sys.executable, "bench_offload.py", *arguments],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert "identical to streamed" in done.stdout

@@ -39,7 +39,8 @@ def span(category, name, begin, duration, correlation=None):
 
 
 def trace(num_steps=6, with_launches=True):
-    """Steps of 100 us: a copy, 80 us of kernels of one graph with a gap of 5, one kernel after it, 10 us until the next.
+    """Steps of 100 us: a copy, 80 us of kernels of one graph with a gap of 5, one kernel after it, 10 us until the
+    next.
 
     The host is one step ahead, so what is launched in a call runs in the time of the next one.
     """
@@ -56,9 +57,7 @@ def trace(num_steps=6, with_launches=True):
         events += [
             span("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", begin - 6, 2, graph),
             span("kernel", "rows_linear_kernel", begin, 40, graph + 1),
-            span(
-                "kernel", "merge_kernel", begin + 30, 20, graph + 1
-            ),  # started early, waits for the one before
+            span("kernel", "merge_kernel", begin + 30, 20, graph + 1),  # started early, waits for the one before
             span("kernel", "rows_linear_kernel", begin + 55, 20, graph + 1),  # after a gap of 5
             span("kernel", "void index_copy<float, int>(long)", begin + 75, 15, graph + 2),
             span("gpu_user_annotation", kernels.STEP, begin, 90),

@@ -133,9 +133,7 @@ def nan_path(tmp_path_factory):
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
 @pytest.mark.parametrize("dtype, overflow", [("float32", "$"), ("float16", ", or the model overflows in float16")])
 def test_a_model_all_of_whose_logits_are_nan_says_so_for_every_prompt(nan_path, enable_cpu_offload, dtype, overflow):
-    message = (
-        "all logits of the prompt are NaN: the checkpoint's weights are damaged .download it again." + overflow
-    )
+    message = "all logits of the prompt are NaN: the checkpoint's weights are damaged .download it again." + overflow
     with LLM(nan_path, **(COMMON | dict(enable_cpu_offload=enable_cpu_offload, dtype=dtype))) as llm:
         for _ in range(2):
             with pytest.raises(ValueError, match=message):

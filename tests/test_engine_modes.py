@@ -34,7 +34,9 @@ def expected(paths):
     for name, path in paths.items():
         engine = make_engine(path)
         outcomes[name] = run(engine, PROMPTS, PARAMS)
-        assert outcomes[name][::-1] != outcomes[name] != outcomes["qwen3"] or name == "qwen3", "all outputs are the same"
+        assert outcomes[name][::-1] != outcomes[name] != outcomes["qwen3"] or name == "qwen3", (
+            "all outputs are the same"
+        )
         assert engine.stats()["streamed_bytes"] == 0 and engine.stats()["graph_replays"] > 0
     return outcomes
 

@@ -201,7 +201,8 @@ def backend_with(monkeypatch, spec, *, few_at_once):
 
 
 def prefill_chunks(backend, q, paged, cuts, window):
-    """Prefill of all sequences at once, in chunks that end at `cuts`; later keys hold anything until their chunk comes."""
+    """Prefill of all sequences at once, in chunks that end at `cuts`; later keys hold anything until their chunk
+    comes."""
     out, spec = torch.full(q.shape, float("nan"), dtype=q.dtype), backend.spec
     kv = torch.full_like(paged.kv, float("nan"))
     num_tokens, count = len(paged.keys[0]), len(paged.keys)

@@ -1,9 +1,9 @@
-"""One set of bits on the CPU: a request's tokens and log-probabilities are a function of model, formats, prompt, parameters
-and seed.
+"""One set of bits on the CPU: a request's tokens and log-probabilities are a function of model, formats, prompt,
+parameters and seed.
 
-Random workloads, whose structures are drawn and not their values alone: who comes when, which beginnings are shared, the
-chunk, the mode, the budgets, the padded batch. Each request is compared, number for number, with what it gets alone on
-an engine with default settings.
+Random workloads, whose structures are drawn and not their values alone: who comes when, which beginnings are shared,
+the chunk, the mode, the budgets, the padded batch. Each request is compared, number for number, with what it gets alone
+on an engine with default settings.
 """
 
 import random
@@ -18,8 +18,8 @@ from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from offload import SimulatedRuntime
 
 BLOCK_SIZE = 16
-# Odd sizes, sizes with tails behind whole vectors, and a vocabulary of two tiles of the sampler. Enough layers and heads
-# for a difference to grow.
+# Odd sizes, sizes with tails behind whole vectors, and a vocabulary of two tiles of the sampler. Enough layers and
+# heads for a difference to grow.
 MODELS = {
     "llama": dict(hidden_size=102, intermediate_size=180, num_heads=6),
     "llama, large": dict(hidden_size=256, intermediate_size=512, vocab_size=2503, max_position_embeddings=6000),
@@ -140,9 +140,7 @@ def differing(path_of, seed: int) -> tuple[list[str], dict]:
     with threads(2 if seed % 30 == 3 else 1):
         engine = draw_engine(generator, path, seed, requests, formats)
         eager = generator.choice([0.1, 0.3, 1.0])
-        added, aborted = play_at_random(
-            engine, requests, generator, comes=eager, is_aborted=0.01, is_switched=0.03
-        )
+        added, aborted = play_at_random(engine, requests, generator, comes=eager, is_aborted=0.01, is_switched=0.03)
         wrong = []
         for i, (request, (prompt, params)) in enumerate(zip(added, requests, strict=True)):
             found, wanted = outcome(request), alone(path, prompt, params, **formats)

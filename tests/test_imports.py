@@ -96,14 +96,21 @@ def test_imports_go_down():
         f"{module} -> {other}"
         for module, others in IMPORTS.items()
         for other in others
-        if room_of(other) != room_of(module) and HEIGHTS[room_of(other)] >= HEIGHTS[room_of(module)]
+        if room_of(other) != room_of(module)
+        and HEIGHTS[room_of(other)] >= HEIGHTS[room_of(module)]
         and not (room_of(module).startswith("offload") and room_of(other).startswith("offload"))
     ]
     assert not wrong
 
 
 def test_offload_knows_nothing_of_a_model():
-    assert not [module for module in MODULES if module.startswith("offload") for other in IMPORTS[module] if other.startswith("nanoinfer")]
+    assert not [
+        module
+        for module in MODULES
+        if module.startswith("offload")
+        for other in IMPORTS[module]
+        if other.startswith("nanoinfer")
+    ]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

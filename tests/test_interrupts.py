@@ -220,7 +220,8 @@ def test_an_interrupted_recovery_is_work_that_the_next_step_does(path, monkeypat
 def attempt_all(
     path, alone: list, mode: str, seed: int | None, attempts: list, once: frozenset[Line] | set[Line] = frozenset()
 ) -> int:
-    """Plays once for each attempt, one after the other on one engine, and checks; returns how many exceptions there were.
+    """Plays once for each attempt, one after the other on one engine, and checks; returns how many exceptions there
+    were.
 
     Args:
         attempts: what `Tracer.raise_at` takes: targets and error of each.

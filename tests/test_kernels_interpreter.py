@@ -54,7 +54,9 @@ def operands_lie_alike(monkeypatch):
 def tiles_alike(monkeypatch):
     """Decode takes the same tiles with the copy unit as without, as on GPUs of one kind."""
     monkeypatch.setattr(
-        sys.modules["nanoinfer.kernels.attention.decode_partial"], "decode_tiles", lambda shape: decode_tiles(replace(shape, tma=False))
+        sys.modules["nanoinfer.kernels.attention.decode_partial"],
+        "decode_tiles",
+        lambda shape: decode_tiles(replace(shape, tma=False)),
     )
 
 
@@ -181,7 +183,9 @@ def test_update_rows_writes_what_the_torch_code_writes():
 
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_step_inputs_are_those_of_the_torch_code_at_block_edges(block_size):
-    lengths = int32([1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size, 2 * block_size + 1, 3 * block_size])
+    lengths = int32(
+        [1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size, 2 * block_size + 1, 3 * block_size]
+    )
     num_rows, size = len(lengths), 11  # some rows not at all, some twice, as padding is
     generator = torch.Generator().manual_seed(0)
     table = torch.randint(1, 2**31 // block_size, (num_rows, 3), dtype=torch.int32, generator=generator)
@@ -196,8 +200,6 @@ def test_step_inputs_are_those_of_the_torch_code_at_block_edges(block_size):
     want.rows, want._batch_rows = rows, SimpleNamespace(tensor=batch_rows)
     want._kv_cache = SimpleNamespace(block_size=block_size)
     DecodeProgram._prepare(want, size, whole_rows=False)
-    step_inputs(
-        batch_rows, rows.token, lengths, table, got._next, got._lengths, got._positions, got._slots, block_size
-    )
+    step_inputs(batch_rows, rows.token, lengths, table, got._next, got._lengths, got._positions, got._slots, block_size)
     for name in ("_next", "_lengths", "_positions", "_slots"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name

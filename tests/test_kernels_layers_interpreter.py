@@ -49,7 +49,8 @@ def test_activation(size, activation, dtype):
 @DTYPES
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize(
-    "size, num_rows, num_tokens", [(64, 21, 1), (192, 64, 7), (33, 40, 12), (57, 32, 21), (128, 32, 21), (256, 200, 70), (100, 70, 40)]
+    "size, num_rows, num_tokens",
+    [(64, 21, 1), (192, 64, 7), (33, 40, 12), (57, 32, 21), (128, 32, 21), (256, 200, 70), (100, 70, 40)],
 )
 def test_a_product(size, num_rows, num_tokens, activation, dtype):
     check_linear(size, num_rows, num_tokens, activation, dtype, "cpu")

@@ -71,7 +71,13 @@ def test_an_llm_imports_neither_commands_nor_tokenizers():
     code = "import json, sys\nfrom nanoinfer import LLM\nprint(json.dumps(sorted(sys.modules)))"
     names = printed(code)
     assert "torch" in names and "transformers" in names
-    not_needed = ("nanoinfer.bench", "nanoinfer.recall", "nanoinfer.serve", "nanoinfer.verify", "nanoinfer.commands.main")
+    not_needed = (
+        "nanoinfer.bench",
+        "nanoinfer.recall",
+        "nanoinfer.serve",
+        "nanoinfer.verify",
+        "nanoinfer.commands.main",
+    )
     slow = ("transformers.models.auto.auto_factory", "transformers.modeling_utils", "matplotlib", "fastapi")
     assert [name for name in names if name.startswith((*not_needed, *slow))] == []
 

@@ -73,7 +73,8 @@ def small_record():
         kernels=[
             dict(name="rows_linear_kernel", calls_per_step=72.0, seconds_per_call=20e-6, floor_seconds=16e-6,
                  ratio_to_floor=1.25, share=0.36),
-            dict(name="void at::native::index<4, int>(float*, a|b)", calls_per_step=1, seconds_per_call=2e-6, share=0.02),
+            dict(name="void at::native::index<4, int>(float*, a|b)", calls_per_step=1, seconds_per_call=2e-6,
+                 share=0.02),
         ],
     )  # fmt: skip
     start = dict(constructor_seconds=5.5, seconds_to_first_token=12.25, graph_bytes=300 * 2**20)
@@ -111,10 +112,11 @@ def small_record():
         (
             "latency",
             [
-                "1.2% of a step passes between its last kernel and the next one's first (49 µs), 5.0% between its 290 k",
+                "1.2% of a step passes between its last kernel and the next one's first (49 µs), "
+                "5.0% between its 290 k",
                 "1.10 ms of a step of 4.00 ms, in which the GPU works 3.50 ms.",
-                "8.0 GB of weights in the page cache, modules compiled to bytecode: first token 12.2 s after the process "
-                "began, of which `LLM(...)` takes 5.5 s; 40.0 s and 5.5 s the first time",
+                "8.0 GB of weights in the page cache, modules compiled to bytecode: first token 12.2 s after the "
+                "process began, of which `LLM(...)` takes 5.5 s; 40.0 s and 5.5 s the first time",
                 "300 MiB for 3 batch sizes up to 256.",
             ],
         ),

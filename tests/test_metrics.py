@@ -92,9 +92,7 @@ def test_the_second_step_of_every_run_is_timed():
 def test_a_run_is_what_came_after_the_one_before():
     before = DecodeTimes(num_steps=3, seconds=2.0, host_seconds=2.0)
     after = DecodeTimes(num_steps=10, seconds=12.0, host_seconds=3.0, num_streaming_steps=7)
-    assert after.since(before) == DecodeTimes(
-        num_steps=7, seconds=10.0, host_seconds=1.0, num_streaming_steps=7
-    )
+    assert after.since(before) == DecodeTimes(num_steps=7, seconds=10.0, host_seconds=1.0, num_streaming_steps=7)
     assert before.bound == "CPU" and after.since(before).bound == "device memory"
 
 

@@ -1,4 +1,5 @@
-"""Anything at any time: random settings, shared beginnings, arrivals, aborts and switches, in a random order of streams.
+"""Anything at any time: random settings, shared beginnings, arrivals, aborts and switches, in a random order of
+streams.
 
 Each request gets the tokens that it gets alone in an engine that holds everything, and both pools are as before.
 """
@@ -41,7 +42,8 @@ def draw_beginnings(generator: random.Random, seed: int) -> list[list[int]]:
 
 
 def draw_requests(generator: random.Random, seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Greedy and sampled, some with penalties, log-probabilities or two completions, most with a beginning of others."""
+    """Greedy and sampled, some with penalties, log-probabilities or two completions, most with a beginning of
+    others."""
     beginnings = draw_beginnings(generator, seed)
     requests = []
     for i in range(generator.randint(2, 7)):
@@ -97,9 +99,7 @@ def test_every_request_gets_what_it_gets_alone(paths, group, fuzz):
         requests = draw_requests(generator, seed)
         wide = make_engine(path, max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64)
         engine = draw_engine(generator, path, seed)
-        added, aborted = play_at_random(
-            engine, requests, generator, comes=0.3, is_aborted=0.02, is_switched=0.03
-        )
+        added, aborted = play_at_random(engine, requests, generator, comes=0.3, is_aborted=0.02, is_switched=0.03)
         for i, (request, pair) in enumerate(zip(added, requests, strict=True)):
             ((*wanted,),) = run(wide, [pair[0]], [pair[1]])
             for (tokens, _, reason), (wanted_tokens, _, wanted_reason) in zip(outcome(request), wanted, strict=True):

@@ -355,4 +355,6 @@ def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
         setattr(toy, place, original)
         before = toy.engine.counters.num_fills
         toy.engine.run(toy)
-        assert toy.engine.counters.num_fills == before + 3 * LAYOUT.num_layers + 2, "what a failed step prefetched was used"
+        assert toy.engine.counters.num_fills == before + 3 * LAYOUT.num_layers + 2, (
+            "what a failed step prefetched was used"
+        )

@@ -142,7 +142,7 @@ def test_an_option_that_is_given_reaches_the_forecast_and_one_that_is_not_has_th
     plain = forecast()
     limits = dict(gpu_memory="12GiB", host_memory="64GiB")
     assert plain == json.loads(nanoinfer.plan("qwen3-4b", **limits).to_json())
-    for option in ("--context 4k", "--batch 2", "--link-gbps 50", "--device-gbps 450", "--offload off", "--resident-kv 0",
-                   "--dtype float32", "--kv-cache-dtype fp8", "--block-size 128", "--prefill-chunk 2k",
-                   "--num-ring-slots 6", "--ring-slot-bytes 64MiB"):  # fmt: skip
+    for option in ("--context 4k", "--batch 2", "--link-gbps 50", "--device-gbps 450", "--offload off",
+                   "--resident-kv 0", "--dtype float32", "--kv-cache-dtype fp8", "--block-size 128",
+                   "--prefill-chunk 2k", "--num-ring-slots 6", "--ring-slot-bytes 64MiB"):  # fmt: skip
         assert forecast(*option.split()) != plain, option

@@ -36,7 +36,8 @@ def test_a_sum_that_is_not_a_number_agrees_with_nothing():
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_each_shape_is_asked_once_and_every_projection_of_it_told(differs, monkeypatch):
-    """On a device that says it is a GPU: bias and shape make a group, and the products stay ours where the library differs."""
+    """On a device that says it is a GPU: bias and shape make a group, and the products stay ours where the library
+    differs."""
     model = torch.nn.Module()
     options = dict(dtype=torch.bfloat16, device="cpu")
     model.first, model.second = (Linear(64, 32, bias=False, **options) for _ in range(2))
@@ -65,7 +66,10 @@ def test_each_shape_is_asked_once_and_every_projection_of_it_told(differs, monke
 def test_stats_name_the_products_that_the_library_may_not_compute(tmp_path):
     engine = make_engine(make_checkpoint("qwen3", tmp_path, **SMALL))
     assert engine.stats()["products_in_own_tiles"] == {}
-    engine.runner.product_checks = [ProductCheck((32, 64), 2, (768,), (1024, 1280)), ProductCheck((8, 16), 1, (768,), ())]
+    engine.runner.product_checks = [
+        ProductCheck((32, 64), 2, (768,), (1024, 1280)),
+        ProductCheck((8, 16), 1, (768,), ()),
+    ]
     assert engine.stats()["products_in_own_tiles"] == {"32x64": [1024, 1280]}
 
 

@@ -1,8 +1,8 @@
-"""The evaluation can fail: a fault in the KV cache makes wrong exactly those answers whose facts it hits, and one in the
-positions of generated tokens all.
+"""The evaluation can fail: a fault in the KV cache makes wrong exactly those answers whose facts it hits, and one in
+the positions of generated tokens all.
 
-Faults are put into the reads from the host pool, or into the positions that a decode step computes with; the engine's own
-bookkeeping stays as it is, so nothing else would notice them.
+Faults are put into the reads from the host pool, or into the positions that a decode step computes with; the engine's
+own bookkeeping stays as it is, so nothing else would notice them.
 """
 
 from dataclasses import replace
@@ -32,7 +32,8 @@ def exam(tokenizer):
 
 
 class Faults:
-    """Between the ring and the host pool. read(table, other, i): the host block to read in place of table[i], or None for
+    """Between the ring and the host pool. read(table, other, i): the host block to read in place of table[i], or None
+    for
     none: the ring slot keeps what it had. table: host blocks of the document in their order; other: of the first one.
     """
 
@@ -68,7 +69,8 @@ def run(exam, faults=None):
     longest = GRID.lengths[0] + BLOCK_SIZE  # room for positions that are one block too large
     with LLM(
         "recall", device="cpu", dtype="float32", block_size=BLOCK_SIZE, max_model_len=longest, max_num_seqs=10,
-        enable_cpu_offload=True, resident_kv_limit=0, ring_slot_bytes=131072, skip_tokenizer_init=True, progress_bar=False,
+        enable_cpu_offload=True, resident_kv_limit=0, ring_slot_bytes=131072, skip_tokenizer_init=True,
+        progress_bar=False,
     ) as llm:  # fmt: skip
         after = faults.after_document if faults else None
         return evaluate(EngineAnswers(llm, exam.tokenizer.eos_token_id, after), exam, progress=False)
@@ -102,7 +104,8 @@ def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, exam, w
     ) // BLOCK_SIZE - 1
     hit, read = {
         "another document's block": (middle, lambda table, other, i: other[i] if i == middle else table[i]),
-        # Keys keep the positions that they were stored with, so this loses the last block and reads the first one twice.
+        # Keys keep the positions that they were stored with, so this loses the last block and reads the first one
+        # twice.
         "block table read one entry early": (last, lambda table, other, i: table[max(0, i - 1)]),
         "stale ring slot": (middle, lambda table, other, i: None if i == middle else table[i]),
     }[fault]
@@ -146,5 +149,7 @@ def test_positions_off_by_one_show_in_the_log_probabilities_where_answers_stay_r
 ):
     shift_positions_of_decode_steps(monkeypatch, 1)
     found = run(first_document)
-    assert len(found.answers) == 10 and found.answers == whole.answers[:10], "attention finds the facts by what they say"
+    assert len(found.answers) == 10 and found.answers == whole.answers[:10], (
+        "attention finds the facts by what they say"
+    )
     assert largest_error(found.probes[0], whole.probes[0]) > 0.5

@@ -287,7 +287,8 @@ def test_the_api_key_guards_the_api_and_not_the_probes(path):
 
 def test_the_package_needs_no_server_packages():
     code = (
-        "import sys, nanoinfer.commands.main; assert not {'fastapi', 'uvicorn', 'starlette', 'prometheus_client'} & set(sys.modules);"
+        "import sys, nanoinfer.commands.main; assert not {'fastapi', 'uvicorn', 'starlette', 'prometheus_client'} "
+        "& set(sys.modules);"
         "sys.modules['fastapi'] = None; sys.exit(nanoinfer.commands.main.main(['serve', 'x']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

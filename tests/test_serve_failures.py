@@ -227,7 +227,8 @@ class WatchedLock:
 
 
 def test_what_is_asked_while_the_engine_ends_is_answered(path):
-    """The engine's thread empties its inbox for the last time between somebody's look whether it has and the putting."""
+    """The engine's thread empties its inbox for the last time between somebody's look whether it has and the
+    putting."""
 
     async def ask():
         async with serving(path) as served:

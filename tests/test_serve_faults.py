@@ -222,8 +222,8 @@ def test_nonsense_is_refused_by_name_and_harms_nobody(path):
 def test_fields_that_stock_clients_send_are_accepted(path):
     harmless = dict(
         user="me", metadata={"a": "b"}, store=False, service_tier="auto", presence_penalty=0, frequency_penalty=0.0,
-        logit_bias=None, best_of=1, suffix=None, temperature=None, seed=-1, logprobs=None, request_id="mine", priority=0,
-        cache_salt=None, skip_special_tokens=True, tool_choice="auto",
+        logit_bias=None, best_of=1, suffix=None, temperature=None, seed=-1, logprobs=None, request_id="mine",
+        priority=0, cache_salt=None, skip_special_tokens=True, tool_choice="auto",
     )  # fmt: skip
     chat = dict(
         tools=None, tool_choice="none", response_format={"type": "text"}, modalities=["text"], parallel_tool_calls=True

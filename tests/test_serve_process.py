@@ -38,7 +38,17 @@ class Process:
         options = ["--port", "0", "--device", "cpu", "--dtype", "float32", "--served-model-name", MODEL]
         options += ["--block-size", "16", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "nanoinfer.commands.main", "serve", str(path), *options, "--max-model-len", "384", *arguments],
+            [
+                sys.executable,
+                "-m",
+                "nanoinfer.commands.main",
+                "serve",
+                str(path),
+                *options,
+                "--max-model-len",
+                "384",
+                *arguments,
+            ],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},

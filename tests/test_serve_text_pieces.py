@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from nanoinfer.serve import text_pieces
 
 CORPUS = [
-    "def encode(self, text: str) -> list[int]: # the tokens of the text, with 1234 of them; it's what's due and we'll need",
+    "def encode(self, text: str) -> list[int]: # the tokens of the text, with 1234 of them; it's what's due and we'll need",  # noqa: E501
     "The cache holds blocks of tokens.  A block is read by the rows that share it.\n\nIn the next step it's written.",
     "漢字は難しい。ひらがな、カタカナ！ привет мир, это тест. 안녕 하세요 세계. café naïve é ü ñ <b>the end</b>",
 ] * 20
@@ -26,9 +26,9 @@ PATTERNS = {
 KINDS = [*PATTERNS, "gpt-2", "gpt-2 with a space in front", "gemma", "mistral"]
 ATOMS = [
     *" \n\t\r0123a.b,c;:()xyzABC'_-=\"#/", "  ", "\n\n", " \n", "'s", "'S", "'ll", " the", "the", "é", "e\u0301",
-    "\u0338", "\u0301", "漢字", "。", "、", "ひ", "か\u3099", "가", "\u11a8", "한", "я", "İ", "ſ", "\u00a0", "\u2003", "😀",
-    "<|im_start|>", "<s>", "</s>", "<|end of text|>", "\u200d", "ǆ", "٣", "²", "\x00", "\x85", "\u0345", "ϓ\u0301",
-    "def f(self):\n    return", "\u1f82", "\u0930\u093c", "▁", "\u1100", "\u1161", " it's",
+    "\u0338", "\u0301", "漢字", "。", "、", "ひ", "か\u3099", "가", "\u11a8", "한", "я", "İ", "ſ", "\u00a0", "\u2003",
+    "😀", "<|im_start|>", "<s>", "</s>", "<|end of text|>", "\u200d", "ǆ", "٣", "²", "\x00", "\x85", "\u0345",
+    "ϓ\u0301", "def f(self):\n    return", "\u1f82", "\u0930\u093c", "▁", "\u1100", "\u1161", " it's",
     " it's", " what's", " we'll",
 ]  # fmt: skip
 

@@ -218,6 +218,7 @@ def test_every_budget_ring_and_order_of_streams_gives_the_bits_of_resident_mode(
 
 # What crosses the link
 
+
 class Link:
     """Counts what each step of an engine moves: (kind of step, rows, blocks in all layers, copies)."""
 

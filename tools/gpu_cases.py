@@ -1,4 +1,5 @@
-"""What `make gpu-bench` measures. Each case returns figures; bytes, seconds and tokens are written out in their names."""
+"""What `make gpu-bench` measures. Each case returns figures; bytes, seconds and tokens are written out in their
+names."""
 
 from __future__ import annotations
 

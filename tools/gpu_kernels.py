@@ -19,7 +19,8 @@ SKIPPED_FIRST, SKIPPED_LAST = 2, 1  # steps in which the profiler starts, or who
 MIN_SHARE = 0.005  # of a step, for a line in the table
 DEFAULT_BLOCK_SIZE = 256
 
-# Part of a kernel's name -> what it computes. The first match counts. None: moves little, or nothing that is worth a floor.
+# Part of a kernel's name -> what it computes. The first match counts. None: moves little, or nothing that is worth a
+# floor.
 LAYER = ("qkv", "o", "gate_up", "down")
 LIBRARY_LAYERS = "all library products of the layers"
 KERNELS: tuple[tuple[str, str | None], ...] = (
@@ -54,8 +55,8 @@ def kernel_floor(
         lengths: tokens of each row of the decode batch.
         device_bandwidth: bytes per second of a large copy on the device, read and written.
         calls: per step; tells the head from the layers' products.
-        block_size: tokens of one split of the attention. Those of a short row are smaller, and the merge's floor then lower
-            than its bytes would have it.
+        block_size: tokens of one split of the attention. Those of a short row are smaller, and the merge's floor then
+            lower than its bytes would have it.
     """
     served, products = _served(name), product_bytes(spec)
     if name == LIBRARY_LAYERS:
@@ -178,8 +179,9 @@ def _is(event: dict, *categories: str) -> bool:
 def step_summary(events: list[dict]) -> dict:
     """Medians over the steps of a trace, in seconds.
 
-    `gap_between_steps_seconds`: from the end of a step's last kernel to the next one's first; `gaps_within_step_seconds`:
-    the sum of the times between kernels of one step; both as a share of the step, too. Copies do not count as work there.
+    `gap_between_steps_seconds`: from the end of a step's last kernel to the next one's first;
+    `gaps_within_step_seconds`: the sum of the times between kernels of one step; both as a share of the step, too.
+    Copies do not count as work there.
     """
     periods, between, within, busy = [], [], [], []
     kernels = [[work for work in step if work.is_kernel] for step in steps_of(events)]
@@ -219,9 +221,9 @@ def kernel_table(
 ) -> list[dict]:
     """One line per name that takes more than `MIN_SHARE` of a step, the longest first.
 
-    `seconds_per_call` leaves out the time in which an earlier kernel still ran, so the kernels' shares add up to at most
-    1; `traced_seconds_per_call` is from begin to end. Where the library computes every product of the layers, a last
-    line has them all together.
+    `seconds_per_call` leaves out the time in which an earlier kernel still ran, so the kernels' shares add up to at
+    most 1; `traced_seconds_per_call` is from begin to end. Where the library computes every product of the layers, a
+    last line has them all together.
     """
     steps = steps_of(events)
     firsts = [next(work.begin for work in step if work.is_kernel) for step in steps]

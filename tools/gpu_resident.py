@@ -60,7 +60,8 @@ def resident(bench: Bench) -> dict:
 
 
 def batch_throughput(bench: Bench) -> dict:
-    """256 requests of 100 to 1,024 tokens in and out, temperature 0.6: nano-vllm's own benchmark, with its prefill steps.
+    """256 requests of 100 to 1,024 tokens in and out, temperature 0.6: nano-vllm's own benchmark, with its prefill
+    steps.
 
     The same as `nanoinfer bench throughput --shape qwen3-0.6b --prefill-chunk 16384`; the median of three runs.
     """
@@ -83,7 +84,8 @@ def batch_throughput(bench: Bench) -> dict:
 
 
 def arrivals(bench: Bench) -> dict:
-    """Eight streams at 1,024 tokens, and a prompt of 100 tokens in every third step: in steps of their own, and mixed."""
+    """Eight streams at 1,024 tokens, and a prompt of 100 tokens in every third step: in steps of their own, and
+    mixed."""
     context, streams = bench.tokens(1024), max(2, 8 // bench.scale)
     llm = bench.llm(
         bench.large, max_model_len=context + 640, max_num_seqs=2 * streams, gpu_memory_limit=bench.limit(60)
@@ -218,7 +220,9 @@ def start_up(bench: Bench) -> dict:
             environment["PYTHONPYCACHEPREFIX"] = str(bytecode)
             environment.pop("PYTHONDONTWRITEBYTECODE", None)
             # All that a start imports: these names come when they are first used.
-            imports = "from nanoinfer import *; import transformers; transformers.AutoConfig, transformers.AutoTokenizer"
+            imports = (
+                "from nanoinfer import *; import transformers; transformers.AutoConfig, transformers.AutoTokenizer"
+            )
             command = [sys.executable, "-c", imports]
             subprocess.run(command, env=environment, cwd=ROOT, timeout=CHILD_SECONDS, check=True)
         begin = time.perf_counter()

@@ -28,9 +28,10 @@ def where(record: dict) -> str:
     versions, floors = record["versions"], record["floors"]
     return (
         f"One {versions['device']}, torch {versions['torch']}, Qwen3-4B shape with random weights in bf16 unless said "
-        f"otherwise, medians, from `make gpu-bench`. The floor is measured in the same run, before and after each case: "
-        f"streamed bytes over one large pinned copy ({floors['link_bytes_per_second'] / 1e9:.1f} GB/s), or bytes read "
-        f"over one large device copy ({floors['device_bytes_per_second'] / 1e12:.2f} TB/s) where that takes longer."
+        f"otherwise, medians, from `make gpu-bench`. The floor is measured in the same run, before and after each "
+        f"case: streamed bytes over one large pinned copy ({floors['link_bytes_per_second'] / 1e9:.1f} GB/s), or bytes "
+        f"read over one large device copy ({floors['device_bytes_per_second'] / 1e12:.2f} TB/s) where that takes "
+        "longer."
     )
 
 
@@ -122,9 +123,9 @@ def latency(record: dict) -> str:
     lines = []
     if "gap_between_steps_share" in one:
         lines.append(
-            f"- **GPU idle, 1 x 1k**: {one['gap_between_steps_share']:.1%} of a step passes between its last kernel and the "
-            f"next one's first ({one['gap_between_steps_seconds'] * 1e6:.0f} µs), {one['gaps_within_step_share']:.1%} "
-            f"between its {one['num_kernels_per_step']:.0f} kernels."
+            f"- **GPU idle, 1 x 1k**: {one['gap_between_steps_share']:.1%} of a step passes between its last kernel "
+            f"and the next one's first ({one['gap_between_steps_seconds'] * 1e6:.0f} µs), "
+            f"{one['gaps_within_step_share']:.1%} between its {one['num_kernels_per_step']:.0f} kernels."
         )
     if "host_seconds_per_step" in many:
         busy = many.get("busy_seconds_per_step")
@@ -136,14 +137,15 @@ def latency(record: dict) -> str:
     if "cold" in start and "warm" in start:
         cold, warm = start["cold"], start["warm"]
         lines.append(
-            f"- **Start-up**, {start['checkpoint_bytes'] / 1e9:.1f} GB of weights in the page cache, modules compiled to bytecode: first token "
-            f"{warm['seconds_to_first_token']:.1f} s after the process began, of which `LLM(...)` takes "
-            f"{warm['constructor_seconds']:.1f} s; {cold['seconds_to_first_token']:.1f} s and "
-            f"{cold['constructor_seconds']:.1f} s the first time, when kernels are compiled."
+            f"- **Start-up**, {start['checkpoint_bytes'] / 1e9:.1f} GB of weights in the page cache, "
+            f"modules compiled to bytecode: first token {warm['seconds_to_first_token']:.1f} s after the process "
+            f"began, of which `LLM(...)` takes {warm['constructor_seconds']:.1f} s; "
+            f"{cold['seconds_to_first_token']:.1f} s and {cold['constructor_seconds']:.1f} s the first time, "
+            "when kernels are compiled."
         )
         lines.append(
-            f"- **Graph memory**: {warm['graph_bytes'] / 2**20:.0f} MiB for {len(warm['graph_batch_sizes'])} batch sizes up "
-            f"to {warm['graph_batch_sizes'][-1]}."
+            f"- **Graph memory**: {warm['graph_bytes'] / 2**20:.0f} MiB for {len(warm['graph_batch_sizes'])} batch "
+            f"sizes up to {warm['graph_batch_sizes'][-1]}."
         )
     return "\n".join(lines)
 
@@ -233,14 +235,14 @@ def other(record: dict) -> str:
         )
     if shared := cases.get("shared_document"):
         lines.append(
-            f"- **16 questions about {shared['document_tokens']:,} tokens**, streamed: {shared['bytes_ratio']:.2f} times "
-            f"the bytes of one question, {shared['tokens_per_second_ratio']:.1f} times its tokens/s."
+            f"- **16 questions about {shared['document_tokens']:,} tokens**, streamed: {shared['bytes_ratio']:.2f} "
+            f"times the bytes of one question, {shared['tokens_per_second_ratio']:.1f} times its tokens/s."
         )
     if soak := cases.get("soak"):
         half = soak["growth_at_half"]
         lines.append(
-            f"- **{soak['requests']:,} requests within 2.5 GiB** (Qwen3-0.6B shape, streaming): from the 200th to the last, "
-            f"GPU memory grew by {soak['gpu_growth_bytes'] / mib:.1f} MiB and host memory by "
+            f"- **{soak['requests']:,} requests within 2.5 GiB** (Qwen3-0.6B shape, streaming): from the 200th to the "
+            f"last, GPU memory grew by {soak['gpu_growth_bytes'] / mib:.1f} MiB and host memory by "
             f"{soak['host_growth_bytes'] / mib:.1f} MiB (at half-way {half['gpu_growth_bytes'] / mib:.1f} "
             f"and {half['host_growth_bytes'] / mib:.1f})."
         )

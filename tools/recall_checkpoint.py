@@ -35,7 +35,8 @@ It knows the words of its text and no others: names must come from `FIRST_NAMES`
 | stages | {stages} |
 | optimiser | AdamW, peak learning rate {learning_rate}, weights in float32, computed in {dtype} |
 
-The command and the seed do not give these weights bit by bit: stages end by the clock, and rows come from several processes
+The command and the seed do not give these weights bit by bit: stages end by the clock, and rows come from several \
+processes
 in the order in which they are ready.
 
 Pass keys recalled, in percent, by length of the document with the question and relative depth of the fact; {per_cell}

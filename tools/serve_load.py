@@ -1,9 +1,11 @@
 #!/usr/bin/env python
-"""Load test of `nanoinfer serve`: many clients that stream, wait, leave half-way and send nonsense, and every answer checked.
+"""Load test of `nanoinfer serve`: many clients that stream, wait, leave half-way and send nonsense, and every answer
+checked.
 
 python tools/serve_load.py --tiny --clients 200 --seconds 300               a tiny model on the CPU
 python tools/serve_load.py --shape qwen3-0.6b --clients 200 --seconds 300   random weights in a known shape, on the GPU
-python tools/serve_load.py --url http://127.0.0.1:8000 --check lengths      a server that runs already, and need not give equal tokens
+python tools/serve_load.py --url http://127.0.0.1:8000 --check lengths      a server that runs already, and need not
+give equal tokens
 
 What is expected is what the same server says to the same prompts one after the other before the load. Exit code 1: an
 answer was wrong, something was not given back, or the server gave an answer that nobody should get.

@@ -261,7 +261,8 @@ def _time_attention(device: torch.device, size: Size, backend: SDPBackend) -> fl
 
 
 def evaluate(grid: Grid, plan: Plan, deadline: float) -> dict:
-    """Accuracy by length and depth, and by kind: of the first length, and of others in their order while there is time."""
+    """Accuracy by length and depth, and by kind: of the first length, and of others in their order while there is
+    time."""
     kinds_length = min(4096, plan.eval_lengths[-1])
     figures = dict(pass_keys={}, kinds_length=kinds_length, kinds=grid.kinds(kinds_length, 5), per_cell=plan.per_cell)
     for length in plan.eval_lengths:

@@ -2,13 +2,13 @@
 
 A KV buffer of one layer is ``kv: [num_blocks, 2, block_size, num_kv_heads, head_dim]``, contiguous; index 0 of dim 1
 is K and 1 is V. It may be a layer's part of the GPU pool or a ring slot. An *item* of decode's
-work is one block or, where so few blocks are read that they would leave most of a GPU idle, one of its tiles: with ``span =
-block_size / partials_per_block``, item ``n`` of a sequence covers its tokens ``[n * span, (n + 1) * span)``.
+work is one block or, where so few blocks are read that they would leave most of a GPU idle, one of its tiles: with
+``span = block_size / partials_per_block``, item ``n`` of a sequence covers its tokens ``[n * span, (n + 1) * span)``.
 
-Decode attends to each item on its own (``decode_partial``) and combines the tiles of a block, then the blocks, in one order
-(``merge``), as in Flash-Decoding (Dao et al., 2023) with splits at fixed absolute positions. So the bits of a block depend
-on its bytes and its query alone, and the result does not depend on which buffer a block lies in. Whether a block's tiles are
-items of their own depends on the batch, and changes no bit.
+Decode attends to each item on its own (``decode_partial``) and combines the tiles of a block, then the blocks, in one
+order (``merge``), as in Flash-Decoding (Dao et al., 2023) with splits at fixed absolute positions. So the bits of a
+block depend on its bytes and its query alone, and the result does not depend on which buffer a block lies in. Whether a
+block's tiles are items of their own depends on the batch, and changes no bit.
 
 Prefill walks the keys in ascending order with the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1) and can
 put its running state down between two buffers and take it up again.
@@ -83,9 +83,9 @@ class DecodeWork:
     """Which splits of which batch rows lie in one KV buffer. Read from device memory each time a graph is replayed."""
 
     items: Tensor
-    """[capacity, 4] int32, device, contiguous: (batch row b, number of the item, block index in the buffer, partial index
-    p). A row's items are numbered from its first token on: n covers [n * span, (n + 1) * span), with span = block_size /
-    partials_per_block[b]."""
+    """[capacity, 4] int32, device, contiguous: (batch row b, number of the item, block index in the buffer, partial
+    index p). A row's items are numbered from its first token on: n covers [n * span, (n + 1) * span), with span =
+    block_size / partials_per_block[b]."""
     num_items: Tensor
     """[1] int32, device. Rows of ``items`` from here on are stale and never reach a result."""
     partials_per_block: Tensor

@@ -1,10 +1,10 @@
 """The reference backend: plain torch, float32 inside.
 
-What is computed beside an item changes none of its bits. Products have one shape each: a whole split, or a whole block and
-the queries of `TILE_QUERIES` positions, whether they all are there or not; what an item does not see is masked and not
-sliced. A query's place among those of its tile follows from its position. The operands are fresh, contiguous copies, aligned
-alike where head_dim is a multiple of 16, as every model's is. All else is computed for many items at once, by functions
-that are exact for each value (see `nanoinfer.common.exact`) and sums of rows of a fixed length.
+What is computed beside an item changes none of its bits. Products have one shape each: a whole split, or a whole block
+and the queries of `TILE_QUERIES` positions, whether they all are there or not; what an item does not see is masked and
+not sliced. A query's place among those of its tile follows from its position. The operands are fresh, contiguous
+copies, aligned alike where head_dim is a multiple of 16, as every model's is. All else is computed for many items at
+once, by functions that are exact for each value (see `nanoinfer.common.exact`) and sums of rows of a fixed length.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class TorchBackend(AttentionBackend):
         cuts = work.partials_per_block[items[:, 0]]
         for cut in sorted(set(cuts.tolist())):
             span = spec.block_size // cut
-            for part in items[cuts == cut].split(_at_once(span * max(spec.num_q_heads, spec.num_kv_heads * spec.head_dim))):
+            for part in items[cuts == cut].split(
+                _at_once(span * max(spec.num_q_heads, spec.num_kv_heads * spec.head_dim))
+            ):
                 self._attend_splits(q, kv, part, cut, seq_lens, partials, window)
 
     def _attend_splits(
@@ -151,7 +153,9 @@ class TorchBackend(AttentionBackend):
         load_state = piece.load_state.tolist()
         if any(load_state[tile.sequence] for tile in tiles):
             assert state is not None, "load_state 1 needs a PrefillState"
-            resumed = torch.tensor([load_state[tile.sequence] for tile in tiles for _ in tile.places], device=q.device) > 0
+            resumed = (
+                torch.tensor([load_state[tile.sequence] for tile in tiles for _ in tile.places], device=q.device) > 0
+            )
             acc, m, l = (
                 self._in_tiles(part[rows][resumed], places[resumed], count, fill)
                 for part, fill in ((state.acc, 0.0), (state.m, NEG_INF), (state.l, 0.0))
@@ -215,7 +219,8 @@ class TorchBackend(AttentionBackend):
         return acc, m_new, l * alpha + p.sum(-1)
 
     def _in_tiles(self, x: Tensor, places: Tensor, count: int, fill: float) -> Tensor:
-        """[n, Hq, ...] of n queries -> [count, Hkv, G * TILE_QUERIES, ...] in new memory, `fill` where there is none."""
+        """[n, Hq, ...] of n queries -> [count, Hkv, G * TILE_QUERIES, ...] in new memory, `fill` where there is
+        none."""
         tiles = x.new_full((count * TILE_QUERIES, *x.shape[1:]), fill)
         tiles[places] = x
         tiles = tiles.unflatten(0, (count, TILE_QUERIES)).transpose(1, 2).contiguous()  # [count, Hq, TILE_QUERIES, ...]
@@ -231,8 +236,8 @@ class TorchBackend(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         """What lies at kv[index], [n, 2, T, Hkv, D], as new float32 memory, k: [n, Hkv, D, T] and v: [n, Hkv, T, D].
 
-        is_beyond: [n, T], tokens whose memory may hold anything: a value is 0 there, since 0 * NaN is NaN, and what comes
-        of a key is masked later.
+        is_beyond: [n, T], tokens whose memory may hold anything: a value is 0 there, since 0 * NaN is NaN, and what
+        comes of a key is masked later.
         """
         as_bytes = kv.dtype.itemsize == 1  # torch takes no float8 by index on the CPU
         found = (kv.view(torch.uint8) if as_bytes else kv)[index].view(kv.dtype)
@@ -267,7 +272,8 @@ def _products(left: Tensor, right: Tensor | list[Tensor]) -> Tensor:
 
 
 def _sum_of_splits(x: Tensor) -> Tensor:
-    """[b, width, ...] -> [b, ...]: a fixed number at a time, as the sum of a row of memory, these in ascending order."""
+    """[b, width, ...] -> [b, ...]: a fixed number at a time, as the sum of a row of memory, these in ascending
+    order."""
     parts = x.movedim(1, -1).contiguous().unflatten(-1, (-1, MERGED_SPLITS)).sum(-1)  # [b, ..., width / MERGED_SPLITS]
     first, *others = parts.unbind(-1)
     for part in others:

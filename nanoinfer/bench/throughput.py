@@ -80,9 +80,9 @@ def make_load(
 def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
     """Runs the load after a short request that compiles the kernels. Figures in seconds and tokens.
 
-    Step times are means over decode steps: `step_seconds` from one read to the next, `host_seconds_per_step` the part in
-    which the host did not wait for the device, `device_seconds_per_step` the part in which the compute stream had work
-    of the model, estimated from a sample of the steps.
+    Step times are means over decode steps: `step_seconds` from one read to the next, `host_seconds_per_step` the part
+    in which the host did not wait for the device, `device_seconds_per_step` the part in which the compute stream had
+    work of the model, estimated from a sample of the steps.
     """
     warm_up = SamplingParams(temperature=load.params[0].temperature, max_tokens=min(4, load.params[0].max_tokens))
     llm.generate([load.prompts[0]], warm_up, use_tqdm=False)
@@ -170,13 +170,13 @@ def _lines(figures: dict) -> list[tuple[str, str]]:
         ("prefill", f"{figures['prefill_seconds']:.2f} s in {figures['num_prefill_steps']:,} steps"),
         (
             "decode",
-            f"{figures['decode_seconds']:.2f} s in {figures['num_decode_steps']:,} steps of {figures['mean_batch']:.1f} "
-            f"sequences on average, bound by {figures['bound']}",
+            f"{figures['decode_seconds']:.2f} s in {figures['num_decode_steps']:,} steps of "
+            f"{figures['mean_batch']:.1f} sequences on average, bound by {figures['bound']}",
         ),
         (
             "one decode step",
-            f"{figures['step_seconds'] * 1e3:.3f} ms; the host works {figures['host_seconds_per_step'] * 1e3:.3f} ms of "
-            f"it, the device {figures['device_seconds_per_step'] * 1e3:.3f} ms (from a sample, without sampling)",
+            f"{figures['step_seconds'] * 1e3:.3f} ms; the host works {figures['host_seconds_per_step'] * 1e3:.3f} ms "
+            f"of it, the device {figures['device_seconds_per_step'] * 1e3:.3f} ms (from a sample, without sampling)",
         ),
         *([("prefix cache", f"{prefix_hits:.1%} of the prompts' tokens were found")] if prefix_hits else []),
         *([("prefill graphs", f"{graph_hits:.1%} of the prefill steps ran from them")] if graph_hits else []),

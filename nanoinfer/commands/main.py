@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import nanoinfer
-from nanoinfer.commands import bench
+from nanoinfer.commands import bench, serve, verify
 from nanoinfer.commands import plan as plan_command
-from nanoinfer.commands import serve
-from nanoinfer.commands import verify
 from nanoinfer.options import recall
 from nanoinfer.options.parser import Parser, length, run_command
 

@@ -85,7 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", default=defaults["load_format"], help='"dummy": random weights')
     parser.add_argument(
         "--generation-config", default=defaults["generation_config"],
-        help='sampling of requests that leave it out: "auto" (the checkpoint\'s generation_config.json) or "vllm" (neutral)',
+        help='sampling of requests that leave it out: "auto" (the checkpoint\'s generation_config.json) or '
+             '"vllm" (neutral)',
     )  # fmt: skip
     parser.add_argument("--tokenizer", help="directory or hub id (default: the model's)")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only")
@@ -153,8 +154,8 @@ def run(options: argparse.Namespace) -> int:
 def _start(engine: Any) -> None:
     try:
         engine.start()
-        # A walk of the garbage collector through all that was imported and loaded takes up to a second, in which nothing
-        # else runs; none of it is ever garbage.
+        # A walk of the garbage collector through all that was imported and loaded takes up to a second, in which
+        # nothing else runs; none of it is ever garbage.
         gc.collect()
         gc.freeze()
     except KeyboardInterrupt:
@@ -220,8 +221,8 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     same = (
-        "model max_model_len max_num_seqs max_num_batched_tokens block_size dtype kv_cache_dtype device attention_backend "
-        "resident_kv_limit seed load_format generation_config tokenizer skip_tokenizer_init"
+        "model max_model_len max_num_seqs max_num_batched_tokens block_size dtype kv_cache_dtype device "
+        "attention_backend resident_kv_limit seed load_format generation_config tokenizer skip_tokenizer_init"
     )
     return {name: getattr(options, name) for name in same.split()} | {
         "enable_cpu_offload": {"on": True, "auto": "auto", "off": False}[options.offload],

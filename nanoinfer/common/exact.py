@@ -1,11 +1,11 @@
 """Products and elementwise functions whose bits do not depend on what is computed beside them, on the CPU.
 
-Libraries choose their order of sums by the number of rows, and give a value other bits in the rest behind the last whole
-vector than in a vector. So nothing is computed at the size that happens to come: rows are padded to one of a few counts
-that are known to agree, values to whole vectors, and no call is so large that threads cut it where they like.
+Libraries choose their order of sums by the number of rows, and give a value other bits in the rest behind the last
+whole vector than in a vector. So nothing is computed at the size that happens to come: rows are padded to one of a few
+counts that are known to agree, values to whole vectors, and no call is so large that threads cut it where they like.
 
-Sums over the last, contiguous dimension need nothing: torch adds up each row by itself (one row alone is cut among threads,
-but only above 32,768 values), and neither do single additions, products, divisions and comparisons.
+Sums over the last, contiguous dimension need nothing: torch adds up each row by itself (one row alone is cut among
+threads, but only above 32,768 values), and neither do single additions, products, divisions and comparisons.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BASE_ROWS = 16
-# Fewer rows cost one row alone less (8192 x 2048 in float32, one core: 9 ms for 4 rows, 14 for 16 and 4 for one, which no
-# library computes in the order of many), more rows cost a prompt less (512 of them: 590 ms by 16, 290 by 64).
+# Fewer rows cost one row alone less (8192 x 2048 in float32, one core: 9 ms for 4 rows, 14 for 16 and 4 for one, which
+# no library computes in the order of many), more rows cost a prompt less (512 of them: 590 ms by 16, 290 by 64).
 OTHER_ROWS = (4, 64)
 # Of the weight that stands for one of the same shape: the check takes some 20 ms at most.
 _CHECKED_ELEMENTS = 2**22
@@ -32,8 +32,8 @@ MAX_ELEMENTS = 2**14
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, each row as if it were alone.
 
-    x: [N, in_features]; weight: [out_features, in_features]; bias: [out_features]; the result: [N, out_features]; all on the
-    CPU.
+    x: [N, in_features]; weight: [out_features, in_features]; bias: [out_features]; the result: [N, out_features]; all
+    on the CPU.
     """
     counts = row_counts(*weight.shape, weight.dtype, bias is not None, torch.get_num_threads())
     if len(x) <= counts[-1]:
@@ -54,10 +54,11 @@ def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple
 def row_counts(
     out_features: int, in_features: int, dtype: torch.dtype, has_bias: bool, num_threads: int
 ) -> tuple[int, ...]:
-    """Numbers of rows, ascending, at which a product of this shape gives a row the same bits, wherever it lies among them.
+    """Numbers of rows, ascending, at which a product of this shape gives a row the same bits, wherever it lies among
+    them.
 
-    It depends on the library and the processor, so it is tried, once in a process. Where not even a fixed number of rows
-    gives equal bits at every place, one row at a time does.
+    It depends on the library and the processor, so it is tried, once in a process. Where not even a fixed number of
+    rows gives equal bits at every place, one row at a time does.
     """
     out_features = min(out_features, max(16, _CHECKED_ELEMENTS // in_features))
     x, weight = _sensitive_operands(out_features, in_features, dtype)
@@ -91,7 +92,8 @@ def _generator() -> torch.Generator:
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x), for a function of single values such as exp: each value as if it were alone. A new, contiguous tensor.
+    """function(x), for a function of single values such as exp: each value as if it were alone. A new, contiguous
+    tensor.
 
     Only the CPU needs it; elsewhere it is function(x).
     """

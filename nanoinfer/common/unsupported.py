@@ -40,8 +40,8 @@ ENGINE: Table = {
     "task": (("auto", "generate"), "models generate text only"),
     "runner": (("auto", "generate"), "models generate text only"),
     "served_model_name": ((), "it is an option of nanoinfer serve"),
-    "cpu_offload_gb": ((0,), "in vLLM it offloads weights, which stay on the GPU here; enable_cpu_offload=True moves the "
-                             "KV cache"),
+    "cpu_offload_gb": ((0,), "in vLLM it offloads weights, which stay on the GPU here; enable_cpu_offload=True moves "
+                             "the KV cache"),
     "swap_space": ((0, 4), "host_memory_limit bounds the host memory for KV blocks"),
     "kv_offloading_size": ((), "give host_memory_limit and enable_cpu_offload=True"),
     "kv_cache_memory_bytes": ((), "give gpu_memory_limit, which bounds all that the engine takes"),

@@ -156,8 +156,8 @@ class LLMEngine:
         num_banned = sum(token_id < self.vocab_size for token_id in banned)
         if num_banned > MAX_BANNED:
             raise RequestError(
-                f"min_tokens={params.min_tokens} bans {num_banned} end and stop tokens, {MAX_BANNED} are possible: give "
-                "fewer stop_token_ids or min_tokens=0",
+                f"min_tokens={params.min_tokens} bans {num_banned} end and stop tokens, {MAX_BANNED} are possible: "
+                "give fewer stop_token_ids or min_tokens=0",
                 field="min_tokens",
             )
         prompt = unpack(prompt)
@@ -481,9 +481,9 @@ class LLMEngine:
 
         `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
         step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are
-        estimates from a sample of the steps; in `host_seconds` of `decode_seconds` the host did not wait for the device.
-        `bound`, `advice` and `notes` say what the decode steps were bound by, what would help, and which settings had no
-        effect.
+        estimates from a sample of the steps; in `host_seconds` of `decode_seconds` the host did not wait for the
+        device. `bound`, `advice` and `notes` say what the decode steps were bound by, what would help, and which
+        settings had no effect.
         """
         runner, times, counters = self.runner, self.times, self.runner.decode_program.counters
         decode, prefill = self.meter.times, self.runner.prefill_program.pieces.counters

@@ -81,7 +81,8 @@ class StepMeter:
 
     Attributes:
         times: sums since the engine was made.
-        resident_share: of the full KV blocks of all running sequences, the share that lay on the GPU in the newest step.
+        resident_share: of the full KV blocks of all running sequences, the share that lay on the GPU in the newest
+            step.
     """
 
     runtime: Runtime

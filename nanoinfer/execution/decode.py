@@ -141,8 +141,8 @@ class DecodeProgram:
         """Attends to what lies in the GPU pool.
 
         Args:
-            q, out: [rows, num_q_heads, head_dim]; the rows are the first of the batch. `merge` writes `out`, or this does
-                with `whole_rows`.
+            q, out: [rows, num_q_heads, head_dim]; the rows are the first of the batch. `merge` writes `out`, or this
+                does with `whole_rows`.
         """
         backend, count = self._backend, len(q)
         kv, window, lengths = self._kv_cache.gpu_kv[layer], self._model.spec.windows[layer], self._lengths[:count]
@@ -300,8 +300,8 @@ class DecodeProgram:
         Args:
             beside: what streams in the same step anyway; blocks of it are attended to there.
 
-        In resident mode the lists of splits change only when a row comes, goes or begins a split (a block, or a part of one
-        in short rows): until then a step costs the host the same for any context.
+        In resident mode the lists of splits change only when a row comes, goes or begins a split (a block, or a part of
+        one in short rows): until then a step costs the host the same for any context.
         """
         rows_changed = self.rows.update(self._compute, sequences, self._kv_cache)
         size = self.padded_size(len(sequences))

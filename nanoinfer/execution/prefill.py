@@ -192,22 +192,18 @@ class PrefillProgram:
             line[: len(blocks)] = blocks
         return table
 
-    def _history(
-        self, chunks: list[PrefillChunk], ends: list[int], window: int | None, packer: Packer
-    ) -> _History:
+    def _history(self, chunks: list[PrefillChunk], ends: list[int], window: int | None, packer: Packer) -> _History:
         """The host blocks before logical block `ends[i]` that a query of chunk i sees, cut for the ring."""
         block_size = self.kv_cache.block_size
         firsts = [int(first_visible_block(np.array(chunk.begin), window, block_size)) for chunk in chunks]
         lists = [self.kv_cache.host_table[chunk.sequence.row, :end] for chunk, end in zip(chunks, ends, strict=True)]
-        assert all(
-            np.all(blocks[first:] != NO_BLOCK) for blocks, first in zip(lists, firsts, strict=True)
-        ), "a block lies neither on the GPU nor on the host"
+        assert all(np.all(blocks[first:] != NO_BLOCK) for blocks, first in zip(lists, firsts, strict=True)), (
+            "a block lies neither on the GPU nor on the host"
+        )
         found, rows, number = [], [], 0
         for chunk, readers in pack_together(lists, firsts, self.ring.blocks_per_slot):
             # Runs of neighbours, which one launch attends to: (number of the first record, first sequence, count).
-            neighbours = [
-                (number + place, first, count) for place, first, count in runs(list(enumerate(readers)))
-            ]
+            neighbours = [(number + place, first, count) for place, first, count in runs(list(enumerate(readers)))]
             end = (chunk.begin + len(chunk.blocks)) * block_size
             rows += [(chunk.begin, end, int(chunk.begin > firsts[reader])) for reader in readers]
             number += len(readers)

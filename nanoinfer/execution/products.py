@@ -1,9 +1,9 @@
 """Which products of a model the library may compute: those that it adds up in our order, asked on the GPU at hand.
 
-For many rows the library's products are faster than ours, and for most shapes they have the same bits: it, too, adds up K
-ascending, unless it cuts K into parts or takes a kernel for odd sizes. Which kernel it takes depends on the shape, the
-number of rows, the GPU and its version, so it is asked when an engine starts, at each number of rows that it will be
-called with (`counts.padded_rows`). Where one bit differs our own tiles compute the product.
+For many rows the library's products are faster than ours, and for most shapes they have the same bits: it, too, adds up
+K ascending, unless it cuts K into parts or takes a kernel for odd sizes. Which kernel it takes depends on the shape,
+the number of rows, the GPU and its version, so it is asked when an engine starts, at each number of rows that it will
+be called with (`counts.padded_rows`). Where one bit differs our own tiles compute the product.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def agreeing_counts(
         flags = [(part != want[: len(part)]).any() for part in got.split(len(rows))]
         differs.append(torch.stack(flags).any())
         del got, flags
-    return frozenset(count for count, is_other in zip(counts, torch.stack(differs).tolist(), strict=True) if not is_other)
+    return frozenset(
+        count for count, is_other in zip(counts, torch.stack(differs).tolist(), strict=True) if not is_other
+    )
 
 
 def _sum(parts: Tensor) -> Tensor:

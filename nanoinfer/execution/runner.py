@@ -317,9 +317,8 @@ class ModelRunner:
         found = are_nan.tolist()
         self._are_logits_sound = not all(found)
         overflow = ', or the model overflows in float16 (set dtype="bfloat16" or "float32")'
-        message = (
-            "all logits of the prompt are NaN: the checkpoint's weights are damaged (download it again)"
-            + (overflow if self.model.spec.dtype == torch.float16 else "")
+        message = "all logits of the prompt are NaN: the checkpoint's weights are damaged (download it again)" + (
+            overflow if self.model.spec.dtype == torch.float16 else ""
         )
         return [ValueError(message) if is_nan else None for is_nan in found]
 

@@ -40,8 +40,8 @@ class SamplingState:
 
     Attributes:
         temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: [rows] float32.
-        top_k, banned_until, num_banned: [rows] int32; before step banned_until the first num_banned of banned_ids [rows,
-            `MAX_BANNED`] int32 may not come.
+        top_k, banned_until, num_banned: [rows] int32; before step banned_until the first num_banned of banned_ids
+            [rows, `MAX_BANNED`] int32 may not come.
         seed, step: [rows] int64; the 64 bits of the unsigned seed; tokens sampled so far.
         seen: [rows, vocab_size / 32] int32, a bit per token of prompt and output; kept only with a repetition penalty.
         counts: [rows, vocab_size] int16, how often each token is in the output, up to `MAX_COUNT`; kept only where

@@ -1,11 +1,11 @@
 """The layers of a prefill step between their attentions, as pieces that run eagerly or from captured graphs.
 
 Piece l is `after_attention` of layer l - 1 and `before_attention` of layer l. The attention in between depends on the
-sequences' lengths and histories, so it is launched eagerly. What is left is some ten kernels per layer, at 13 us of host
-time each: with few tokens the device waits for the host. One graph per piece takes their place.
+sequences' lengths and histories, so it is launched eagerly. What is left is some ten kernels per layer, at 13 us of
+host time each: with few tokens the device waits for the host. One graph per piece takes their place.
 
-A step of at most the largest captured token count is padded to the next one, with graphs or without; on CUDA a large one
-to a number of rows that the matrix library is asked for (`counts.padded_rows`).
+A step of at most the largest captured token count is padded to the next one, with graphs or without; on CUDA a large
+one to a number of rows that the matrix library is asked for (`counts.padded_rows`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class StepTensors:
         self.q = None
 
     def reserve(self, spec: ModelSpec) -> None:
-        """Allocates what the whole step needs, before anything that comes and goes: it would lie in the middle of that."""
+        """Allocates what the whole step needs, before anything that comes and goes: it would lie in the middle of
+        that."""
         heads = (len(self), spec.num_q_heads, spec.head_dim)
         self.attention = torch.empty(heads, dtype=spec.dtype, device=self.token_ids.device)
 
@@ -133,8 +134,8 @@ class PrefillPieces:
     """Runs the pieces of prefill steps.
 
     Args:
-        table: the steps' table. Token ids, positions and slots are what each step packs first, so their places depend on
-            the padded count alone, and graphs read them there.
+        table: the steps' table. Token ids, positions and slots are what each step packs first, so their places depend
+            on the padded count alone, and graphs read them there.
         capture_num_tokens: padded token counts, ascending; a larger step runs eagerly.
     """
 

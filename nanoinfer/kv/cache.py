@@ -40,7 +40,8 @@ class _Refusal:
         pool: in which its prefix was looked for.
         next_key: of the first block that was not found; None where all that may be were.
         num_given_back: `KVCache._num_given_back` at which there may be room.
-        num_own: of its blocks, those that no running sequence had: if there was room, but it would have slowed the others.
+        num_own: of its blocks, those that no running sequence had: if there was room, but it would have slowed the
+            others.
     """
 
     sequence: Sequence
@@ -118,8 +119,8 @@ class KVCache:
     def admit(self, sequence: Sequence) -> bool:
         """Gives the sequence a row and its blocks (resident) or a promise of them (offload), if there is room.
 
-        Takes up blocks of an equal prefix, or the KV saved at preemption, which the caller drops once the sequence counts
-        as running. Returns False, with nothing changed, if there is no room.
+        Takes up blocks of an equal prefix, or the KV saved at preemption, which the caller drops once the sequence
+        counts as running. Returns False, with nothing changed, if there is no room.
         """
         if not self._free_rows:
             return False
@@ -230,7 +231,8 @@ class KVCache:
         return self.offload.host.blocks.num_free + self.offload.num_deferred_host - self._num_reserved_host
 
     def _num_own_blocks(self, sequence: Sequence, hits: list[int]) -> int:
-        """Blocks of a sequence that no running one has: host blocks that rows share need no room, and stream for all."""
+        """Blocks of a sequence that no running one has: host blocks that rows share need no room, and stream for
+        all."""
         num_shared = int((self.host_table[:, : len(hits)] == hits).any(axis=0).sum())
         return self._num_blocks(sequence.num_tokens) - num_shared
 
@@ -291,7 +293,8 @@ class KVCache:
         return min(wanted, (held + max(0, self.num_obtainable)) * self.block_size - tokens_in_tail)
 
     def without_slot(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those admitted sequences whose last token begins a block that they do not have yet: few of them in most steps."""
+        """Those admitted sequences whose last token begins a block that they do not have yet: few of them in most
+        steps."""
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
         last = np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64) - 1
         lacking = self.gpu_table[rows, last // self.block_size] == NO_BLOCK
@@ -439,8 +442,8 @@ class KVCache:
     def release(self, sequence: Sequence, *, leave_copies: bool = False) -> None:
         """Gives back the row and every block of an admitted sequence.
 
-        leave_copies: the next sequence with its beginning may find what lies on the GPU; not after a step that failed, of
-        which nobody knows what it wrote.
+        leave_copies: the next sequence with its beginning may find what lies on the GPU; not after a step that failed,
+        of which nobody knows what it wrote.
         """
         row = sequence.row
         assert row is not None, "only an admitted sequence holds blocks"
@@ -581,9 +584,7 @@ class KVCache:
         gpu_blocks = list(dict.fromkeys(block for stretch in stretches for block in stretch))
         return list(zip(gpu_blocks, self._allocate_host(offload, len(gpu_blocks)), strict=True))
 
-    def _check_room(
-        self, mode: str, what: str, needed: int, name: str, pool: BlockPool, num_deferred: int = 0
-    ) -> None:
+    def _check_room(self, mode: str, what: str, needed: int, name: str, pool: BlockPool, num_deferred: int = 0) -> None:
         num_free = pool.num_free + num_deferred
         if needed > num_free:
             block_bytes = self.layout.block_bytes
@@ -665,7 +666,8 @@ class KVCache:
             self.residency.clear(row)
         for sequence in sequences:
             self._recover_row(sequence)
-        # Copies of host blocks, whose keys are numbers, are not kept: of some nobody knows what a failed step wrote there.
+        # Copies of host blocks, whose keys are numbers, are not kept: of some nobody knows what a failed step wrote
+        # there.
         self.gpu_blocks.rebuild(_present(self.gpu_table), lambda key: keeps_prefixes and isinstance(key, bytes))
         if offload is not None:
             offload.recover()

@@ -16,8 +16,8 @@ class SplitLists:
     """The splits that one decode step attends to, for layers of one window.
 
     Attributes:
-        on_gpu: [n, 4] int32, items: (batch row, number in the row, GPU block, partial index). Those with most keys come first: the
-            programs of a kernel that deals them out in this order end together.
+        on_gpu: [n, 4] int32, items: (batch row, number in the row, GPU block, partial index). Those with most keys come
+            first: the programs of a kernel that deals them out in this order end together.
         on_host: [m, 5] int32, (batch row, first item, host block, first partial index, number of items) for each
             block of each row, in the order of the host pool.
         ranges: [batch + 1] int32: row b's partials are ranges[b] to ranges[b + 1] - 1, in ascending order.
@@ -51,7 +51,8 @@ def first_visible_block(query_position: int | np.ndarray, window: int | None, bl
 
 
 def visible_blocks(lengths: np.ndarray, window: int | None, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first block with a key that each row's last query sees, and how many there are from it on. lengths: [batch]."""
+    """The first block with a key that each row's last query sees, and how many there are from it on. lengths:
+    [batch]."""
     first = first_visible_block(lengths - 1, window, block_size)
     return first, -(-lengths // block_size) - first
 

@@ -28,7 +28,8 @@ class Linear(nn.Module):
         self.weight = empty_weight(num_rows, in_features, dtype=dtype, device=device)
         self.bias = empty_weight(num_rows, dtype=dtype, device=device) if bias else None
         self.library_counts: frozenset[int] = frozenset()
-        """Numbers of rows at which, on CUDA, the library gives our kernels' bits; see `nanoinfer.execution.products`."""
+        """Numbers of rows at which, on CUDA, the library gives our kernels' bits; see
+        `nanoinfer.execution.products`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x, self.weight, self.bias, library_counts=self.library_counts)

@@ -16,8 +16,8 @@ from nanoinfer.layers.rope import apply_rope
 class KVSlots:
     """Where a layer's new keys, values and queries go.
 
-    kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer of the GPU pool; slots: [N] int32 or int64, block *
-    block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim], None: a new tensor.
+    kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer of the GPU pool; slots: [N] int32 or int64, block
+    * block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim], None: a new tensor.
     """
 
     kv: Tensor
@@ -36,7 +36,8 @@ class KVSlots:
 
 
 def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """As the KV cache holds them: float8 has no infinity, and larger values than its largest become NaN without this."""
+    """As the KV cache holds them: float8 has no infinity, and larger values than its largest become NaN without
+    this."""
     if dtype.itemsize == 1:
         largest = torch.finfo(dtype).max
         values = values.clamp(-largest, largest)

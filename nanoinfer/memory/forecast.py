@@ -113,7 +113,8 @@ class Forecast:
         rows = [
             ("GPU memory", f"{format_gib(memory.total_bytes)} of {format_gib(self.budget_bytes)} GiB"),
             ("  weights", f"{format_gib(memory.weight_bytes)} GiB"),
-            ("  activations", f"{format_gib(memory.activation_bytes)} GiB, {memory.max_num_batched_tokens} tokens at a time"),
+            ("  activations", f"{format_gib(memory.activation_bytes)} GiB, "
+                              f"{memory.max_num_batched_tokens} tokens at a time"),
             ("  buffers", f"{format_gib(buffers)} GiB, workspaces of libraries included"),
             ("  graphs", f"{format_gib(memory.graph_bytes)} GiB"),
             ("  ring", f"{format_gib(memory.ring_bytes)} GiB, whatever the context"),

@@ -158,8 +158,8 @@ def _batched_tokens(config: EngineConfig, max_model_len: int, is_cuda: bool) -> 
     captured = max(config.capture_num_tokens or [], default=0)
     if captured > sizes[0]:
         raise ValueError(
-            f"capture_num_tokens={config.capture_num_tokens!r} holds {captured}, and a prefill step has at most {sizes[0]} "
-            "tokens here: lower capture_num_tokens or set max_num_batched_tokens"
+            f"capture_num_tokens={config.capture_num_tokens!r} holds {captured}, and a prefill step has at most "
+            f"{sizes[0]} tokens here: lower capture_num_tokens or set max_num_batched_tokens"
         )
     return [size for size in sizes if size >= captured]
 
@@ -175,8 +175,8 @@ def _spend(
 ) -> MemoryPlan:
     max_blocks = -(-sizes.max_model_len // layout.block_size)
     blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * sizes.max_num_seqs)
-    # Attention partials, float32; the tables of items and ring chunks, of decode and prefill, take 60 bytes per split and
-    # window, and the record of each ring slot 16 per split.
+    # Attention partials, float32; the tables of items and ring chunks, of decode and prefill, take 60 bytes per split
+    # and window, and the record of each ring slot 16 per split.
     split_bytes = spec.num_q_heads * (spec.head_dim + 2) * 4 + 60 * len(set(spec.windows)) + 16 * config.num_ring_slots
     size = spec.dtype.itemsize
     # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
@@ -278,8 +278,8 @@ def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, block_size: int) -> None
     blocks = _min_blocks(config, plan, block_size)
     if config.num_gpu_blocks_override is not None and config.num_gpu_blocks_override < blocks:
         raise ValueError(
-            f"num_gpu_blocks_override={config.num_gpu_blocks_override} is too small: {blocks} KV blocks of {block_size} "
-            f"tokens are the fewest, or lower max_num_batched_tokens={plan.max_num_batched_tokens}"
+            f"num_gpu_blocks_override={config.num_gpu_blocks_override} is too small: {blocks} KV blocks of "
+            f"{block_size} tokens are the fewest, or lower max_num_batched_tokens={plan.max_num_batched_tokens}"
         )
     needed = plan.fixed_bytes + blocks * plan.block_bytes
     needed += max(plan.max_splits, 2 * blocks + plan.max_num_seqs) * plan.split_bytes

@@ -1,5 +1,5 @@
-"""The models. Adding one is adding a file here: every module of this folder is imported, and registers its classes, once
-a model is looked up."""
+"""The models. Adding one is adding a file here: every module of this folder is imported, and registers its classes,
+once a model is looked up."""
 
 from typing import TYPE_CHECKING
 

@@ -23,9 +23,7 @@ class Gemma3Layer(DecoderLayer):
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
         # Each part has no name, and so ends before the gated layer, the largest part of a step.
-        normed = self.pre_feedforward_layernorm.after_sum(
-            x, self.post_attention_layernorm(self.self_attn.o_proj(attn))
-        )
+        normed = self.pre_feedforward_layernorm.after_sum(x, self.post_attention_layernorm(self.self_attn.o_proj(attn)))
         return norm.after_sum(x, self.post_feedforward_layernorm(self.mlp(normed)))
 
 

@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that it serves (default: the first one)",
     )  # fmt: skip
     parser.add_argument("--api-key", help="bearer token for --base-url (default: $OPENAI_API_KEY, where it is set)")
-    parser.add_argument(
-        "--vocab-size", type=int, help="prompts for --base-url have token ids below it (default: 1000)"
-    )
+    parser.add_argument("--vocab-size", type=int, help="prompts for --base-url have token ids below it (default: 1000)")
     parser.add_argument("--requests", type=int, default=16, help="that are compared (default: %(default)s)")
     parser.add_argument(
         "--batch", default="2,16,64,256",

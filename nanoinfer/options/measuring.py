@@ -70,8 +70,8 @@ def add_mode_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         default="resident",
-        help="where KV lies: resident = on the GPU, auto = in host memory, too, once the GPU is full, offload = from the "
-        "start, streamed = offload with every full block in host memory (default: %(default)s)",
+        help="where KV lies: resident = on the GPU, auto = in host memory, too, once the GPU is full, offload = from "
+        "the start, streamed = offload with every full block in host memory (default: %(default)s)",
     )
 
 

@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mode",
         help="streamed = offload with every full block in host memory, offload = with what fits on the GPU, auto = "
         "offload once the GPU is full, resident, hf and hf-static = transformers' offloaded caches (default: "
-        f"{DEFAULT_MODES}); with --task recall hf is transformers with the whole cache on the device, in float32, as the "
-        f"reference, and hf-static is not known (default: {recall.DEFAULT_MODES})",
+        f"{DEFAULT_MODES}); with --task recall hf is transformers with the whole cache on the device, in float32, as "
+        f"the reference, and hf-static is not known (default: {recall.DEFAULT_MODES})",
     )
     parser.add_argument(
         "--check",

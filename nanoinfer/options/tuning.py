@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, enable_prefix_caching: boo
 def engine_arguments(options: argparse.Namespace) -> dict:
     """The same as arguments of an LLM."""
     names = (
-        "gpu_memory_utilization num_ring_slots ring_slot_bytes enable_prefix_caching enforce_eager cuda_graph_batch_sizes "
-        "capture_num_tokens"
+        "gpu_memory_utilization num_ring_slots ring_slot_bytes enable_prefix_caching enforce_eager "
+        "cuda_graph_batch_sizes capture_num_tokens"
     )
     return {name: getattr(options, name) for name in names.split()}
 

@@ -46,8 +46,8 @@ class Grid:
             raise ValueError("give at least one length, one depth and one question")
         if self.num_questions % FACTS_PER_PLACE:
             raise ValueError(
-                f"--questions {self.num_questions} must be a multiple of {FACTS_PER_PLACE}, the questions about one place "
-                "of a document"
+                f"--questions {self.num_questions} must be a multiple of {FACTS_PER_PLACE}, the questions about one "
+                "place of a document"
             )
 
     @property
@@ -94,8 +94,8 @@ class Exam:
             questions = ask(self.tokenizer, self.grid, length, number)
         except ValueError as error:
             raise ValueError(
-                f"--context {length} has no room for the facts of {len(self.grid.depths)} --depths ({error}): name fewer "
-                "--depths or a longer --context"
+                f"--context {length} has no room for the facts of {len(self.grid.depths)} --depths ({error}): name "
+                "fewer --depths or a longer --context"
             ) from error
         text = _common_prefix([question.prompt_text for question in questions])
         document = self.tokenizer.encode(text)

@@ -24,8 +24,8 @@ def table(results: dict[str, Scores], grid: Grid) -> str:
             lines.append(f"{name:<{width}}  {length:>7,}  {cells}  {error:>14}  {streamed:>11,.1f}")
     lines.append(
         f"share of right answers, {grid.num_questions} questions a cell; log-prob error: the largest difference from "
-        f"{first}'s among the {NUM_LOGPROBS} likeliest tokens at each place of the first document's answers; streamed: KV "
-        "read from host memory"
+        f"{first}'s among the {NUM_LOGPROBS} likeliest tokens at each place of the first document's answers; streamed: "
+        "KV read from host memory"
     )
     return "\n".join(lines)
 

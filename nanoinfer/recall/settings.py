@@ -29,7 +29,8 @@ from offload.memory.host_memory import memory_available_bytes
 
 DEFAULT_LENGTHS = {"cuda": "1k,2k,4k,8k,16k,32k,64k", "cpu": "1k,2k"}
 ANSWER_ROOM = 64
-"""Tokens beyond a context: with another tokenizer than recall's own some answers are longer than those it is cut for."""
+"""Tokens beyond a context: with another tokenizer than recall's own some answers are longer than those it is cut
+for."""
 DEFAULT_MAX_NUM_SEQS = 32
 
 

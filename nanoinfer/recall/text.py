@@ -8,9 +8,9 @@ Four kinds of fact lie among filler sentences:
     count      A boat arrives. The count of boats is now 7.    The last such sentence counts.
 
 A question follows the document as "\\nQuestion: What is the pass key of Mira Holt?\\nAnswer:" and its answer is
-" The pass key of Mira Holt is 48192.", of a table " pears: 412". Names recur in other combinations, so both parts of a name
-must be looked up. Answers come in the words of the fact: models learn to look up what stands in the same words long
-before anything else.
+" The pass key of Mira Holt is 48192.", of a table " pears: 412". Names recur in other combinations, so both parts of a
+name must be looked up. Answers come in the words of the fact: models learn to look up what stands in the same words
+long before anything else.
 
 Text is written as fragments, which join to it. A fragment ends where the recall tokenizer ends a token in any case, so
 fragments can be tokenised one by one and counted apart. The same seed gives the same text in every version of Python:
@@ -41,8 +41,8 @@ Fragments = list[str]
 
 @dataclass(frozen=True)
 class Ask:
-    """A question about a fact: from "\\nQuestion:" to "\\nAnswer:". The answer is a lead, which starts with a space or is
-    empty, the value, which must be looked up, and a tail."""
+    """A question about a fact: from "\\nQuestion:" to "\\nAnswer:". The answer is a lead, which starts with a space or
+    is empty, the value, which must be looked up, and a tail."""
 
     question: Fragments
     value: Fragments

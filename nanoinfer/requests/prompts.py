@@ -79,9 +79,7 @@ def encode_chat(
     Raises:
         RequestError: there is no template, or it refuses the messages.
     """
-    return list(
-        _templated(tokenizer, messages, variables, add_generation_prompt, tokenize=True, return_dict=False)
-    )
+    return list(_templated(tokenizer, messages, variables, add_generation_prompt, tokenize=True, return_dict=False))
 
 
 def render_chat(
@@ -130,7 +128,8 @@ def check_chat(tokenizer: PreTrainedTokenizerBase | None) -> None:
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
         raise RequestError(
-            f"chat needs a chat template, but {missing}: complete a finished prompt instead (generate(), /v1/completions)",
+            f"chat needs a chat template, but {missing}: complete a finished prompt instead "
+            "(generate(), /v1/completions)",
             field="messages",
         )
 

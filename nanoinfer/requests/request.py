@@ -71,7 +71,8 @@ class Request:
         logprobs: tuple[float, int, list[float], list[int]] | None,
         now: float,
     ) -> None:
-        """Appends a token that was read at `now` and decides whether the completion ends: sets its finish_reason then."""
+        """Appends a token that was read at `now` and decides whether the completion ends: sets its finish_reason
+        then."""
         completion = self.completions[sequence.index]
         self.last_token = now
         if self.first_token is None:

@@ -31,8 +31,8 @@ __all__ = [
 
 # Rows are filtered so many elements at a time: 13 rows of a vocabulary of 150,000.
 CHUNK_ELEMENTS = 2**21
-# Chunk's rows, sorted values and ids, fixed-point weights, their sums, and the sort's own buffers. `topk` of few rows sorts
-# too.
+# Chunk's rows, sorted values and ids, fixed-point weights, their sums, and the sort's own buffers. `topk` of few rows
+# sorts too.
 _SORT_BYTES_PER_ELEMENT = 64
 # Of all rows: their logits in float32 and, with penalties, which are NaN, the scores, the seen tokens and the counts.
 _REFERENCE_BYTES_PER_ELEMENT = 13
@@ -111,8 +111,8 @@ def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor)
     n] float32.
     """
     bits = _noise_bits(seed, step, ids)
-    # u in (0, 1). -log(1 - u): the smallest noise, which decides the draw, comes from small u, where floats are dense; near
-    # 1 they would have steps of 6e-8, and large vocabularies would draw ties.
+    # u in (0, 1). -log(1 - u): the smallest noise, which decides the draw, comes from small u, where floats are dense;
+    # near 1 they would have steps of 6e-8, and large vocabularies would draw ties.
     u = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4))))  # of -log(1 - u); its error at 2^-6 is below 2e-8
     return torch.where(u < 2.0**-6, series, -elementwise(torch.log, 1 - u))
@@ -127,8 +127,8 @@ def _chunks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Repetition penalty (CTRL, section 4.1), frequency and presence penalty and bans, NaN as a ban; `logits` itself where
-    there are none."""
+    """Repetition penalty (CTRL, section 4.1), frequency and presence penalty and bans, NaN as a ban; `logits` itself
+    where there are none."""
     invalid = logits.isnan()
     if not any(map(len, (batch.penalty_rows, batch.counted_rows, batch.banned_ids))) and not invalid.any():
         return logits

@@ -22,7 +22,9 @@ _INT32_MAX = 2**31 - 1
 
 # Sent by stock clients, and without influence on the answer.
 IGNORED = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls".split()
+    (
+        "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls"
+    ).split()
 )
 # Fields of the API that are not supported: the values that mean the same as leaving the field out, and what to do.
 UNSUPPORTED = SAMPLING | {
@@ -165,8 +167,8 @@ class CompletionRequest(GenerationRequest):
         num_completions = len(self.prompts) * (self.n or 1)
         if num_completions > MAX_COMPLETIONS:
             raise BadRequestError(
-                f"{len(self.prompts)} prompts times n = {self.n or 1} are {num_completions} completions, one request may "
-                f"have {MAX_COMPLETIONS}: send several requests",
+                f"{len(self.prompts)} prompts times n = {self.n or 1} are {num_completions} completions, one request "
+                f"may have {MAX_COMPLETIONS}: send several requests",
                 param="prompt",
             )
 
@@ -219,8 +221,8 @@ class _Conversation(Body):
         for name in self.chat_template_kwargs or ():
             if name in self._reserved:
                 raise BadRequestError(
-                    f"chat_template_kwargs may not set {name!r}, which the server does: leave it out, give variables of "
-                    "the chat template's own",
+                    f"chat_template_kwargs may not set {name!r}, which the server does: leave it out, give variables "
+                    "of the chat template's own",
                     param="chat_template_kwargs",
                 )
 

@@ -45,8 +45,8 @@ class QueueLimit:
         if num_new > possible:
             raise RequestError(
                 f"the request has {num_new} completions (prompts times n), the server runs {self.num_places} at once "
-                f"and queues {self._max_queue}: send at most {possible} in one request, or start the server with a larger "
-                "--max-queue",
+                f"and queues {self._max_queue}: send at most {possible} in one request, or start the server with "
+                "a larger --max-queue",
                 field="prompt",
             )
         raise OverloadedError(

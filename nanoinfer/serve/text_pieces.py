@@ -23,7 +23,7 @@ _SEARCHED_CHARS = 65_536  # at once: a search holds Python's lock
 # Letters of all versions of Unicode that NFC leaves as they are.
 _LETTERS = "A-Za-zА-Яа-яぁ-ゖァ-ヺ一-龥가-힣"
 # No letters, and no marks that NFC would join with a letter before them. The apostrophe begins English endings.
-_OTHERS = " \n\t0123456789_.,;:()<>={}*/+\"#。，、；：！？"
+_OTHERS = ' \n\t0123456789_.,;:()<>={}*/+"#。，、；：！？'
 
 # Alternatives of the patterns by which GPT-2, Llama 3, Qwen, GPT-4o and their like find words. In none of them a letter
 # is followed by one of `_OTHERS`, and none looks back: with all letters, all space and all else matched by some

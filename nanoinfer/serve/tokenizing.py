@@ -27,8 +27,8 @@ class PromptTokenizer:
 
     Each thread does one thing after another. A long text comes in pieces where it may be cut, each queued when the one
     before is done: several long texts take turns. Where no cut is known, a text is one piece, and huge ones have a
-    thread of their own. Work whose caller was cancelled is not begun. A further thread serves what is no part of a generation,
-    /tokenize and /detokenize, and two read large bodies.
+    thread of their own. Work whose caller was cancelled is not begun. A further thread serves what is no part of a
+    generation, /tokenize and /detokenize, and two read large bodies.
 
     Args:
         tokenizer: the engine's, which is copied: tokenizers of the Rust library refuse to be changed on one thread

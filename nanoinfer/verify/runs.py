@@ -105,7 +105,11 @@ def _neighbours(workload: Workload, plan: MemoryPlan) -> list[Run]:
             f"at most two requests at a time, decode steps padded to {WIDE_ROWS} rows, prompts in steps of their own",
             home | _rows(min(2, len(workload.prompts)), WIDE_ROWS) | dict(capture_num_tokens=[]),
         ),
-        Run("chunk", f"prompts in chunks of at most {chunk} tokens, small ones together with running requests", home | chunks),
+        Run(
+            "chunk",
+            f"prompts in chunks of at most {chunk} tokens, small ones together with running requests",
+            home | chunks,
+        ),
         Run("eager", "no CUDA graphs", home | dict(enforce_eager=True)),
     ]
 

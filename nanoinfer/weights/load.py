@@ -61,8 +61,8 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
         guess = nearest(str(model), [*packaged, *names])
         hint = f" (did you mean {guess!r}?)" if guess else ""
         raise ValueError(
-            f"model {str(model)!r} does not exist{hint}: give a directory with config.json, a hub id such as Qwen/Qwen3-4B"
-            + "".join(f", or {name!r}, which comes along" for name in packaged)
+            f"model {str(model)!r} does not exist{hint}: give a directory with config.json, a hub id such as "
+            "Qwen/Qwen3-4B" + "".join(f", or {name!r}, which comes along" for name in packaged)
         )
     try:
         patterns = _CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])

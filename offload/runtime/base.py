@@ -1,8 +1,8 @@
 """The small interface through which everything reaches streams, events, graphs and copies.
 
-Two implementations: `CudaRuntime` (offload/runtime/cuda.py) and `SimulatedRuntime` (offload/runtime/simulated.py). Work is *enqueued*
-on a stream as a function; it may run at any later time that the waits allow, so a function must not depend on host
-state that changes after it was enqueued, and the host must not read what it writes before synchronising.
+Two implementations: `CudaRuntime` (offload/runtime/cuda.py) and `SimulatedRuntime` (offload/runtime/simulated.py). Work
+is *enqueued* on a stream as a function; it may run at any later time that the waits allow, so a function must not
+depend on host state that changes after it was enqueued, and the host must not read what it writes before synchronising.
 
 Every wait carries the name of the rule that it enforces, such as "ring.fill_after_attention". The simulated runtime
 can drop one rule by name, which is how the tests prove that each wait is needed.

@@ -222,7 +222,8 @@ class SimulatedRuntime(Runtime):
     def _drop_failed(self) -> None:
         """What was enqueued behind an operation that failed never runs, and nobody waits for it; what came before runs.
 
-        So it is on a GPU, where such a failure comes while the host enqueues. May itself be interrupted and called again.
+        So it is on a GPU, where such a failure comes while the host enqueues. May itself be interrupted and called
+        again.
         """
         while self._executing is not None or self._is_dropping:
             self._is_dropping = self._has_lost_work = True

@@ -1,5 +1,5 @@
-"""One set of bits: whatever runs beside a request, and wherever, its tokens, logits and log-probabilities are those it has
-alone.
+"""One set of bits: whatever runs beside a request, and wherever, its tokens, logits and log-probabilities are those it
+has alone.
 
 NANOINFER_EXACT_SHAPES=qwen3-4b,llama3.1-8b takes other shapes (see `nanoinfer.models.shapes`), with random weights;
 NANOINFER_EXACT_WORKLOADS=12 another number of workloads.
@@ -82,8 +82,8 @@ def draw_requests(vocab_size: int, count: int, generator: random.Random) -> list
 def run(
     llm: LLM, recorder: LogitsRecorder, requests: dict[int, tuple], generator: random.Random | None = None
 ) -> dict[int, tuple[list, list[torch.Tensor]]]:
-    """The completions of each, and all their logits; with a generator they come one after the other, and others come and
-    are aborted."""
+    """The completions of each, and all their logits; with a generator they come one after the other, and others come
+    and are aborted."""
     engine, waiting, running = llm.engine, list(requests), {}
     recorder.rows.clear()
     if generator is not None:
@@ -139,7 +139,8 @@ def variants(llm: LLM) -> list[dict]:
     return [
         dict(enable_prefix_caching=True),
         dict(enable_prefix_caching=True, max_num_batched_tokens=333, capture_num_tokens=[64]),
-        dict(enable_prefix_caching=True, num_gpu_blocks_override=fits, enable_cpu_offload=False, max_num_batched_tokens=600),
+        dict(enable_prefix_caching=True, num_gpu_blocks_override=fits, enable_cpu_offload=False,
+             max_num_batched_tokens=600),
         streamed | dict(resident_kv_limit=0, max_num_batched_tokens=1024),
         streamed | dict(resident_kv_limit=fits // 2 * block, enable_prefix_caching=True, enforce_eager=True),
         dict(enable_cpu_offload="auto", num_gpu_blocks_override=fits + 16, max_num_batched_tokens=2048,

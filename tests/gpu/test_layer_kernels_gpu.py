@@ -77,7 +77,17 @@ def test_a_sum_in_parts(size, num_rows, num_parts, num_tokens, dtype):
     check_linear_parts(size, num_rows, num_tokens, num_parts, dtype, "cuda")
 
 
-SIZES = [(2560, 6144), (4096, 2560), (2560, 19456), (9728, 2560), (1024, 151_936), (1000, 336), (333, 2048), (57, 200), (48, 64)]
+SIZES = [
+    (2560, 6144),
+    (4096, 2560),
+    (2560, 19456),
+    (9728, 2560),
+    (1024, 151_936),
+    (1000, 336),
+    (333, 2048),
+    (57, 200),
+    (48, 64),
+]
 
 
 @HALF_DTYPES
@@ -110,7 +120,10 @@ def test_the_bits_of_a_row_do_not_depend_on_how_many_rows_there_are_or_on_its_pl
 def test_the_bits_of_a_gated_row_do_not_depend_on_how_many_rows_there_are(activation, dtype):
     from nanoinfer.kernels.linear.rows import linear
 
-    weight, bias = torch.randn(2 * 3072, 1024, dtype=dtype, device="cuda") / 32, torch.randn(6144, dtype=dtype, device="cuda")
+    weight, bias = (
+        torch.randn(2 * 3072, 1024, dtype=dtype, device="cuda") / 32,
+        torch.randn(6144, dtype=dtype, device="cuda"),
+    )
     x = torch.randn(1000, 1024, dtype=dtype, device="cuda")
     want = linear(x[:512], weight, bias, activation=activation)
     for num_tokens in (1, 8, 9, 16, 17, 32, 33, 64, 65, 129, 256, 300):
@@ -126,7 +139,10 @@ def test_the_bits_of_parts_do_not_depend_on_how_many_rows_there_are(size, num_ro
     from nanoinfer.kernels.linear.rows import linear_parts
 
     weight = torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda") * size**-0.5
-    x, norm = torch.randn(1000, size, dtype=torch.bfloat16, device="cuda"), torch.ones(num_rows, dtype=torch.bfloat16, device="cuda")
+    x, norm = (
+        torch.randn(1000, size, dtype=torch.bfloat16, device="cuda"),
+        torch.ones(num_rows, dtype=torch.bfloat16, device="cuda"),
+    )
     wanted = None
     for num_tokens, counts in ((512, ()), (1, ()), (9, ()), (40, ()), (200, ()), (1000, ()), (1000, (1024,))):
         parts = linear_parts(x[:num_tokens].clone(), weight, num_parts, library_counts=counts)
@@ -144,7 +160,9 @@ def test_float32_rows_do_not_depend_on_how_many_there_are():
     weight, bias = torch.randn(700, 300, device="cuda"), torch.randn(700, device="cuda")
     x = torch.randn(400, 300, device="cuda")
     want = product(x, weight, bias)
-    assert torch.allclose(want, torch.nn.functional.linear(x.double(), weight.double(), bias.double()).float(), atol=1e-4)
+    assert torch.allclose(
+        want, torch.nn.functional.linear(x.double(), weight.double(), bias.double()).float(), atol=1e-4
+    )
     for begin, end in ((0, 1), (5, 7), (100, 300), (131, 400)):
         assert torch.equal(product(x[begin:end].clone(), weight, bias), want[begin:end])
 
@@ -186,8 +204,8 @@ class LayerSteps:
 
         torch.manual_seed(0)
         spec = AttentionSpec(
-            num_q_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5, block_size=256, softcap=None, windows=(None,),
-            dtype=torch.bfloat16,
+            num_q_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5, block_size=256, softcap=None,
+            windows=(None,), dtype=torch.bfloat16,
         )  # fmt: skip
         self.backend, self.num_rows, num_blocks = TritonBackend(spec, "cuda"), num_rows, -(-seq_len // 256)
         splits = self.backend.tiles_per_block if num_blocks <= 8 else 1

@@ -65,7 +65,8 @@ def tokens_of(state, logits, rows):
 def test_cuda_takes_the_tokens_of_the_cpu_reference(runtime, dtype):
     from sampling_cases import check_rows
 
-    # Noise and sums of tiles differ by ulps between the two, so two of them may swap; that is one draw in many thousands.
+    # Noise and sums of tiles differ by ulps between the two, so two of them may swap; that is one draw in many
+    # thousands.
     check_rows(mixed_rows(140), random_logits(140).to(dtype), steps=1, runtime=runtime, wrong=1)
 
 

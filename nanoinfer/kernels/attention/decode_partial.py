@@ -225,10 +225,11 @@ def decode_partial(
 ) -> None:
     """Attend to the listed items, whole blocks or tiles of keys apart, and write each one's partial.
 
-    A block of a row that reads few of them (`SHORT_BLOCKS`) is its tiles, each attended to by itself, folded in ascending
-    order; in longer rows the online softmax runs over the tiles, which is a little faster. A whole block leaves the mean in
-    `out` and its log-sum-exp (natural) in `lse`; a tile apart leaves sums in `out` and `weight` and their peak (base 2) in
-    `lse`, and `merge` folds it. Products and sums are not fused: what would be differs between here and there.
+    A block of a row that reads few of them (`SHORT_BLOCKS`) is its tiles, each attended to by itself, folded in
+    ascending order; in longer rows the online softmax runs over the tiles, which is a little faster. A whole block
+    leaves the mean in `out` and its log-sum-exp (natural) in `lse`; a tile apart leaves sums in `out` and `weight` and
+    their peak (base 2) in `lse`, and `merge` folds it. Products and sums are not fused: what would be differs between
+    here and there.
 
     q: [B, num_q_heads, head_dim]; kv: one layer's pool or one ring slot; items: [capacity, 4] int32; num_items: [1]
     int32; partials_per_block: [B] int32, items of a block, as many as it has tiles or 1; weight: as lse. num_programs
@@ -238,6 +239,7 @@ def decode_partial(
     decode_partial_kernel[(num_programs, shape.num_kv_heads)](
         q, kv, kv_descriptor(kv, tiles.block_n, shape), items, num_items, partials_per_block,
         seq_lens, out, lse, weight, q.stride(0), NO_WINDOW if window is None else window,
-        **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False, **launch_options(q),
+        **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
+        **launch_options(q),
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """Combine the partials of each row by their log-sum-exps (Flash-Decoding's reduction step).
 
-Two steps, each in one order for every batch: the tiles of a block are folded one after the other, where `decode_partial`
-has not done it already; then 32 lanes add up every 32nd block each, and each other, the second half onto the first until one
-is left. Lanes without a block hold zeros, so a row of few blocks has the same bits from as many lanes as it needs. The kernel
-is compiled without fusing products and sums, since what is fused would depend on how a program's tile lies in its threads.
+Two steps, each in one order for every batch: the tiles of a block are folded one after the other, where
+`decode_partial` has not done it already; then 32 lanes add up every 32nd block each, and each other, the second half
+onto the first until one is left. Lanes without a block hold zeros, so a row of few blocks has the same bits from as
+many lanes as it needs. The kernel is compiled without fusing products and sums, since what is fused would depend on how
+a program's tile lies in its threads.
 """
 
 from dataclasses import dataclass
@@ -41,8 +42,9 @@ class Form:
 
 
 def form(num_row_heads: int, num_q_heads: int, block_d: int) -> Form:
-    """From an H200: few programs wait for memory, so they share a head and read ahead; 1,024 are at a time on the GPU with
-    all registers that a whole head takes; more wait for their launch, so there are less, and most rows have few blocks."""
+    """From an H200: few programs wait for memory, so they share a head and read ahead; 1,024 are at a time on the GPU
+    with all registers that a whole head takes; more wait for their launch, so there are less, and most rows have few
+    blocks."""
     narrow = min(block_d, 32)
     if num_row_heads <= 512:
         return Form(heads=1, columns=narrow, chunk=narrow, ahead=4)
@@ -222,9 +224,7 @@ def merge_kernel(
             elif count <= LANES:
                 total, weight = read_once(lse_row, out_row, count, heads, chunk, NUM_Q_HEADS, HEAD_DIM, LANES)
             else:
-                total, weight = add_long(
-                    lse_row, out_row, count, heads, chunk, NUM_Q_HEADS, HEAD_DIM, LANES, AHEAD
-                )
+                total, weight = add_long(lse_row, out_row, count, heads, chunk, NUM_Q_HEADS, HEAD_DIM, LANES, AHEAD)
             store_mean(target, chunk, total, weight, HEAD_DIM)
 
 
@@ -242,8 +242,8 @@ def merge(
 
     partial_out, partial_lse, partial_weight: as `decode_partial` writes them, [capacity, num_q_heads, head_dim] and
     [capacity, num_q_heads]; ranges: [B + 1] int32; partials_per_block: [B] int32, 1, or for a row of at most
-    `TILED_LANES` blocks `tiles`, of each block but its last; out: [B, num_q_heads, head_dim], contiguous. tiles: 1 where no
-    row is cut.
+    `TILED_LANES` blocks `tiles`, of each block but its last; out: [B, num_q_heads, head_dim], contiguous. tiles: 1
+    where no row is cut.
     """
     batch_size, num_q_heads, head_dim = out.shape
     if batch_size == 0:

@@ -36,10 +36,11 @@ def finite(peak):
 
 @triton.jit
 def fold(acc, m, l, tile_acc, tile_m, tile_l):
-    """One tile of keys more: sums acc [..., D] and l [...] of exponentials relative to the peak m [...], base 2, float32.
+    """One tile of keys more: sums acc [..., D] and l [...] of exponentials relative to the peak m [...], base 2,
+    float32.
 
-    The running state and the tile are of one kind, so who folds them, and where they lay in between, changes no bit; and
-    a tile without a key (zeros, -inf) changes none either.
+    The running state and the tile are of one kind, so who folds them, and where they lay in between, changes no bit;
+    and a tile without a key (zeros, -inf) changes none either.
     """
     m_new = tl.maximum(m, tile_m)
     m_finite = finite(m_new)

@@ -123,8 +123,8 @@ def prefill_kernel(
     table = block_table + seq.to(tl.int64) * table_stride
     if WINDOWED:  # without a window no first tile is cut, and an empty loop would cost registers
         acc, m, l = attend_tiles(
-            acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, begin, tl.minimum(full, end),
-            first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
+            acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, begin,
+            tl.minimum(full, end), first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
             TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
         )  # fmt: skip
     acc, m, l = attend_tiles(
@@ -133,8 +133,8 @@ def prefill_kernel(
         TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
     )  # fmt: skip
     acc, m, l = attend_tiles(
-        acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, tl.maximum(full, full_end), end,
-        first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
+        acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, tl.maximum(full, full_end),
+        end, first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
     )  # fmt: skip
 

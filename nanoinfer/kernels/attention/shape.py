@@ -91,10 +91,10 @@ def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescrip
 def decode_tiles(shape: KernelShape) -> Tiles:
     """Key tiles in a few stages: decode is bound by bytes in flight, not by the matrix units.
 
-    At head_dim 128 in bf16 a stage of 32 keys takes 16 KiB of shared memory: four programs of three stages lie on a Hopper
-    SM. Tiles of 64 keys in two stages, of which three programs fit, leave 3% of the memory's rate unused at 32k tokens; they
-    need half as many dependent steps for a block, which 8 rows of 1k feel (a layer's attention takes 12 instead of 14
-    microseconds), and fewer rows not, since their tiles lie apart.
+    At head_dim 128 in bf16 a stage of 32 keys takes 16 KiB of shared memory: four programs of three stages lie on a
+    Hopper SM. Tiles of 64 keys in two stages, of which three programs fit, leave 3% of the memory's rate unused at 32k
+    tokens; they need half as many dependent steps for a block, which 8 rows of 1k feel (a layer's attention takes 12
+    instead of 14 microseconds), and fewer rows not, since their tiles lie apart.
     """
     group = shape.num_q_heads // shape.num_kv_heads
     rows = max(16, next_power_of_2(group))  # tl.dot takes no side below 16

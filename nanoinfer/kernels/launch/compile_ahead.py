@@ -60,8 +60,8 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
     """Inside, this thread's launch of a Triton kernel begins to compile it, and runs nothing; at the end all can run.
 
     What a launch would have written keeps what it holds. Most of a compilation runs without Python's lock, so threads
-    help. A kernel that does not compile says so when it is launched outside. What is raised inside, a Ctrl-C too, goes on
-    when the kernels that compile just now are done; the others are compiled when they are launched.
+    help. A kernel that does not compile says so when it is launched outside. What is raised inside, a Ctrl-C too, goes
+    on when the kernels that compile just now are done; the others are compiled when they are launched.
 
     Where triton lacks what this takes, launches inside compile and run, one after the other: what is launched must be
     allowed to run.

@@ -1,5 +1,6 @@
 """Sides of tiles, which are powers of two."""
 
+
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 

@@ -1,5 +1,5 @@
-"""From the fused QKV output to the KV cache, in one pass: head norms (where the model has them), rotation, and the keys'
-and values' way into their slots. A launch for each would cost more than its work."""
+"""From the fused QKV output to the KV cache, in one pass: head norms (where the model has them), rotation, and the
+keys' and values' way into their slots. A launch for each would cost more than its work."""
 
 import triton
 import triton.language as tl

@@ -1,11 +1,12 @@
 """Matrix products whose bits depend on the weight and on a row of x, and not on how many rows there are.
 
-Every product adds up in one order: K ascending, in one float32 accumulator of the matrix units, rounded once. Tile sizes,
-the number of rows and a row's place change nothing of that order, so `rows_linear` (few rows, bound by the bytes of the
+Every product adds up in one order: K ascending, in one float32 accumulator of the matrix units, rounded once. Tile
+sizes, the number of rows and a row's place change nothing of that order, so `rows_linear` (few rows, bound by the bytes
+of the
 weight: each program streams a few rows of it, several loads ahead), `tile_linear` (more rows, tiled over both) and the
-library (many rows), wherever it keeps the order, give the same bits. The library is asked at `library_counts` rows alone,
-each of which was compared with our own order when the engine started (`nanoinfer.execution.products`). Long sums that are added to
-the residual are cut into parts, by the weight's shape alone (`counts.num_parts`).
+library (many rows), wherever it keeps the order, give the same bits. The library is asked at `library_counts` rows
+alone, each of which was compared with our own order when the engine started (`nanoinfer.execution.products`). Long sums
+that are added to the residual are cut into parts, by the weight's shape alone (`counts.num_parts`).
 
 Rounding follows `nanoinfer.layers`.
 """
@@ -165,9 +166,7 @@ def linear(
     return tile_linear(x, weight, bias, activation, out)
 
 
-def linear_parts(
-    x: Tensor, weight: Tensor, num_parts: int, *, library_counts: Collection[int] = ()
-) -> Tensor:
+def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: Collection[int] = ()) -> Tensor:
     """x @ weight.T as parts of a sum, which `rms_norm` adds up: [n, N, num_rows] float32.
 
     n is num_parts, which divides the size of x in multiples of 128, or 1 where they are added up already.

@@ -2,7 +2,8 @@
 
 For so few rows the library splits K by their number, begins only when the kernel in front has ended, leaves cores
 without work, and the gate needs a launch of its own. These kernels add up in ascending order of K alone, are cut
-so that there is about one program for each core, and start early (see `pdl`). On Hopper tiles come through the copy unit.
+so that there is about one program for each core, and start early (see `pdl`). On Hopper tiles come through the copy
+unit.
 
 Rounding follows `nanoinfer.layers`.
 """
@@ -29,8 +30,8 @@ PROGRAMS = 132
 def biased(result, bias, inside):
     """result [M, N] with a bias for each column, pointers [N].
 
-    As a product with one: the compiler would make a sum with the result of a single `tl.dot` the start of its accumulator,
-    which rounds in another order.
+    As a product with one: the compiler would make a sum with the result of a single `tl.dot` the start of its
+    accumulator, which rounds in another order.
     """
     value = tl.load(bias, mask=inside, other=0.0).to(tl.float32)
     return tl.fma(result, tl.full(result.shape, 1.0, tl.float32), tl.broadcast_to(value[None, :], result.shape))
@@ -55,7 +56,8 @@ def load_tile(
     rows, x, first_row, column, num_rows, end,
     SIZE: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_R, BLOCK_K] of x [num_rows, SIZE] from (first_row, column) on; zeros beyond its rows and from column `end` on."""
+    """[BLOCK_R, BLOCK_K] of x [num_rows, SIZE] from (first_row, column) on; zeros beyond its rows and from column `end`
+    on."""
     if TMA:
         return rows.load([first_row, column])
     row = first_row + tl.arange(0, BLOCK_R)
@@ -143,7 +145,8 @@ def tile_linear(
 
 
 def takes_descriptors(device: torch.device, size: int, itemsize: int) -> bool:
-    """Whether tiles come through the copy unit (the tensor memory accelerator): rows must begin at multiples of 16 bytes.
+    """Whether tiles come through the copy unit (the tensor memory accelerator): rows must begin at multiples of 16
+    bytes.
 
     Of the GPUs that have one those with 227 KiB of shared memory, which its larger tiles need.
     """

@@ -1,8 +1,8 @@
 """Sampling in four launches, whatever the rows ask for, so that it can be the tail of a captured step.
 
-`nanoinfer.sampling.reference` is the reference and says what the settings mean. Nothing is sorted: the last token that top_k or
-top_p keeps is found by its score, three bits at a time from the highest, each time with one pass over those tiles of
-the row that reach that far. Rows that keep every token need neither that launch nor the one behind it.
+`nanoinfer.sampling.reference` is the reference and says what the settings mean. Nothing is sorted: the last token that
+top_k or top_p keeps is found by its score, three bits at a time from the highest, each time with one pass over those
+tiles of the row that reach that far. Rows that keep every token need neither that launch nor the one behind it.
 
     1. largest score of each tile, after penalties and bans; the sum of its weights, where every token is kept
     2. one program a row: the score, and among equals the token id, down to which tokens are kept
@@ -59,8 +59,8 @@ def load_scores(
     step, banned_until, banned_ids, num_banned,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of token ids after repetition penalty (Keskar et al., 2019, section 4.1), frequency and presence penalty and
-    bans; -inf beyond the vocabulary and for NaN.
+    """Scores of token ids after repetition penalty (Keskar et al., 2019, section 4.1), frequency and presence penalty
+    and bans; -inf beyond the vocabulary and for NaN.
 
     logits: of one batch row; the others: the row's state.
     """
@@ -90,14 +90,16 @@ def order(score):
 
 @triton.jit
 def guesses(found, shift):
-    """The eight values of the three bits at `shift`, put into `found` (int64 in [0, 2^32)): int32, in `order`'s range."""
+    """The eight values of the three bits at `shift`, put into `found` (int64 in [0, 2^32)): int32, in `order`'s
+    range."""
     values = found | (tl.arange(0, 8).to(tl.int64) << shift)
     return tl.where(values < 4294967296, values - 2147483648, 2147483647).to(tl.int32)
 
 
 @triton.jit
 def scaled_by(score, high, temperature):
-    """(score - the row's or tile's largest) / temperature, as sampler._scaled has it: a division per row and not per score."""
+    """(score - the row's or tile's largest) / temperature, as sampler._scaled has it: a division per row and not per
+    score."""
     return tl.where(score == high, 0.0, (score - high) * tl.div_rn(1.0, temperature))
 
 
@@ -219,8 +221,8 @@ def _cut_kernel(
         peaks = tile_max + index * num_tiles
         last_id = tl.full([], VOCAB_SIZE, tl.int32)
         if wants_k:
-            # The largest value that k scores or more reach. A tile that does not reach even what is known is skipped: the
-            # tiles' own largest scores bound it from the start.
+            # The largest value that k scores or more reach. A tile that does not reach even what is known is skipped:
+            # the tiles' own largest scores bound it from the start.
             tiles = tl.arange(0, TILES)
             places = order(tl.load(peaks + tiles, mask=tiles < num_tiles, other=-float("inf")))
             ordered = tl.sort(tl.where(tiles < num_tiles, places, -2147483648), descending=True)
@@ -236,8 +238,8 @@ def _cut_kernel(
                 for tile in range(num_tiles):
                     if order(tl.load(peaks + tile)) >= reach:
                         score = load_scores(
-                            source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
-                            now, until, banned_ids, bans,
+                            source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty,
+                            frequency_penalty, now, until, banned_ids, bans,
                             VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                         )  # fmt: skip
                         if floor > 0:
@@ -254,8 +256,8 @@ def _cut_kernel(
             for tile in range(num_tiles):
                 if order(tl.load(peaks + tile)) >= last_of_k:
                     _, weight = weigh(
-                        source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
-                        now, until, banned_ids, bans, high, heat, floor,
+                        source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty,
+                        frequency_penalty, now, until, banned_ids, bans, high, heat, floor,
                         last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                     )  # fmt: skip
                     total += weight
@@ -270,8 +272,8 @@ def _cut_kernel(
                 for tile in range(num_tiles):
                     if order(tl.load(peaks + tile)) >= reach:
                         place, weight = weigh(
-                            source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
-                            now, until, banned_ids, bans, high, heat, floor,
+                            source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty,
+                            frequency_penalty, now, until, banned_ids, bans, high, heat, floor,
                             last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                         )  # fmt: skip
                         weights += tl.where(place[None, :] >= guess[:, None], weight[None, :], 0)
@@ -284,8 +286,8 @@ def _cut_kernel(
             for tile in range(num_tiles):
                 if order(tl.load(peaks + tile)) >= last:
                     place, weight = weigh(
-                        source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
-                        now, until, banned_ids, bans, high, heat, floor,
+                        source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty,
+                        frequency_penalty, now, until, banned_ids, bans, high, heat, floor,
                         last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                     )  # fmt: skip
                     above += tl.where(place > last, weight, 0)
@@ -343,8 +345,8 @@ def _cut_weight_kernel(
             if order(tl.load(tile_max + at)) >= last:
                 ids = tile * TILE + tl.arange(0, TILE)
                 score = load_scores(
-                    logits + index * VOCAB_SIZE, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
-                    now, until, banned_ids, bans, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
+                    logits + index * VOCAB_SIZE, ids, row, penalty, seen, counted, counts, presence_penalty,
+                    frequency_penalty, now, until, banned_ids, bans, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
                 )  # fmt: skip
                 stays = keeps(score, ids, high, heat, floor, last, last_id)
                 weight = tl.sum(tl.where(stays, tl.exp(scaled_by(score, high, heat)), 0.0), 0)
@@ -438,7 +440,8 @@ def sample_rows(
     """The next token of each row, into tokens and row_tokens; the rows' step, seen tokens and counts move on.
 
     logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); space: `workspace`;
-    tokens: [B] int64; row_tokens: [rows] int64; row_lengths: [rows] int32, counted up but for the last row, which is for padding.
+    tokens: [B] int64; row_tokens: [rows] int64; row_lengths: [rows] int32, counted up but for the last row, which is
+    for padding.
     """
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and rows.dtype == torch.int32 and tokens.is_contiguous()
@@ -450,13 +453,13 @@ def sample_rows(
     tile_max, tile_weight = space["tile_max"], space["tile_weight"]
     cuts = space["peak"], space["cut"], space["cut_id"]
     sizes = dict(
-        VOCAB_SIZE=vocab_size, SEEN_WORDS=state.seen.shape[1], MAX_BANNED=state.banned_ids.shape[1], TILE=sampler.TILE_TOKENS,
-        GREEDY=GREEDY_TEMPERATURE,
+        VOCAB_SIZE=vocab_size, SEEN_WORDS=state.seen.shape[1], MAX_BANNED=state.banned_ids.shape[1],
+        TILE=sampler.TILE_TOKENS, GREEDY=GREEDY_TEMPERATURE,
     )  # fmt: skip
     tiles = dict(TILES=next_power_of_2(num_tiles))
     settings = (
-        state.repetition_penalty, state.seen, state.is_counted, state.counts, state.presence_penalty, state.frequency_penalty,
-        state.step, state.banned_until, state.banned_ids, state.num_banned,
+        state.repetition_penalty, state.seen, state.is_counted, state.counts, state.presence_penalty,
+        state.frequency_penalty, state.step, state.banned_until, state.banned_ids, state.num_banned,
         state.temperature, state.top_k, state.top_p, state.min_p,
     )  # fmt: skip
     _tile_kernel[(num_rows, num_tiles)](logits, rows, *settings, tile_max, tile_weight, num_tiles, **sizes)
