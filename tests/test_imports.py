@@ -127,6 +127,17 @@ def test_the_checks_find_what_they_look_for():
     assert {"nanoinfer.serve.app", "nanoinfer.bench.hf"} <= names_imported(tree)
 
 
+def test_no_test_module_imports_another():
+    modules = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not names_imported(ast.parse(path.read_text())) & modules, path
+
+
+def test_tests_mirror_the_folders():
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")} - {"tests", "gpu", "offload"}
+    assert folders <= {path.name for path in (ROOT / "nanoinfer").iterdir()}
+
+
 def test_the_root_is_what_users_import():
     assert {path.stem for path in (ROOT / "nanoinfer").glob("*.py")} == {
         "__init__", "config", "llm", "outputs", "sampling_params"

@@ -35,7 +35,7 @@ from urllib.parse import urlsplit
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 NONSENSE = (
     b"",

@@ -47,6 +47,10 @@ class ModelRunner:
         plan: what the memory budget is spent on.
         end_token_ids: the model's own end tokens.
         memory_before: bytes that the allocator held before this engine took its first.
+
+    Attributes:
+        on_logits: called in each step that samples, with its sequences and with a function that gives their logits,
+            [len(sequences), vocab_size], to work on the compute stream in this step. None: nobody looks.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class ModelRunner:
         self.compute: Stream = runtime.stream("compute")
         self.ring = Ring(runtime, layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
+        self.on_logits: Callable[[list[Sequence], Callable[[], torch.Tensor]], None] | None = None
         self._memory_before = memory_before
         self.product_checks: list[ProductCheck] = []
         if runtime.device.type == "cuda":
@@ -360,6 +365,8 @@ class ModelRunner:
         self, sequences: list[Sequence], tokens: torch.Tensor, logits: Callable[[], torch.Tensor | None]
     ) -> PendingTokens:
         """Sends the sampled tokens to the host; log-probabilities only of those who asked."""
+        if self.on_logits is not None:
+            self.on_logits(sequences, logits)
         count = len(sequences)
         wanted = [i for i, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
         found: list[torch.Tensor] = []

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.requests.sequence import Sequence
 from offload import Event
@@ -26,13 +25,10 @@ class LogitsRecorder:
     def __init__(self, runner: ModelRunner, is_wanted: Callable[[str], bool] = lambda request_id: True) -> None:
         self.rows: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
         self._runner, self._is_wanted = runner, is_wanted
-        self._read_back = runner._read_back
         self._unread: deque[tuple[list[Sequence], list[torch.Tensor], Event]] = deque()
-        runner._read_back = self._observe
+        runner.on_logits = self._observe
 
-    def _observe(
-        self, sequences: list[Sequence], tokens: torch.Tensor, logits: Callable[[], torch.Tensor | None]
-    ) -> PendingTokens:
+    def _observe(self, sequences: list[Sequence], logits: Callable[[], torch.Tensor]) -> None:
         """Copies the step's logits on the compute stream, before the next step overwrites them."""
         places = [i for i, sequence in enumerate(sequences) if self._is_wanted(sequence.request_id)]
         if places:
@@ -42,7 +38,6 @@ class LogitsRecorder:
             self._runner.compute.run(lambda: copies.append(logits()[all_of_them].clone()))
             self._runner.compute.record(event)
             self._unread.append(([sequences[i] for i in places], copies, event))
-        return self._read_back(sequences, tokens, logits)
 
     def collect(self, keep: int) -> None:
         """Fetches the logits of all steps but the newest `keep`, which may still run."""

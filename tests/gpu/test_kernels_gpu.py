@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from test_attention_cases import (
+from attention_cases import (
     POISON,
     dense_decode,
     dense_prefill,

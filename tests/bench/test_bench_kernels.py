@@ -1,0 +1,219 @@
+"""The kernel table of the GPU record, from traces written by hand, and its cases on the CPU."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoinfer.memory.floors import bytes_read_per_step
+from nanoinfer.models import resolve
+from nanoinfer.models.shapes import write_shape
+from nanoinfer.weights.load import check_safetensors, load_config, load_model
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+pytestmark = pytest.mark.usefixtures("quick_floors")
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+kernels = load("gpu_kernels")
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    config = load_config(write_shape("qwen3-4b", tmp_path_factory.mktemp("shape")))
+    return resolve(config).spec_from_config(config, torch.bfloat16)
+
+
+def span(category, name, begin, duration, correlation=None):
+    arguments = {} if correlation is None else {"correlation": correlation}
+    return dict(ph="X", cat=category, name=name, ts=begin, dur=duration, args=arguments)
+
+
+def trace(num_steps=6, with_launches=True):
+    """Steps of 100 us: a copy, 80 us of kernels of one graph with a gap of 5, one kernel after it, 10 us until the
+    next.
+
+    The host is one step ahead, so what is launched in a call runs in the time of the next one.
+    """
+    events = [dict(ph="M", name="process_name", pid=0, args={"name": "python"})]
+    for number in range(num_steps):
+        call, begin, graph = 1000 + 100 * number, 1130 + 100 * number, 10 * number
+        events.append(span("user_annotation", kernels.STEP, call, 95))
+        if with_launches:
+            events += [
+                span("cuda_runtime", "cudaMemcpyAsync", call + 1, 1, graph),
+                span("cuda_runtime", "cudaGraphLaunch", call + 2, 1, graph + 1),
+                span("cuda_driver", "cuLaunchKernelEx", call + 3, 1, graph + 2),
+            ]
+        events += [
+            span("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", begin - 6, 2, graph),
+            span("kernel", "rows_linear_kernel", begin, 40, graph + 1),
+            span("kernel", "merge_kernel", begin + 30, 20, graph + 1),  # started early, waits for the one before
+            span("kernel", "rows_linear_kernel", begin + 55, 20, graph + 1),  # after a gap of 5
+            span("kernel", "void index_copy<float, int>(long)", begin + 75, 15, graph + 2),
+            span("gpu_user_annotation", kernels.STEP, begin, 90),
+        ]
+    return events
+
+
+def test_work_belongs_to_the_step_that_launched_it():
+    steps = kernels.steps_of(trace(6))
+    assert len(steps) == 4, "the first two are left out"
+    assert [work.name for work in steps[0]] == [
+        "Memcpy HtoD (Pinned -> Device)",
+        "rows_linear_kernel",
+        "merge_kernel",
+        "rows_linear_kernel",
+        "void index_copy<float, int>(long)",
+    ]
+    assert [work.begin for step in steps for work in step if work.is_kernel][::4] == [1330, 1430, 1530, 1630]
+
+
+def test_gaps_within_and_between_steps():
+    found = kernels.step_summary(trace(6))
+    assert found["num_profiled_steps"] == 3 and found["num_kernels_per_step"] == 4
+    assert found["profiled_step_seconds"] == pytest.approx(100e-6)
+    assert found["gap_between_steps_seconds"] == pytest.approx(10e-6)
+    assert found["gap_between_steps_share"] == pytest.approx(0.10)
+    assert found["gaps_within_step_seconds"] == pytest.approx(5e-6)
+    assert found["gaps_within_step_share"] == pytest.approx(0.05)
+    assert found["busy_seconds_per_step"] == pytest.approx(85e-6)
+
+
+def test_overlapping_kernels_share_the_time(spec):
+    lines = {line["name"]: line for line in kernels.kernel_table(trace(6), spec, [1024], 4e12)}
+    rows, vector = lines["rows_linear_kernel"], lines["merge_kernel"]
+    assert rows["calls_per_step"] == 2 and rows["seconds_per_call"] == pytest.approx(30e-6)
+    assert rows["share"] == pytest.approx(0.6)
+    assert vector["calls_per_step"] == 1 and vector["seconds_per_call"] == pytest.approx(10e-6)
+    assert vector["traced_seconds_per_call"] == pytest.approx(20e-6) and vector["share"] == pytest.approx(0.1)
+    assert sum(line["share"] for name, line in lines.items() if "Memcpy" not in name) == pytest.approx(0.85)
+    assert list(lines)[0] == "rows_linear_kernel", "the longest first"
+    assert rows["ratio_to_floor"] == pytest.approx(rows["seconds_per_call"] / rows["floor_seconds"])
+    assert "floor_seconds" not in lines["void index_copy<float, int>(long)"]
+
+
+def test_a_kernel_of_little_time_has_no_line(spec):
+    events = trace(6) + [span("kernel", "tiny", 1130 + 100 * number + 92, 0.4, 10 * number + 2) for number in range(6)]
+    assert "tiny" not in {line["name"] for line in kernels.kernel_table(events, spec, [1024], 4e12)}
+
+
+def test_a_trace_that_says_nothing_is_refused():
+    with pytest.raises(RuntimeError, match="the profiler saw 6 steps and 0 kernels"):
+        kernels.steps_of([event for event in trace(6) if event.get("cat") not in ("kernel", "gpu_memcpy")])
+    with pytest.raises(RuntimeError, match="their launches are not in the trace"):
+        kernels.steps_of(trace(6, with_launches=False))
+
+
+def test_the_floors_of_a_step_add_up_to_its_bytes(spec):
+    """36 layers with four products, the head with them or from the library, attention: all that a step must read."""
+    for lengths in ([1024], [4096] * 8):
+
+        def floor(name, calls, lengths=lengths):
+            return kernels.kernel_floor(name, spec, lengths, 1.0, calls=calls)
+
+        attention = 36 * floor("decode_partial_kernel", 36)
+        with_head = 145 * floor("rows_linear_kernel", 145)
+        apart = 144 * floor("tile_linear_kernel", 144) + floor("nvjet_tst_64x8", 1)
+        assert with_head == pytest.approx(apart)
+        wanted = bytes_read_per_step(spec, lengths)
+        assert with_head + attention == pytest.approx(wanted, rel=1e-3), "but for norms, which are small"
+
+
+def test_floors_by_name(spec):
+    floor = kernels.kernel_floor
+    assert floor("norm_rope_store_kernel", spec, [1024], 1.0) is None
+    assert floor("cublasLt::splitKreduce_kernel", spec, [1024], 1.0) is None
+    assert floor("nvjet_tst_128x8", spec, [550] * 256, 1.0, calls=28) is None, "which product it is nobody knows"
+    layers = floor("tile_linear_kernel", spec, [550] * 256, 1.0)
+    together = floor(kernels.LIBRARY_LAYERS, spec, [550] * 256, 1.0)
+    weights = kernels.product_bytes(spec)
+    assert layers == together == pytest.approx((sum(weights.values()) - weights["lm_head"]) / 4)
+    # 4 + 5 splits of 256 tokens, 32 heads of 128 values and one exponent in float32
+    assert floor("merge_kernel", spec, [1024, 1025], 10.0) == pytest.approx(9 * 32 * 129 * 4 / 10)
+    assert floor("merge_kernel", spec, [1024], 1.0, block_size=512) == 2 * 32 * 129 * 4
+
+
+def test_library_products_of_the_layers_have_one_line_together(spec):
+    def events(last):
+        found = []
+        for number in range(5):
+            found.append(span("user_annotation", kernels.STEP, 1000 * number, 900))
+            found.append(span("cuda_runtime", "cudaGraphLaunch", 1000 * number + 1, 1, number))
+            names = ["nvjet_a"] * 72 + ["nvjet_b"] * 36 + ["gemm_c"] * last + ["nvjet_head"]
+            found += [span("kernel", name, 1000 * number + 100 + 5 * i, 5, number) for i, name in enumerate(names)]
+        return found
+
+    lines = {line["name"]: line for line in kernels.kernel_table(events(36), spec, [550] * 256, 4e12)}
+    assert list(lines)[-1] == kernels.LIBRARY_LAYERS
+    assert (
+        lines[kernels.LIBRARY_LAYERS]["calls_per_step"] == 144 and lines[kernels.LIBRARY_LAYERS]["ratio_to_floor"] > 0
+    )
+    assert lines["nvjet_head"]["floor_seconds"] == kernels.product_bytes(spec)["lm_head"] / 4e12
+    assert "floor_seconds" not in lines["nvjet_a"]
+    some = {line["name"] for line in kernels.kernel_table(events(30), spec, [550] * 256, 4e12)}
+    assert kernels.LIBRARY_LAYERS not in some, "something else computes a product, so the mean would be wrong"
+
+
+def test_the_checkpoint_of_the_start_up_is_one_that_loads(tmp_path, monkeypatch):
+    startup = load("gpu_startup")
+    monkeypatch.setattr(startup, "SHARD_BYTES", 300_000)
+    num_bytes = startup.write_checkpoint(tmp_path, "tiny", torch.device("cpu"))
+    entries = check_safetensors(tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    config = load_config(tmp_path)
+    assert config.max_position_embeddings == startup.MAX_POSITION
+    arguments = dict(dtype="auto", device="cpu", max_position=16, progress=False)
+    loaded = load_model(tmp_path, config, **arguments).checkpoint_views()
+    made = load_model(tmp_path, config, **arguments, load_format="dummy").checkpoint_views()
+    assert set(loaded) == set(made) == set(entries) and sum(view.nbytes for view in made.values()) == num_bytes
+    assert all(torch.equal(loaded[name], made[name]) for name in made)
+
+
+def start_once(start):
+    figures = []
+
+    def again(*args):
+        figures[:] = figures or [start(*args)]
+        return figures[0]
+
+    return again
+
+
+@pytest.mark.sampled()
+def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys, fuzz):
+    """Scaled down, for the code's sake: the figures mean nothing, and there is nothing to profile."""
+    out, only = tmp_path / "record.json", "resident,batch_throughput,arrivals,kernels,start_up"
+    arguments = ["--shape", "tiny", "--scale", "256", "--only", only, "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["gpu_bench.py", *arguments])
+    gpu_bench = load("gpu_bench")
+    if not fuzz:  # a start takes seconds, and the second is as the first
+        gpu_resident = sys.modules["gpu_resident"]
+        monkeypatch.setattr(gpu_resident, "_start", start_once(gpu_resident._start))
+    assert gpu_bench.main() == 0
+    printed = capsys.readouterr().out
+    assert "start_up (" in printed and "5 cases in " in printed
+    cases = json.loads(out.read_text())["cases"]
+    assert set(cases["resident"]) == {"1 x 64", "1 x 128", "1 x 512", "case_seconds"}
+    assert cases["batch_throughput"]["tokens_per_second"] > 0 and cases["batch_throughput"]["output_tokens"] == 4 * 8
+    assert set(cases["kernels"]) == {"1 x 1024", "1 x 32768", "8 x 4096", "0.6B, 256 x 550", "case_seconds"}
+    for found in cases["kernels"].values():
+        if isinstance(found, dict):
+            assert found["num_steps"] == 40 and found["host_seconds_per_step"] > 0 and found["ratio_to_floor"] > 0
+    start = cases["start_up"]
+    assert start["checkpoint_bytes"] > 10**6
+    for name in ("cold", "warm"):
+        assert 0 < start[name]["import_seconds"] < start[name]["seconds_to_first_token"]
+        total = sum(start[name][part] for part in ("import_seconds", "constructor_seconds", "first_prompt_seconds"))
+        assert total == pytest.approx(start[name]["seconds_to_first_token"], abs=0.5)
+        assert start[name]["graph_batch_sizes"] == [1, 2, 4, 8, 16, 32, 48, 64], "the default below 32 GiB"

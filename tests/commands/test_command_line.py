@@ -1,0 +1,188 @@
+"""How the commands end, as processes of their own, and how they call their options."""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanoinfer.commands import main as cli
+from nanoinfer.options.parser import Parser, in_options, length, run_command
+
+ROOT = Path(__file__).resolve().parents[2]
+NANOINFER = [sys.executable, "-m", "nanoinfer.commands.main"]
+FITS = ["qwen3-4b", "--gpu-memory", "12GiB", "--host-memory", "64GiB"]
+ENDLESS = ["--device", "cpu", "--context", "1024", "--output-len", "20000", "--mode", "resident"]
+
+
+def start(command):
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts what runs in the background with SIGINT ignored, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+@pytest.mark.parametrize(
+    "command, name",
+    [
+        ([*NANOINFER, "bench", "offload", "--shape", "tiny", *ENDLESS], "nanoinfer bench offload"),
+        ([sys.executable, "bench_offload.py", "--shape", "tiny", *ENDLESS], "bench_offload.py"),
+    ],
+)
+@pytest.mark.sampled("command0-nanoinfer bench offload")  # that bench_offload.py is a program, test_bench.py shows, too
+def test_an_interrupted_command_says_so_in_one_line(command, name):
+    process = start(command)
+    for line in process.stderr:
+        if "resident mode" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said.splitlines()[-1] == f"{name}: interrupted" and "Traceback" not in said
+
+
+def test_interrupted_text_ends_its_line_first():
+    process = start(
+        [*NANOINFER, "generate", "recall", "--device", "cpu", "--prompt", "Records.", "--max-tokens", "2000"]
+    )
+    text = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, said = process.communicate(timeout=60)
+    assert text and rest.endswith("\n")
+    assert process.returncode == 130 and said.endswith("nanoinfer generate: interrupted\n") and "Traceback" not in said
+
+
+def test_a_reader_who_leaves_is_told_nothing():
+    process = start([*NANOINFER, "plan", *FITS])
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 141
+
+
+def small_parser():
+    parser = Parser(prog="small")
+    parser.add_argument("model")
+    parser.add_argument("--gpu-memory", "-g")
+    parser.add_argument("--context", type=length)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--offload")
+    parser.add_argument("--prefill-chunk")
+    parser.add_argument("--num-ring-slots")
+    parser.add_argument("--dtype")
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    return parser
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), MemoryError("wrong"), FileNotFoundError("wrong")])
+def test_a_users_error_is_one_line(error, capsys):
+    def command(options):
+        raise error
+
+    assert run_command(small_parser(), ["x"], command) == 2
+    assert capsys.readouterr() == ("", "small: wrong\n")
+
+
+def test_an_error_of_ours_is_not_hidden():
+    def command(options):
+        raise RuntimeError("wrong")
+
+    with pytest.raises(RuntimeError):
+        run_command(small_parser(), ["x"], command)
+    assert run_command(small_parser(), ["x"], lambda options: 1) == 1
+
+
+@pytest.mark.parametrize(
+    "message, shown",
+    [
+        ("gpu_memory_limit='12X' is no size", "--gpu-memory '12X' is no size"),
+        ("raise gpu_memory_limit.", "raise --gpu-memory."),
+        ('state it, such as gpu_memory="12GiB"', 'state it, such as --gpu-memory "12GiB"'),
+        ("lower max_model_len or set enable_cpu_offload=True", "lower --context or set --offload on"),
+        ('enable_cpu_offload="auto" has no', "--offload auto has no"),
+        ("lower max_num_batched_tokens=256 or max_num_seqs=1", "lower --prefill-chunk 256 or --batch 1"),
+        ("context=5 must be", "--context 5 must be"),
+        ("dtype is 'x', it must be", "--dtype is 'x', it must be"),
+        ("leave enable_prefix_caching out", "leave --enable-prefix-caching out"),
+        # Ordinary words, parts of other names and of paths, and what the command has no option for.
+        ("lower the context or the batch", "lower the context or the batch"),
+        ("my_num_ring_slots and /num_ring_slots/x", "my_num_ring_slots and /num_ring_slots/x"),
+        ("num_ring_slots_2", "num_ring_slots_2"),
+        ("host_memory_limit=5 or block_size=16", "host_memory_limit=5 or block_size=16"),
+        ("model=5", "model=5"),
+    ],
+)
+def test_a_message_calls_the_options_by_their_names(message, shown):
+    assert in_options(message, small_parser()) == shown
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["plan", "--contxt", "4k"], "usage: nanoinfer plan .*unknown option --contxt: did you mean --context\\?$"),
+        (["bench", "latency", "--input-length=4"], "usage: nanoinfer bench latency .*did you mean --input-len\\?$"),
+        (["bench", "--oputput-len", "4"], "usage: nanoinfer bench offload .*did you mean --output-len\\?$"),
+        (["plan", "qwen3-4b", "--zzz"], "unknown option --zzz$"),
+        (["plan", "qwen3-4b", "12GiB"], "usage: nanoinfer plan .*unknown arguments: 12GiB$"),
+        (["plam"], "'plam' is not known: did you mean plan\\? choose from bench, eval"),
+        (["bench", "troughput"], "'troughput' is not known: did you mean throughput\\?"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_the_nearest_one_and_the_commands_usage(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2 and re.search(message, capsys.readouterr().err.strip(), re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "arguments, guess",
+    [
+        (["plan", "qwen3-4", "--gpu-memory", "12GiB"], "'qwen3-4b'"),
+        (["plan", "reccall", "--gpu-memory", "12GiB"], "'recall'"),
+        (["generate", "recal", "--prompt", "x"], "'recall'"),
+        (["verify", "reccall"], "'recall'"),
+        (["bench", "latency", "recal"], "'recall'"),
+        (["eval", "recall", "recal"], "'recall'"),
+    ],
+)
+def test_a_mistyped_model_is_refused_with_the_nearest_one(arguments, guess, capsys):
+    assert cli.main(arguments) == 2
+    assert f"does not exist (did you mean {guess}?): give a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["verify"], ["bench", "latency"], ["bench", "throughput"], ["bench", "offload"]])
+def test_a_shape_in_the_place_of_a_checkpoint_is_refused_with_its_option(command, capsys):
+    assert cli.main([*command, "qwen3-4b"]) == 2
+    assert "'qwen3-4b' is a shape, which has random weights: give --shape qwen3-4b, or a" in capsys.readouterr().err
+
+
+def test_lengths_may_end_in_k():
+    assert [length(text) for text in ("4096", "4k", " 128K ", "0", "-3")] == [4096, 4096, 131072, 0, -3]
+    for text in ("", "k", "4.5k", "4m", "four"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{text!r} must be a whole number, such as 4096"):
+            length(text)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "x", "--context", "2k", "--prefill-chunk", "2k"],
+        ["verify", "--context", "2k", "--output-len", "2k"],
+        ["generate", "x", "--prompt", "x", "--max-model-len", "2k", "--max-tokens", "2k"],
+        ["serve", "x", "--max-model-len", "2k", "--max-num-batched-tokens", "2k"],
+        ["bench", "latency", "--input-len", "2k", "--output-len", "2k"],
+        ["bench", "offload", "--output-len", "2k", "--prefill-chunk", "2k"],
+        ["eval", "recall", "--prefill-chunk", "2k"],
+    ],
+)
+def test_every_length_may_end_in_k(command):
+    given = [name[2:].replace("-", "_") for name in command if name.startswith("--") and name != "--prompt"]
+    assert [getattr(cli._parser().parse_args(command), name) for name in given] == [2048] * len(given)

@@ -1,0 +1,128 @@
+"""What is imported when: a command's options without torch, a public name with what it needs, an unknown name never."""
+
+import ast
+import importlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nanoinfer
+from nanoinfer import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+# Prints, as JSON, the packages that came since the start and belong neither to Python nor to us.
+FOREIGN = """
+import json, sys
+before = set(sys.modules)
+{code}
+new = {{name.split(".")[0] for name in set(sys.modules) - before}}
+print(json.dumps(sorted(new - set(sys.stdlib_module_names) - {{"nanoinfer"}})))
+"""
+EVERY_COMMAND = """
+import argparse, contextlib, io
+from nanoinfer.commands import main as cli
+
+def commands(parser):
+    yield []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                yield from ([name, *rest] for rest in commands(child))
+
+found = list(commands(cli._parser()))
+assert ["bench", "throughput"] in found and ["generate"] in found
+calls = [[*command, option] for command in found for option in ("--help", "--hlep")]
+for call in [*calls, ["--version"], ["plam"], ["bench", "troughput"], []]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            cli.main(call)
+        except SystemExit:
+            continue
+    raise AssertionError(f"{call} ran")
+"""
+
+
+def run(*arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def printed(code):
+    process = run("-c", code)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
+
+
+def test_help_version_and_misspelt_options_of_every_command_import_no_other_package():
+    assert printed(FOREIGN.format(code=EVERY_COMMAND)) == []
+
+
+def test_the_package_and_its_settings_import_no_other_package():
+    code = "import nanoinfer.verify\nfrom nanoinfer import EngineConfig, RequestOutput, SamplingParams\ndir(nanoinfer)"
+    assert printed(FOREIGN.format(code=code)) == []
+
+
+def test_an_llm_imports_neither_commands_nor_tokenizers():
+    code = "import json, sys\nfrom nanoinfer import LLM\nprint(json.dumps(sorted(sys.modules)))"
+    names = printed(code)
+    assert "torch" in names and "transformers" in names
+    not_needed = (
+        "nanoinfer.bench",
+        "nanoinfer.recall",
+        "nanoinfer.serve",
+        "nanoinfer.verify",
+        "nanoinfer.commands.main",
+    )
+    slow = ("transformers.models.auto.auto_factory", "transformers.modeling_utils", "matplotlib", "fastapi")
+    assert [name for name in names if name.startswith((*not_needed, *slow))] == []
+
+
+def names_for_type_checkers(package):
+    """Public name -> module, from the imports under TYPE_CHECKING."""
+    tree = ast.parse(Path(package.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and node.test.id == "TYPE_CHECKING")
+    return {alias.name: statement.module for statement in block.body for alias in statement.names}
+
+
+@pytest.mark.parametrize("package", ["nanoinfer", "nanoinfer.verify"])
+def test_public_names_are_the_same_to_python_to_star_and_to_type_checkers(package):
+    module = importlib.import_module(package)
+    homes = names_for_type_checkers(module)
+    assert sorted(homes) == sorted(module.__all__) and set(homes) <= set(dir(module))
+    for name, home in homes.items():
+        module.__dict__.pop(name, None)  # as if nobody had asked before
+        wanted = getattr(importlib.import_module(home), name)
+        assert getattr(module, name) is wanted and module.__dict__[name] is wanted
+    star = {}
+    exec(f"from {package} import *", star)
+    assert set(star) - {"__builtins__"} == set(homes)
+
+
+def test_submodules_are_found_as_attributes():
+    process = run("-c", "import nanoinfer; print(nanoinfer.llm.LLM.__name__)")
+    assert process.stdout == "LLM\n", process.stderr
+
+
+def test_an_unknown_name_is_an_attribute_error_and_python_names_the_nearest():
+    process = run("-c", "import nanoinfer; nanoinfer.EngineConfg")
+    said = process.stderr.strip().splitlines()[-1]
+    assert said.startswith("AttributeError: module 'nanoinfer' has no attribute 'EngineConfg'")
+    assert said.endswith("Did you mean: 'EngineConfig'?")
+    for name in ("nonsense", "__wrapped__", "_private", ""):
+        assert not hasattr(nanoinfer, name)
+    with pytest.raises(ImportError, match="cannot import name 'nonsense' from 'nanoinfer'"):
+        exec("from nanoinfer import nonsense")
+
+
+def test_a_pickle_is_read_where_nothing_was_imported():
+    code = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])))"
+    params = SamplingParams(max_tokens=7, seed=3)
+    process = run("-c", code, pickle.dumps(params).hex())
+    assert process.stdout == f"{params}\n", process.stderr
+    for name in nanoinfer.__all__:
+        assert pickle.loads(pickle.dumps(getattr(nanoinfer, name))) is getattr(nanoinfer, name)

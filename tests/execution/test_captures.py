@@ -1,0 +1,74 @@
+"""What a switch captures: graphs that are missing, and otherwise nothing at all."""
+
+import operator
+
+import pytest
+import torch
+from engines import make_engine, run, some_params
+from prefill_graphs import CHUNKED, COUNTS, WarmUpRuntime, engine_with_graphs
+from tiny_models import make_checkpoint
+
+from nanoinfer.execution.runner import ModelRunner
+from offload import SimulatedRuntime
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.mark.parametrize("enable_cpu_offload, counts", [(False, COUNTS), (True, COUNTS), ("auto", COUNTS), (False, [])])
+def test_the_bytes_of_all_graphs_are_kept_over_switches_that_capture_nothing(
+    path, monkeypatch, enable_cpu_offload, counts
+):
+    # As on a GPU, where each graph takes memory.
+    monkeypatch.setattr(ModelRunner, "_memory_in_use", lambda self: 1000 + 10 * self.runtime.num_captures)
+    runtime = WarmUpRuntime()
+    arguments = dict(enable_cpu_offload=enable_cpu_offload, capture_num_tokens=counts, num_gpu_blocks_override=40)
+    engine = make_engine(path, runtime, **arguments)
+    at_start = runtime.num_captures
+    assert at_start > 0 and engine.stats()["graph_bytes"] == 10 * at_start
+    with monkeypatch.context() as once:
+        once.setattr(engine.runner, "_capture", lambda *_: pytest.fail("there is nothing to capture"))
+        engine.runner.capture()
+    engine.switch_mode("resident" if engine.mode == "offload" else "offload")
+    assert (runtime.num_captures > at_start) == (enable_cpu_offload is False), "offload mode has graphs of its own"
+    assert engine.stats()["graph_bytes"] == 10 * runtime.num_captures
+    monkeypatch.setattr(engine.runner, "_capture", lambda *_: pytest.fail("there is nothing to capture"))
+    for mode in ("offload", "resident", "offload"):
+        engine.switch_mode(mode)
+        assert engine.stats()["graph_bytes"] == 10 * runtime.num_captures
+    assert engine.runner.graph_memory == (1000, 1000 + 10 * runtime.num_captures)
+
+
+@pytest.mark.parametrize("missing", ["decode_program._step_graphs", "decode_program._piece_graphs",
+                                     "decode_program._slot_graphs", "prefill_program.pieces._graphs"])  # fmt: skip
+def test_a_graph_that_is_missing_is_captured(path, missing):
+    engine = engine_with_graphs(path, WarmUpRuntime(), enable_cpu_offload=True)
+    graphs = operator.attrgetter(missing)
+    before = len(graphs(engine.runner))
+    for keep in (0, before - 1):
+        while len(graphs(engine.runner)) > keep:
+            found = graphs(engine.runner)
+            found.pop(next(iter(found))) if isinstance(found, dict) else found.clear()
+        with torch.inference_mode():
+            engine.runner.capture()
+        assert len(graphs(engine.runner)) == before
+
+
+def test_a_switch_there_and_back_between_two_steps_changes_no_bit(path):
+    """Nothing is captured then, and the blocks come back at other places than the step before saw them."""
+    params = some_params(5)
+    wanted = run(engine_with_graphs(path), CHUNKED, params)
+    num_moved = 0
+
+    def there_and_back(engine, step):
+        nonlocal num_moved
+        if step % 3 == 0 and engine.mode == "resident":
+            before = engine.runner.kv_cache.gpu_table.copy()
+            engine.switch_mode("offload")
+            engine.switch_mode("resident")
+            num_moved += int((engine.runner.kv_cache.gpu_table != before).sum())
+
+    assert run(engine_with_graphs(path, SimulatedRuntime(poison=True)), CHUNKED, params, there_and_back) == wanted
+    assert num_moved > 0, "every block came back to its place, which shows nothing"

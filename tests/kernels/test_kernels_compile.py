@@ -1,0 +1,89 @@
+"""Every kernel compiles for the GPUs that users have, although there is none here."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanoinfer.kernels.launch.compile_ahead import compile_ahead
+
+TESTS = Path(__file__).resolve().parents[1]
+KERNELS = TESTS.parent / "nanoinfer" / "kernels"
+
+
+def kernel_names() -> set[str]:
+    """Those that are launched: what is called from them has another ending."""
+    texts = "\n".join(path.read_text() for path in KERNELS.rglob("*.py"))
+    return set(re.findall(r"^def (\w+_kernel)\(", texts, flags=re.MULTILINE))
+
+
+def run_compiler(script: str, cache: Path, *arguments: str) -> str:
+    """What a script prints that compiles kernels, without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS / 'support'}", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, str(TESTS / "support" / script), *arguments]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout
+
+
+def test_the_compiler_takes_every_kernel(tmp_path):
+    """All on Ampere, and what Hopper has in another form, up to the layouts of tiles."""
+    compiled = run_compiler("compile_kernels.py", tmp_path, "--first-stages", "86", "90")
+    assert {name.split()[1] for name in compiled.splitlines()} == kernel_names()
+
+
+@pytest.mark.parametrize("architecture", [80, 86, 89, 90, 120])
+@pytest.mark.sampled()
+def test_every_kernel_compiles(architecture, tmp_path):
+    wanted = kernel_names()
+    compiled = run_compiler("compile_kernels.py", tmp_path, str(architecture))
+    assert {tuple(line.split()) for line in compiled.splitlines()} == {(str(architecture), name) for name in wanted}
+
+
+def test_kernels_are_compiled_ahead_without_being_run_and_an_interruption_leaves_nothing_behind(tmp_path):
+    assert run_compiler("compile_ahead.py", tmp_path) == "refused\ninterrupted\ninterrupted\n"
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "triton.runtime._async_compile",
+        "triton.runtime._async_compile.FutureKernel",
+        "triton.runtime._async_compile.active_mode",
+        "triton.AsyncCompileMode",
+        "triton.runtime.jit.JITFunction",
+        "triton",
+    ],
+)
+def test_a_triton_that_cannot_compile_ahead_runs_what_is_launched(missing, monkeypatch):
+    if missing in sys.modules:
+        monkeypatch.setitem(sys.modules, missing, None)
+    else:
+        monkeypatch.delattr(missing)
+    assert_nothing_is_compiled_ahead()
+
+
+def test_a_triton_whose_launch_takes_other_arguments_is_left_alone(monkeypatch):
+    monkeypatch.setattr("triton.runtime.jit.JITFunction.run", lambda self, *args, grid, **kwargs: None)
+    assert_nothing_is_compiled_ahead()
+
+
+def assert_nothing_is_compiled_ahead() -> None:
+    """The body runs, twice, and what it raises goes on."""
+    num_runs = 0
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="compiled one after the other, .* this version of triton cannot"):
+            with compile_ahead(torch.device("cpu")):
+                num_runs += 1
+    assert num_runs == 2
+    with pytest.warns(UserWarning), pytest.raises(KeyboardInterrupt), compile_ahead(torch.device("cpu")):
+        raise KeyboardInterrupt
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]

@@ -1,0 +1,390 @@
+"""Long texts and large bodies: nobody else waits for them, and no work is done that nobody wants."""
+
+import asyncio
+import contextlib
+import json
+import threading
+
+import pytest
+from serving import LeavingClient, make_served_checkpoint, serving
+from trained_tokenizers import make_tokenizer
+
+from nanoinfer.common.errors import RequestError
+from nanoinfer.requests.prompts import encode_chat
+from nanoinfer.serve import app, queue_limits
+from nanoinfer.serve.receiving import while_client_stays
+from nanoinfer.serve.request_stream import StreamClosedError
+from nanoinfer.serve.tokenizing import PromptTokenizer
+
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content | trim }}\n{% endfor %}{{ tail }}"
+PROSE = "The cache holds blocks of tokens. "
+LONG = dict(max_tokens=300, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_served_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@contextlib.contextmanager
+def tokenizing(kind: str = "llama 3", max_model_len: int = 10**9):
+    """A `PromptTokenizer`, and the texts that it gave to its tokenizer."""
+    tokenizer = make_tokenizer(kind)
+    tokenizer.chat_template = TEMPLATE
+    prompts = PromptTokenizer(tokenizer, lambda token_ids: token_ids, lambda token_ids: None, max_model_len)
+    original, texts = prompts.tokenizer.encode, []
+
+    def encode(text, **arguments):
+        texts.append(text)
+        return original(text, **arguments)
+
+    prompts.tokenizer.encode = encode
+    try:
+        yield prompts, texts
+    finally:
+        prompts.close()
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("kind", ["llama 3", "qwen", "mistral"])
+def test_long_texts_and_chats_have_the_tokens_of_the_whole(kind):
+    text = PROSE * 2500 + "漢字。" * 9000 + "x" * 70_000 + " the end"
+    messages = [{"role": "user", "content": f" {text} "}, {"role": "assistant", "content": "yes"}]
+    arguments = dict(variables={"tail": "tail"}, add_generation_prompt=False)
+
+    async def ask():
+        with tokenizing(kind) as (prompts, texts):
+            wanted = prompts.tokenizer.encode(text), encode_chat(prompts.tokenizer, messages, **arguments)
+            texts.clear()
+            _, token_ids = await prompts.tokenize(text)
+            assert token_ids == wanted[0] and len(texts) > 4 and "".join(texts) == text
+            texts.clear()
+            for num_bytes in (100, 10**6):  # the short way and the long one
+                _, token_ids = await prompts.tokenize_chat(lambda: messages, arguments, num_bytes)
+                assert token_ids == wanted[1]
+            assert len(texts) > 4, "a long chat comes in pieces"
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("kind", ["llama 3", "mistral"])
+def test_texts_at_the_limit_are_taken_whether_in_pieces_or_not(kind):
+    async def ask():
+        with tokenizing(kind) as (prompts, _):
+            for text in (PROSE * 10, PROSE * 3000):
+                num_tokens = len(prompts.tokenizer.encode(text))
+                prompts._max_model_len = num_tokens + 1
+                assert len((await prompts.tokenize(text))[1]) == num_tokens
+
+    asyncio.run(ask())
+
+
+# Work that is not done
+
+
+def test_a_text_that_can_never_fit_is_refused_by_its_length():
+    async def ask():
+        with tokenizing(max_model_len=2000) as (prompts, texts):
+            longest = prompts._known.token_chars
+            for text in ("a" * (2000 * longest), PROSE * 10**4):
+                with pytest.raises(RequestError, match=r"characters, .* at least \d+ tokens, max_model_len is 2000"):
+                    await prompts.tokenize(text)
+                with pytest.raises(RequestError, match="characters, which are at least") as caught:
+                    chat = [{"role": "user", "content": text}]
+                    await prompts.tokenize_chat(lambda chat=chat: chat, {}, len(text))
+            assert caught.value.is_too_long and not texts
+            await prompts.tokenize("a" * (1999 * longest))
+            assert texts, "it might have fitted"
+
+    asyncio.run(ask())
+
+
+def test_a_text_is_tokenised_no_further_than_to_its_limit():
+    async def ask():
+        with tokenizing("llama 3", max_model_len=9000) as (prompts, texts):
+            with pytest.raises(RequestError, match=r"at least \d+ tokens, max_model_len is 9000") as caught:
+                await prompts.tokenize(PROSE * 3000)
+            assert caught.value.is_too_long and len("".join(texts)) < 60_000 < len(PROSE * 3000)
+
+    asyncio.run(ask())
+
+
+def test_work_whose_caller_has_gone_is_not_begun():
+    async def ask():
+        with tokenizing() as (prompts, texts):
+            may_go_on, is_there = threading.Event(), threading.Event()
+            inner = prompts.tokenizer.encode
+
+            def slow(text, **arguments):
+                is_there.set()
+                assert may_go_on.wait(30)
+                return inner(text, **arguments)
+
+            prompts.tokenizer.encode = slow
+            calls = [asyncio.create_task(prompts.tokenize(letter + PROSE * 3000)) for letter in "AB"]
+            calls += [asyncio.create_task(prompts.tokenize(letter)) for letter in "CD"]
+            calls += [asyncio.create_task(prompts.aside(lambda: texts.append("aside")))]
+            await asyncio.to_thread(is_there.wait, 30)
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+            may_go_on.set()
+            last = await prompts.tokenize("Z"), await prompts.tokenize("Y" + PROSE * 700)
+            assert len(last[1][1]) > 1000
+            assert not [text for text in texts if text[0] in "BD"], "they had not been begun"
+            assert len([text for text in texts if text[0] in "A"]) <= 1, "one piece was being done"
+
+    asyncio.run(ask())
+
+
+# Turns
+
+
+def test_long_texts_take_turns():
+    async def ask():
+        with tokenizing() as (prompts, texts):
+            long = [asyncio.create_task(prompts.tokenize(f"{i}{PROSE}" * 6000)) for i in range(3)]
+            while len(texts) < 6:
+                await asyncio.sleep(0.001)
+            before = len(texts)
+            await prompts.tokenize("Here " + "comes another one " * 1500)
+            mine = [place for place, text in enumerate(texts) if "another" in text]
+            assert len(mine) == 2 and mine[-1] - before <= 2 * (len(long) + 1) + 4, "they waited for several turns"
+            assert not any(call.done() for call in long)
+            for call in long:
+                call.cancel()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("what", ["another long text", "a short text"])
+def test_a_huge_text_without_a_cut_is_waited_for_by_nobody_else(what):
+    async def ask():
+        with tokenizing() as (prompts, _):
+            inner, may_go_on = prompts.tokenizer.encode, threading.Event()
+
+            def slow(text, **arguments):
+                assert len(text) < 250_000 or may_go_on.wait(30)
+                return inner(text, **arguments)
+
+            prompts.tokenizer.encode = slow
+            huge = [asyncio.create_task(prompts.tokenize("x" * 300_000)) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            text = PROSE * 1500 if what == "another long text" else PROSE
+            await asyncio.wait_for(prompts.tokenize(text), 30)
+            assert not any(call.done() for call in huge)
+            may_go_on.set()
+            wanted = inner("x" * 300_000)
+            assert [token_ids for _, token_ids in await asyncio.gather(*huge)] == [wanted] * 3
+
+    asyncio.run(ask())
+
+
+# Bodies
+
+
+def test_large_bodies_are_read_beside_the_loop(path, monkeypatch):
+    threads = []
+    parse = app.parse
+
+    def recorded(kind, body, *arguments):
+        threads.append((len(body) > 65_536, threading.current_thread() is threading.main_thread()))
+        return parse(kind, body, *arguments)
+
+    monkeypatch.setattr(app, "parse", recorded)
+
+    async def ask():
+        async with serving(path) as served:
+            for text in ("w5", "w5" + " " * 70_000, "w5" + " " * 1_100_000):
+                for url, body in (
+                    ("/v1/completions", dict(prompt=text, max_tokens=1)),
+                    ("/v1/chat/completions", dict(messages=[{"role": "user", "content": text}], max_tokens=1)),
+                    ("/tokenize", dict(prompt=text)),
+                ):
+                    response = await served.post(url, **body)
+                    assert response.status_code == 200, response.text
+            response = await served.post(prompt="w5" + " " * 70_000, n=0)
+            assert response.status_code == 400 and response.json()["error"]["param"] == "n"
+
+    asyncio.run(ask())
+    assert sorted(threads) == [(False, True)] * 3 + [(True, False)] * 7
+
+
+def test_a_large_body_does_not_wait_for_a_huge_one(path, monkeypatch):
+    may_go_on, parse = threading.Event(), app.parse
+
+    def slow(kind, body, *arguments):
+        assert len(body) < 2**20 or may_go_on.wait(30)
+        return parse(kind, body, *arguments)
+
+    monkeypatch.setattr(app, "parse", slow)
+
+    async def ask():
+        async with serving(path) as served:
+            huge = asyncio.create_task(served.post(prompt="w5" + " " * 1_100_000, max_tokens=1))
+            await asyncio.sleep(0.05)
+            assert (await served.post(prompt="w5" + " " * 70_000, max_tokens=1)).status_code == 200
+            assert (await served.client.get("/health")).status_code == 200 and not huge.done()
+            may_go_on.set()
+            assert (await huge).status_code == 200
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("url", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_client_that_leaves_while_its_text_is_tokenised_ends_the_work(path, url):
+    async def ask():
+        async with serving(path) as served:
+            prompts, may_go_on, begun, done = served.async_engine.prompts, threading.Event(), [], []
+            inner = prompts.tokenizer.encode
+            queue = prompts._threads["aside" if url == "/tokenize" else "short"]._work_queue
+
+            def slow(text, **arguments):
+                begun.append(1)
+                assert may_go_on.wait(30)
+                done.append(text[:3])
+                return inner(text, **arguments)
+
+            prompts.tokenizer.encode = slow
+            chat = url.startswith("/v1/chat")
+            if chat:
+                prompts.tokenizer.apply_chat_template = lambda messages, **_: slow(messages[0]["content"])
+
+            def body(text):
+                return dict(messages=[{"role": "user", "content": text}]) if chat else dict(prompt=text)
+
+            clients = [LeavingClient(served.app, body(f"w{i} "), url) for i in (20, 21, 22)]
+            await served.wait_until(lambda _: begun and queue.qsize() == 2)
+            for client in clients:
+                client.leave()
+                await asyncio.wait_for(client.task, 30)
+                assert client.messages[0]["status"] == 499
+            may_go_on.set()
+            assert (await served.post(url, **body("w23 "))).status_code == 200
+            assert done[0] == "w20" and done[-1] == "w23" and len(done) == 2, "what nobody wanted was begun"
+            stats = await served.wait_until_idle()
+            assert stats["num_prefill_tokens"] <= 3, "and nothing of it has run"
+
+    asyncio.run(ask())
+
+
+def test_a_client_that_leaves_while_its_body_is_read_ends_the_work(path, monkeypatch):
+    seen, parse = [], app.parse
+
+    def until_unwanted(kind, body, *arguments):
+        if not arguments:
+            return parse(kind, body)
+        while arguments[0]():
+            seen.append(1)
+            threading.Event().wait(0.002)
+        seen.append("given up")
+        raise ValueError
+
+    monkeypatch.setattr(app, "parse", until_unwanted)
+
+    async def ask():
+        async with serving(path) as served:
+            client = LeavingClient(served.app, dict(prompt="w5 " * 50_000))
+            await served.wait_until(lambda _: seen)
+            client.leave()
+            await asyncio.wait_for(client.task, 30)
+            await served.wait_until(lambda _: seen[-1] == "given up")
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
+
+
+def test_work_ends_with_the_one_who_waits_for_it():
+    async def ask():
+        async def never():
+            await asyncio.Event().wait()
+
+        async def endless():
+            try:
+                await never()
+            finally:
+                ended.append(1)
+
+        async def left():
+            return {"type": "http.disconnect"}
+
+        ended = []
+        with pytest.raises(StreamClosedError):
+            await while_client_stays(left, endless())
+        task = asyncio.create_task(while_client_stays(never, endless()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert len(ended) == 2
+        assert len(asyncio.all_tasks()) == 1, "the listener goes on"
+
+    asyncio.run(ask())
+
+
+# What may wait
+
+
+def test_a_body_that_does_not_arrive_is_given_up(path):
+    async def ask():
+        async with serving(path, app_options=dict(body_timeout=0.05)) as served:
+            for url in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+                client = LeavingClient(served.app, dict(prompt=[5]), url, is_cut=True)
+                await asyncio.wait_for(client.task, 30)
+                start, body = client.messages
+                assert start["status"] == 408 and (b"connection", b"close") in start["headers"]
+                error = json.loads(body["body"])["error"]
+                assert error["code"] == "body_timeout" and "within 0.05 s" in error["message"]
+                assert f"{len(client.sent)} bytes of it have" in error["message"]
+            assert (await served.post(prompt=[5], **LONG)).status_code == 200, "the answer may take longer"
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
+
+
+def test_waiting_bytes_beyond_the_limit_are_refused_and_come_back(path, monkeypatch):
+    monkeypatch.setattr(queue_limits, "MAX_BODY_BYTES", 50_000)
+    big = "w5" + " " * 30_000
+
+    async def ask():
+        async with serving(path, max_num_seqs=1, limits=dict(max_queue_bytes=50_000)) as served:
+            waiting = served.async_engine.waiting
+            running = asyncio.create_task(served.post(prompt=[5], **LONG))
+            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 3)
+            assert waiting.num_bytes == 0, "what runs does not wait"
+            arriving = LeavingClient(served.app, dict(prompt=big), is_cut=True)
+            await served.wait_until(lambda _: waiting.num_bytes > 30_000)
+            refused = await served.post(prompt=big)
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            assert refused.headers["connection"] == "close"
+            assert "at most 50000 wait" in refused.json()["error"]["message"]
+            assert waiting.num_bytes > 30_000
+            arriving.leave()
+            await arriving.task
+            assert waiting.num_bytes == 0
+            queued = asyncio.create_task(served.post(prompt=big, max_tokens=2, stream=True))
+            await served.wait_until(lambda served: served.async_engine.num_streams == 2)
+            assert waiting.num_bytes > 30_000, "it waits for a place"
+            assert (await served.post(prompt=big)).status_code == 429
+            assert (await served.post(prompt=[5], max_tokens=1)).status_code == 200
+            for response in await asyncio.gather(running, queued):
+                assert response.status_code == 200
+            for body, status in ((dict(prompt=[5], n=0), 400), (dict(prompt=[5] * 400), 400), (dict(prompt=[5]), 200)):
+                assert (await served.post(**body)).status_code == status
+                assert waiting.num_bytes == 0
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
+
+
+def test_a_body_beyond_the_limit_closes_its_connection(path):
+    async def ask():
+        async with serving(path) as served:
+            response = await served.client.post("/tokenize", content=b" " * (4 * 2**20 + 1))
+            assert response.status_code == 413 and response.headers["connection"] == "close"
+            assert served.async_engine.waiting.num_bytes == 0
+
+    asyncio.run(ask())

@@ -1,0 +1,228 @@
+"""The server as a process of its own: OpenAI's client, disconnects over TCP, signals, and a short load."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from engines import COMMON
+from serving import MODEL, make_served_checkpoint
+
+from nanoinfer import LLM, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+GREEDY = dict(temperature=0, extra_body={"ignore_eos": True, "return_token_ids": True})
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_served_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+class Process:
+    """`nanoinfer serve` on a free port."""
+
+    def __init__(self, path, *arguments):
+        options = ["--port", "0", "--device", "cpu", "--dtype", "float32", "--served-model-name", MODEL]
+        options += ["--block-size", "16", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "nanoinfer.commands.main",
+                "serve",
+                str(path),
+                *options,
+                "--max-model-len",
+                "384",
+                *arguments,
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        self.lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url = re.search(r"http://\S+", self.wait_for("serving on"))[0]
+
+    def _read(self):
+        for line in self._process.stderr:
+            self.lines.put(line)
+
+    def wait_for(self, text, seconds=60):
+        """The next line with `text`."""
+        seen, deadline = [], time.monotonic() + seconds
+        while not seen or text not in seen[-1]:
+            try:
+                seen.append(self.lines.get(timeout=max(0, deadline - time.monotonic())))
+            except queue.Empty:
+                self._process.kill()
+                pytest.fail(f"the server did not say {text!r}: {''.join(seen)}")
+        return seen[-1]
+
+    def signal(self, number):
+        self._process.send_signal(number)
+
+    def exit_code(self, seconds=30):
+        return self._process.wait(seconds)
+
+    def end(self):
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(path):
+    server = Process(path, "--api-key", "secret")
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def wanted(path):
+    """What `LLM` says to the prompt of these tests, as text and as a chat."""
+    with LLM(path, **(COMMON | dict(skip_tokenizer_init=False))) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        (text,) = llm.generate("w20 w21", params, use_tqdm=False)
+        (chat,) = llm.chat([{"role": "user", "content": "w20 w21"}], params, use_tqdm=False)
+        return text.outputs[0], chat.outputs[0]
+
+
+def samples(server, name):
+    text = httpx.get(f"{server.url}/metrics").text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"nanoinfer:{name}"))
+
+
+def test_openai_completions(client, wanted):
+    answer = client.completions.create(model=MODEL, prompt="w20 w21", max_tokens=12, logprobs=1, user="me", **GREEDY)
+    assert answer.choices[0].text == wanted[0].text and answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].token_ids == wanted[0].token_ids and len(answer.choices[0].logprobs.tokens) == 12
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 12)
+    options = dict(stream=True, stream_options={"include_usage": True})
+    *parts, last = client.completions.create(model=MODEL, prompt="w20 w21", max_tokens=12, **options, **GREEDY)
+    assert "".join(part.choices[0].text for part in parts) == wanted[0].text
+    assert len(parts) == 12 and parts[-1].choices[0].finish_reason == "length" and last.usage.total_tokens == 14
+
+
+def test_openai_chat(client, wanted):
+    asked = dict(model=MODEL, messages=[{"role": "user", "content": "w20 w21"}], max_completion_tokens=12, **GREEDY)
+    answer = client.chat.completions.create(logprobs=True, top_logprobs=1, **asked)
+    assert answer.choices[0].message.content == wanted[1].text and answer.choices[0].message.role == "assistant"
+    assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 1
+    first, *parts = client.chat.completions.create(stream=True, **asked)
+    assert first.choices[0].delta.role == "assistant"
+    assert "".join(part.choices[0].delta.content for part in parts) == wanted[1].text
+
+
+def test_openai_models_and_errors(server, client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.completions.create(model="gpt", prompt="w20")
+    with pytest.raises(openai.BadRequestError, match="max_model_len = 384") as caught:
+        client.completions.create(model=MODEL, prompt="w20 w21", max_tokens=383)
+    assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
+    with pytest.raises(openai.BadRequestError, match="presence_penalty is 3.0"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "w1"}], presence_penalty=3)
+    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_connection_ends_its_request(server, stream):
+    before = samples(server, 'request_success_total{finished_reason="abort"}')
+    body = dict(prompt=[20, 21], max_tokens=380, ignore_eos=True, stream=stream)
+    content = json.dumps(body).encode()
+    host, port = re.search(r"http://(.*):(\d+)", server.url).groups()
+    with socket.create_connection((host, int(port))) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}"
+        connection.sendall(f"{head}\r\n\r\n".encode() + content)
+        if stream:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        while samples(server, "num_requests_running") == 0:
+            time.sleep(0.005)
+    deadline = time.monotonic() + 10
+    while samples(server, "num_requests_running") or samples(server, "gpu_kv_blocks_used"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert samples(server, 'request_success_total{finished_reason="abort"}') == before + 1
+
+
+def test_sigterm_lets_running_requests_end(path):
+    server = Process(path, "--skip-tokenizer-init", "--shutdown-timeout", "60")
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.end)
+        body = dict(prompt=[20, 21], max_tokens=250, temperature=0, ignore_eos=True, return_token_ids=True)
+        results = {}
+
+        def ask(stream):
+            response = httpx.post(f"{server.url}/v1/completions", json=body | {"stream": stream}, timeout=60)
+            results[stream] = response.text
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        while samples(server, "num_requests_running") < 2:
+            time.sleep(0.005)
+        server.signal(signal.SIGTERM)
+        assert "2 requests may run for 60 s" in server.wait_for("shutting down")
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        response = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert response.status_code == 503 and response.json()["error"]["code"] == "shutting_down"
+        for thread in threads:
+            thread.join()
+        tokens = json.loads(results[False])["choices"][0]["token_ids"]
+        assert len(tokens) == 250
+        *parts, last = results[True].strip().split("\n\n")
+        streamed = [json.loads(part.removeprefix("data: "))["choices"][0]["token_ids"] for part in parts]
+        assert last == "data: [DONE]" and sum(streamed, []) == tokens
+        assert server.exit_code() == 0
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(path, capsys):
+    from nanoinfer.commands.main import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", str(path), "--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot be used" in capsys.readouterr().err
+    assert main(["serve", str(path), "--shutdown-timeout", "-1"]) == 2
+
+
+def test_a_short_load_finds_nothing(tmp_path, capfd):
+    spec = importlib.util.spec_from_file_location("serve_load", ROOT / "tools" / "serve_load.py")
+    serve_load = importlib.util.module_from_spec(spec)
+    sys.modules["serve_load"] = serve_load
+    spec.loader.exec_module(serve_load)
+    out = tmp_path / "load.json"
+    code = serve_load.main(["--tiny", "--clients", "20", "--seconds", "1.5", "--out", str(out)])
+    figures = json.loads(out.read_text())
+    assert code == 0 and figures["passed"], figures
+    assert figures["outcomes"]["streamed"] and figures["outcomes"]["nonsense: 400"] and not figures["wrong_answers"]
+    # It must be able to fail.
+    load = serve_load.Load(None, [], "exact")
+    case = serve_load.Case(dict(prompt=[5], max_tokens=2), [7, 8])
+    usage = dict(prompt_tokens=1, completion_tokens=2)
+    for tokens, reason in (([7, 8], "length"), ([7, 9], "length"), ([7], "length"), ([7, 8], "stop")):
+        load._judge(case, tokens, reason, usage)
+    assert len(load.wrong) == 3 and "token 1 of 2 is 9 instead of 8" in load.wrong

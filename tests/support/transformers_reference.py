@@ -1,0 +1,23 @@
+"""What transformers generates from a checkpoint."""
+
+import torch
+import transformers
+
+
+@torch.inference_mode()
+def reference_tokens(path, prompts, max_tokens):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    wanted = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        # eos off: lengths are set by max_tokens here
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        wanted.append(out[0, len(prompt) :].tolist())
+    return wanted
