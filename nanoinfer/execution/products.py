@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_counts
-from nanoinfer.layers.linear import Linear
+from nanoinfer.layers.formats.dense import Dense
+from nanoinfer.layers.linear import Head, Linear
 from nanoinfer.models.base import DecoderModel
 
 
@@ -45,7 +46,7 @@ def check_products(model: DecoderModel, max_rows: int) -> list[ProductCheck]:
         return []
     groups: dict[tuple, list[Linear]] = {}
     for module in model.modules():
-        if isinstance(module, Linear) and module.weight.is_cuda:
+        if isinstance(module, Linear) and not isinstance(module, Head) and _is_dense_on_cuda(module):
             groups.setdefault((*module.weight.shape, module.bias is not None), []).append(module)
     counts, found = padded_counts(max_rows), []
     for (num_rows, size, _), modules in groups.items():
@@ -57,10 +58,14 @@ def check_products(model: DecoderModel, max_rows: int) -> list[ProductCheck]:
     return found
 
 
+def _is_dense_on_cuda(module: Linear) -> bool:
+    return isinstance(module.weights, Dense) and module.weight.is_cuda
+
+
 def _agreeing(module: Linear, counts: list[int]) -> frozenset[int]:
     from nanoinfer.kernels.linear import rows as kernels  # triton comes with CUDA builds of torch only
 
-    weight, parts = module.weight, module.num_parts
+    weight, parts = module.weight, module.weights.num_parts(module)
     generator = torch.Generator(weight.device).manual_seed(0)
     rows = torch.randn(MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device, generator=generator)
 

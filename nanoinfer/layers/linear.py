@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.common import exact
-from nanoinfer.kernels.linear.counts import num_parts
-from nanoinfer.layers.fused import fused_kernels
+from nanoinfer.layers.formats.base import WeightFormat
+from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.weight import empty_weight
 
@@ -15,53 +14,76 @@ from nanoinfer.layers.weight import empty_weight
 class Linear(nn.Module):
     """x @ weight.T + bias, for one or more projections of the same input, merged along the output.
 
-    out_features: output features of each projection, by its name in the checkpoint. Their rows lie in this order in
-    weight [sum(out_features), in_features] and bias [sum(out_features)]. A projection alone may be given as a number.
+    out_features: output features of each projection, by its name in the checkpoint. Their rows lie in this order in the
+    weight, [sum(out_features), in_features], and in the bias. A projection alone may be given as a number. weights: how
+    the weight lies in memory.
     """
 
     def __init__(
-        self, in_features: int, out_features: int | dict[str, int], *, bias: bool, dtype: torch.dtype, device
+        self,
+        in_features: int,
+        out_features: int | dict[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device,
+        weights: WeightFormat = DENSE,
     ) -> None:
         super().__init__()
         self.parts = out_features if isinstance(out_features, dict) else None
-        num_rows = sum(self.parts.values()) if self.parts else out_features
-        self.weight = empty_weight(num_rows, in_features, dtype=dtype, device=device)
-        self.bias = empty_weight(num_rows, dtype=dtype, device=device) if bias else None
+        self.num_rows = sum(self.parts.values()) if self.parts else out_features
+        self.weights = weights
+        weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
+        self.bias = empty_weight(self.num_rows, dtype=dtype, device=device) if bias else None
         self.library_counts: frozenset[int] = frozenset()
         """Numbers of rows at which, on CUDA, the library gives our kernels' bits; see
         `nanoinfer.execution.products`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.bias, library_counts=self.library_counts)
+        return self.weights.project(self, x)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor | None:
+        """activation(gate) * up; None: the format has no way to do it in one go."""
+        return self.weights.project_gated(self, x, activation)
 
     def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
         """The norm of x, to which the projection of y was added, in place."""
-        parts = self.num_parts
-        if parts == 1 or not y.is_cuda or y.element_size() != 2:
-            return norm.after_sum(x, self(y))
-        return norm.after_sum(
-            x, fused_kernels().linear_parts(y, self.weight, parts, library_counts=self.library_counts)
-        )
+        return self.weights.project_add_norm(self, x, y, norm)
 
-    @property
-    def num_parts(self) -> int:
-        """Parts of the sums of `added_to` on CUDA, in bfloat16 and float16."""
-        return 1 if self.bias is not None else num_parts(self.weight.shape[1])
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        """What tensors of the checkpoint fill, by the ends of their names: behind this module's, or its parent's."""
+        found, begin = {}, 0
+        for part, count in (self.parts or {"": self.num_rows}).items():
+            views = self.weights.views(self, begin, begin + count)
+            if self.bias is not None:
+                views = views | {"bias": self.bias[begin : begin + count]}
+            found |= {f"{part}.{ending}".removeprefix("."): view for ending, view in views.items()}
+            begin += count
+        return found
+
+    def fill_with_noise(self, generator: torch.Generator) -> None:
+        """Random weights."""
+        self.weights.fill_with_noise(self, generator)
+        if self.bias is not None:
+            self.bias.normal_(0.0, 0.02, generator=generator)
 
 
-def product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-    library_counts: frozenset[int] = frozenset(),
-) -> Tensor:
-    """x @ weight.T + bias: the bits of a row depend on nothing but the row, the weight and the bias.
+class Head(Linear):
+    """The projection to logits, or that of tied embeddings. It has few rows to compute, and never asks the library."""
 
-    x: [N, in_features]; weight: [num_rows, in_features]; out: [N, num_rows], for the result.
-    """
-    if x.is_cuda:
-        return fused_kernels().linear(x, weight, bias, out=out, library_counts=library_counts)
-    result = exact.linear(x, weight, bias)
-    return result if out is None else out.copy_(result)
+    def __init__(self, in_features: int, vocab_size: int, *, dtype: torch.dtype, device) -> None:
+        super().__init__(in_features, vocab_size, bias=False, dtype=dtype, device=device)
+
+    def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
+        """[N, in_features] -> [N, vocab_size], in `out` if that is given."""
+        return self.weights.project(self, normed, out)
+
+
+class Embedding(Head):
+    """Rows of a weight [vocab_size, hidden_size], by token id; a tied head computes logits with the same weight."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device) -> None:
+        super().__init__(hidden_size, vocab_size, dtype=dtype, device=device)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.weights.lookup(self, token_ids)

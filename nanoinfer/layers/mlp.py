@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from nanoinfer.common import exact
 from nanoinfer.common.errors import nearest, shown
-from nanoinfer.layers.fused import fused_kernels
+from nanoinfer.layers.formats.base import WeightFormat
+from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.linear import Linear
 
 _ACTIVATIONS = {
@@ -37,12 +38,21 @@ class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202); gate and up are one matrix product."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool, dtype: torch.dtype, device
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device,
+        weights: WeightFormat = DENSE,
     ) -> None:
         super().__init__()
+        options = dict(bias=bias, dtype=dtype, device=device, weights=weights)
         gate_up = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(hidden_size, gate_up, bias=bias, dtype=dtype, device=device)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+        self.gate_up_proj = Linear(hidden_size, gate_up, **options)
+        self.down_proj = Linear(intermediate_size, hidden_size, **options)
         self._activation, self.activation_name = find_activation(activation), activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,11 +60,8 @@ class GatedMLP(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """What `down_proj` takes: [N, intermediate_size]."""
-        projection = self.gate_up_proj
-        if x.is_cuda and x.element_size() == 2 and self.activation_name in fused_kernels().ACTIVATIONS:
-            return fused_kernels().linear(
-                x, projection.weight, projection.bias,
-                activation=self.activation_name, library_counts=projection.library_counts,
-            )  # fmt: skip
-        gate, up = projection(x).chunk(2, dim=-1)
+        hidden = self.gate_up_proj.gated(x, self.activation_name)
+        if hidden is not None:
+            return hidden
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return exact.elementwise(self._activation, gate) * up

@@ -83,5 +83,5 @@ def kv_bytes(spec: ModelSpec, lengths: list[int]) -> int:
 
 def bytes_read_per_step(spec: ModelSpec, lengths: list[int]) -> int:
     """Device bytes that a decode step must read: every weight but unused embeddings, and the KV of every row."""
-    embedding_bytes = spec.vocab_size * spec.hidden_size * spec.dtype.itemsize
-    return spec.weight_bytes - (0 if spec.tied_embeddings else embedding_bytes) + kv_bytes(spec, lengths)
+    unread = 0 if spec.tied_embeddings else spec.embedding_bytes
+    return spec.weight_bytes - unread + kv_bytes(spec, lengths)

@@ -59,6 +59,10 @@ class ModelSpec:
     """Distinct position tables that the layers share."""
     num_parameters: int
     """Weights that lie on the device; a tied head counts once."""
+    weight_bytes: int
+    """Bytes of all weights on the device, in the formats that they have there."""
+    embedding_bytes: int
+    """Bytes of the embeddings, of which a step reads a few rows."""
 
     def __post_init__(self) -> None:
         if self.head_dim < 16 or self.head_dim > 256 or self.head_dim % 16:
@@ -76,11 +80,6 @@ class ModelSpec:
     def kv_dtype(self) -> torch.dtype:
         """Type in which keys and values are stored."""
         return self.kv_cache_dtype or self.dtype
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights on the device."""
-        return self.num_parameters * self.dtype.itemsize
 
     def rope_bytes(self, max_position: int) -> int:
         """Bytes of the position tables of a model built for `max_position` tokens."""

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
-from nanoinfer.layers.embedding import Embedding
-from nanoinfer.layers.linear import Linear, product
+from nanoinfer.layers.formats.base import WeightFormat
+from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.registry import format_of
+from nanoinfer.layers.linear import Embedding, Head, Linear
 from nanoinfer.layers.mlp import GatedMLP
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.qkv import KVSlots, norm_rotate_store
@@ -39,6 +41,8 @@ class Traits:
     """Norm of each query and key head, before the rotation."""
     embedding_scale: float | None = None
     """Factor on the embeddings, rounded to the model's dtype."""
+    weights: WeightFormat = DENSE
+    """How the weights of the projections lie in memory; embeddings and head are dense."""
     logits_softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap)."""
 
@@ -52,8 +56,8 @@ class Attention(nn.Module):
         q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         options = dict(dtype=spec.dtype, device=device)
-        self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, **options)
-        self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, **options)
+        self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, weights=traits.weights, **options)
+        self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, weights=traits.weights, **options)
         self.q_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
         self.k_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
 
@@ -75,7 +79,12 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(spec, traits, device=device)
         self.post_attention_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
         self.mlp = GatedMLP(
-            spec.hidden_size, spec.intermediate_size, traits.activation, bias=traits.mlp_bias, **options
+            spec.hidden_size,
+            spec.intermediate_size,
+            traits.activation,
+            bias=traits.mlp_bias,
+            weights=traits.weights,
+            **options,
         )
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
@@ -96,13 +105,13 @@ class Decoder(DecoderModel):
         self, hf_config: PretrainedConfig, spec: ModelSpec, *, device: torch.device | str, max_position: int
     ) -> None:
         super().__init__(hf_config, spec, device=device, max_position=max_position)
-        traits = self.traits(hf_config)
+        traits = replace(self.traits(hf_config), weights=_weight_format(hf_config))
         options = dict(dtype=spec.dtype, device=device)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **options)
         self.layers = nn.ModuleList(self.layer_class(spec, traits, device=device) for _ in range(spec.num_layers))
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
         if not spec.tied_embeddings:
-            self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, **options)
+            self.lm_head = Head(spec.hidden_size, spec.vocab_size, **options)
         self._embedding_scale = _rounded(traits.embedding_scale, spec.dtype)
         self._logits_softcap = traits.logits_softcap
         ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
@@ -137,11 +146,7 @@ class Decoder(DecoderModel):
 
     @classmethod
     def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
-        if getattr(hf_config, "quantization_config", None):
-            raise ValueError(
-                "the config has a quantization_config, and quantized checkpoints are not supported: "
-                "take one in bfloat16, float16 or float32"
-            )
+        _weight_format(hf_config)  # refuses what is not supported
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         windows = cls.windows(hf_config)
         ropes, _ = _distinct(cls.rope_parameters(hf_config))
@@ -162,10 +167,17 @@ class Decoder(DecoderModel):
             dtype=dtype,
             num_rope_tables=len(ropes),
             num_parameters=0,
+            weight_bytes=0,
+            embedding_bytes=0,
         )
         # Counted, not calculated: the number cannot drift from what the constructor allocates.
         shapes_only = cls(hf_config, spec, device="meta", max_position=1)
-        return replace(spec, num_parameters=sum(weight.numel() for weight in shapes_only.parameters()))
+        return replace(
+            spec,
+            num_parameters=sum(weight.numel() for weight in shapes_only.parameters()),
+            weight_bytes=sum(weight.nbytes for weight in shapes_only.parameters()),
+            embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
+        )
 
     # The calls
 
@@ -186,7 +198,7 @@ class Decoder(DecoderModel):
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
-        logits = product(normed, head.weight, out=out)
+        logits = head.logits(normed, out)
         if self._logits_softcap is not None:
             logits.copy_(exact.elementwise(torch.tanh, logits.div_(self._logits_softcap))).mul_(self._logits_softcap)
         return logits
@@ -195,16 +207,14 @@ class Decoder(DecoderModel):
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         views = {}
-        for name, weight in self.named_parameters():
-            module_name, kind = name.rsplit(".", 1)
-            parts = getattr(self.get_submodule(module_name), "parts", None)
-            prefix = "" if module_name == "lm_head" else "model."
-            if parts is None:
-                views[prefix + name] = weight
-                continue
-            parent = module_name.rsplit(".", 1)[0]
-            for part, rows in zip(parts, weight.split(tuple(parts.values())), strict=True):
-                views[f"{prefix}{parent}.{part}.{kind}"] = rows
+        for name, module in self.named_modules():
+            prefix = name if name == "lm_head" else f"model.{name}"
+            if isinstance(module, Linear):
+                found = module.checkpoint_views()
+                prefix = prefix if module.parts is None else prefix.rsplit(".", 1)[0]
+            else:
+                found = dict(module.named_parameters(recurse=False))
+            views |= {f"{prefix}.{ending}": view for ending, view in found.items()}
         return views
 
     def ignores(self, name: str) -> bool:
@@ -236,6 +246,11 @@ def _distinct(ropes: tuple[Mapping, ...]) -> tuple[list[Mapping], list[int]]:
         if rope not in distinct:
             distinct.append(rope)
     return distinct, [distinct.index(rope) for rope in ropes]
+
+
+def _weight_format(hf_config: PretrainedConfig) -> WeightFormat:
+    """Of the projections."""
+    return format_of(getattr(hf_config, "quantization_config", None))
 
 
 def _rounded(value: float | None, dtype: torch.dtype) -> float | None:

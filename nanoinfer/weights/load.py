@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import nearest, shown
+from nanoinfer.layers.linear import Linear
 from nanoinfer.models.base import DecoderModel, ModelSpec
 from nanoinfer.models.registry import find_class, resolve
 from nanoinfer.weights.checkpoint import check_architectures, check_config, check_fields
@@ -27,6 +28,8 @@ _CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
 _WEIGHTS = ["model*.safetensors"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+# Of quantised weights, which are not cast.
+_PACKED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
 # Models that come along with the package, by name.
 PACKAGED = {"recall": Path(__file__).parent.parent / "recall" / "checkpoint"}
 # Far more than any file of a checkpoint has, and little enough for all that goes through it step by step.
@@ -203,14 +206,15 @@ def _read_header(path: Path) -> list[TensorEntry]:
     header.pop("__metadata__", None)
     entries = []
     for name, tensor in header.items():
-        if tensor["dtype"] not in _FILE_DTYPES:
+        dtype = (_FILE_DTYPES | _PACKED_DTYPES).get(tensor["dtype"])
+        if dtype is None:
             raise ValueError(f"{name} in {path} has dtype {tensor['dtype']}: supported are {', '.join(_FILE_DTYPES)}")
         entries.append(
             TensorEntry(
                 name=name,
                 path=path,
                 shape=tuple(tensor["shape"]),
-                dtype=_FILE_DTYPES[tensor["dtype"]],
+                dtype=dtype,
                 offset=8 + header_bytes + tensor["data_offsets"][0],
             )
         )
@@ -288,6 +292,14 @@ def _check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_d
     ]
     if wrong:
         raise ValueError(f"{model_dir} does not fit its config.json: {_listed(wrong)}")
+    packed = {*_PACKED_DTYPES.values()}
+    uncast = [
+        f"{name} is {str(entries[name].dtype)[6:]}, expected {str(view.dtype)[6:]}"
+        for name, view in views.items()
+        if entries[name].dtype != view.dtype and packed & {entries[name].dtype, view.dtype}
+    ]
+    if uncast:
+        raise ValueError(f"{model_dir} does not fit its config.json: {_listed(uncast)}")
     if model.spec.tied_embeddings and "lm_head.weight" in entries:
         _check_head_repeats_embeddings(entries["lm_head.weight"], entries["model.embed_tokens.weight"])
 
@@ -324,9 +336,15 @@ def _fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:
     generator = None
     modules = list(model.modules())
     for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
+        weights = list(module.parameters(recurse=False))
+        if not weights:
+            continue
+        generator = generator or torch.Generator(weights[0].device).manual_seed(seed)
+        if isinstance(module, Linear):
+            module.fill_with_noise(generator)
+            continue
         mean = getattr(module, "neutral_weight", 0.0)
-        for weight in module.parameters(recurse=False):
-            generator = generator or torch.Generator(weight.device).manual_seed(seed)
+        for weight in weights:
             weight.normal_(mean, 0.02, generator=generator)
 
 

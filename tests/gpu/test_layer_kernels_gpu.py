@@ -155,7 +155,7 @@ def test_the_bits_of_parts_do_not_depend_on_how_many_rows_there_are(size, num_ro
 
 
 def test_float32_rows_do_not_depend_on_how_many_there_are():
-    from nanoinfer.layers.linear import product
+    from nanoinfer.layers.formats.dense import product
 
     weight, bias = torch.randn(700, 300, device="cuda"), torch.randn(700, device="cuda")
     x = torch.randn(400, 300, device="cuda")

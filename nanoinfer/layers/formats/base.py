@@ -1,0 +1,60 @@
+"""What a projection asks of the format of its weight."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.layers.norm import RMSNorm
+
+
+class WeightFormat(ABC):
+    """How the weights of a model's projections lie on the device, are filled from a checkpoint and are multiplied.
+
+    One object serves all projections: what belongs to one of them lies in its module, as parameters that `allocate`
+    registers. Nobody else touches these. What a projection returns depends, row by row, on its row, the weight and the
+    bias alone, to the bit. A module is a `layers.linear.Linear`: its `bias` is None or [num_rows].
+    """
+
+    name: str
+    """As `quant_method` in a config's quantization_config; "dense" where there is none."""
+
+    def __init__(self, settings: dict[str, Any] | None = None) -> None:
+        """settings: the config's quantization_config. Raises ValueError for those that are not supported."""
+
+    @abstractmethod
+    def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
+        """Registers the parameters of a weight of [num_rows, in_features], not yet filled.
+
+        dtype: in which the projection takes and returns rows.
+        """
+
+    @abstractmethod
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor]:
+        """What a checkpoint's tensors of rows [begin, end) fill, by the end of their name, such as "weight".
+
+        Values of another floating-point type are cast on the way; others must have the type of their view.
+        """
+
+    @abstractmethod
+    def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
+        """Random weights with a standard deviation of about 0.02."""
+
+    @abstractmethod
+    def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias: [N, in_features] -> [N, num_rows], in `out` if that is given."""
+
+    def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
+        """Rows of the weight, for embeddings: [N] -> [N, in_features]."""
+        raise NotImplementedError(f"{self.name} has no rows to look up")
+
+    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
+        """activation(gate) * up, of a weight that holds the rows of gate and then those of up; None: ask `project`."""
+        return None
+
+    def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
+        """The norm of x, to which the projection of y was added, in place."""
+        return norm.after_sum(x, self.project(module, y))

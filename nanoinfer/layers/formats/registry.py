@@ -1,0 +1,44 @@
+"""`quant_method`, as a config's quantization_config gives it, to weight format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanoinfer.common.errors import nearest, shown
+from nanoinfer.layers.formats.base import WeightFormat
+from nanoinfer.layers.formats.dense import DENSE
+
+_FORMATS: dict[str, type[WeightFormat]] = {}
+
+
+def register_format(weight_format: type[WeightFormat]) -> type[WeightFormat]:
+    """Class decorator: this format reads checkpoints whose quantization_config names it.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if weight_format.name in _FORMATS:
+        taken = _FORMATS[weight_format.name].__name__
+        raise ValueError(f"{weight_format.name} is already registered, by {taken}")
+    _FORMATS[weight_format.name] = weight_format
+    return weight_format
+
+
+def format_of(quantization: Mapping[str, Any] | None) -> WeightFormat:
+    """The format of a model's projections, from its config's quantization_config.
+
+    Raises:
+        ValueError: it names a method that is not supported, or none.
+    """
+    if not quantization:
+        return DENSE
+    method = quantization.get("quant_method")
+    if method in _FORMATS:
+        return _FORMATS[method](dict(quantization))
+    guess = nearest(method, _FORMATS) if isinstance(method, str) else None
+    known = f" (nearest: {guess})" if guess else f", but for {', '.join(sorted(_FORMATS))}" if _FORMATS else ""
+    raise ValueError(
+        f"the config has a quantization_config with quant_method={shown(method)}, and quantized checkpoints are not "
+        f"supported{known}: take one in bfloat16, float16 or float32"
+    )

@@ -1,0 +1,120 @@
+"""A weight is a format: one that nobody in the engine knows is loaded, planned, run and streamed beside."""
+
+import json
+
+import pytest
+import torch
+from engines import LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params
+from safetensors.torch import load_file, save_file
+from tiny_models import make_checkpoint
+
+from nanoinfer.common import exact
+from nanoinfer.layers.formats import registry
+from nanoinfer.layers.formats.base import WeightFormat
+from offload import SimulatedRuntime
+
+METHOD = "int8-rows"
+
+
+class Int8Rows(WeightFormat):
+    """8-bit integers, and a float32 scale for each row."""
+
+    name = METHOD
+
+    def __init__(self, settings=None):
+        if settings.get("bits") != 8:
+            raise ValueError(f"bits is {settings.get('bits')} in the quantization_config: {METHOD} has 8")
+
+    def allocate(self, module, num_rows, in_features, *, dtype, device):
+        values = torch.empty(num_rows, in_features, dtype=torch.int8, device=device)
+        module.values = torch.nn.Parameter(values, requires_grad=False)
+        module.scales = torch.nn.Parameter(torch.empty(num_rows, 1, device=device), requires_grad=False)
+
+    def views(self, module, begin, end):
+        return {"weight": module.values[begin:end], "weight_scale": module.scales[begin:end]}
+
+    def fill_with_noise(self, module, generator):
+        module.values.random_(-127, 128, generator=generator)
+        module.scales.fill_(0.02 / 74)
+
+    def project(self, module, x, out=None):
+        result = exact.linear(x, (module.values * module.scales).to(x.dtype), module.bias)
+        return result if out is None else out.copy_(result)
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    monkeypatch.setattr(registry, "_FORMATS", {})
+    registry.register_format(Int8Rows)
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """The same weights as integers with scales, and dense."""
+    for name in ("quantised", "dense"):
+        path = make_checkpoint("qwen3", tmp_path / name, **SMALL)
+        tensors = load_file(path / "model.safetensors")
+        for key in [key for key in tensors if "_proj." in key]:
+            scales = tensors[key].abs().amax(1, keepdim=True) / 127
+            values = (tensors[key] / scales).round()
+            tensors[key] = values * scales
+            if name == "quantised":
+                tensors[key], tensors[f"{key}_scale"] = values.to(torch.int8), scales.contiguous()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    settle(tmp_path / "quantised", dict(quant_method=METHOD, bits=8))
+    return tmp_path / "quantised", tmp_path / "dense"
+
+
+def settle(path, quantization) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | dict(quantization_config=quantization)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_quantised_model_has_the_bits_of_its_dequantised_weights_in_every_mode(checkpoints, seed):
+    quantised, dense = checkpoints
+    prompts, params = random_prompts(4, 20, 90, seed=seed), some_params(4, logprobs=3)
+    wanted = run(make_engine(dense), prompts, params)
+    for arguments in (
+        {},
+        dict(enable_cpu_offload=True, resident_kv_limit=0, num_ring_slots=2, ring_slot_bytes=2 * LAYER_BLOCK_BYTES),
+    ):
+        engine = make_engine(quantised, SimulatedRuntime(seed), **arguments)
+        assert run(engine, prompts, params) == wanted
+        assert (engine.stats()["streamed_bytes"] > 0) == bool(arguments)
+        assert_pools_as_before(engine)
+
+
+def test_bytes_are_those_of_the_format(checkpoints):
+    specs = [make_engine(path).runner.model.spec for path in checkpoints]
+    held = [make_engine(path).plan.weight_bytes for path in checkpoints]
+    projections = sum(weight.numel() for name, weight in make_engine(checkpoints[1]).runner.model.named_parameters()
+                      if "_proj." in name)  # fmt: skip
+    rows = specs[0].num_parameters - specs[1].num_parameters
+    assert held[1] - held[0] == specs[1].weight_bytes - specs[0].weight_bytes == 3 * projections - 4 * rows > 0
+    assert specs[0].embedding_bytes == specs[1].embedding_bytes
+
+
+def test_random_weights_of_a_format(checkpoints):
+    engine = make_engine(checkpoints[0], load_format="dummy")
+    assert run(engine, random_prompts(1), some_params(1))[0][0][2] == "length"
+
+
+def test_what_a_format_does_not_have_is_refused(checkpoints):
+    settle(checkpoints[0], dict(quant_method=METHOD, bits=4))
+    with pytest.raises(ValueError, match="bits is 4 in the quantization_config: int8-rows has 8"):
+        make_engine(checkpoints[0])
+    settle(checkpoints[0], dict(quant_method="int8-row"))
+    with pytest.raises(ValueError, match=r"quant_method='int8-row', .* not supported \(nearest: int8-rows\)"):
+        make_engine(checkpoints[0])
+
+
+def test_integers_are_not_taken_for_numbers(checkpoints):
+    settle(checkpoints[0], None)
+    with pytest.raises(ValueError, match="has no place for: .*weight_scale"):
+        make_engine(checkpoints[0])
+
+
+def test_a_name_is_taken_once():
+    with pytest.raises(ValueError, match="int8-rows is already registered, by Int8Rows"):
+        registry.register_format(Int8Rows)
