@@ -10,14 +10,15 @@ from offload.memory.host_pool import HostPool
 from offload.plan import Chunk, StreamPlan, pack, pack_together
 from offload.ring import Ring, ring_schedule
 from offload.runtime.base import Event, Graph, Runtime, Stream
+from offload.runtime.cpu import CpuRuntime
 from offload.runtime.cuda import CudaRuntime
-from offload.runtime.simulated import RaceError, SimulatedRuntime
 from offload.runtime.staging import Staging
 from offload.runtime.timeline import NoTimeline, Span, StepTimes, Timeline
 
 __all__ = [
     "BlockPool",
     "Chunk",
+    "CpuRuntime",
     "CudaRuntime",
     "Event",
     "Graph",
@@ -27,10 +28,8 @@ __all__ = [
     "OffloadCounters",
     "OffloadEngine",
     "OffloadStep",
-    "RaceError",
     "Ring",
     "Runtime",
-    "SimulatedRuntime",
     "Span",
     "Staging",
     "StepTimes",

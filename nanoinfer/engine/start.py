@@ -16,7 +16,7 @@ from nanoinfer.memory.sizes import attention_spec, spec_and_layout
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import check_safetensors, find_model, load_config, load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
-from offload import CudaRuntime, Runtime, SimulatedRuntime
+from offload import CpuRuntime, CudaRuntime, Runtime
 from offload.memory.host_memory import memory_available_bytes
 
 
@@ -62,7 +62,7 @@ def build(
     defaults = sampling_defaults(model_dir) if config.generation_config == "auto" else {}
     memory_before = reserved_bytes(device)
     if runtime is None:
-        runtime = CudaRuntime(device) if is_cuda else SimulatedRuntime()
+        runtime = CudaRuntime(device) if is_cuda else CpuRuntime()
     model = load_model(
         model_dir,
         hf_config,

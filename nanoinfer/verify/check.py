@@ -17,7 +17,7 @@ from nanoinfer.verify.record import Answer, compare
 from nanoinfer.verify.report import RunReport, Verdict
 from nanoinfer.verify.runs import make_runs
 from nanoinfer.verify.workload import Machine, Workload, choose_workload, workload_arguments
-from offload import CudaRuntime, Runtime, SimulatedRuntime
+from offload import CpuRuntime, CudaRuntime, Runtime
 
 MAX_LOGITS_BYTES = 4 * 2**30
 # Without fixed splits logits may differ by this share of the row's largest: a few times what a type's rounding adds up
@@ -86,7 +86,7 @@ def verify(
             f"{MAX_LOGITS_BYTES / 2**30:.0f} GiB are allowed: ask for fewer requests or a shorter output"
         )
     make_runtime = make_runtime or (
-        lambda name: CudaRuntime(device, poison=True) if device.type == "cuda" else SimulatedRuntime(poison=True)
+        lambda name: CudaRuntime(device, poison=True) if device.type == "cuda" else CpuRuntime(poison=True)
     )
     rounding = ROUNDING[machine.spec.dtype]
     setting = describe(machine, workload, plan)

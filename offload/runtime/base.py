@@ -1,8 +1,9 @@
 """The small interface through which everything reaches streams, events, graphs and copies.
 
-Two implementations: `CudaRuntime` (offload/runtime/cuda.py) and `SimulatedRuntime` (offload/runtime/simulated.py). Work
-is *enqueued* on a stream as a function; it may run at any later time that the waits allow, so a function must not
-depend on host state that changes after it was enqueued, and the host must not read what it writes before synchronising.
+Two implementations: `CudaRuntime` (offload/runtime/cuda.py) and `CpuRuntime` (offload/runtime/cpu.py). The tests have a
+third, which runs work in any order that the waits allow (tests/support/simulated.py). Work is *enqueued* on a stream
+as a function; it may run at any later time that the waits allow, so a function must not depend on host state that
+changes after it was enqueued, and the host must not read what it writes before synchronising.
 
 Every wait carries the name of the rule that it enforces, such as "ring.fill_after_attention". The simulated runtime
 can drop one rule by name, which is how the tests prove that each wait is needed.
@@ -99,7 +100,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
-        """Marks `tensor` as released: the simulated runtime fills it with NaN there, CUDA does nothing."""
+        """Marks `tensor` as released: a runtime that poisons fills it with NaN there."""
 
     @abstractmethod
     def synchronize(self) -> None:

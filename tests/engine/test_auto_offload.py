@@ -14,10 +14,10 @@ from engines import (
     run,
 )
 from request_helpers import record_batches
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
-from offload import SimulatedRuntime
 
 ARGUMENTS = dict(
     max_num_seqs=4,

@@ -12,9 +12,8 @@ from engines import (
     some_params,
     switching,
 )
+from simulated import RaceError, SimulatedRuntime
 from tiny_models import make_checkpoint
-
-from offload import RaceError, SimulatedRuntime
 
 NUM_SEEDS = 20
 # Tight: 12 GPU blocks and a ring of 2 or 3 slots, so blocks and slots come back while copies are in flight.

@@ -12,10 +12,10 @@ from functools import cache
 import pytest
 from engines import assert_pools_as_before, make_engine, outcome, random_prompts
 from request_helpers import play_at_random, threads
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
-from offload import SimulatedRuntime
 
 BLOCK_SIZE = 16
 # Odd sizes, sizes with tails behind whole vectors, and a vocabulary of two tiles of the sampler. Enough layers and

@@ -21,10 +21,10 @@ from engines import (
 )
 from interrupts import Line, Tracer, name
 from request_helpers import shrink_gpu_pool
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
-from offload import SimulatedRuntime
 from offload.plan import host_runs
 
 BEGINNING, *OTHERS = random_prompts(4, 33, 52, seed=9)

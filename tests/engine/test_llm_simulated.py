@@ -17,9 +17,8 @@ from engines import (
     some_params,
 )
 from request_helpers import Script, play
+from simulated import RaceError, SimulatedRuntime
 from tiny_models import make_checkpoint
-
-from offload import RaceError, SimulatedRuntime
 
 NUM_SEEDS = 20  # a fifth of them in a test run
 TIGHT = dict(max_num_seqs=3, max_num_batched_tokens=48, max_model_len=128, num_ring_slots=2, ring_slot_bytes=2048)

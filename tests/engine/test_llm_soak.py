@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import pytest
 from engines import COMMON, VOCAB, assert_pools_as_before, outcome
 from request_helpers import shrink_gpu_pool
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.requests.request import Request
-from offload import Runtime, SimulatedRuntime
+from offload import Runtime
 
 BLOCK_BYTES = 2 * 16 * 16 * 4  # 1 layer, K and V, 16 tokens, one head of 16, float32
 ARGUMENTS = COMMON | dict(

@@ -4,12 +4,13 @@ import json
 
 import pytest
 from engines import COMMON, make_engine, random_prompts, run, some_params
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.meter import DecodeTimes, StepMeter
 from nanoinfer.engine.trace import write_trace
-from offload import SimulatedRuntime, Timeline
+from offload import Timeline
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE
 
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4  # layers, K and V, tokens, heads, head size, float32

@@ -6,12 +6,12 @@ import torch
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, some_params
 from prefill_graphs import WarmUpRuntime, prefill_counters
 from request_helpers import Script, play
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams
 from nanoinfer.execution.tables import DeviceTable
-from offload import SimulatedRuntime
 
 COUNTS = [4, 24, 40]  # below the 64 tokens of a step, so that larger steps occur, too
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)

@@ -23,12 +23,12 @@ from engines import (
     some_params,
 )
 from request_helpers import Script, play, shrink_gpu_pool
+from simulated import RaceError, SimulatedRuntime
 from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLMEngine, SamplingParams
-from offload import RaceError, SimulatedRuntime
 
 FAMILIES = {"qwen3": {}, "llama": {}, "gemma3": dict(sliding_window=24, num_layers=3)}
 ARGUMENTS = dict(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=192, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)

@@ -23,6 +23,7 @@ from engines import (
     run,
 )
 from request_helpers import shrink_gpu_pool
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 import nanoinfer.execution.runner
@@ -34,7 +35,7 @@ from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.requests.detokenizer import Detokenizer
 from nanoinfer.requests.request import Request
-from offload import OffloadEngine, SimulatedRuntime
+from offload import OffloadEngine
 from offload.memory.pinned import PAGE_BYTES, HostArena, PinError
 
 ARGUMENTS = dict(

@@ -18,10 +18,10 @@ from engines import (
     run,
 )
 from request_helpers import play_at_random
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
-from offload import SimulatedRuntime
 
 BLOCK_SIZE = 16
 FAMILIES = {"qwen3": SMALL, "llama": SMALL, "gemma3": SMALL | dict(sliding_window=24)}

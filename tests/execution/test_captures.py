@@ -6,10 +6,10 @@ import pytest
 import torch
 from engines import make_engine, run, some_params
 from prefill_graphs import CHUNKED, COUNTS, WarmUpRuntime, engine_with_graphs
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer.execution.runner import ModelRunner
-from offload import SimulatedRuntime
 
 
 @pytest.fixture(scope="module")

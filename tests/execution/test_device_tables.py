@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params
+from simulated import SimulatedRuntime, SimulatedStream
 from tiny_models import make_checkpoint
 
 from nanoinfer.execution.tables import DeviceTable
-from offload import SimulatedRuntime, Staging
-from offload.runtime.simulated import SimulatedStream
+from offload import Staging
 
 OLD, NEW = np.array([[1, 2], [3, 4]], dtype=np.int32), np.array([5, 6, 7, 8], dtype=np.int32)
 

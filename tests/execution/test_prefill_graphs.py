@@ -16,11 +16,11 @@ from engines import (
     switching,
 )
 from prefill_graphs import CHUNKED, COUNTS, WarmUpRuntime, engine_with_graphs, prefill_counters
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 from transformers_reference import reference_tokens
 
 from nanoinfer import EngineConfig, SamplingParams
-from offload import SimulatedRuntime
 
 NUM_PIECES = SMALL["num_layers"] + 1
 EVERY_LENGTH = [prompt[:length] for length, prompt in enumerate(random_prompts(40, 40, 40, seed=1), start=1)]

@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 import numpy as np
 import pytest
 from sampling_cases import MIXED_ROWS, build, check_rows, make_state, random_logits
+from simulated import SimulatedRuntime
 from torch.profiler import ProfilerActivity, profile
 
 from nanoinfer.execution.sampling_state import MAX_COUNT, SamplingState
@@ -19,7 +20,6 @@ from nanoinfer.sampling import reference as sampler
 from nanoinfer.sampling.reference import RowSampling
 from nanoinfer.sampling.settings import state_bytes
 from nanoinfer.sampling_params import SamplingParams
-from offload import SimulatedRuntime
 
 VOCAB_SIZE = 40
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from engines import BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params, switching
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig
@@ -12,7 +13,6 @@ from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.memory.floors import kv_bytes
 from nanoinfer.models.base import ModelSpec
-from offload import SimulatedRuntime
 
 PROMPTS, PARAMS = random_prompts(5, 1, 150), some_params(5)
 FP8 = torch.float8_e4m3fn

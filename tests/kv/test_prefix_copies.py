@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from engines import BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
-from offload import SimulatedRuntime
 
 ROOMY = dict(enable_cpu_offload=True, resident_kv_limit=None, num_gpu_blocks_override=60)
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)

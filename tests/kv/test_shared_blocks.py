@@ -21,11 +21,11 @@ from engines import (
 )
 from request_helpers import Script, play_at_random, shrink_gpu_pool
 from request_helpers import play as script_play
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
 from nanoinfer.kv.cache import NO_BLOCK
-from offload import SimulatedRuntime
 
 FAMILIES = {"qwen3": SMALL, "gemma3": SMALL | dict(sliding_window=24)}
 ARGUMENTS = dict(max_model_len=256, max_num_batched_tokens=64, enable_prefix_caching=True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from engines import LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params
 from safetensors.torch import load_file, save_file
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer.common import exact
 from nanoinfer.layers.formats import registry
 from nanoinfer.layers.formats.base import WeightFormat
-from offload import SimulatedRuntime
 
 METHOD = "int8-rows"
 

@@ -12,21 +12,10 @@ import random
 import pytest
 import torch
 from engines import RULES
+from simulated import RaceError, SimulatedRuntime
 
 import offload.engine
-from offload import (
-    BlockPool,
-    Chunk,
-    HostPool,
-    KVLayout,
-    OffloadEngine,
-    RaceError,
-    Ring,
-    SimulatedRuntime,
-    Staging,
-    StreamPlan,
-    pack,
-)
+from offload import BlockPool, Chunk, HostPool, KVLayout, OffloadEngine, Ring, Staging, StreamPlan, pack
 
 LAYOUT = KVLayout(num_layers=3, block_size=2, num_kv_heads=1, head_dim=1, dtype=torch.float32)
 NUM_SEEDS = 200

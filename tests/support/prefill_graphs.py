@@ -1,8 +1,7 @@
 """Engines whose small prefill steps run from graphs."""
 
 from engines import make_engine, random_prompts
-
-from offload import SimulatedRuntime
+from simulated import SimulatedRuntime
 
 COUNTS = [4, 24, 40]  # below the 64 tokens of a step, so that steps beyond the largest count occur
 CHUNKED = random_prompts(5, 100, 200, seed=2)  # several steps each, so all but the first have a history

@@ -1,11 +1,11 @@
 """Rows of all kinds, and the kernels against the reference on them, for the interpreter and for a GPU."""
 
 import torch
+from simulated import SimulatedRuntime
 
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.tables import RowState
 from nanoinfer.sampling.reference import RowSampling, SamplingBatch, sample
-from offload import SimulatedRuntime
 
 MIXED_ROWS = [
     RowSampling(),

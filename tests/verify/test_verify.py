@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from engines import make_engine
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
@@ -20,7 +21,7 @@ from nanoinfer.verify import RunReport, Verdict, check, verify
 from nanoinfer.verify.record import Answer, compare
 from nanoinfer.verify.runs import WIDE_ROWS, make_runs
 from nanoinfer.verify.workload import make_workload
-from offload import SimulatedRuntime
+from offload import CpuRuntime
 from offload.memory.saved_kv import SavedKV
 
 MODELS = {
@@ -191,14 +192,14 @@ def test_a_fault_of_mixed_steps_is_found_in_chunk(paths, only, monkeypatch):
 
 def test_a_graph_that_differs_from_its_pieces_is_found_in_eager(paths, only, monkeypatch):
     only("resident", "eager")
-    capture = SimulatedRuntime.capture
+    capture = CpuRuntime.capture
 
     def capture_for_a_while(self, stream, work):
         """A graph that computes nothing from its fourth replay on."""
         times = iter(range(3))
         return capture(self, stream, lambda: None if next(times, None) is None else work())
 
-    monkeypatch.setattr(SimulatedRuntime, "capture", capture_for_a_while)
+    monkeypatch.setattr(CpuRuntime, "capture", capture_for_a_while)
     assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in eager"
 
 
@@ -308,7 +309,7 @@ def test_freed_blocks_hold_nan_without_a_seed(paths, enable_cpu_offload):
     assert num_freed.tolist() == [5] * 3
     if offload is not None:
         assert all(torch.isnan(offload.host.block(layer, block)).all() for layer in range(3) for block in range(4))
-    assert not SimulatedRuntime().poisons
+    assert not SimulatedRuntime().poisons and not CpuRuntime().poisons
 
 
 def test_a_resident_pool_that_is_too_small_is_left_out_and_said(paths, only):
@@ -467,7 +468,7 @@ def test_the_command_prints_the_report_and_returns_zero(paths, only, capsys, mon
     assert printed.out.splitlines()[0].startswith("LlamaForCausalLM")
     assert "bit for bit" in printed.out and printed.out.splitlines()[-1].startswith("identical: ")
     monkeypatch.setattr(
-        "nanoinfer.verify.check.SimulatedRuntime", lambda poison: CorruptingRuntime(corrupt_one_byte_of_each)
+        "nanoinfer.verify.check.CpuRuntime", lambda poison: CorruptingRuntime(corrupt_one_byte_of_each)
     )
     assert cli.main([*arguments, "--requests", "2"]) == 1
     assert "DIFFERENT in " in capsys.readouterr().out.splitlines()[-1]

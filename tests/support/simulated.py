@@ -1,4 +1,4 @@
-"""The runtime on the CPU: what users without a GPU get, and the place where forgotten waits are found.
+"""The runtime of the tests, and the place where forgotten waits are found.
 
 Without a seed every piece of work runs when it is enqueued, which is one legal order. With a seed, streams are queues
 and a scheduler picks any order that the waits allow: copies run as early or as late as they may, released buffers are
