@@ -11,7 +11,7 @@ ARGS ?=
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: setup test fuzz bench gpu-test gpu-bench clean
+.PHONY: setup lint test fuzz bench gpu-test gpu-bench clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) install -q triton==3.9.0
 	$(PIP) install -q -c constraints.txt -e '.[test]'
 	@touch $@
+
+SOURCES := nanoinfer offload tests tools bench_offload.py
+
+lint: $(STAMP)
+	$(VENV)/bin/python -m ruff check $(SOURCES)
+	$(VENV)/bin/python -m ruff format --check $(SOURCES)
 
 test: $(STAMP)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests -n $(JOBS) --dist worksteal $(ARGS)
