@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.common.errors import nearest, refuse_unknown
+from nanoinfer.common.errors import did_you_mean, refuse_unknown
 from nanoinfer.common.units import is_share, parse_bytes
 from nanoinfer.common.unsupported import ENGINE, refuse_unsupported
 
@@ -168,9 +168,8 @@ class EngineConfig:
     def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if value not in allowed:
-            hint = nearest(str(value), allowed)
-            suggestion = f" (did you mean {hint!r}?)" if hint else ""
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}{suggestion}")
+            guess = did_you_mean(str(value), allowed)
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}{guess}")
 
     def _count(self, name: str, *, minimum: int, optional: bool = False, reason: str = "") -> None:
         value = getattr(self, name)

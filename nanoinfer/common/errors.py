@@ -39,6 +39,12 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """For a message, behind a name that is not allowed: " (did you mean 'x'?)", or nothing where none comes close."""
+    guess = nearest(name, allowed)
+    return f" (did you mean {guess!r}?)" if guess else ""
+
+
 def refuse_unknown(given: Iterable[str], allowed: Collection[str], what: str) -> None:
     """Refuse the first name in `given` that is not in `allowed`.
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.common import exact
-from nanoinfer.common.errors import nearest, shown
+from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.layers.formats.base import WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.linear import Linear
@@ -28,8 +28,7 @@ def find_activation(name: str):
         ValueError: not one of the supported ones.
     """
     if name not in _ACTIVATIONS:
-        guess = nearest(name, _ACTIVATIONS)
-        hint = f" (did you mean {guess!r}?)" if guess else ""
+        hint = did_you_mean(name, _ACTIVATIONS)
         raise ValueError(f"activation {shown(name)} is not supported{hint}. Supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.common import exact
-from nanoinfer.common.errors import nearest, shown
+from nanoinfer.common.errors import did_you_mean, shown
 
 # Rows made at a time: bounds the float32 temporaries of a long table to 16384 * head_dim * 4 bytes each.
 _TABLE_ROWS = 16384
@@ -33,8 +33,7 @@ def rope_inv_freq(parameters: Mapping, head_dim: int, device: torch.device | str
     """
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in _SCALINGS:
-        guess = nearest(rope_type, _SCALINGS)
-        hint = f" (did you mean {guess!r}?)" if guess else ""
+        hint = did_you_mean(rope_type, _SCALINGS)
         raise ValueError(f"rope_type {shown(rope_type)} is not supported{hint}. Supported: {', '.join(_SCALINGS)}")
     missing = [name for name in ("rope_theta", *_SCALING_PARAMETERS[rope_type]) if parameters.get(name) is None]
     if missing:

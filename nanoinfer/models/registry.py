@@ -11,7 +11,7 @@ from typing import TypeVar
 from transformers import PretrainedConfig
 
 import nanoinfer.models
-from nanoinfer.common.errors import nearest, shown
+from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.models.base import DecoderModel
 
 Model = TypeVar("Model", bound=type[DecoderModel])
@@ -63,8 +63,7 @@ def find_class(architectures: list[str] | None) -> type[DecoderModel]:
     supported = ", ".join(supported_architectures())
     if not architectures:
         raise ValueError(f'the config names no architecture: set "architectures" to one of {supported}')
-    guess = nearest(architectures[0], _MODELS)
-    hint = f" (nearest: {guess})" if guess else ""
+    hint = did_you_mean(architectures[0], _MODELS)
     raise ValueError(f"architecture {shown(architectures[0])} is not supported{hint}. Supported: {supported}")
 
 

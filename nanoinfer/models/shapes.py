@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nanoinfer.common.errors import nearest
+from nanoinfer.common.errors import did_you_mean
 
 LONG_CONTEXT = 524_288  # positions; random weights have no context limit of their own
 
@@ -80,8 +80,7 @@ def write_shape(name: str, directory: str | Path) -> Path:
         ValueError: there is no such shape; names the nearest and all.
     """
     if name not in SHAPES:
-        hint = nearest(name, SHAPES)
-        guess = f" (did you mean {hint!r}?)" if hint else ""
+        guess = did_you_mean(name, SHAPES)
         raise ValueError(f"shape {name!r} is not known{guess}: choose from {', '.join(SHAPES)}")
     path = Path(directory) / "config.json"
     path.write_text(json.dumps(SHAPES[name]))

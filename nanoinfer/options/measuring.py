@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoinfer.common.errors import nearest
+from nanoinfer.common.errors import did_you_mean
 from nanoinfer.config import EngineConfig
 from nanoinfer.models.shapes import SHAPES, refuse_shape, write_shape
 from nanoinfer.options import tuning as tuning_options
@@ -132,8 +132,7 @@ def check_mode(name: str, allowed: Iterable[str]) -> None:
     """Raises ValueError where there is no such mode; names the nearest and all."""
     allowed = list(allowed)
     if name not in allowed:
-        hint = nearest(name, allowed)
-        guess = f" (did you mean {hint!r}?)" if hint else ""
+        guess = did_you_mean(name, allowed)
         raise ValueError(f"--mode {name!r} is not known{guess}: choose from {', '.join(allowed)}")
 
 

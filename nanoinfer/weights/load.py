@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from nanoinfer.common.errors import nearest, shown
+from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models.base import DecoderModel, ModelSpec
 from nanoinfer.models.registry import find_class, resolve
@@ -61,8 +61,7 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
         raise ValueError(f"model {str(model)!r} is a file: give the directory that holds config.json")
     if not _HUB_ID.fullmatch(str(model)):
         packaged = [name for name, path in PACKAGED.items() if path.is_dir()]
-        guess = nearest(str(model), [*packaged, *names])
-        hint = f" (did you mean {guess!r}?)" if guess else ""
+        hint = did_you_mean(str(model), [*packaged, *names])
         raise ValueError(
             f"model {str(model)!r} does not exist{hint}: give a directory with config.json, a hub id such as "
             "Qwen/Qwen3-4B" + "".join(f", or {name!r}, which comes along" for name in packaged)

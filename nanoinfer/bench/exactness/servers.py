@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from nanoinfer.bench.exactness.comparison import NUM_LOGPROBS, Answer, token_logprobs
 from nanoinfer.bench.exactness.workload import Asked, Crowd
-from nanoinfer.common.errors import nearest, shown
+from nanoinfer.common.errors import did_you_mean, shown
 
 TIMEOUT_SECONDS = 600  # for one answer
 # What some servers do not know, in the order in which it is left out.
@@ -118,8 +118,7 @@ class ServerAsker:
         if not names and model is None:
             raise ValueError(f"{self.base_url} does not list its models: give --model")
         if names and model is not None and model not in names:
-            hint = nearest(model, names)
-            guess = f" (did you mean {hint!r}?)" if hint else ""
+            guess = did_you_mean(model, names)
             raise ValueError(f"--model {model!r} is not served at {self.base_url}{guess}: {', '.join(names[:10])}")
         return model or names[0]
 

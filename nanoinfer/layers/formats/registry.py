@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanoinfer.common.errors import nearest, shown
+from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.layers.formats.base import WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
 
@@ -36,9 +36,7 @@ def format_of(quantization: Mapping[str, Any] | None) -> WeightFormat:
     method = quantization.get("quant_method")
     if method in _FORMATS:
         return _FORMATS[method](dict(quantization))
-    guess = nearest(method, _FORMATS) if isinstance(method, str) else None
-    known = f" (nearest: {guess})" if guess else f", but for {', '.join(sorted(_FORMATS))}" if _FORMATS else ""
     raise ValueError(
         f"the config has a quantization_config with quant_method={shown(method)}, and quantized checkpoints are not "
-        f"supported{known}: take one in bfloat16, float16 or float32"
+        f"supported{did_you_mean(str(method), _FORMATS)}: take one in bfloat16, float16 or float32"
     )
