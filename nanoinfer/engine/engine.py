@@ -14,7 +14,7 @@ import torch
 from nanoinfer.common.errors import RequestError
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import stats
-from nanoinfer.engine.meter import StepMeter
+from nanoinfer.engine.meter import StepMeter, StepTotals
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import BuiltEngine, build
 from nanoinfer.engine.trace import Trace
@@ -31,22 +31,6 @@ from offload import Runtime, Timeline
 from offload.memory.pinned import PinError
 
 MODES = ("resident", "offload")
-
-
-@dataclass
-class _StepTimes:
-    """Totals of prefill steps, and the tokens of decode steps; `StepMeter` has the rest of these. Times in seconds.
-
-    Mixed steps are prefill steps with tokens of running sequences beside those of prompts: `num_mixed_tokens` in all.
-    """
-
-    prefill: float = 0.0
-    num_prefill_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_mixed_steps: int = 0
-    num_mixed_tokens: int = 0
-    num_decode_tokens: int = 0
-    last_read: float = 0.0  # when the newest step was read
 
 
 @dataclass(frozen=True)
@@ -83,7 +67,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._next_sequence_id = 0
         self._random = random.Random(config.seed)
-        self.times = _StepTimes()
+        self.times = StepTotals()
         self.meter = StepMeter(built.runner.runtime)
         self._offload_error: Exception | None = None  # why "auto" could not enter offload mode
         self._in_flight: _InFlight | None = None
@@ -485,59 +469,10 @@ class LLMEngine:
         device. `bound`, `advice` and `notes` say what the decode steps were bound by, what would help, and which
         settings had no effect.
         """
-        runner, times, counters = self.runner, self.times, self.runner.decode_program.counters
-        decode, prefill = self.meter.times, self.runner.prefill_program.pieces.counters
-        gpu_blocks, offload = runner.kv_cache.gpu_blocks, runner.offload
-        if offload is not None:
+        if self.runner.offload is not None:
             with self._changing():
-                offload.reclaim()
-        host_blocks = None if offload is None else offload.host.blocks
-        transfer = None if offload is None else offload.counters
-        return {
-            "mode": self.mode,
-            "num_waiting": len(self.scheduler.waiting),
-            "num_running": len(self.scheduler.running),
-            "num_preemptions": self.scheduler.num_preemptions,
-            "gpu_blocks_total": gpu_blocks.num_blocks,
-            "gpu_blocks_used": gpu_blocks.num_used,
-            "gpu_blocks_free": gpu_blocks.num_free,
-            "gpu_blocks_cached": gpu_blocks.num_cached,
-            "host_blocks_total": 0 if host_blocks is None else host_blocks.num_blocks,
-            "host_blocks_used": 0 if host_blocks is None else host_blocks.num_used,
-            "host_blocks_free": 0 if host_blocks is None else host_blocks.num_free,
-            "host_blocks_cached": 0 if host_blocks is None else host_blocks.num_cached,
-            "prefix_cache_queried_tokens": runner.kv_cache.prefixes.num_queried_tokens,
-            "prefix_cache_hit_tokens": runner.kv_cache.prefixes.num_hit_tokens,
-            "kv_blocks_resident": runner.kv_cache.num_resident,
-            "kv_blocks_streamed": runner.kv_cache.num_streamed,
-            "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
-            "discarded_prefetch_bytes": 0 if transfer is None else transfer.discarded_bytes,
-            "written_bytes": 0 if transfer is None else transfer.written_bytes,
-            "decode_streamed_bytes": decode.streamed_bytes,
-            "link_gbps": decode.streamed_bytes / decode.streaming_seconds / 1e9 if decode.streamed_bytes else 0.0,
-            "num_prefill_steps": times.num_prefill_steps,
-            "num_prefill_tokens": times.num_prefill_tokens,
-            "num_mixed_steps": times.num_mixed_steps,
-            "num_mixed_tokens": times.num_mixed_tokens,
-            "prefill_seconds": times.prefill,
-            "prefill_graph_steps": prefill.graph_steps,
-            "prefill_eager_steps": prefill.eager_steps,
-            "prefill_padded_tokens": prefill.padded_tokens,
-            "prefill_graph_hit_rate": prefill.graph_hit_rate,
-            "num_decode_steps": decode.num_steps,
-            "num_decode_tokens": times.num_decode_tokens,
-            "decode_seconds": decode.seconds,
-            "graph_replays": counters.graph_replays,
-            "eager_steps": counters.eager_steps,
-            "padded_rows": counters.padded_rows,
-            "graph_bytes": 0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
-            "products_in_own_tiles": {
-                "x".join(map(str, check.shape)): list(check.differing)
-                for check in runner.product_checks
-                if check.differing
-            },
-            **stats.report(self),
-        }
+                self.runner.offload.reclaim()
+        return stats.counters(self) | stats.report(self)
 
     def start_trace(self) -> None:
         """Times every stream in every step from here on, at some cost, until `stop_trace`."""

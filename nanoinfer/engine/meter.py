@@ -126,3 +126,19 @@ class StepMeter:
         """The sums so far, for `DecodeTimes.since`. A run begins: its second decode step will be timed."""
         self._num_launched = 0
         return copy.copy(self.times)
+
+
+@dataclass
+class StepTotals:
+    """Totals of prefill steps, and the tokens of decode steps; `StepMeter` has the rest of these. Times in seconds.
+
+    Mixed steps are prefill steps with tokens of running sequences beside those of prompts: `num_mixed_tokens` in all.
+    """
+
+    prefill: float = 0.0
+    num_prefill_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_mixed_steps: int = 0
+    num_mixed_tokens: int = 0
+    num_decode_tokens: int = 0
+    last_read: float = 0.0  # when the newest step was read

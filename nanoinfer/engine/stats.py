@@ -6,7 +6,8 @@ from typing import Protocol
 
 from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.meter import DecodeTimes, StepMeter
+from nanoinfer.engine.meter import DecodeTimes, StepMeter, StepTotals
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.memory.plan import MemoryPlan
 
@@ -15,9 +16,63 @@ class Engine(Protocol):
     """What is read of an `LLMEngine`."""
 
     config: EngineConfig
+    mode: str
     plan: MemoryPlan
     runner: ModelRunner
+    scheduler: Scheduler
     meter: StepMeter
+    times: StepTotals
+
+
+def counters(engine: Engine) -> dict[str, int | float | str | dict]:
+    """Counters since the engine was made, and the state of both pools; see `LLMEngine.stats`."""
+    runner, times, counters = engine.runner, engine.times, engine.runner.decode_program.counters
+    decode, prefill = engine.meter.times, engine.runner.prefill_program.pieces.counters
+    gpu_blocks, offload = runner.kv_cache.gpu_blocks, runner.offload
+    host_blocks = None if offload is None else offload.host.blocks
+    transfer = None if offload is None else offload.counters
+    return {
+        "mode": engine.mode,
+        "num_waiting": len(engine.scheduler.waiting),
+        "num_running": len(engine.scheduler.running),
+        "num_preemptions": engine.scheduler.num_preemptions,
+        "gpu_blocks_total": gpu_blocks.num_blocks,
+        "gpu_blocks_used": gpu_blocks.num_used,
+        "gpu_blocks_free": gpu_blocks.num_free,
+        "gpu_blocks_cached": gpu_blocks.num_cached,
+        "host_blocks_total": 0 if host_blocks is None else host_blocks.num_blocks,
+        "host_blocks_used": 0 if host_blocks is None else host_blocks.num_used,
+        "host_blocks_free": 0 if host_blocks is None else host_blocks.num_free,
+        "host_blocks_cached": 0 if host_blocks is None else host_blocks.num_cached,
+        "prefix_cache_queried_tokens": runner.kv_cache.prefixes.num_queried_tokens,
+        "prefix_cache_hit_tokens": runner.kv_cache.prefixes.num_hit_tokens,
+        "kv_blocks_resident": runner.kv_cache.num_resident,
+        "kv_blocks_streamed": runner.kv_cache.num_streamed,
+        "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
+        "discarded_prefetch_bytes": 0 if transfer is None else transfer.discarded_bytes,
+        "written_bytes": 0 if transfer is None else transfer.written_bytes,
+        "decode_streamed_bytes": decode.streamed_bytes,
+        "link_gbps": decode.streamed_bytes / decode.streaming_seconds / 1e9 if decode.streamed_bytes else 0.0,
+        "num_prefill_steps": times.num_prefill_steps,
+        "num_prefill_tokens": times.num_prefill_tokens,
+        "num_mixed_steps": times.num_mixed_steps,
+        "num_mixed_tokens": times.num_mixed_tokens,
+        "prefill_seconds": times.prefill,
+        "prefill_graph_steps": prefill.graph_steps,
+        "prefill_eager_steps": prefill.eager_steps,
+        "prefill_padded_tokens": prefill.padded_tokens,
+        "prefill_graph_hit_rate": prefill.graph_hit_rate,
+        "num_decode_steps": decode.num_steps,
+        "num_decode_tokens": times.num_decode_tokens,
+        "decode_seconds": decode.seconds,
+        "graph_replays": counters.graph_replays,
+        "eager_steps": counters.eager_steps,
+        "padded_rows": counters.padded_rows,
+        "graph_bytes": 0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
+        "products_in_own_tiles": {
+            "x".join(map(str, check.shape)): list(check.differing) for check in runner.product_checks if check.differing
+        },
+    }
 
 
 def report(engine: Engine) -> dict[str, int | float | str | list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,21 +12,19 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanoinfer.attention.base import AttentionBackend, PrefillPiece
+from nanoinfer.attention.base import AttentionBackend
 from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
+from nanoinfer.execution.activations import Activations
 from nanoinfer.execution.decode import DecodeProgram
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
-from nanoinfer.execution.products import ProductCheck, check_products
+from nanoinfer.execution.products import ProductCheck
 from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.execution.read_counts import count_streamed
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.tables import RowState
-from nanoinfer.kernels.linear.counts import padded_rows
 from nanoinfer.kv.cache import KVCache
-from nanoinfer.layers.qkv import KVSlots
-from nanoinfer.memory.machine import reserved_bytes
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.requests.sequence import Sequence, SequenceState
@@ -70,10 +67,11 @@ class ModelRunner:
         self.ring = Ring(runtime, layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
         self.on_logits: Callable[[list[Sequence], Callable[[], torch.Tensor]], None] | None = None
-        self._memory_before = memory_before
+        self._activations = Activations(self.compute, model, backend, layout, plan, runtime.device, memory_before)
         self.product_checks: list[ProductCheck] = []
         if runtime.device.type == "cuda":
-            self.num_gpu_blocks -= self._blocks_over_plan()
+            blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
+            self.num_gpu_blocks -= blocks_over_plan
         max_blocks = -(-plan.max_model_len // layout.block_size)
         gpu_kv = _zeros(layout.pool_shape(self.num_gpu_blocks), layout.dtype, runtime.device)
         self.kv_cache = KVCache(
@@ -215,7 +213,7 @@ class ModelRunner:
         if not is_captured and not self.config.enforce_eager and (not is_cuda or self.backend.graph_safe):
             self._capture(is_cuda, may_offload)
         if is_cuda:
-            self._reserve_activations()  # a capture gives unused segments back
+            self._activations.reserve()  # a capture gives unused segments back
 
     def _capture(self, is_cuda: bool, may_offload: bool) -> None:
         program = self.decode_program
@@ -396,100 +394,15 @@ class ModelRunner:
     def close(self) -> None:
         """Gives back device and host memory at once; the runner cannot be used afterwards."""
         self.runtime.synchronize()
-        del self.decode_program, self.prefill_program, self.kv_cache, self.ring, self.model
+        del self.decode_program, self.prefill_program, self.kv_cache, self.ring, self.model, self._activations
         self._offload = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
 
-    # Memory
-
     def peak_bytes(self) -> int | None:
         """What torch's allocator held at its highest, less what it held before this engine; None on the CPU."""
-        device = self.runtime.device
-        return torch.cuda.max_memory_reserved(device) - self._memory_before if device.type == "cuda" else None
-
-    def _blocks_over_plan(self) -> int:
-        """GPU blocks to give up because a prefill step, run once at its largest, took more than was planned.
-
-        The plan is a formula over the config; libraries may take workspaces of their own, and the allocator rounds.
-        """
-        device, plan = self.runtime.device, self.plan
-        with self.compute.current():
-            # The matrix library takes the stream's workspace now, and not out of the segment of the activations, which
-            # could then never be given back.
-            some = torch.ones(16, 16, dtype=self.model.spec.dtype, device=device)
-            torch.nn.functional.linear(some, some)
-            from nanoinfer.kernels.launch.compile_ahead import (
-                compile_ahead,  # triton comes with CUDA builds of torch only
-            )
-
-            with compile_ahead(device):
-                self._run_prefill(min(128, plan.max_num_batched_tokens))
-            self.product_checks = check_products(self.model, plan.max_num_batched_tokens)
-        held = reserved_bytes(device) - self._memory_before  # weights, ring and workspace
-        self._reserve_activations()
-        torch.cuda.reset_peak_memory_stats(device)
-        what = "compiling kernels, measuring memory"
-        with tqdm(total=1, desc=what, delay=2, disable=not self.config.progress_bar) as bar, self.compute.current():
-            self._run_prefill(padded_rows(plan.max_num_batched_tokens))
-            self.compute.synchronize()
-            bar.update()
-        peak = self.peak_bytes()
-        reserved_bytes(device)  # gives back the segment, and what came beside it
-        over = peak - (plan.weight_bytes + plan.ring_bytes + plan.activation_bytes + plan.library_bytes)
-        blocks = max(0, -(-over // self.layout.block_bytes))
-        if blocks:
-            warnings.warn(
-                f"memory use is {over / GIB:.3f} GiB above the plan (weights and ring {held / GIB:.3f} instead of "
-                f"{(plan.weight_bytes + plan.ring_bytes) / GIB:.3f} GiB, prefill {(peak - held) / GIB:.3f} instead of "
-                f"{plan.activation_bytes / GIB:.3f}): {blocks} KV blocks fewer on the GPU",
-                stacklevel=2,
-            )
-        return blocks
-
-    def _reserve_activations(self) -> None:
-        """Leaves one free segment in the allocator from which all activations are cut.
-
-        Scattered over segments of their own sizes they would take up to 40 % more.
-        """
-        with self.compute.current():
-            torch.empty(self.plan.activation_bytes, dtype=torch.uint8, device=self.runtime.device)
-
-    def _run_prefill(self, tokens: int) -> None:
-        """One layer of a prefill step and its sampling, on a pool of one block that all tokens share."""
-        device = self.runtime.device
-        kv = torch.zeros(1, *self.layout.block_shape, dtype=self.layout.dtype, device=device)
-
-        def table(*values: int) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        piece = PrefillPiece(
-            cu_seqlens_q=table(0, tokens),
-            query_pos=table(0),
-            first_block=table(0),
-            kv_end=table(tokens),
-            load_state=table(0),
-            block_table=torch.zeros(1, -(-tokens // self.layout.block_size), dtype=torch.int32, device=device),
-            max_query_len=tokens,
-            query_rows=(0, tokens),
-            store_state=False,
-        )
-        spec = self.model.spec
-        state = self.backend.prefill_state(tokens)
-        out = torch.empty(tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
-        x, normed = self.model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
-        positions = torch.arange(tokens, device=device) % self.plan.max_model_len
-        target = KVSlots(kv, positions % self.layout.block_size)
-        for _ in range(2):
-            q = self.model.before_attention(0, normed, positions, target)
-            del normed
-            self.backend.prefill(q, kv, piece, state, out, spec.windows[0])
-            del q
-            normed = self.model.after_attention(0, x, out)
-        del state, out
-        rows = min(self.plan.max_num_seqs, tokens)
-        self.model.logits(normed[:rows]).argmax(dim=-1)
+        return self._activations.peak_bytes()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,131 @@
+"""What the largest prefill step takes on a CUDA device: measured once, and kept free from then on."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from tqdm import tqdm
+
+from nanoinfer.attention.base import AttentionBackend, PrefillPiece
+from nanoinfer.common.units import GIB
+from nanoinfer.execution.products import ProductCheck, check_products
+from nanoinfer.kernels.linear.counts import padded_rows
+from nanoinfer.layers.qkv import KVSlots
+from nanoinfer.memory.machine import reserved_bytes
+from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.models.base import DecoderModel
+from offload import KVLayout, Stream
+
+
+class Activations:
+    """Memory of prefill steps.
+
+    Args:
+        memory_before: bytes that the allocator held before the engine took its first.
+    """
+
+    def __init__(
+        self,
+        compute: Stream,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        layout: KVLayout,
+        plan: MemoryPlan,
+        device: torch.device,
+        memory_before: int,
+    ) -> None:
+        self._compute, self._model, self._backend, self._layout = compute, model, backend, layout
+        self._plan, self._device, self._memory_before = plan, device, memory_before
+
+    def peak_bytes(self) -> int | None:
+        """What torch's allocator held at its highest, less what it held before this engine; None on the CPU."""
+        if self._device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_reserved(self._device) - self._memory_before
+
+    def measure(self, progress_bar: bool) -> tuple[int, list[ProductCheck]]:
+        """Runs a prefill step once at its largest.
+
+        The plan is a formula over the config; libraries may take workspaces of their own, and the allocator rounds.
+
+        Returns:
+            How many GPU blocks to give up because the step took more than was planned, and which products the library
+            may compute.
+        """
+        device, plan = self._device, self._plan
+        with self._compute.current():
+            # The matrix library takes the stream's workspace now, and not out of the segment of the activations, which
+            # could then never be given back.
+            some = torch.ones(16, 16, dtype=self._model.spec.dtype, device=device)
+            torch.nn.functional.linear(some, some)
+            from nanoinfer.kernels.launch.compile_ahead import (
+                compile_ahead,  # triton comes with CUDA builds of torch only
+            )
+
+            with compile_ahead(device):
+                self._run_prefill(min(128, plan.max_num_batched_tokens))
+            checks = check_products(self._model, plan.max_num_batched_tokens)
+        held = reserved_bytes(device) - self._memory_before  # weights, ring and workspace
+        self.reserve()
+        torch.cuda.reset_peak_memory_stats(device)
+        what = "compiling kernels, measuring memory"
+        with tqdm(total=1, desc=what, delay=2, disable=not progress_bar) as bar, self._compute.current():
+            self._run_prefill(padded_rows(plan.max_num_batched_tokens))
+            self._compute.synchronize()
+            bar.update()
+        peak = self.peak_bytes()
+        reserved_bytes(device)  # gives back the segment, and what came beside it
+        over = peak - (plan.weight_bytes + plan.ring_bytes + plan.activation_bytes + plan.library_bytes)
+        blocks = max(0, -(-over // self._layout.block_bytes))
+        if blocks:
+            warnings.warn(
+                f"memory use is {over / GIB:.3f} GiB above the plan (weights and ring {held / GIB:.3f} instead of "
+                f"{(plan.weight_bytes + plan.ring_bytes) / GIB:.3f} GiB, prefill {(peak - held) / GIB:.3f} instead of "
+                f"{plan.activation_bytes / GIB:.3f}): {blocks} KV blocks fewer on the GPU",
+                stacklevel=2,
+            )
+        return blocks, checks
+
+    def reserve(self) -> None:
+        """Leaves one free segment in the allocator from which all activations are cut.
+
+        Scattered over segments of their own sizes they would take up to 40 % more.
+        """
+        with self._compute.current():
+            torch.empty(self._plan.activation_bytes, dtype=torch.uint8, device=self._device)
+
+    def _run_prefill(self, tokens: int) -> None:
+        """One layer of a prefill step and its sampling, on a pool of one block that all tokens share."""
+        device = self._device
+        kv = torch.zeros(1, *self._layout.block_shape, dtype=self._layout.dtype, device=device)
+
+        def table(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        piece = PrefillPiece(
+            cu_seqlens_q=table(0, tokens),
+            query_pos=table(0),
+            first_block=table(0),
+            kv_end=table(tokens),
+            load_state=table(0),
+            block_table=torch.zeros(1, -(-tokens // self._layout.block_size), dtype=torch.int32, device=device),
+            max_query_len=tokens,
+            query_rows=(0, tokens),
+            store_state=False,
+        )
+        spec = self._model.spec
+        state = self._backend.prefill_state(tokens)
+        out = torch.empty(tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
+        x, normed = self._model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
+        positions = torch.arange(tokens, device=device) % self._plan.max_model_len
+        target = KVSlots(kv, positions % self._layout.block_size)
+        for _ in range(2):
+            q = self._model.before_attention(0, normed, positions, target)
+            del normed
+            self._backend.prefill(q, kv, piece, state, out, spec.windows[0])
+            del q
+            normed = self._model.after_attention(0, x, out)
+        del state, out
+        rows = min(self._plan.max_num_seqs, tokens)
+        self._model.logits(normed[:rows]).argmax(dim=-1)
