@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, DecodeWork, Partials
+from nanoinfer.execution.graphs import Graphs
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.tables import ChunkRecords, DeviceTable, RowState, SplitTables
 from nanoinfer.kernels.attention.limits import MAX_TILES_APART, SHORT_BLOCKS
@@ -24,7 +26,7 @@ from nanoinfer.kv.splits import NO_SPLITS, SplitLists, resident_key, split_lists
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.requests.sequence import Sequence
-from offload import Chunk, Graph, Ring, Runtime, Stream, StreamPlan, pack
+from offload import Chunk, Ring, Runtime, Stream, StreamPlan, pack
 from offload.layout import runs
 
 
@@ -91,9 +93,7 @@ class DecodeProgram:
         self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=device)
         self._no_stream = StreamPlan(((),) * len(self._kind))
         self._last_splits: bytes | None = None  # of the lists in the tables, where they are those of resident mode
-        self._step_graphs: dict[int, Graph] = {}
-        self._piece_graphs: dict[int, list[Graph]] = {}
-        self._slot_graphs: list[list[Graph]] = []  # [window][ring slot]
+        self.graphs = Graphs(runtime, compute)
 
     # Pieces
 
@@ -237,15 +237,21 @@ class DecodeProgram:
 
     def is_captured(self, may_offload: bool) -> bool:
         """Whether `capture_offload`, or else `capture_resident`, would find nothing to capture."""
-        has_pieces = len(self._piece_graphs) == len(self.batch_sizes) and bool(self._slot_graphs)
-        return len(self._step_graphs) == len(self.batch_sizes) and (has_pieces or not may_offload)
+        wanted = [("step", size) for size in self.batch_sizes]
+        if may_offload:
+            wanted += [("pieces", size) for size in self.batch_sizes] + [("slot", *slot) for slot in self._slots_read]
+        return all(key in self.graphs for key in wanted)
+
+    @property
+    def _slots_read(self) -> list[tuple[int, int]]:
+        """(index of a window, ring slot) of all that attention over a slot may be asked for."""
+        return list(product(range(len(self.windows)), range(self._ring.num_ring_slots)))
 
     def capture_resident(self, progress: Callable[[str], None]) -> None:
         """Captures the whole step for each batch size, the largest first, so that the shared pool grows only once."""
         self._reset_tables()
         for size in reversed(self.batch_sizes):
-            if size not in self._step_graphs:
-                self._step_graphs[size] = self._runtime.capture(self._compute, lambda size=size: self._whole_step(size))
+            self.graphs.capture(("step", size), partial(self._whole_step, size))
             progress(f"decode graph, batch {size}")
 
     def capture_offload(self, progress: Callable[[str], None]) -> None:
@@ -256,20 +262,12 @@ class DecodeProgram:
         self.capture_resident(progress)
         self._reset_tables()
         for size in reversed(self.batch_sizes):
-            if size not in self._piece_graphs:
-                self._piece_graphs[size] = [
-                    self._runtime.capture(self._compute, lambda index=index, size=size: self.piece(index, size))
-                    for index in range(self.num_pieces)
-                ]
+            self.graphs.capture(
+                ("pieces", size), *(partial(self.piece, index, size) for index in range(self.num_pieces))
+            )
             progress(f"layer graphs, batch {size}")
-        if not self._slot_graphs:
-            self._slot_graphs = [
-                [
-                    self._runtime.capture(self._compute, lambda w=window, s=ring_slot: self.attend_slot(w, s))
-                    for ring_slot in range(self._ring.num_ring_slots)
-                ]
-                for window in range(len(self.windows))
-            ]
+        for slot in self._slots_read:
+            self.graphs.capture(("slot", *slot), partial(self.attend_slot, *slot))
         progress("ring slot graphs")
 
     def _reset_tables(self) -> None:
@@ -365,32 +363,20 @@ class DecodeProgram:
 
     def run_whole(self, step: DecodeStep) -> None:
         """Enqueues a whole step without ring."""
-        graph = self._step_graphs.get(step.size)
-        if graph is not None:
-            self._compute.replay(graph)
-            self.counters.graph_replays += 1
-        else:
-            self._compute.run(lambda: self._whole_step(step.size))
-            self.counters.eager_steps += 1
+        is_graph = self.graphs.run(("step", step.size), partial(self._whole_step, step.size))
+        self.counters.graph_replays += is_graph
+        self.counters.eager_steps += not is_graph
 
     def enqueue_piece(self, index: int, size: int) -> None:
-        graphs = self._piece_graphs.get(size)
-        if graphs is not None:
-            self._compute.replay(graphs[index])
-            self.counters.graph_replays += 1
-        else:
-            self._compute.run(lambda: self.piece(index, size))
-            self.counters.eager_steps += index == 0
+        is_graph = self.graphs.run(("pieces", size), partial(self.piece, index, size), index)
+        self.counters.graph_replays += is_graph
+        self.counters.eager_steps += index == 0 and not is_graph
 
     def enqueue_attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         window = self._kind[layer]
-        if not self._records[window].copy(self._compute, chunk, self._slot_records[ring_slot]):
-            return
-        if self._slot_graphs:
-            self._compute.replay(self._slot_graphs[window][ring_slot])
-            self.counters.graph_replays += 1
-        else:
-            self._compute.run(lambda: self.attend_slot(window, ring_slot))
+        if self._records[window].copy(self._compute, chunk, self._slot_records[ring_slot]):
+            work = partial(self.attend_slot, window, ring_slot)
+            self.counters.graph_replays += self.graphs.run(("slot", window, ring_slot), work)
 
     def keep(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
         """Copies blocks of the ring slot that stay on the GPU from now on into the GPU pool."""

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.execution.graphs import Graphs
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.models.base import DecoderModel, ModelSpec
-from offload import Graph, Runtime, Stream
+from offload import Runtime, Stream
 
 # Token id, position and slot of a padding token: the KV store skips negative slots.
 PADDING = (0, 0, -1)
@@ -158,7 +159,7 @@ class PrefillPieces:
             count: FixedTensors(table.tensor, self._pack_padding(count)[1], self.buffers)
             for count in capture_num_tokens
         }
-        self._graphs: dict[int, list[Graph]] = {}
+        self.graphs = Graphs(runtime, compute)
 
     @property
     def num_pieces(self) -> int:
@@ -173,22 +174,18 @@ class PrefillPieces:
         """The tensors of a step of `num_tokens` tokens, whose padded ids, positions and slots lie at `places`."""
         count = self.padded_count(num_tokens)
         self.counters.padded_tokens += count - num_tokens
-        self.counters.graph_steps += count in self._graphs
-        self.counters.eager_steps += count not in self._graphs
+        self.counters.graph_steps += count in self.graphs
+        self.counters.eager_steps += count not in self.graphs
         return self._fixed[count] if count in self._fixed else StepTensors(self._table.tensor, places)
 
     def enqueue(self, index: int, tensors: StepTensors) -> None:
         """Enqueues piece `index` on the compute stream; the last one leaves the head's input in `tensors.x`."""
-        graphs = self._graphs.get(len(tensors))
-        if graphs is not None:
-            self._compute.replay(graphs[index])
-        else:
-            self._compute.run(lambda: self._run(index, tensors))
+        self.graphs.run(len(tensors), partial(self._run, index, tensors), index)
 
     @property
     def is_captured(self) -> bool:
         """Whether `capture` would find nothing to capture."""
-        return len(self._graphs) == len(self.capture_num_tokens)
+        return all(count in self.graphs for count in self.capture_num_tokens)
 
     def capture(self, progress: Callable[[str], None]) -> None:
         """Captures each piece for each count, the largest first, so that the shared pool grows only once.
@@ -196,15 +193,12 @@ class PrefillPieces:
         The pieces are the same in every mode: what is captured already stays.
         """
         for count in reversed(self.capture_num_tokens):
-            if count not in self._graphs:
+            if count not in self.graphs:
                 # The warm-up run stores keys and values: with the slots of an earlier step it would overwrite those
                 # of running sequences.
                 self._pack_padding(count)[0].upload(self._table, self._compute)
                 tensors = self._fixed[count]
-                self._graphs[count] = [
-                    self._runtime.capture(self._compute, partial(self._run, index, tensors))
-                    for index in range(self.num_pieces)
-                ]
+                self.graphs.capture(count, *(partial(self._run, index, tensors) for index in range(self.num_pieces)))
             progress(f"prefill graphs, {count} tokens")
 
     def run_each_kind(self) -> None:

@@ -119,9 +119,11 @@ def test_any_order_of_the_streams_gives_equal_bits(path, seed, enable_cpu_offloa
 def test_a_switch_between_two_chunks_changes_no_bit(path, start, modes):
     wanted = run(engine_with_graphs(path), CHUNKED, some_params(5))
     engine = engine_with_graphs(path, enable_cpu_offload=start)
-    captured = pieces_of(engine)._graphs[4]
+    captured = pieces_of(engine).graphs.captured[4]
     assert run(engine, CHUNKED, some_params(5), switching(modes)) == wanted
-    assert pieces_of(engine)._graphs[4] is captured, "the pieces are the same in both modes, and were captured again"
+    assert pieces_of(engine).graphs.captured[4] is captured, (
+        "the pieces are the same in both modes, and were captured again"
+    )
 
 
 def test_a_capture_between_two_steps_leaves_running_sequences_alone(path):
@@ -129,7 +131,7 @@ def test_a_capture_between_two_steps_leaves_running_sequences_alone(path):
     wanted = run(engine_with_graphs(path), CHUNKED, some_params(5))
 
     def recapture(engine, _):
-        pieces_of(engine)._graphs.clear()
+        pieces_of(engine).graphs.captured.clear()
         with torch.inference_mode():
             engine.runner.capture()
 
@@ -242,7 +244,9 @@ def test_each_piece_of_each_count_is_captured_once(path):
     num_captures = runtime.num_captures
     engine.runner.capture()
     assert runtime.num_captures == num_captures
-    assert list(pieces_of(engine)._graphs) == COUNTS[::-1], "the largest first: later ones find room in its memory"
+    assert list(pieces_of(engine).graphs.captured) == COUNTS[::-1], (
+        "the largest first: later ones find room in its memory"
+    )
 
 
 def test_graphs_read_and_write_the_same_addresses_in_every_step(path):
@@ -333,7 +337,7 @@ def test_an_exception_inside_a_graph_ends_its_requests_only(path, enable_cpu_off
     def broken():
         raise RuntimeError("out of luck")
 
-    graphs = [captured[piece] for captured in pieces_of(engine)._graphs.values()]
+    graphs = [captured[piece] for captured in pieces_of(engine).graphs.captured.values()]
     intact = [graph.work for graph in graphs]
     for graph in graphs:
         graph.work = broken
