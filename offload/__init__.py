@@ -14,6 +14,7 @@ from offload.runtime.cpu import CpuRuntime
 from offload.runtime.cuda import CudaRuntime
 from offload.runtime.staging import Staging
 from offload.runtime.timeline import NoTimeline, Span, StepTimes, Timeline
+from offload.transfer import Transfer
 
 __all__ = [
     "BlockPool",
@@ -36,6 +37,7 @@ __all__ = [
     "Stream",
     "StreamPlan",
     "Timeline",
+    "Transfer",
     "pack",
     "pack_together",
     "ring_schedule",

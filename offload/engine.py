@@ -23,10 +23,11 @@ import torch
 from offload.blocks import BlockPool
 from offload.layout import runs
 from offload.memory.host_pool import HostPool
-from offload.plan import Chunk, StreamPlan, host_runs
+from offload.plan import StreamPlan, host_runs
 from offload.ring import Attend, Compute, Fill, Ring, ring_schedule
 from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
+from offload.transfer import Transfer
 
 # Blocks that `store` sends between two events: whoever waits for a few of them does not wait for the whole pool.
 STORE_GROUP = 64
@@ -45,8 +46,8 @@ class OffloadStep(Protocol):
     def compute(self, layer: int) -> None:
         """Enqueues the piece before layer `layer`'s chunks; writes that layer's new KV. `num_layers` is the last."""
 
-    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
-        """Enqueues attention over a chunk that lies in `ring_slot`."""
+    def attend(self, layer: int, chunk: Transfer, ring_slot: int) -> None:
+        """Enqueues what reads a transfer that lies in `ring_slot`: attention over blocks."""
 
 
 @dataclass
@@ -113,7 +114,7 @@ class OffloadEngine:
         self._written = runtime.event()  # write: all write-through so far has arrived on the host
         self._has_unread_writes = False
         self._first = 0  # running number of the next step's chunk 0
-        self._filled: list[tuple[int, Chunk]] = []  # chunks of the next step that are in the ring already
+        self._filled: list[tuple[int, Transfer]] = []  # chunks of the next step that are in the ring already
         self._num_writes = 0
         self._writing: deque[_Write] = deque()  # write-through that may not have run
         self._last_write: dict[int, _Write] = {}  # the newest of these by GPU block
@@ -163,7 +164,7 @@ class OffloadEngine:
                     layer, chunk = (ahead if is_ahead else chunks)[number]
                     self._fill(layer, chunk, ring_slot)
                     what = "prefetch for the next step" if is_ahead else "fill of a ring slot"
-                    num_bytes = len(chunk.blocks) * self.layout.layer_block_bytes
+                    num_bytes = chunk.num_bytes(self.layout)
                     timeline.lap(self.copy, COPY, what, num_bytes=num_bytes, layer=layer, chunk=number)
                     if is_ahead:
                         self._filled.append((layer, chunk))
@@ -223,7 +224,7 @@ class OffloadEngine:
         self._deferred_host.append(_Deferred(list(blocks), (copied, self._written)))
         if self._filled:
             leaving = self._leaving_host
-            if any(leaving.intersection(chunk.blocks) for _, chunk in self._filled):
+            if any(leaving.intersection(chunk.host_blocks) for _, chunk in self._filled):
                 self._discard_prefetch()
 
     def reclaim(self) -> None:
@@ -309,16 +310,16 @@ class OffloadEngine:
     def _discard_prefetch(self, keep: int = 0) -> None:
         """Forgets prefetched chunks: their ring slots are filled again, in order on the copy stream."""
         for _, chunk in self._filled[keep:]:
-            self.counters.discarded_bytes += len(chunk.blocks) * self.layout.layer_block_bytes
+            self.counters.discarded_bytes += chunk.num_bytes(self.layout)
         del self._filled[keep:]
 
-    def _fill(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+    def _fill(self, layer: int, chunk: Transfer, ring_slot: int) -> None:
         self.ring.before_fill(self.copy, ring_slot)
-        slot = self.ring.slots[ring_slot]
+        slot = self.ring.bytes[ring_slot]
+        assert chunk.num_bytes(self.layout) <= len(slot), "a ring slot holds less than that"
         self._timeline.begin(self.copy, COPY)
-        for place, segment, begin, count in host_runs(chunk.blocks, self.host.blocks_per_segment):
-            source = self.host.run(layer, segment, begin, count)
-            self.copy.copy(slot[place : place + count], source)
+        for destination, source in chunk.copies(layer, slot, self.host):
+            self.copy.copy(destination, source)
             self.counters.streamed_bytes += source.nbytes
             self.counters.num_copies += 1
         self.ring.after_fill(self.copy, ring_slot)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import torch
 
-from offload.layout import runs
+from offload.layout import KVLayout, runs
+from offload.memory.host_pool import HostPool
+from offload.transfer import Transfer
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Host blocks that pass through one ring slot together; may belong to several sequences.
+    """A `Transfer` of KV: host blocks that pass through one ring slot together; may belong to several sequences.
 
     Attributes:
         blocks: host block numbers; blocks[i] lies at place i of the ring slot.
@@ -24,6 +27,19 @@ class Chunk:
     blocks: tuple[int, ...]
     begin: int
     tag: object = None
+
+    @property
+    def host_blocks(self) -> tuple[int, ...]:
+        return self.blocks
+
+    def num_bytes(self, layout: KVLayout) -> int:
+        return len(self.blocks) * layout.layer_block_bytes
+
+    def copies(self, layer: int, slot: torch.Tensor, host: HostPool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A copy for each run of neighbouring blocks."""
+        places = slot.view(host.layout.dtype).view(-1, *host.layout.block_shape)
+        for place, segment, begin, count in host_runs(self.blocks, host.blocks_per_segment):
+            yield places[place : place + count], host.run(layer, segment, begin, count)
 
 
 @lru_cache(maxsize=8192)  # every layer streams the same chunks
@@ -79,13 +95,13 @@ def pack_together(
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """The chunks of each layer in one step. Layers that stream the same blocks share one list.
+    """The transfers of each layer in one step. Layers that stream the same blocks share one list.
 
     Attributes:
-        chunks: per layer, its chunks in the order in which they pass.
+        chunks: per layer, its transfers in the order in which they pass.
     """
 
-    chunks: tuple[list[Chunk], ...]
+    chunks: tuple[list[Transfer], ...]
 
     @property
     def chunks_per_layer(self) -> list[int]:
@@ -93,11 +109,11 @@ class StreamPlan:
 
     def blocks(self, layer: int) -> list[int]:
         """The host blocks that pass for a layer."""
-        return [block for chunk in self.chunks[layer] for block in chunk.blocks]
+        return [block for chunk in self.chunks[layer] for block in chunk.host_blocks]
 
-    def head(self, count: int) -> list[tuple[int, Chunk]]:
-        """The first `count` (layer, chunk) pairs of the step."""
-        result: list[tuple[int, Chunk]] = []
+    def head(self, count: int) -> list[tuple[int, Transfer]]:
+        """The first `count` (layer, transfer) pairs of the step."""
+        result: list[tuple[int, Transfer]] = []
         for layer, chunks in enumerate(self.chunks):
             for chunk in chunks:
                 if len(result) == count:

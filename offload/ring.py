@@ -82,8 +82,9 @@ def ring_schedule(
 class Ring:
     """Fixed-address GPU buffers with the two events of each.
 
-    `slots[s]` is `[blocks_per_slot, 2, block_size, num_kv_heads, head_dim]`: a small KV pool of its own, so attention
-    reads it as it reads the GPU pool. `copied[s]` is recorded on the copy stream behind the fill of s, `attended[s]`
+    `bytes[s]` is ring slot s as what it is, [bytes] uint8; `slots[s]` is the same memory as
+    `[blocks_per_slot, 2, block_size, num_kv_heads, head_dim]`: a small KV pool of its own, so attention reads it as it
+    reads the GPU pool. `copied[s]` is recorded on the copy stream behind the fill of s, `attended[s]`
     on the compute stream behind the last kernel that reads s.
     """
 
@@ -93,6 +94,7 @@ class Ring:
         self.slots = torch.zeros(
             (num_ring_slots, blocks_per_slot, *layout.block_shape), dtype=layout.dtype, device=runtime.device
         )
+        self.bytes = self.slots.view(num_ring_slots, -1).view(torch.uint8)
         self.copied = [runtime.event() for _ in range(num_ring_slots)]
         self.attended = [runtime.event() for _ in range(num_ring_slots)]
 

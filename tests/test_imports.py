@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the ground up. Files at the root of the package count singly.
 LAYERS = (
-    "offload.layout offload.plan offload.blocks offload.runtime offload.memory offload.ring offload.engine offload",
+    "offload.layout offload.transfer offload.plan offload.blocks offload.runtime offload.memory offload.ring offload.engine offload",
     "nanoinfer.common",
     "nanoinfer.outputs nanoinfer.sampling_params nanoinfer.config",
     "nanoinfer.requests nanoinfer.sampling",
