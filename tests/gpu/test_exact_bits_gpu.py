@@ -139,7 +139,7 @@ def variants(llm: LLM) -> list[dict]:
     return [
         dict(enable_prefix_caching=True),
         dict(enable_prefix_caching=True, max_num_batched_tokens=333, capture_num_tokens=[64]),
-        dict(enable_prefix_caching=True, num_gpu_blocks_override=fits, enable_cpu_offload=False,
+        dict(enable_prefix_caching=True, num_gpu_blocks_override=fits * 2 // 3, enable_cpu_offload=False,
              max_num_batched_tokens=600),
         streamed | dict(resident_kv_limit=0, max_num_batched_tokens=1024),
         streamed | dict(resident_kv_limit=fits // 2 * block, enable_prefix_caching=True, enforce_eager=True),
