@@ -1,4 +1,4 @@
-"""What the user can set. Everything that the engine works out from it goes into a plan, never back in here."""
+"""The settings of an engine. Values that the engine derives from them go into a plan, never back into the config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoinfer.common.unsupported import ENGINE, refuse_unsupported
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. Names and meanings follow vLLM where it has them.
+    """Settings of one engine. Names and meanings follow vLLM where vLLM has the same setting.
 
     Attributes:
         model: local directory of a Hugging Face checkpoint, or a hub id.
@@ -22,44 +22,46 @@ class EngineConfig:
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float").
         kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its
             bytes on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
-        generation_config: "auto": who leaves out sampling parameters gets those of the checkpoint's
-            generation_config.json; "vllm": those of SamplingParams.
+        generation_config: where the defaults of omitted sampling parameters come from. "auto": the checkpoint's
+            generation_config.json; "vllm": SamplingParams.
         device: "auto" (CUDA if there is one), "cuda", "cuda:1", "cpu".
-        max_model_len: tokens of a prompt with its output. None: the model's own limit, cut to what the memory holds.
-        max_num_seqs: sequences that run at once. None: 256, or 64 where the budget is below 32 GiB.
-        max_num_batched_tokens: tokens of one prefill step; bounds the activations. None: 8192 on CUDA, cut to what
-            the budget holds, 2048 on the CPU.
+        max_model_len: the most tokens of a prompt with its output. None: the model's own limit, cut to what fits into
+            memory.
+        max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
+        max_num_batched_tokens: the most tokens of one prefill step; bounds the activations. None: 8192 on CUDA, cut to
+            what the budget holds; 2048 on the CPU.
         gpu_memory_utilization: share of the GPU's memory to use when no limit is given.
-        gpu_memory_limit: bytes, "12GiB", or a share of the GPU's memory such as 0.5, that weights, KV blocks, ring,
-            activations and graphs may take together.
-        resident_kv_limit: in offload mode, bytes of full KV blocks that may stay on the GPU; 0 streams every one.
-            None: what the budget leaves.
-        num_gpu_blocks_override: at most so many KV blocks in the GPU pool, the scratch block included, whatever the
+        gpu_memory_limit: GPU memory for weights, KV blocks, ring, activations and graphs together: bytes, "12GiB", or a
+            share of the GPU's memory such as 0.5.
+        resident_kv_limit: in offload mode, bytes of full KV blocks that may stay on the GPU; 0 streams every full
+            block. None: what the budget leaves.
+        num_gpu_blocks_override: upper limit of the KV blocks in the GPU pool, the scratch block included, whatever the
             budget leaves; for tests and experiments.
-        host_memory_limit: bytes of pinned host memory for KV blocks. None: what `max_num_seqs` sequences can need, at
-            most 60 % of the memory that is available.
-        block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so another block
-            size rounds differently.
+        host_memory_limit: bytes of pinned host memory for KV blocks. None: what `max_num_seqs` sequences can need, but
+            at most 60 % of the available memory.
+        block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so a different block
+            size changes the rounding of the results.
         enable_cpu_offload: True starts in offload mode: host memory holds every full KV block, the GPU keeps as many as
             the budget allows and the rest streams through the ring. "auto" starts in resident mode and enters offload
             mode by itself when the GPU pool is full, instead of preempting requests.
-        num_ring_slots: ring slots, at least 2.
+        num_ring_slots: number of ring slots, at least 2.
         ring_slot_bytes: bytes of one ring slot, at least one layer of a block. None: 32 MiB.
-        enforce_eager: no CUDA graphs.
+        enforce_eager: True disables CUDA graphs.
         cuda_graph_batch_sizes: batch sizes to capture. None: powers of two to 32, then 48, 64, 96 and multiples of 32
             to 256, as far as `max_num_seqs` reaches; "staged": powers of two to 16, multiples of 16 to 256, multiples
             of 256 beyond.
-        capture_num_tokens: token counts of prefill steps to capture, as vLLM's `cudagraph_capture_sizes`. A step of no
-            more tokens than the largest is padded to the next one, with graphs or without; larger ones run eagerly.
-            Each costs start-up time and a graph per layer. None: on CUDA those of 16, 32, 64, 128, 256 and 512 that are
-            at most `max_num_batched_tokens` (a quarter of it where that is None, too, and was cut to below 2048 for
-            lack of memory); none on the CPU, where padding would cost more than it saves. []: none.
+        capture_num_tokens: token counts of prefill steps to capture, like vLLM's `cudagraph_capture_sizes`. A prefill
+            step is padded to the next larger count, with graphs or without; a step above the largest count runs
+            eagerly. Each count costs start-up time and a graph per layer. None: on CUDA those of 16, 32, 64, 128, 256
+            and 512 that are at most `max_num_batched_tokens` (or a quarter of it, if that is None, too, and was cut to
+            below 2048 for lack of memory); on the CPU no counts, because padding would cost more than it saves. []: no
+            counts.
         attention_backend: "auto", "triton", "torch" or "flash_attn".
-        enable_prefix_caching: reuse KV blocks of equal prompt beginnings.
-        seed: for requests without a seed of their own, and for dummy weights.
+        enable_prefix_caching: reuse the KV blocks of prompts that begin alike.
+        seed: seed of requests that give none, and of dummy weights.
         load_format: "auto" (safetensors) or "dummy" (random weights from the config alone).
-        pin_host_memory: "auto" goes on with pageable memory where the system refuses, and says at what speed;
-            "require" raises.
+        pin_host_memory: what to do if the system refuses to pin host memory. "auto": use pageable memory and report its
+            speed; "require": raise an error.
         progress_bar: show progress while loading, pinning and capturing.
     """
 
@@ -129,11 +131,11 @@ class EngineConfig:
 
     @classmethod
     def from_arguments(cls, arguments: dict[str, Any]) -> EngineConfig:
-        """Builds the config, refusing unknown names with the nearest known one.
+        """Build the config. An unknown name is refused with the nearest known one.
 
         Raises:
-            UnknownNameError: an argument that does not exist.
-            ValueError: a value that is not allowed, or an argument of vLLM's that asks for what this engine does not
+            UnknownNameError: an argument does not exist.
+            ValueError: a value is not allowed, or an argument of vLLM asks for a feature that this engine does not
                 have.
         """
         arguments = refuse_unsupported(arguments, ENGINE)
@@ -142,26 +144,26 @@ class EngineConfig:
 
     @property
     def may_offload(self) -> bool:
-        """Whether the engine is meant to use offload mode at all."""
+        """Whether the engine may use offload mode at all."""
         return self.enable_cpu_offload in (True, "auto")
 
     def graph_batch_sizes(self, max_num_seqs: int) -> list[int]:
-        """Padded decode batch sizes, ascending, none above `max_num_seqs` but the last, which covers it."""
+        """Return the padded decode batch sizes, ascending. Only the last may exceed `max_num_seqs`, to cover it."""
         if isinstance(self.cuda_graph_batch_sizes, list):
             return sorted(set(self.cuda_graph_batch_sizes))
         powers = [2**i for i in range(max_num_seqs.bit_length() + 1)]
         if self.cuda_graph_batch_sizes == "staged":
             sizes = [size for size in powers if size < 16]
             sizes += [*range(16, 257, 16), *range(512, max_num_seqs + 256, 256)]
-        else:  # padding costs the most where there are many rows: head and sampling read every row's logits
+        else:  # padding costs most in large batches: head and sampling read every row's logits
             sizes = [size for size in powers if size < 32] + [32, 48, 64, 96, 128, 160, 192, 224, 256]
         return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs]
 
     def graph_num_tokens(self, max_num_batched_tokens: int, is_cuda: bool) -> list[int]:
-        """Padded token counts of small prefill steps, ascending, none above `max_num_batched_tokens`."""
+        """Return the padded token counts of small prefill steps, ascending, at most `max_num_batched_tokens`."""
         if self.capture_num_tokens is not None:
             return sorted(set(self.capture_num_tokens))
-        # Steps that the engine itself made smaller than 2048 mean that memory is short: graphs take little of it then.
+        # If the engine itself has cut steps to below 2048 tokens, memory is short: graphs must take little of it.
         limit = max_num_batched_tokens if self.max_num_batched_tokens is not None else max_num_batched_tokens // 4
         return [count for count in (16, 32, 64, 128, 256, 512) if is_cuda and count <= limit]
 

@@ -38,16 +38,16 @@ class LLM:
             `host_memory_limit`, `max_model_len`, `dtype` or `device`.
 
     Raises:
-        UnknownNameError (a TypeError and ValueError): an argument that does not exist; names the nearest one.
-        ValueError: a value that is not allowed, a checkpoint that cannot be used, memory limits that are too small.
+        UnknownNameError (a TypeError and ValueError): an argument does not exist; the message names the nearest one.
+        ValueError: a value is not allowed, the checkpoint cannot be used, or memory limits are too small.
 
-    Several LLMs can live in one process. One thread at a time may call an LLM.
+    Several LLMs can live in one process. Only one thread at a time may call an LLM.
     """
 
     def __init__(self, model: str | Path, **arguments: Any) -> None:
         self._engine: LLMEngine | None = LLMEngine(EngineConfig.from_arguments({"model": model, **arguments}))
         self._next_request = 0
-        self._streams: dict[str, _Stream] = {}  # by request: who reads what a step gives it, whoever runs the step
+        self._streams: dict[str, _Stream] = {}  # by request: the stream that gets its outputs, whoever runs the step
         if self.engine.config.progress_bar:
             _report(f"{self.mode} mode; {self.engine.plan.one_line()}")
             if self.engine.runner.graph_memory is not None and self.engine.runner.graph_memory[0]:
@@ -56,7 +56,7 @@ class LLM:
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine below, step by step."""
+        """The engine that runs the requests, for use step by step."""
         if self._engine is None:
             raise RuntimeError("this LLM is closed: make a new one")
         return self._engine
@@ -76,17 +76,18 @@ class LLM:
         """Completes each prompt.
 
         Args:
-            prompts: one prompt or a list of them, each text, token ids (a list, array, tensor or range), or vLLM's
-                {"prompt": text} or {"prompt_token_ids": ids}.
+            prompts: one prompt or a list of prompts. Each is text, token ids (a list, array, tensor or range), or
+                vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: one for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
             use_tqdm: show progress.
-            unsupported: what vLLM has and this engine does not, such as `lora_request`: values that mean doing without.
+            unsupported: arguments of vLLM that this engine does not support, such as `lora_request`. Only values that
+                turn the feature off are accepted.
 
         Returns:
-            One output per prompt, in their order.
+            One output per prompt, in the order of the prompts.
 
-        A request that fails while it runs fails alone: its output has `finish_reason="error"` and says why in `error`,
-        and a warning names it. Where no other is left, its exception is raised instead.
+        If a request fails while it runs, only this request ends: its output has `finish_reason="error"` and gives the
+        reason in `error`, and a warning names the request. If all requests fail, the exception of the first is raised.
 
         Raises:
             ValueError: a prompt, its parameters or an argument cannot be used. No prompt runs then.
@@ -110,12 +111,12 @@ class LLM:
                 _report(run_line(self.engine, before))
         finally:
             for request_id in ids:
-                self.engine.abort(request_id)  # those that an exception left behind
+                self.engine.abort(request_id)  # requests that an exception left behind
         _report_failures(requests)
         return [request.output() for request in requests]
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
-        """Runs steps until all of the requests have ended."""
+        """Runs steps until all `requests` have ended."""
         running = {request.request_id: request for request in requests}
         with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
             while running and self.engine.has_work:
@@ -127,11 +128,12 @@ class LLM:
     def generate_stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
     ) -> Iterator[StreamOutput]:
-        """Completes prompts and yields what each gained, as soon as it is known.
+        """Completes prompts and yields what each completion gained, as soon as it is known.
 
-        A prompt that cannot be used, or whose step fails, fails alone: its last output has `finish_reason="error"` and
-        says why in `error`. `request_id` is the prompt's number in this call for `abort`: "0", "1", ... of the LLM's
-        life. Streams may be read in turns, and `generate` called in between: each gets all of its own.
+        If a prompt cannot be used, or its step fails, only this prompt ends: its last output has
+        `finish_reason="error"` and gives the reason in `error`. `request_id` is the name of the prompt for `abort`:
+        "0", "1", ..., counted over the life of the LLM. Several streams may be read in turns, and `generate` may be
+        called in between: each stream gets all of its own outputs.
         """
         prompts = as_list(prompts)
         params = self._one_each(sampling_params, len(prompts))
@@ -153,7 +155,7 @@ class LLM:
                 elif self.engine.has_work:
                     self._step()
                 else:
-                    return  # somebody ended the requests in the engine below
+                    return  # the requests were ended directly in the engine
         finally:
             for stream in streams:
                 del self._streams[stream.request.request_id]
@@ -171,12 +173,12 @@ class LLM:
         """Completes conversations through the tokenizer's chat template.
 
         Args:
-            messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations. A content
-                is text or a list of text parts; an assistant's may be None.
+            messages: one conversation, which is a list of {"role": ..., "content": ...}, or a list of conversations.
+                The content is text or a list of text parts; an assistant's content may be None.
             unsupported: as in `generate`.
 
         Raises:
-            ValueError: there is no tokenizer, it has no chat template, or the messages are not what it takes.
+            ValueError: there is no tokenizer, it has no chat template, or the template refuses the messages.
         """
         _refuse(unsupported, CHAT, LLM.chat)
         check_chat(self.engine.tokenizer)
@@ -188,23 +190,26 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """transformers' tokenizer.
+        """Return the tokenizer of transformers.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no tokenizer.
         """
         if self.engine.tokenizer is None:
             raise ValueError("there is no tokenizer: set tokenizer=..., and leave skip_tokenizer_init out")
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends, unless `generation_config` is "vllm"."""
+        """Return the parameters that the checkpoint's generation_config.json recommends.
+
+        With `generation_config="vllm"`: the defaults of SamplingParams.
+        """
         return SamplingParams(**self.engine.sampling_defaults)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request, for example between two outputs of `generate_stream`; False if it is not running.
+        """End a request, for example between two outputs of `generate_stream`; return False if it is not running.
 
-        The last output of its stream has `finish_reason="abort"`.
+        The last output of the request's stream has `finish_reason="abort"`.
         """
         was_there = self.engine.abort(request_id)
         if request_id in self._streams:
@@ -212,21 +217,22 @@ class LLM:
         return was_there
 
     def switch_mode(self, mode: str) -> None:
-        """Goes on in "offload" or "resident" mode, also between the outputs of a running stream.
+        """Switch to "offload" or "resident" mode. This is allowed between the outputs of a running stream, too.
 
         The output of running requests does not change by one bit.
 
         Raises:
-            ValueError: no such mode, or what runs does not fit into the other pool; nothing changes then.
+            ValueError: there is no such mode, or the running requests do not fit into the other pool. Nothing changes
+                then.
         """
         self.engine.switch_mode(mode)
 
     def stats(self) -> dict[str, int | float | str | list[str]]:
-        """Counters since the start and the state of both pools; see `LLMEngine.stats`."""
+        """Return counters since the start, and the state of both pools; see `LLMEngine.stats`."""
         return self.engine.stats()
 
     def close(self) -> None:
-        """Gives back device and host memory now instead of when the LLM is collected. May be called again."""
+        """Free device and host memory now instead of when the LLM is garbage-collected. May be called again."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -238,16 +244,16 @@ class LLM:
         self.close()
 
     def _step(self, requests: Sequence[Request] = ()) -> list[StreamOutput]:
-        """Runs a step, hands its outputs to the streams that they belong to, and returns them.
+        """Run a step, hand its outputs to the streams that they belong to, and return them.
 
         Raises:
-            Exception: the step failed, and ended one of `requests`, or none at all. A stream whose requests it ended
-                reads of that when it is its turn.
+            Exception: the step failed and ended one of `requests`, or it ended no stream's request. A failure that
+                ended only requests of streams is not raised: those streams yield an output with the error.
         """
         try:
             outputs = self.engine.step()
         except BaseException as error:
-            # What was read before is returned by the next step.
+            # The next step returns the outputs that were read before the failure.
             num_ended = sum(stream.end_aborted(error) for stream in self._streams.values())
             is_mine = any(_was_aborted(request) for request in requests)
             if is_mine or not num_ended or not isinstance(error, Exception):
@@ -284,7 +290,7 @@ class LLM:
 
 @contextmanager
 def _naming(place: int, count: int) -> Iterator[None]:
-    """Errors of one prompt of several say which it is."""
+    """Add the number of the prompt to a ValueError if there are several prompts."""
     try:
         yield
     except ValueError as error:
@@ -292,7 +298,7 @@ def _naming(place: int, count: int) -> Iterator[None]:
 
 
 def _report_failures(requests: list[Request]) -> None:
-    """Warns of requests that failed among others; raises where all did."""
+    """Warn of each failed request; if all requests failed, raise the exception of the first instead."""
     failed = [(place, request) for place, request in enumerate(requests) if request.failure is not None]
     if failed and len(failed) == len(requests):
         raise failed[0][1].failure
@@ -304,8 +310,8 @@ class _Stream:
     """A request of an open stream.
 
     Attributes:
-        unread: what the stream has not yielded yet; of all its requests.
-        open: the completions whose last output is not there yet.
+        unread: outputs that the stream has not yielded yet; shared by all requests of the stream.
+        open: indices of the completions whose last output has not arrived yet.
     """
 
     def __init__(self, request: Request, unread: deque[StreamOutput]) -> None:
@@ -319,8 +325,7 @@ class _Stream:
                 self.open.remove(output.index)
 
     def end_aborted(self, error: BaseException | None = None) -> bool:
-        """Says to the reader that completions were aborted, because of an error if one is given; whether there were
-        any."""
+        """Put a last output for each aborted completion, with the error if one is given; return whether any was."""
         aborted = [s for s in self.request.sequences if s.index in self.open and s.finish_reason == "abort"]
         for sequence in aborted:
             output = self.request.stream_output(sequence)
@@ -329,7 +334,7 @@ class _Stream:
 
 
 def _refuse(unsupported: dict[str, Any], table: Table, method: Callable) -> None:
-    """Raises ValueError where keywords are unknown, or ask for what this engine does not have."""
+    """Raises ValueError if a keyword is unknown or asks for a feature that this engine does not have."""
     allowed = [name for name in inspect.signature(method).parameters if name not in ("self", "unsupported")]
     refuse_unknown(refuse_unsupported(unsupported, table), allowed, method.__name__)
 

@@ -1,4 +1,4 @@
-"""What a request returns: vLLM's shapes, so that code written for it reads the same here."""
+"""The outputs of a request, with vLLM's classes and fields, so that code written for vLLM works here."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,14 +20,14 @@ class Logprob:
 
 @dataclass(kw_only=True)
 class RequestMetrics:
-    """Times of one request, in seconds. None: the request has not come so far yet."""
+    """Metrics of one request; times in seconds. None: the request has not reached that point yet."""
 
     arrival_time: float
     """When the request was added, as Unix time."""
     queue_time: float | None = None
-    """From arrival to the first step that computed a token of it."""
+    """From arrival to the first step that computed a token of the request."""
     time_to_first_token: float | None = None
-    """From arrival to its first generated token."""
+    """From arrival to the first generated token."""
     time_per_output_token: float | None = None
     """Mean time between generated tokens, the first one not counted; None with fewer than two."""
     total_time: float | None = None
@@ -36,14 +36,14 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was found in the cache and not computed again."""
     num_generated_tokens: int = 0
-    """Over all of the request's completions."""
+    """Generated tokens of all the request's completions together."""
     kv_resident_share: float = 1.0
-    """Of the KV blocks that its steps read, the share that lay on the GPU."""
+    """Share of the KV blocks read by the request's steps that lay on the GPU."""
     streamed_bytes: int = 0
-    """Bytes of its KV blocks that its steps moved from the host to the GPU; each of those that read a block at once has
-    a part of it."""
+    """Bytes of the request's KV blocks that were copied from the host to the GPU in its steps. When several sequences
+    share a block, its bytes are divided among them."""
     copy_wait_time: float = 0.0
-    """Estimate of the time in which its decode steps waited for copies, from a sample of the steps."""
+    """Time in which the request's decode steps waited for copies, estimated from a sample of the steps."""
 
 
 @dataclass(kw_only=True)
@@ -59,12 +59,12 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of `token_ids`; None unless log-probabilities were asked for."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """Per generated token: token id -> Logprob, of the sampled token and of the most likely ones."""
+    """One dict per generated token: token id -> Logprob, for the sampled token and the most likely tokens."""
     finish_reason: FinishReason | None = None
     """None: not finished; "stop": a stop token or stop string; "length": max_tokens or max_model_len; "abort"; "error":
-    the request failed, alone, and its output says why."""
+    only this request failed, and its output says why."""
     stop_reason: int | str | None = None
-    """The stop string or the id from stop_token_ids that ended it; None for the model's own end token."""
+    """The stop string or the id from stop_token_ids that ended the completion; None for the model's own end token."""
 
     @property
     def finished(self) -> bool:
@@ -80,19 +80,19 @@ class RequestOutput:
     """The prompt as given; None where it was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
-    """In the order of their index."""
+    """The completions, ordered by index."""
     finished: bool = False
-    """True when every completion is."""
+    """True when every completion is finished."""
     metrics: RequestMetrics | None = None
     error: str | None = None
-    """With a completion whose finish_reason is "error": why this request failed; its neighbours went on."""
+    """Why this request failed, if a completion has finish_reason "error". Other requests are not affected."""
 
 
-@dataclass(kw_only=True, slots=True)  # not frozen: one is made for each token, and freezing costs most of it
+@dataclass(kw_only=True, slots=True)  # not frozen: one is made per token, and freezing would dominate its cost
 class StreamOutput:
     """What one completion gained since its last StreamOutput; the deltas joined give the CompletionOutput.
 
-    The text may run behind the tokens: text that may yet become a stop string, or the middle of a character, waits.
+    The text may lag behind the tokens: text that may become a stop string, or an incomplete character, is held back.
     """
 
     request_id: str
@@ -107,6 +107,6 @@ class StreamOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
-    """Only with `finished`."""
+    """Set only on the last StreamOutput (`finished`)."""
     error: str | None = None
-    """With finish_reason "error": why this request was refused or has failed; the others of the stream go on."""
+    """Why this request was refused or failed, with finish_reason "error". The stream's other requests go on."""

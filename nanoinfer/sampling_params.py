@@ -9,14 +9,14 @@ from functools import partial
 from nanoinfer.common.errors import refuse_unknown_keywords
 from nanoinfer.common.unsupported import SAMPLING, refuse_unsupported
 
-# vLLM's threshold: a division by less would only blur the logits' differences, so such rows take the argmax.
+# vLLM's threshold: dividing by a smaller value would only blur the logits' differences, so such rows take the argmax.
 GREEDY_TEMPERATURE = 1e-5
 # vLLM's default `max_logprobs`.
 MAX_LOGPROBS = 20
 
 
 class Advised(int):
-    """A number of tokens that a checkpoint recommends and nobody has asked for: fewer will do where room is short."""
+    """A number of tokens that the checkpoint recommends and the user did not ask for: it is cut if room is short."""
 
 
 @partial(refuse_unknown_keywords, known=lambda given: refuse_unsupported(given, SAMPLING))
@@ -25,9 +25,9 @@ class SamplingParams:
     """How one request is sampled. One object may serve many requests: the engine never changes it.
 
     Raises:
-        UnknownNameError: for a keyword that is not a field, with the nearest field.
-        ValueError: for a value out of its range, with the range and what to do, and for a parameter of vLLM's that asks
-            for what this engine does not have.
+        UnknownNameError: a keyword is not a field; the message names the nearest field.
+        ValueError: a value is out of its range (the message gives the range and what to do), or a parameter of vLLM
+            asks for a feature that this engine does not have.
     """
 
     n: int = 1
@@ -44,14 +44,14 @@ class SamplingParams:
     """Divides positive and multiplies negative logits of tokens seen in prompt or output (Keskar et al., 2019,
     section 4.1); above 1 discourages them, 1: off."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens in the output, behind repetition_penalty; below 0 encourages them, 0: off."""
+    """Subtracted from the logits of tokens in the output, after repetition_penalty; below 0 encourages them, 0: off."""
     frequency_penalty: float = 0.0
-    """Like presence_penalty, but as often as the token is in the output."""
+    """Like presence_penalty, but subtracted once per occurrence of the token in the output."""
     max_tokens: int | None = 16
     """Generated tokens per completion, at most; cut to what max_model_len leaves, as in vLLM. None: as many as
     max_model_len and the KV pool leave."""
     min_tokens: int = 0
-    """Generated tokens before end token, stop_token_ids or stop strings may end a completion."""
+    """Generated tokens before an end token, stop_token_ids or a stop string may end a completion."""
     stop: str | Iterable[str] | None = None
     """Strings that end a completion; its text ends before them. Kept as a tuple."""
     stop_token_ids: Iterable[int] | None = None
@@ -61,10 +61,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     seed: int | None = None
-    """Same seed, same prompt, same tokens, whatever else runs in the batch; None and, as in vLLM, -1: the engine draws
-    one."""
+    """The same seed and prompt give the same tokens, whatever else runs in the batch. None and, as in vLLM, -1: the
+    engine draws a seed."""
     logprobs: int | None = None
-    """Return log-probabilities of the sampled token and of this many most likely ones; None: of none."""
+    """Return log-probabilities of the sampled token and of this many most likely tokens; None: no log-probabilities."""
 
     def __post_init__(self):
         self._set("n", _integer("n", self.n, low=1, fix="ask for at least one completion"))
@@ -118,7 +118,7 @@ class SamplingParams:
         if self.seed is not None:
             self._set(
                 "seed",
-                # What torch's generators take, and so vLLM.
+                # The range that torch's generators accept, and therefore vLLM.
                 _integer("seed", self.seed, low=-(2**63), high=2**64 - 1, fix="use None to let the engine draw one"),
             )
         if self.logprobs is not None:
@@ -129,7 +129,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True where the most likely token is taken and no seed matters."""
+        """Whether the most likely token is always taken, so that the seed does not matter."""
         return self.temperature < GREEDY_TEMPERATURE
 
     def _set(self, name: str, value: object) -> None:
@@ -142,7 +142,7 @@ def _message(name: str, given: object, allowed: str, fix: str) -> str:
 
 def _integer(name: str, given: object, *, low: int, fix: str, high: int | None = None) -> int:
     allowed = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
-    # bool is an int in Python; n=True is far more likely a slip than a 1.
+    # bool is an int in Python; n=True is far more likely a mistake than a 1.
     if isinstance(given, bool) or not isinstance(given, numbers.Integral):
         raise ValueError(_message(name, given, allowed, fix))
     if given < low or (high is not None and given > high):

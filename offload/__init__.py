@@ -1,6 +1,6 @@
 """KV blocks on the GPU and on the host, and the ring that streams them: bytes, chunks, slots, streams and events.
 
-This package does not know what a model is. `OffloadEngine` runs a step that somebody else describes.
+This package does not know what a model is. `OffloadEngine` runs a step that its caller describes.
 """
 
 from offload.blocks import BlockPool

@@ -12,9 +12,9 @@ class BlockPool:
 
     The pool knows numbers only, not memory. A block is *free* (content worthless), *held* (reference count above 0) or
     *cached*: nobody holds it, but its content is published under a key and can be taken up again until the room is
-    needed; the least recently released goes first, and of those released together the last, because a prefix is of no
-    use without its beginning. The lowest free number is handed out first, so that blocks of one sequence tend to be
-    neighbours, which lets one copy move several.
+    needed. The least recently released block is evicted first; of blocks released together, the last one, because a
+    prefix is of no use without its beginning. The lowest free number is handed out first, so that blocks of one
+    sequence tend to be neighbours, which lets one copy move several.
 
     Args:
         num_blocks: how many block numbers there are.
@@ -88,13 +88,13 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Holds a block once more that somebody holds."""
+        """Add a reference to a held block."""
         assert block in self._references, f"block {block} is not held"
         self._references[block] += 1
         self._num_references += 1
 
     def claim(self, block: int) -> bool:
-        """Holds a published block that nobody holds; False: somebody does."""
+        """Hold a cached block. Return False if the block is not cached."""
         if block not in self._cached:
             return False
         del self._cached[block]
@@ -103,7 +103,7 @@ class BlockPool:
         return True
 
     def published(self, key: Hashable) -> int | None:
-        """The block published under `key`, or None; takes nothing."""
+        """Return the block published under `key`, or None, without holding it."""
         return self._block_of.get(key)
 
     def is_published(self, block: int) -> bool:
@@ -111,7 +111,7 @@ class BlockPool:
         return block in self._key_of
 
     def forget(self, key: Hashable) -> None:
-        """Nobody finds the block published under `key` any more, if there is one."""
+        """Withdraw `key`: nobody finds the block published under it any more. If the block was cached, it is free."""
         block = self.published(key)
         if block is None:
             return
@@ -121,7 +121,7 @@ class BlockPool:
             heapq.heappush(self._free, block)
 
     def contains(self, key: Hashable) -> bool:
-        """Whether a block is published under `key`; takes nothing."""
+        """Whether a block is published under `key`."""
         return key in self._block_of
 
     def publish(self, block: int, key: Hashable) -> None:
@@ -132,10 +132,10 @@ class BlockPool:
             self._key_of[block] = key
 
     def release(self, blocks: Iterable[int]) -> list[int]:
-        """Gives back one reference to each block; the last one frees it, or keeps it as cached if it is published.
+        """Give back one reference to each block. The last one frees the block, or keeps it cached if it is published.
 
         Args:
-            blocks: of one sequence in their order.
+            blocks: blocks of one sequence, in their order.
 
         Returns:
             The blocks that became free, whose content nobody can reach any more.
@@ -156,16 +156,16 @@ class BlockPool:
         return freed
 
     def references(self, block: int) -> int:
-        """How many hold the block."""
+        """Return the reference count of the block."""
         return self._references.get(block, 0)
 
     def rebuild(self, held: Iterable[int], keeps_key: Callable[[Hashable], bool] = lambda key: False) -> None:
-        """Starts anew after an exception in the middle of anything.
+        """Rebuild the pool after an exception at any point.
 
         Args:
-            held: the blocks that are held, each once for every time that it is named.
-            keeps_key: says which published blocks stay so. Only those can that were held or cached, and whose key leads
-                to them: what was being published, taken up or handed out is free.
+            held: the blocks that are held; each occurrence is one reference.
+            keeps_key: whether the block under a key stays published. Only a block that was held or cached, and to which
+                its key leads, can stay so. A block that was being published, taken up or handed out is free.
         """
         references: dict[int, int] = {}
         for block in held:

@@ -6,8 +6,8 @@ Three streams work side by side:
     compute   pieces and attention        waits for a slot's fill, never for the host
     write     GPU pool -> host pool       sends full blocks to the host, once
 
-It does not know what a model is: a step brings the work of each layer as functions. The order of the operations comes
-from `ring_schedule`; the waits are in `Ring` and below, each with the name of its rule.
+The engine does not know what a model is: a step brings the work of each layer as functions. The order of the
+operations comes from `ring_schedule`; the waits are in `Ring` and below, each with the name of its rule.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
 from offload.transfer import Transfer
 
-# Blocks that `store` sends between two events: whoever waits for a few of them does not wait for the whole pool.
+# Blocks that `store` sends between two events, so that a wait for a few blocks does not wait for the whole pool.
 STORE_GROUP = 64
 
 
@@ -41,13 +41,13 @@ class OffloadStep(Protocol):
     write_through: list[tuple[int, int]]  # (GPU block, host block) of blocks that this step makes full
 
     def compute_all(self) -> bool:
-        """Enqueues the whole step at once, if it can; the engine asks when nothing streams."""
+        """Enqueue the whole step at once and return True, or False if it cannot. Asked when nothing streams."""
 
     def compute(self, layer: int) -> None:
-        """Enqueues the piece before layer `layer`'s chunks; writes that layer's new KV. `num_layers` is the last."""
+        """Enqueue the piece before layer `layer`'s chunks; write the layer's new KV. `num_layers`: the last piece."""
 
     def attend(self, layer: int, chunk: Transfer, ring_slot: int) -> None:
-        """Enqueues what reads a transfer that lies in `ring_slot`: attention over blocks."""
+        """Enqueue the work that reads a transfer in `ring_slot`, such as attention over its blocks."""
 
 
 @dataclass
@@ -125,7 +125,7 @@ class OffloadEngine:
         """Enqueues one whole step. Nothing in it waits for the device.
 
         Args:
-            timeline: gets what each stream does and when; None takes no times.
+            timeline: records what each stream does and when; None records nothing.
         """
         self._timeline = NoTimeline() if timeline is None else timeline
         try:
@@ -180,7 +180,7 @@ class OffloadEngine:
             self._note_writes(step.write_through)
 
     def _note_writes(self, pairs: list[tuple[int, int]]) -> None:
-        """The blocks are being written to the host: who reads or reuses them waits for an event of its own."""
+        """Record an event behind the write-through of these blocks, for whoever reads or reuses the blocks."""
         self._written = self.runtime.event()
         self.write.record(self._written)
         self._has_unread_writes = True
@@ -196,7 +196,7 @@ class OffloadEngine:
         finished = []
         for block in blocks:
             if self._gpu_blocks.references(block) > 1:
-                self._gpu_blocks.release([block])  # another holds it on: the last one waits
+                self._gpu_blocks.release([block])  # somebody else still holds it: the last release waits
                 continue
             write = self._last_write.get(block)
             if write is None:
@@ -217,7 +217,8 @@ class OffloadEngine:
     def release_host(self, blocks: Iterable[int]) -> None:
         """Gives back host blocks, once the copies that read or write them have run.
 
-        Prefetched chunks are dropped if they hold one that nobody else holds: it may come back with other content.
+        All prefetched chunks are dropped if one of them holds a block that nobody else holds: the block may be handed
+        out again with other content.
         """
         copied = self.runtime.event()
         self.copy.record(copied)
@@ -234,17 +235,17 @@ class OffloadEngine:
         self._reclaim(self._deferred_host, self.host.blocks, "host_block.reuse_after_copies")
 
     def wait_for_gpu(self, count: int) -> None:
-        """Waits until `count` GPU blocks are free, or all that were released: for as few copies as that takes."""
+        """Wait, for as few copies as possible, until `count` GPU blocks are free or all released ones are."""
         self._reclaim(self._deferred_gpu, self._gpu_blocks, "gpu_block.reuse_after_write_through", wanted=count)
 
     def wait_for_host(self, count: int) -> None:
-        """Waits until `count` host blocks are free, or all that were released: for as few copies as that takes."""
+        """Wait, for as few copies as possible, until `count` host blocks are free or all released ones are."""
         self._reclaim(self._deferred_host, self.host.blocks, "host_block.reuse_after_copies", wanted=count)
 
     def take_back_gpu(self, block: int) -> bool:
-        """Holds on to a released GPU block that a write-through still reads; False: it is not on its way to the pool.
+        """Hold a released GPU block again that a write-through still reads. Return False if the block is no such block.
 
-        It may be read at once. When it is released again, that write-through is waited for as before.
+        The block may be read at once. When it is released again, it waits for that write-through as before.
         """
         for deferred in self._deferred_gpu:
             if block in deferred.blocks:
@@ -254,12 +255,12 @@ class OffloadEngine:
 
     @property
     def num_deferred_gpu(self) -> int:
-        """GPU blocks released that a copy may still read."""
+        """Number of released GPU blocks that a copy may still read."""
         return sum(len(deferred.blocks) for deferred in self._deferred_gpu)
 
     @property
     def num_deferred_host(self) -> int:
-        """Host blocks that nobody holds any more, but that a copy may still touch."""
+        """Number of host blocks that nobody holds any more, but that a copy may still touch."""
         return len(self._leaving_host)
 
     @property
@@ -268,14 +269,14 @@ class OffloadEngine:
         return {block for block, count in released.items() if self.host.blocks.references(block) == count}
 
     def store(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies whole (GPU block, host block) pairs to the host, in their order, beside whatever comes next."""
+        """Copy whole blocks, (GPU block, host block) pairs, to the host, in this order. Later work runs beside it."""
         for begin in range(0, len(pairs), STORE_GROUP):
             group = pairs[begin : begin + STORE_GROUP]
             self._write_through(range(self.layout.num_layers), group)
             self._note_writes(group)
 
     def load(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies whole (GPU block, host block) pairs to the GPU, between steps, and waits for it."""
+        """Copy whole blocks, (GPU block, host block) pairs, to the GPU, between steps, and wait for the copies."""
         self.runtime.synchronize()
         for layer in range(self.layout.num_layers):
             for on_gpu, on_host in self._pair_runs(layer, pairs):
@@ -290,7 +291,7 @@ class OffloadEngine:
         self.reclaim()
 
     def recover(self) -> None:
-        """Forgets every copy and every released block, once nothing is in flight; the owner rebuilds both pools."""
+        """Forget every copy and every released block. Nothing may be in flight; the owner rebuilds both pools."""
         self._discard_prefetch()
         self._has_unread_writes = False
         self._writing.clear()
@@ -299,7 +300,7 @@ class OffloadEngine:
         self._deferred_host.clear()
 
     def _adopt_prefetch(self, plan: StreamPlan) -> None:
-        """Keeps what the step before prefetched as far as it is what this step reads first."""
+        """Keep the chunks that the step before prefetched, as far as they are the first ones of this step."""
         useful = 0
         for filled, wanted in zip(self._filled, plan.head(len(self._filled)), strict=False):
             if filled != wanted:
@@ -308,7 +309,7 @@ class OffloadEngine:
         self._discard_prefetch(useful)
 
     def _discard_prefetch(self, keep: int = 0) -> None:
-        """Forgets prefetched chunks: their ring slots are filled again, in order on the copy stream."""
+        """Forget all but the first `keep` prefetched chunks. The copy stream refills their ring slots in order."""
         for _, chunk in self._filled[keep:]:
             self.counters.discarded_bytes += chunk.num_bytes(self.layout)
         del self._filled[keep:]
@@ -346,7 +347,7 @@ class OffloadEngine:
                 yield on_gpu, self.host.run(layer, segment, begin, part)
 
     def _reclaim(self, deferred: list[_Deferred], pool: BlockPool, rule: str, wanted: int = 0) -> None:
-        """Releases what waits no longer; waits itself while fewer than `wanted` blocks are free."""
+        """Free the blocks whose events have been reached. While fewer than `wanted` are free, wait for the events."""
         while deferred:
             if pool.num_free < wanted:
                 for event in deferred[0].events:
@@ -362,7 +363,7 @@ class OffloadEngine:
                 self._poison_block(pool, block)
 
     def _poison_block(self, pool: BlockPool, block: int) -> None:
-        """Whoever still reads a freed block must notice."""
+        """Poison a freed block, so that whoever still reads it notices."""
         for layer in range(self.layout.num_layers):
             if pool is self._gpu_blocks:
                 self.runtime.poison(self.compute, self._gpu_kv[layer, block])

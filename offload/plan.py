@@ -20,7 +20,7 @@ class Chunk:
 
     Attributes:
         blocks: host block numbers; blocks[i] lies at place i of the ring slot.
-        begin: index of the first of them in the list, or in each of the lists, that was packed.
+        begin: index of the chunk's first block in the list, or in each of the lists, that was packed.
         tag: what the caller wants to know when the chunk is attended to.
     """
 
@@ -36,7 +36,7 @@ class Chunk:
         return len(self.blocks) * layout.layer_block_bytes
 
     def copies(self, layer: int, slot: torch.Tensor, host: HostPool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A copy for each run of neighbouring blocks."""
+        """Yield one copy for each run of neighbouring blocks."""
         places = slot.view(host.layout.dtype).view(-1, *host.layout.block_shape)
         for place, segment, begin, count in host_runs(self.blocks, host.blocks_per_segment):
             yield places[place : place + count], host.run(layer, segment, begin, count)
@@ -44,7 +44,7 @@ class Chunk:
 
 @lru_cache(maxsize=8192)  # every layer streams the same chunks
 def host_runs(blocks: tuple[int, ...], blocks_per_segment: int) -> list[tuple[int, int, int, int]]:
-    """Runs (place, segment, first block in the segment, count) of host blocks that one copy each can move."""
+    """Return runs (place, segment, first block in the segment, count) of host blocks; one copy moves each run."""
     result = []
     for place, block, count in runs(list(enumerate(blocks))):
         while count:
@@ -69,10 +69,10 @@ def pack_together(
 ) -> list[tuple[Chunk, list[int]]]:
     """Cuts the blocks of several lists, from `firsts[i]` on in list i, into chunks of at most `blocks_per_slot`.
 
-    As far as lists that are read from the same index on begin alike, their blocks pass together.
+    Lists with the same first index share chunks as long as their blocks from there on are equal.
 
     Returns:
-        Each chunk with the numbers of the lists that have it, ascending; the chunks of one list in its order.
+        (chunk, numbers of the lists that have it, ascending) for each chunk. The chunks of one list are in its order.
     """
     chunks: list[tuple[Chunk, list[int]]] = []
     waiting: list[tuple[int, list[int]]] = [

@@ -43,7 +43,7 @@ class Attend:
 def ring_schedule(
     chunks_per_layer: Sequence[int], num_ring_slots: int, *, first: int, filled: int, chunks_ahead: int
 ) -> Iterator[Compute | Fill | Attend]:
-    """Order of one step over a ring.
+    """Yield the operations of one step over a ring, in order.
 
     Chunks are numbered through the step, layer after layer. Chunk i lies in ring slot `(first + i) % num_ring_slots`,
     and the numbering goes on into the next step, so prefetch crosses the step boundary by the same rule. A slot is
@@ -82,10 +82,10 @@ def ring_schedule(
 class Ring:
     """Fixed-address GPU buffers with the two events of each.
 
-    `bytes[s]` is ring slot s as what it is, [bytes] uint8; `slots[s]` is the same memory as
+    `bytes[s]` is ring slot s as raw bytes, [bytes] uint8; `slots[s]` is the same memory as
     `[blocks_per_slot, 2, block_size, num_kv_heads, head_dim]`: a small KV pool of its own, so attention reads it as it
-    reads the GPU pool. `copied[s]` is recorded on the copy stream behind the fill of s, `attended[s]`
-    on the compute stream behind the last kernel that reads s.
+    reads the GPU pool. `copied[s]` is recorded on the copy stream behind the fill of s, `attended[s]` on the compute
+    stream behind the last kernel that reads s.
     """
 
     def __init__(self, runtime: Runtime, layout: KVLayout, num_ring_slots: int, blocks_per_slot: int) -> None:
@@ -104,14 +104,14 @@ class Ring:
         return self.slots.nbytes
 
     def before_fill(self, copy: Stream, ring_slot: int) -> None:
-        """The copy into a slot waits for the last attention that read it."""
+        """Make the copy into a slot wait for the last attention that read the slot."""
         copy.wait(self.attended[ring_slot], "ring.fill_after_attention")
 
     def after_fill(self, copy: Stream, ring_slot: int) -> None:
         copy.record(self.copied[ring_slot])
 
     def before_attention(self, compute: Stream, ring_slot: int) -> None:
-        """Attention over a slot waits for the copy that filled it."""
+        """Make attention over a slot wait for the copy that filled the slot."""
         compute.wait(self.copied[ring_slot], "ring.attention_after_fill")
 
     def after_attention(self, compute: Stream, ring_slot: int) -> None:

@@ -1,4 +1,4 @@
-"""What passes through the ring: bytes of the host, whoever wants them on the GPU."""
+"""What passes through the ring: bytes in host memory that are needed on the GPU, of whatever kind."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from offload.memory.host_pool import HostPool
 class Transfer(Protocol):
     """Bytes that pass through one ring slot together.
 
-    Two that are equal bring the same bytes: what was fetched ahead for the next step is kept if it is equal to what
-    that step wants.
+    Equal transfers bring the same bytes: a transfer that was prefetched for the next step is kept if it equals the one
+    that the step wants.
 
     Attributes:
-        host_blocks: blocks of the host pool that are among them. What was fetched ahead is dropped when one of them is
-            released.
+        host_blocks: blocks of the host pool that are among these bytes. A prefetched transfer is dropped when one of
+            them is released.
     """
 
     @property
     def host_blocks(self) -> tuple[int, ...]: ...
 
     def num_bytes(self, layout: KVLayout) -> int:
-        """How many; no more than a ring slot has."""
+        """Return the number of bytes, no more than a ring slot has."""
         ...
 
     def copies(self, layer: int, slot: torch.Tensor, host: HostPool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(destination, source) of each copy, of equal shapes; slot: the ring slot, [bytes] uint8."""
+        """Yield (destination, source) of each copy, with equal shapes. slot: the ring slot, [bytes] uint8."""
         ...

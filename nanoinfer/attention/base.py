@@ -1,17 +1,17 @@
 """The attention interface: what a layer asks for, in terms that do not say where KV blocks lie.
 
 A KV buffer of one layer is ``kv: [num_blocks, 2, block_size, num_kv_heads, head_dim]``, contiguous; index 0 of dim 1
-is K and 1 is V. It may be a layer's part of the GPU pool or a ring slot. An *item* of decode's
-work is one block or, where so few blocks are read that they would leave most of a GPU idle, one of its tiles: with
-``span = block_size / partials_per_block``, item ``n`` of a sequence covers its tokens ``[n * span, (n + 1) * span)``.
+is K and 1 is V. It may be a layer's part of the GPU pool or a ring slot. An *item* of decode work is one block. Where
+so few blocks are read that most of a GPU would be idle, an item is one tile of a block instead. With ``span =
+block_size / partials_per_block``, item ``n`` of a sequence covers its tokens ``[n * span, (n + 1) * span)``.
 
 Decode attends to each item on its own (``decode_partial``) and combines the tiles of a block, then the blocks, in one
 order (``merge``), as in Flash-Decoding (Dao et al., 2023) with splits at fixed absolute positions. So the bits of a
 block depend on its bytes and its query alone, and the result does not depend on which buffer a block lies in. Whether a
-block's tiles are items of their own depends on the batch, and changes no bit.
+block's tiles are separate items depends on the batch, and changes no bit.
 
-Prefill walks the keys in ascending order with the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1) and can
-put its running state down between two buffers and take it up again.
+Prefill walks the keys in ascending order with the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1). It can
+store its running state between two buffers and load it again.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class DecodeWork:
     index p). A row's items are numbered from its first token on: n covers [n * span, (n + 1) * span), with span =
     block_size / partials_per_block[b]."""
     num_items: Tensor
-    """[1] int32, device. Rows of ``items`` from here on are stale and never reach a result."""
+    """[1] int32, device. Rows of ``items`` from this number on are stale and never reach a result."""
     partials_per_block: Tensor
     """[B] int32, device: items of each block of a batch row, 1 or the backend's ``tiles_per_block``."""
 
@@ -101,14 +101,14 @@ class Partials:
     lse: Tensor
     """[capacity, num_q_heads] float32, device: natural log of the sum of exp(logits) (-inf if it saw no key)."""
     weight: Tensor
-    """The same shape, for a backend whose items may be tiles: what it needs besides to fold them."""
+    """[capacity, num_q_heads] float32, device: what else a backend whose items may be tiles needs to fold them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillPiece:
     """The keys and values of a consecutive range of each of S sequences, lying in one KV buffer.
 
-    A range begins at a block boundary. It ends at one too, unless it is the sequence's last: with that, cutting a
+    A range begins at a block boundary. It also ends at one, unless it is the sequence's last range. So cutting a
     prompt's KV into pieces does not change a bit of the output (``exact_splits`` backends).
     """
 
@@ -129,7 +129,7 @@ class PrefillPiece:
     query_rows: tuple[int, int]
     """(first, last + 1) of the rows of q that the S sequences own: cu_seqlens_q[0] and cu_seqlens_q[S], on the host."""
     store_state: bool
-    """True: more pieces follow, put the state down. False: this is the last piece, write the output."""
+    """True: more pieces follow, store the state. False: this is the last piece, write the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class AttentionBackend(ABC):
     exact_splits: bool
     """Results are bit-identical wherever the blocks lie and however prefill is cut into pieces."""
     tiles_per_block: int = 1
-    """Into how many items a block of a short row may be cut, with the bits of a block as a whole."""
+    """Into how many items a block of a short row may be cut. The result has the bits of the uncut block."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device | str) -> None:
         self.spec = spec
@@ -166,7 +166,7 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def check(cls, spec: AttentionSpec, device: torch.device | str, offload: bool) -> None:
-        """Raise ValueError, naming a backend that can, where this one cannot run the model in this mode."""
+        """Raise ValueError if this backend cannot run the model in this mode. The message names a backend that can."""
 
     def partials(self, capacity: int, device: torch.device | str | None = None) -> Partials:
         """An uninitialised workspace for ``capacity`` partials."""
@@ -202,8 +202,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """Combine partials ranges[b]:ranges[b + 1], which lie in ascending order, into out[b].
 
-        ranges: [B + 1] int32, device; partials_per_block: as in ``DecodeWork``; is_cut: it may be above 1. out: [B,
-        num_q_heads, head_dim], contiguous; an empty range yields zeros.
+        ranges: [B + 1] int32, device; partials_per_block: as in ``DecodeWork``; is_cut: whether partials_per_block may
+        be above 1. out: [B, num_q_heads, head_dim], contiguous; an empty range yields zeros.
         """
 
     @abstractmethod
@@ -223,6 +223,6 @@ class AttentionBackend(ABC):
         """Whole-row decode, for backends that pick their own splits (``exact_splits`` False).
 
         q, out: [B, num_q_heads, head_dim]; block_table: [B, W] int32, device; seq_lens: [B] int32, device.
-        Raises NotImplementedError where the backend has none.
+        Raises NotImplementedError if the backend has no such decode.
         """
         raise NotImplementedError(f"attention backend {self.name!r} decodes by splits: use decode_partial and merge")

@@ -22,8 +22,8 @@ NEG_INF = float("-inf")
 class FlashAttnBackend(AttentionBackend):
     """bfloat16 or float16, head_dim a multiple of 8 up to 256, blocks of a multiple of 256 tokens.
 
-    Of several prefill pieces, all but the last must end at or before each sequence's first query, and the last at
-    each sequence's last query: flash-attn aligns its causal mask to the last key. Windows need resident KV.
+    If there are several prefill pieces, all but the last must end at or before each sequence's first query, and the
+    last at each sequence's last query: flash-attn aligns its causal mask to the last key. Windows need resident KV.
     """
 
     name = "flash_attn"
@@ -122,7 +122,7 @@ class FlashAttnBackend(AttentionBackend):
     def _merge_state(
         self, result: Tensor, lse: Tensor, key_lens: Tensor, piece: PrefillPiece, acc: Tensor, m: Tensor
     ) -> None:
-        """acc, m: normalised output and natural log-sum-exp so far, updated in place; the state's l is not used."""
+        """Merge one piece into acc and m, normalised output and natural log-sum-exp so far. The state's l is unused."""
         counts = piece.cu_seqlens_q.diff()
 
         def each_query(values: Tensor) -> Tensor:

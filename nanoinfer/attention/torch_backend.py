@@ -1,10 +1,13 @@
 """The reference backend: plain torch, float32 inside.
 
-What is computed beside an item changes none of its bits. Products have one shape each: a whole split, or a whole block
-and the queries of `TILE_QUERIES` positions, whether they all are there or not; what an item does not see is masked and
-not sliced. A query's place among those of its tile follows from its position. The operands are fresh, contiguous
-copies, aligned alike where head_dim is a multiple of 16, as every model's is. All else is computed for many items at
-once, by functions that are exact for each value (see `nanoinfer.common.exact`) and sums of rows of a fixed length.
+The bits of an item do not depend on what is computed beside it:
+
+- Products have a fixed shape: a whole split in decode; a whole block and the queries of `TILE_QUERIES` positions in
+  prefill, whether all of these queries exist or not. Keys that an item does not see are masked, not sliced off.
+- A query's place in its tile follows from its position.
+- Operands are fresh, contiguous copies. They are aligned alike if head_dim is a multiple of 16, as every model's is.
+- Everything else is computed for many items at once, by functions that are exact for each value (see
+  `nanoinfer.common.exact`) and by sums over rows of a fixed length.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from nanoinfer.common.exact import elementwise
 NEG_INF = float("-inf")
 TILE_QUERIES = 32
 MERGED_SPLITS = 32
-"""Splits that one sum of the merge adds up; those of more are added in ascending order."""
+"""Splits that one sum of the merge adds up. If there are more splits, the sums are added in ascending order."""
 MAX_ELEMENTS = 2**22
-"""Of the largest temporary, 16 MiB, where one item does not have more."""
+"""Elements of the largest temporary (16 MiB), unless a single item has more."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,9 @@ class Tile:
     """Queries of one sequence of a prefill piece, at neighbouring positions.
 
     Attributes:
-        sequence: in the piece.
-        rows: their rows of q, first and last + 1.
-        position: of the first of them.
+        sequence: number of the sequence in the piece.
+        rows: the queries' rows of q, first and last + 1.
+        position: position of the first query.
         origin: the position of the tile's first place, a multiple of `TILE_QUERIES`.
     """
 
@@ -206,7 +209,7 @@ class TorchBackend(AttentionBackend):
         hidden: Tensor,  # [tiles, TILE_QUERIES, block_size]
         running: tuple[Tensor, Tensor, Tensor],  # acc, m and l of each query
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `running` becomes with one more block; it stays as it is for a query that sees none of its keys."""
+        """Return `running` with one more block attended to; unchanged for a query that sees none of its keys."""
         acc, m, l = running
         logits = self._logits(_products(queries, [k[i] for i in owner]))
         shape = (len(owner), -1, self.spec.group_size, TILE_QUERIES, self.spec.block_size)
@@ -219,25 +222,27 @@ class TorchBackend(AttentionBackend):
         return acc, m_new, l * alpha + p.sum(-1)
 
     def _in_tiles(self, x: Tensor, places: Tensor, count: int, fill: float) -> Tensor:
-        """[n, Hq, ...] of n queries -> [count, Hkv, G * TILE_QUERIES, ...] in new memory, `fill` where there is
-        none."""
+        """Put n queries into tiles: [n, Hq, ...] -> [count, Hkv, G * TILE_QUERIES, ...] in new memory.
+
+        Places without a query hold `fill`.
+        """
         tiles = x.new_full((count * TILE_QUERIES, *x.shape[1:]), fill)
         tiles[places] = x
         tiles = tiles.unflatten(0, (count, TILE_QUERIES)).transpose(1, 2).contiguous()  # [count, Hq, TILE_QUERIES, ...]
         return tiles.view(count, self.spec.num_kv_heads, -1, *x.shape[2:])
 
     def _in_rows(self, x: Tensor, places: Tensor) -> Tensor:
-        """What `_in_tiles` made, for the n queries again: [n, Hq, ...]."""
+        """Undo `_in_tiles`: [count, Hkv, G * TILE_QUERIES, ...] -> [n, Hq, ...]."""
         heads = x.reshape(len(x), self.spec.num_q_heads, TILE_QUERIES, *x.shape[3:])
         return heads.transpose(1, 2).flatten(0, 1)[places]
 
     def _heads_first(
         self, kv: Tensor, index: Tensor | tuple[Tensor | slice, ...], is_beyond: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What lies at kv[index], [n, 2, T, Hkv, D], as new float32 memory, k: [n, Hkv, D, T] and v: [n, Hkv, T, D].
+        """Copy kv[index], [n, 2, T, Hkv, D], to new float32 memory, k: [n, Hkv, D, T] and v: [n, Hkv, T, D].
 
-        is_beyond: [n, T], tokens whose memory may hold anything: a value is 0 there, since 0 * NaN is NaN, and what
-        comes of a key is masked later.
+        is_beyond: [n, T], tokens whose memory may hold anything. Their values become 0, since 0 * NaN is NaN; the
+        logits of their keys are masked later.
         """
         as_bytes = kv.dtype.itemsize == 1  # torch takes no float8 by index on the CPU
         found = (kv.view(torch.uint8) if as_bytes else kv)[index].view(kv.dtype)
@@ -251,7 +256,7 @@ class TorchBackend(AttentionBackend):
 
 
 def _tiles(bounds: list[int], query_pos: list[int]) -> list[Tile]:
-    """The queries of each sequence, cut at positions that are multiples of `TILE_QUERIES`."""
+    """Cut the queries of each sequence at positions that are multiples of `TILE_QUERIES`."""
     tiles = []
     for sequence, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
         shift = query_pos[sequence] - begin  # from rows to positions
@@ -272,8 +277,10 @@ def _products(left: Tensor, right: Tensor | list[Tensor]) -> Tensor:
 
 
 def _sum_of_splits(x: Tensor) -> Tensor:
-    """[b, width, ...] -> [b, ...]: a fixed number at a time, as the sum of a row of memory, these in ascending
-    order."""
+    """Sum over the splits: [b, width, ...] -> [b, ...].
+
+    Every `MERGED_SPLITS` splits are summed as one row of memory. These sums are added in ascending order.
+    """
     parts = x.movedim(1, -1).contiguous().unflatten(-1, (-1, MERGED_SPLITS)).sum(-1)  # [b, ..., width / MERGED_SPLITS]
     first, *others = parts.unbind(-1)
     for part in others:
@@ -282,10 +289,10 @@ def _sum_of_splits(x: Tensor) -> Tensor:
 
 
 def _at_once(item_elements: int) -> int:
-    """How many items are computed at once."""
+    """Return how many items to compute at once."""
     return max(1, MAX_ELEMENTS // item_elements)
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A contiguous float32 copy, even of what is that already: a matrix library may round by alignment."""
+    """Copy x to contiguous float32, even if it is that already: how a matrix library rounds may depend on alignment."""
     return x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

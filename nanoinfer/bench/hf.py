@@ -1,4 +1,4 @@
-"""transformers with its own offloaded KV cache, on the same weights: what users have today."""
+"""The benchmark's reference: transformers with its own offloaded KV cache, on the same weights."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from nanoinfer.models.registry import resolve
 from nanoinfer.options.measuring import CACHES
 from nanoinfer.weights.load import load_config, load_model, resolve_dtype
 
-_CACHES_ON_CPU = {"hf": "dynamic", "hf-static": "static"}  # its offloaded caches need CUDA
+_CACHES_ON_CPU = {"hf": "dynamic", "hf-static": "static"}  # the offloaded caches of transformers need CUDA
 
 
 @dataclass(frozen=True)
 class Reference:
-    """transformers' model, and the same model in our numbers."""
+    """The model of transformers, and its spec in our terms."""
 
     model: PreTrainedModel
     spec: ModelSpec
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each token of the batch is there. Never stops: `generate` asks it after every step."""
+    """Records the time of each token of the batch. `generate` calls it after every step; it never stops the batch."""
 
     def __init__(self, bar: tqdm) -> None:
         self.moments: list[float] = []
         self._bar = bar
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        input_ids[:, -1].tolist()  # on the host, so the GPU has finished
+        input_ids[:, -1].tolist()  # copies to the host, so the GPU has finished the step
         self.moments.append(time.perf_counter())
         self._bar.update()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -44,7 +44,7 @@ class _Clock(StoppingCriteria):
 def load_reference(
     model_dir: str, *, dtype: str, device: torch.device, load_format: str, seed: int, progress: bool = False
 ) -> Reference:
-    """transformers' model with the weights that `LLM(model_dir, ...)` has, random ones included.
+    """Load the model of transformers with the same weights as `LLM(model_dir, ...)`, random weights included.
 
     Raises:
         ValueError: the checkpoint cannot be used.
@@ -68,7 +68,7 @@ def load_reference(
     assert set(missing) <= {"lm_head.weight"}, f"transformers also wants {missing}"
     assert not missing or spec.tied_embeddings, "an untied head must come with the weights"
     model.tie_weights()
-    # Buffers are no weights: what was computed on the meta device is made again.
+    # Buffers are not weights: those computed on the meta device are computed again.
     for module in model.modules():
         if hasattr(module, "inv_freq"):
             with torch.device(device):
@@ -82,9 +82,9 @@ def load_reference(
 def measure_reference(
     mode: str, reference: Reference, lengths: list[int], output_len: int, *, seed: int = 0, progress: bool = False
 ) -> Row:
-    """One batch of equally long prompts through `generate` with an offloaded cache.
+    """Measure one batch of equally long prompts through `generate` with an offloaded cache.
 
-    `add_floor` fills in the floor; transformers does not count what it streams.
+    `add_floor` fills in the floor; transformers does not count the bytes that it streams.
     """
     assert len(set(lengths)) == 1, "transformers would pad prompts of several lengths"
     model, device = reference.model, reference.model.device

@@ -1,4 +1,4 @@
-"""`nanoinfer bench latency`: one batch at a time, against the time in which its bytes can be read."""
+"""`nanoinfer bench latency`: one batch at a time, compared with the time that reading its bytes takes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
         ValueError: an option cannot be used, or the batch does not fit.
     """
     device = resolve_device(options.device)
-    # A prompt's first token comes from its prefill, so one token alone has no decode step.
+    # The first token of a prompt comes from its prefill, so a single token has no decode step.
     check_at_least(options, input_len=1, output_len=2, batch_size=1, num_iters=1, num_iters_warmup=0)
     check_mode(options.mode, ENGINE_MODES)
     check_can_write(options.output_json)
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
     with model_directory(options, shape) as model:
         EngineConfig.from_arguments({"model": model, **arguments})
         load_config(model)
-        # Their buffers would take memory that the engine has reserved for its activations.
+        # Measured before the engine exists: the buffers would take memory that it reserves for its activations.
         before = measure_floors(device)
         llm = LLM(model, **arguments)
         try:
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
 
 
 def _iterations(llm: LLM, options: argparse.Namespace) -> list[Row]:
-    """One row per iteration that counts; each has prompts of its own."""
+    """Run the iterations and return one row for each that counts. Every iteration has different prompts."""
     rows = []
     lengths = [options.input_len] * options.batch_size
     for number in tqdm(
@@ -88,11 +88,11 @@ def _iterations(llm: LLM, options: argparse.Namespace) -> list[Row]:
 def summary(
     rows: list[Row], spec: ModelSpec, lengths: list[int], output_len: int, floors: tuple[Floors, Floors]
 ) -> dict:
-    """Figures over equal iterations, in seconds and bytes; those that vLLM's JSON has carry its names.
+    """Return figures over equal iterations, in seconds and bytes. Figures that vLLM's JSON has keep vLLM's names.
 
     Args:
         rows: one per iteration.
-        floors: measured before and after them.
+        floors: measured before and after the iterations.
     """
     steps = [step for row in rows for step in row.steps]
     totals = [row.total_seconds for row in rows]

@@ -1,4 +1,4 @@
-"""`nanoinfer bench offload`: each mode with one engine over all its cases, then the table."""
+"""`nanoinfer bench offload`: run each mode with one engine for all its cases, then print the table."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from nanoinfer.options.parser import in_options
 from nanoinfer.weights.load import load_config
 
 CHECKED_TOKENS = 8  # per sequence, with their log-probabilities
-# What a case may ask too much of: a row says so, and the others go on.
+# Errors of a case that does not fit: its row says so, and the other cases go on.
 _DOES_NOT_FIT = (ValueError, MemoryError, torch.OutOfMemoryError)
 
 
 @dataclass
 class _Run:
-    """One call: what to measure, where, and the bandwidths after the latest mode."""
+    """One call of the benchmark: what to measure, where, and the bandwidths measured after the latest mode."""
 
     model: str
     options: argparse.Namespace
@@ -44,16 +44,16 @@ class _Run:
         return not self.options.no_progress
 
     def rows(self, mode: str) -> list[Row]:
-        """All cases of a mode.
+        """Measure all cases of a mode.
 
-        Floors are measured before its engine is made and after it is closed: their buffers would take memory that the
-        engine has reserved for its activations.
+        Floors are measured before the mode's engine is made and after it is closed. Otherwise their buffers would take
+        memory that the engine has reserved for its activations.
         """
         rows, spec = self._rows_of_transformers(mode) if mode in CACHES else self._rows_of_ours(mode)
         before, self.floors = self.floors, measure_floors(self.device)
         for row in rows:
             lengths, streamed = [row.context] * row.batch, None
-            if mode in CACHES:  # its offloaded caches bring all KV over the link in every step, too
+            if mode in CACHES:  # transformers' offloaded caches also bring all KV over the link in every step
                 streamed = kv_bytes(spec, [row.context + self.cases.output_len // 2] * row.batch)
             add_floor(row, spec, lengths, self.cases.output_len, (before, self.floors), streamed)
         return rows
@@ -87,7 +87,7 @@ class _Run:
         return lambda engine: self.traces.extend(engine.stop_trace(mode, number))
 
     def _open(self, mode: str) -> tuple[LLM | None, dict[int, str]]:
-        """An engine for the longest context that fits, and why the longer ones do not."""
+        """Return an engine for the longest context that fits, and by longer context the reason why it does not fit."""
         refused: dict[int, str] = {}
         for context in reversed(self.cases.contexts):
             llm = None
@@ -101,7 +101,7 @@ class _Run:
             try:  # compiles the prefill kernels
                 measure(llm, [self.cases.contexts[0]], min(4, self.cases.output_len), seed=self.options.seed + 1)
             except _DOES_NOT_FIT:
-                pass  # the case itself will say why
+                pass  # the case itself will give the reason
             return llm, refused
         return None, refused
 
@@ -122,7 +122,7 @@ class _Run:
                 )
             return measure_reference(mode, reference, lengths, output_len, seed=seed, progress=self.progress)
 
-        # Any error: what another library cannot do must not lose the figures of our own.
+        # Accept any error: a failure of transformers must not lose the figures of our own modes.
         rows = self._each(mode, case, (Exception,))
         spec = None if reference is None else reference.spec
         reference = None
@@ -132,7 +132,7 @@ class _Run:
     def _each(
         self, mode: str, case: Callable[[list[int]], Row], errors: tuple[type[Exception], ...] = _DOES_NOT_FIT
     ) -> list[Row]:
-        """Runs all cases of a mode; one that does not fit is a row with the reason."""
+        """Runs all cases of a mode. A case that does not fit gives a row with the reason."""
         rows = []
         for context in self.cases.contexts:
             for batch in self.cases.batches:
@@ -148,7 +148,7 @@ class _Run:
 
 
 def _reason(error: Exception) -> str:
-    """One line of what an error says; torch's own go on for many."""
+    """Return one line of an error's message; messages of torch have many lines."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -156,7 +156,7 @@ def run(options: argparse.Namespace, command: str) -> list[Row]:
     """Runs all cases and prints the table.
 
     Args:
-        options: what `add_arguments` defines.
+        options: as defined by `add_arguments`.
         command: how the benchmark was called, for the JSON.
 
     Raises:
@@ -165,7 +165,7 @@ def run(options: argparse.Namespace, command: str) -> list[Row]:
     device = resolve_device(options.device)
     cases = read_cases(options, device.type == "cuda")
     with model_directory(options, default_shape(device)) as model:
-        # A wrong option is refused here, once; what is left to go wrong below is that a case does not fit.
+        # A wrong option is refused here, once. Below, the only errors left are cases that do not fit.
         for mode in cases.modes:
             EngineConfig.from_arguments({"model": model, **engine_arguments(options, cases, mode, cases.contexts[0])})
         load_config(model)

@@ -34,7 +34,7 @@ PROMPT_VOCABULARY = 2000
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that are all there at the start."""
+    """Requests that all arrive at the start."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]
@@ -49,7 +49,7 @@ class Load:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest request."""
+        """Tokens of the longest request, prompt and output."""
         return max(len(prompt) + param.max_tokens for prompt, param in zip(self.prompts, self.params, strict=True))
 
 
@@ -61,12 +61,12 @@ def make_load(
     seed: int = 0,
     vocab_size: int = PROMPT_VOCABULARY,
 ) -> Load:
-    """Requests of random lengths, the same for the same seed. The defaults are nano-vllm's benchmark.
+    """Make requests of random lengths, the same for the same seed. The defaults are those of nano-vllm's benchmark.
 
     Args:
         input_len: fewest and most tokens of a prompt.
-        output_len: fewest and most tokens to generate; every request generates all of its own.
-        vocab_size: token ids of the prompts lie below it, and below `PROMPT_VOCABULARY`.
+        output_len: fewest and most tokens to generate; no request ends early.
+        vocab_size: token ids of the prompts are below this number and below `PROMPT_VOCABULARY`.
     """
     generator = random.Random(seed)
     lengths = [generator.randint(*input_len) for _ in range(num_prompts)]
@@ -78,11 +78,11 @@ def make_load(
 
 
 def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
-    """Runs the load after a short request that compiles the kernels. Figures in seconds and tokens.
+    """Run the load after a short request that compiles the kernels. Return figures in seconds and tokens.
 
-    Step times are means over decode steps: `step_seconds` from one read to the next, `host_seconds_per_step` the part
-    in which the host did not wait for the device, `device_seconds_per_step` the part in which the compute stream had
-    work of the model, estimated from a sample of the steps.
+    Step times are means over decode steps. `step_seconds` is the time from one read to the next,
+    `host_seconds_per_step` is the part in which the host did not wait for the device, and `device_seconds_per_step` is
+    the part in which the compute stream had work of the model, estimated from a sample of the steps.
     """
     warm_up = SamplingParams(temperature=load.params[0].temperature, max_tokens=min(4, load.params[0].max_tokens))
     llm.generate([load.prompts[0]], warm_up, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""`nanoinfer bench`: which benchmark runs."""
+"""`nanoinfer bench`: the choice of the benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoinfer.options import latency as latency_options
 from nanoinfer.options import offload as offload_options
 from nanoinfer.options import throughput as throughput_options
 
-# Each runs in a module of its own, which is imported for it alone: `nanoinfer.bench.latency`.
+# Each benchmark has a module, such as `nanoinfer.bench.latency`, that is imported only when this benchmark runs.
 BENCHMARKS = {
     "latency": latency_options,
     "throughput": throughput_options,
@@ -19,7 +19,7 @@ BENCHMARKS = {
     "exactness": exactness_options,
 }
 DEFAULT = "offload"
-_HOMES = {"offload": "nanoinfer.commands.bench_offload"}  # of those that join more than one library
+_HOMES = {"offload": "nanoinfer.commands.bench_offload"}  # modules of benchmarks that join more than one library
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def with_default(arguments: list[str]) -> list[str]:
-    """The command line with the default benchmark's name where `bench` is followed by none."""
+    """Return the command line, with the default benchmark's name if `bench` is followed by none."""
     if arguments[:1] != ["bench"] or arguments[1:2] in (["-h"], ["--help"]):
         return arguments
     if len(arguments) > 1 and not arguments[1].startswith("-"):
@@ -43,13 +43,13 @@ def run(options: argparse.Namespace, command: str) -> int:
     """Runs the benchmark that the options name, prints its report and returns the exit status: 1 where bits differ.
 
     Args:
-        command: how it was called, for the JSON.
+        command: how the benchmark was called, for the JSON.
 
     Raises:
-        ValueError: an option cannot be used; nothing has run then. Or the engine cannot run what was asked for.
+        ValueError: an option cannot be used; nothing has run then. Or the engine cannot run the benchmark as asked.
         MemoryError: the GPU is full.
     """
-    import torch  # not above: what reads the options does without
+    import torch  # not at the top: reading the options must not import torch
 
     run_benchmark = import_module(_HOMES.get(options.benchmark, f"nanoinfer.bench.{options.benchmark}")).run
     if options.benchmark == "exactness":
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, command: str) -> int:
         run_benchmark = partial(run_benchmark, local_server=local_server)
     try:
         figures = run_benchmark(options, command)
-    except torch.OutOfMemoryError as error:  # its text goes on for many lines
+    except torch.OutOfMemoryError as error:  # its message has many lines
         reason = str(error).splitlines()[0]
         raise MemoryError(f"{reason} Lower --gpu-memory, or end what else runs on the GPU") from error
     return 1 if options.benchmark == "exactness" and not figures["identical"] else 0

@@ -19,7 +19,7 @@ def run(options: argparse.Namespace, command: str) -> list[Row] | dict[str, Scor
     """Runs all cases and prints the table; with --task recall, asks its questions.
 
     Args:
-        options: what `options.offload.add_arguments` defines.
+        options: as defined by `options.offload.add_arguments`.
         command: how the benchmark was called, for the JSON.
 
     Raises:
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace, command: str) -> list[Row] | dict[str, Scor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry of `python bench_offload.py`."""
+    """Entry point of `python bench_offload.py`."""
     parser = Parser(
         prog="bench_offload.py",
         description="Decode with the KV cache in host memory against the GPU, with the floors of this machine.",

@@ -1,7 +1,7 @@
 """The `nanoinfer` command.
 
-What reads the options imports neither torch nor transformers, so that `--help` and a misspelt option are answered at
-once. What a command runs is imported when it runs.
+The code that reads the options imports neither torch nor transformers, so that `--help` and a misspelt option are
+answered at once. The code of a command is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nanoinfer.options.parser import Parser, length, run_command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `nanoinfer ...` and returns its exit status; see `command_line.run_command`.
 
-    `verify` and `bench exactness` return 1 where they find a difference, `plan` where something does not fit.
+    `verify` and `bench exactness` return 1 if they find a difference, `plan` if something does not fit.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     return run_command(_parser(), bench.with_default(given), lambda options: _run(options, given))
@@ -85,7 +85,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    """Prints the completion as it comes."""
+    """Print the completion as it is generated."""
     params = nanoinfer.SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed)
     with nanoinfer.LLM(
         options.model,
@@ -104,7 +104,7 @@ def _generate(options: argparse.Namespace) -> None:
                     raise ValueError(output.error)
                 print(output.text_delta, end="", flush=True)
         except KeyboardInterrupt:
-            print()  # what says so gets a line of its own
+            print()  # so that the message about the interrupt begins on a new line
             raise
     print()
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the forecast; 1 where it does not fit."""
+    """Print the forecast; return 1 if something does not fit."""
     arguments = dict(
         enable_cpu_offload={"on": True, "auto": "auto", "off": False}[options.offload],
         dtype=options.dtype,

@@ -21,7 +21,7 @@ from nanoinfer.recall.settings import Evaluation, Run, read_options
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Scores]:
-    """Asks all questions in all modes; prints the table, and writes what the options name after each mode.
+    """Ask all questions in all modes and print the table. After each mode, write the files that the options name.
 
     Raises:
         ValueError: an option cannot be used; nothing has run then.
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Scores]:
                 write_figures(options.json, checkpoint | figures(results, asked.grid), None, asked.device, command)
             if options.plot:
                 plot(options.plot, results, asked.grid)
-    finally:  # a run that is interrupted shows what it has
+    finally:  # an interrupted run shows the results that it has
         if results:
             print("\n".join([table(results, asked.grid), *compare(results)]))
     return results
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Scores]:
 
 @contextmanager
 def _open(this_run: Run, asked: Evaluation, end_token_id: int) -> Iterator[Answers]:
-    """Who answers; its memory is free again afterwards."""
+    """Open what answers the questions: the engine, or the reference. Free its memory afterwards."""
     try:
         if this_run.arguments is None:
             yield ReferenceAnswers(asked.model_dir, end_token_id, device=asked.device)
@@ -61,7 +61,7 @@ def _open(this_run: Run, asked: Evaluation, end_token_id: int) -> Iterator[Answe
 
 
 def checkpoint_sha256(model_dir: Path) -> str | None:
-    """Of the weights' file; None where they are sharded."""
+    """Return the SHA-256 of the file with the weights; None if the weights are sharded."""
     path = model_dir / "model.safetensors"
     if not path.is_file():
         return None

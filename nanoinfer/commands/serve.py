@@ -17,10 +17,10 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.options import tuning as tuning_options
 from nanoinfer.options.parser import INTERRUPTED, length
 
-# Longer than the 5 s after which common clients close an idle connection: who closes it while the other one sends a
-# request breaks that request.
+# Longer than the 5 s after which common clients close an idle connection. If the server closed it first, it might do so
+# just when the client sends a request, and that request would fail.
 _IDLE_SECONDS = 60
-_CLOSING_SECONDS = 5  # after the last request has ended, for its answer to be sent
+_CLOSING_SECONDS = 5  # time to send the answer after the last request has ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM and returns 0, or 1 where the engine failed.
+    """Serves until SIGINT or SIGTERM, and returns 0, or 1 if the engine failed.
 
     Raises:
         ValueError: an option cannot be used, or packages are missing.
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     origins = allowed_origins(options.allowed_origins)
     max_queue_bytes = parse_bytes(options.max_queue_bytes, "--max-queue-bytes")
     config = EngineConfig.from_arguments(_engine_arguments(options))
-    # Bound before the model is loaded, which takes long; it does not listen yet.
+    # Bind the port before the model is loaded, because loading takes long. The socket does not listen yet.
     with _bind(options.host, options.port) as listener:
         engine = AsyncEngine(
             lambda: nanoinfer.LLMEngine(config),
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
                 ws="none",
                 lifespan="on",
                 timeout_keep_alive=_IDLE_SECONDS,
-                # The engine ends its requests by itself; this is for clients that do not take their answers.
+                # The engine ends its requests by itself. This limit is for clients that do not read their answers.
                 timeout_graceful_shutdown=_CLOSING_SECONDS,
             )
             host, port = listener.getsockname()[:2]
@@ -154,33 +154,33 @@ def run(options: argparse.Namespace) -> int:
 def _start(engine: Any) -> None:
     try:
         engine.start()
-        # A walk of the garbage collector through all that was imported and loaded takes up to a second, in which
-        # nothing else runs; none of it is ever garbage.
+        # A garbage collection over all imported and loaded objects takes up to a second and stops everything else. None
+        # of these objects ever becomes garbage, so exclude them from later collections.
         gc.collect()
         gc.freeze()
     except KeyboardInterrupt:
         _report("interrupted while the model was loaded")
-        # The thread that loads cannot be stopped, and the interpreter's own way out aborts while it runs.
+        # The loading thread cannot be stopped, and a normal exit of the interpreter aborts while that thread runs.
         os._exit(INTERRUPTED)
 
 
 def _serve(server: Any, listener: socket.socket, host: str, port: int) -> None:
     shown = f"[{host}]" if ":" in host else host
     server.announcement = f"serving on http://{shown}:{port}"
-    # uvicorn raises the signal that ended it once more, for whoever handled it before; that must not be the default,
-    # which kills a process that has just ended properly.
+    # uvicorn raises the signal that ended it once more, for the handler that was set before. That must not be the
+    # default handler, which would kill a process that has just ended properly.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         server.run(sockets=[listener])
     except KeyboardInterrupt:
-        pass  # likewise, for SIGINT
+        pass  # uvicorn raises SIGINT once more, too
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _server_class(base: type) -> type:
     class Server(base):
-        """uvicorn's server, which goes on to answer (with 503, and to /health) while running requests end."""
+        """uvicorn's server, but it still answers (503 and /health) while the running requests end."""
 
         def __init__(self, config: Any, engine: Any, shutdown_timeout: float) -> None:
             super().__init__(config)
@@ -196,12 +196,12 @@ def _server_class(base: type) -> type:
             running = counted(self._engine.num_streams, "request")
             _report(f"shutting down; {running} may run for {self._shutdown_timeout:g} s")
             draining = asyncio.create_task(self._engine.drain(self._shutdown_timeout))
-            while not draining.done() and not self.force_exit:  # a second SIGINT forces it
+            while not draining.done() and not self.force_exit:  # a second SIGINT forces the exit
                 await asyncio.wait({draining}, timeout=0.1)
             if not draining.done():
                 draining.cancel()
                 await self._engine.drain(0)
-                self.force_exit = False  # nothing runs now, so the rest of an orderly end is short
+                self.force_exit = False  # nothing runs any more, so an orderly end is fast
             await super().shutdown(sockets)
 
     return Server

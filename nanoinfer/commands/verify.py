@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `nanoinfer verify`, prints the report as it comes and returns the exit code: 0 where all is equal, 1 if not.
+    """Runs `nanoinfer verify`, prints the report line by line and returns the exit code: 0 if all is equal, else 1.
 
     Raises:
         ValueError: an option cannot be used.
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
             output_len=options.output_len,
             seed=options.seed,
             progress=sys.stderr.isatty(),
-            # As they come, into a pipe, too: all runs together take long.
+            # Flush each part at once, even into a pipe, because all runs together take long.
             tell=lambda text: print(in_options(text, options.parser), flush=True),
             gpu_memory_limit=options.gpu_memory,
             host_memory_limit=options.host_memory,

@@ -16,7 +16,7 @@ class RequestError(ValueError):
 
     Attributes:
         field: what is at fault: "prompt", "messages" or a field of SamplingParams.
-        is_too_long: it does not fit into max_model_len or a KV pool.
+        is_too_long: the request does not fit into max_model_len or a KV pool.
     """
 
     def __init__(self, message: str, *, field: str, is_too_long: bool = False) -> None:
@@ -28,7 +28,7 @@ _SHOWN_CHARS = 80
 
 
 def shown(value: Any) -> str:
-    """A value that somebody gave, for a message: as Python writes it, its beginning where that is long."""
+    """Return repr(value) for an error message, cut to its beginning where it is long."""
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
@@ -40,7 +40,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """For a message, behind a name that is not allowed: " (did you mean 'x'?)", or nothing where none comes close."""
+    """Return what a message says behind an unknown name: " (did you mean 'x'?)", or "" where no name comes close."""
     guess = nearest(name, allowed)
     return f" (did you mean {guess!r}?)" if guess else ""
 
@@ -62,9 +62,9 @@ def refuse_unknown(given: Iterable[str], allowed: Collection[str], what: str) ->
 
 
 def refuse_unknown_keywords(cls: type, known: Callable[[dict], dict] = dict) -> type:
-    """For a keyword-only dataclass, as its decorator, too: unknown keywords are refused with the nearest field's name.
+    """Make a keyword-only dataclass refuse unknown keywords and name the nearest field. Usable as a decorator.
 
-    known: takes out what is no field and yet not unknown, or refuses it.
+    known: refuses or removes keywords that are known but no fields; returns the remaining keywords.
     """
     generated_init = cls.__init__
     names = tuple(field.name for field in dataclasses.fields(cls) if field.init)

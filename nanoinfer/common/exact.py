@@ -1,11 +1,12 @@
-"""Products and elementwise functions whose bits do not depend on what is computed beside them, on the CPU.
+"""Products and elementwise functions on the CPU whose bits do not depend on what is computed beside them.
 
-Libraries choose their order of sums by the number of rows, and give a value other bits in the rest behind the last
-whole vector than in a vector. So nothing is computed at the size that happens to come: rows are padded to one of a few
-counts that are known to agree, values to whole vectors, and no call is so large that threads cut it where they like.
+Libraries choose the order of a sum by the number of rows. They also give a value other bits in a whole vector than in
+the rest behind the last whole vector. So nothing is computed at the size that happens to come: rows are padded to one
+of a few counts that are known to agree, values are padded to whole vectors, and no call is so large that torch cuts it
+among threads.
 
-Sums over the last, contiguous dimension need nothing: torch adds up each row by itself (one row alone is cut among
-threads, but only above 32,768 values), and neither do single additions, products, divisions and comparisons.
+Sums over the last, contiguous dimension need no such care: torch adds up each row by itself (one row alone is cut among
+threads, but only above 32,768 values). Neither do single additions, products, divisions and comparisons.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BASE_ROWS = 16
-# Fewer rows cost one row alone less (8192 x 2048 in float32, one core: 9 ms for 4 rows, 14 for 16 and 4 for one, which
-# no library computes in the order of many), more rows cost a prompt less (512 of them: 590 ms by 16, 290 by 64).
+# A count of 4 makes one row alone cheaper: 9 ms instead of 14 for 16 rows (8192 x 2048 in float32, one core). A count
+# of 1 would take 4 ms, but no library computes one row in the order of many. A count of 64 makes a prompt cheaper:
+# 290 ms instead of 590 by 16, for 512 rows.
 OTHER_ROWS = (4, 64)
-# Of the weight that stands for one of the same shape: the check takes some 20 ms at most.
+# Size of the weight that the check uses in place of the real one: the check takes some 20 ms at most.
 _CHECKED_ELEMENTS = 2**22
 # Two vectors of 16-bit values, the step of torch's vectorised loops with AVX-512.
 WIDTH = 64
@@ -54,11 +56,10 @@ def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple
 def row_counts(
     out_features: int, in_features: int, dtype: torch.dtype, has_bias: bool, num_threads: int
 ) -> tuple[int, ...]:
-    """Numbers of rows, ascending, at which a product of this shape gives a row the same bits, wherever it lies among
-    them.
+    """Return the numbers of rows, ascending, at which a product of this shape gives a row the same bits at any place.
 
-    It depends on the library and the processor, so it is tried, once in a process. Where not even a fixed number of
-    rows gives equal bits at every place, one row at a time does.
+    They depend on the library and the processor, so they are found by trying, once in a process. Where not even a fixed
+    number of rows gives equal bits at every place, the result is one row at a time: (1,).
     """
     out_features = min(out_features, max(16, _CHECKED_ELEMENTS // in_features))
     x, weight = _sensitive_operands(out_features, in_features, dtype)
@@ -75,14 +76,14 @@ def row_counts(
 
 
 def _sensitive_operands(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A row and a weight whose exact product is zero: what is left is rounding, which every other order changes."""
+    """Return a row and a weight whose exact product is zero: only rounding is left, which any other order changes."""
     generator = _generator()
     half = in_features // 2
     row, some = torch.randn(1, half, generator=generator), torch.randn(8, half, generator=generator)
     odd = in_features - 2 * half
     row, some = F.pad(torch.cat((row, row), 1), (0, odd)), F.pad(torch.cat((some, -some), 1), (0, odd))
     order = torch.randperm(in_features, generator=generator)
-    # 256: float16 would round what is left to zero.
+    # Without the factor of 256, float16 would round what is left to zero.
     x, some = (256 * row[:, order]).to(dtype), some[:, order].to(dtype)
     return x, some.repeat(-(-out_features // 8), 1)[:out_features].contiguous()
 
@@ -92,10 +93,9 @@ def _generator() -> torch.Generator:
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x), for a function of single values such as exp: each value as if it were alone. A new, contiguous
-    tensor.
+    """Return function(x), each value as if it were alone, for a function of single values such as exp.
 
-    Only the CPU needs it; elsewhere it is function(x).
+    The result is a new, contiguous tensor. Only the CPU needs this; elsewhere it is function(x).
     """
     if x.device.type != "cpu":
         return function(x)

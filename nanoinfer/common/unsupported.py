@@ -1,4 +1,4 @@
-"""vLLM's arguments that this engine does not have: refused by name, unless the value means doing without.
+"""vLLM arguments that this engine does not have. They are refused by name, unless the value asks for nothing.
 
 Each table: name -> (values that mean the same as leaving it out, what to do instead). None is always such a value.
 """
@@ -117,10 +117,11 @@ CHAT: Table = GENERATE | {
 
 
 def refuse_unsupported(given: Mapping[str, Any], table: Table) -> dict[str, Any]:
-    """What was given, less the table's names, all of whose values mean doing without.
+    """Return the given arguments without those in the table, whose values must mean the same as leaving them out.
 
     Raises:
-        ValueError: one of them asks for something; says which value is taken, and what to do.
+        ValueError: an argument in the table asks for something. The message says which value is accepted, and what to
+            do instead.
     """
     for name, value in given.items():
         if name in table and (message := refusal(name, value, table)):
@@ -135,7 +136,7 @@ def refusal(
     show: Callable[[Any], str] = repr,
     show_neutral: Callable[[Any], str] = repr,
 ) -> str | None:
-    """Why this value cannot be taken; None where it means doing without."""
+    """Return why this value cannot be taken, or None if it means the same as leaving the argument out."""
     neutral, instead = table[name]
     if value is None or any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral):
         return None

@@ -45,10 +45,10 @@ class _InFlight:
 
 
 class LLMEngine:
-    """Runs requests step by step. Not thread-safe: one thread calls it.
+    """Runs requests step by step. Not thread-safe: only one thread may call it.
 
     Args:
-        runtime: streams, events and graphs; None makes the one that fits the device.
+        runtime: streams, events and graphs; None: make the one that fits the device.
     """
 
     @torch.inference_mode()
@@ -62,7 +62,7 @@ class LLMEngine:
             self._enter_offload if built.runner.may_spill else None,
             max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
         )
-        self.sampling_defaults = built.sampling_defaults  # of fields of SamplingParams that a user leaves out
+        self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
         self._end_token_ids = built.end_token_ids
         self._requests: dict[str, Request] = {}
         self._next_sequence_id = 0
@@ -71,9 +71,9 @@ class LLMEngine:
         self.meter = StepMeter(built.runner.runtime)
         self._offload_error: Exception | None = None  # why "auto" could not enter offload mode
         self._in_flight: _InFlight | None = None
-        self._outputs: list[StreamOutput] = []  # read and not returned yet
-        self._at_risk: list[Sequence] = []  # an exception now would leave nobody knows what of these
-        self._is_whole = True  # False while anything changes
+        self._outputs: list[StreamOutput] = []  # read from the device, but not returned by `step` yet
+        self._at_risk: list[Sequence] = []  # their state would be unknown after an exception now
+        self._is_whole = True  # False while requests, pools or tables are being changed
         self._is_recovering = False
         try:
             if config.enable_cpu_offload is True:
@@ -89,7 +89,7 @@ class LLMEngine:
     # Requests
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, checked.
+        """Return the checked token ids of a prompt.
 
         Raises:
             RequestError: the prompt is empty, too long, holds a token outside the vocabulary, or is text although there
@@ -106,7 +106,7 @@ class LLMEngine:
         return token_ids
 
     def check_vocabulary(self, token_ids: list[int]) -> None:
-        """Raises RequestError where one of them is no token."""
+        """Raises RequestError if an id is outside the vocabulary."""
         for token_id in token_ids:
             if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise RequestError(
@@ -124,8 +124,8 @@ class LLMEngine:
             token_ids: the prompt's tokens, if `tokenize` was called before.
 
         Raises:
-            ValueError: the id or the parameters cannot be used; nothing changes.
-            RequestError (a ValueError): likewise, and it names the field that is at fault.
+            ValueError: the id or the parameters cannot be used. Nothing changes.
+            RequestError (a ValueError): the same, but the error names the field that is at fault.
         """
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
@@ -159,10 +159,10 @@ class LLMEngine:
         return request
 
     def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
-        """Tokens that each completion may have, at most: what was asked for, cut to max_model_len.
+        """Return the most tokens that each completion may have: the requested number, cut to max_model_len.
 
         Raises:
-            RequestError: no pool holds so many.
+            RequestError: no pool can hold a sequence of this length.
         """
         modes = [self.mode] if self.config.enable_cpu_offload != "auto" else [self.mode, "offload"]
         capacity = max(self.max_sequence_tokens(mode) for mode in modes)
@@ -183,7 +183,7 @@ class LLMEngine:
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> bool:
-        """Ends a request and gives back what it holds; False if there is no such request."""
+        """Ends a request and frees its memory; returns False if there is no such request."""
         with self._changing():
             request = self._requests.get(request_id)
             if request is None:
@@ -194,7 +194,7 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything; the next one also ends a recovery that was interrupted."""
+        """Whether a step would do anything. A step also finishes a recovery that was interrupted."""
         return self.scheduler.has_work or self._in_flight is not None or bool(self._outputs) or not self._is_whole
 
     # Steps
@@ -203,17 +203,19 @@ class LLMEngine:
     def step(self) -> list[StreamOutput]:
         """Launches one prefill or decode step and reads the one before, so that the device never waits for the host.
 
-        Stop conditions are read one step late: a step may compute one token too many for a sequence, which is dropped.
-        Steps that were asked for log-probabilities are read at once.
+        Stop conditions are checked one step late: a step may compute one token too many for a sequence, and that token
+        is dropped. A step with requests that want log-probabilities is read at once.
 
         Returns:
-            What each sequence gained whose token was read.
+            One output for each sequence whose token was read: what the sequence gained.
 
-        A request that fails by itself, in its detokenizer say, ends alone: its output has `finish_reason="error"`.
+        If a single request fails, for example in its detokenizer, only that request ends: its output has
+        `finish_reason="error"`.
 
         Raises:
-            Exception: whatever went wrong on the device, or in planning. The requests of the failed step are aborted
-                then, and the engine goes on with the others. What was read before is returned by the next call.
+            Exception: whatever went wrong on the device or in planning. The requests of the failed step are aborted,
+                and the engine goes on with all other requests. Outputs that were read before the failure are returned
+                by the next call.
         """
         with self._changing():
             self._advance()
@@ -236,14 +238,14 @@ class LLMEngine:
         if before is not None:
             self._take(before, launched)
         if any(sequence.params.logprobs is not None for sequence in launched.tokens.sequences):
-            # log-probabilities are too large to keep a step's worth of them
+            # The log-probabilities of a whole step are too large to keep until the next step.
             self._take(launched)
         elif any(not sequence.is_finished for sequence in batch.sequences):
             self._in_flight = launched
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """For whatever changes requests, pools or tables: an exception at any line of it leaves them whole."""
+        """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
         if not self._is_whole:  # a recovery was interrupted
             self._recover()
         self._is_whole = False
@@ -256,12 +258,12 @@ class LLMEngine:
         self._is_whole = True
 
     def _recover(self) -> None:
-        """Goes on with the requests that an exception has not touched.
+        """Restores a consistent state after an exception, and keeps the requests that it has not touched.
 
-        The tokens of a step in flight are read: it is unharmed. The requests of the step that failed are aborted. Then
-        everything else (rows, tables, pools, promises, queues) is rebuilt from those that are left.
+        The tokens of a step in flight are read, because that step is unharmed. The requests of the failed step are
+        aborted. Then everything else (rows, tables, pools, promises, queues) is rebuilt from the remaining requests.
 
-        May itself be interrupted and called again: every request that has begun is aborted then.
+        The recovery may itself be interrupted and called again. Every request that has begun is aborted then.
         """
         has_begun_before, self._is_recovering = self._is_recovering, True
         is_sound = self.runner.settle() and not has_begun_before
@@ -287,11 +289,15 @@ class LLMEngine:
         self._is_whole = True
 
     def _sequences(self) -> list[Sequence]:
-        """Those of all requests."""
+        """Return the sequences of all requests."""
         return [sequence for request in self._requests.values() for sequence in request.sequences]
 
     def _refuse_first_waiting(self) -> None:
-        """With "auto", requests are taken that only the host can hold, before it is known that it can be used."""
+        """Fail the first waiting request, which no usable pool can hold.
+
+        With "auto", a request that only the host pool can hold is accepted before it is known whether that pool can be
+        used.
+        """
         assert self._offload_error is not None, "nothing can run, although every block is free"
         sequence = self.scheduler.waiting[0]
         error = MemoryError(
@@ -303,11 +309,11 @@ class LLMEngine:
         self._remove_ended([self._requests[sequence.request_id]])
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Ends a request because of an error of its own."""
+        """Ends a single request because of an error that concerns only this request."""
         self._outputs += request.fail(error)
 
     def _remove_ended(self, requests: Iterable[Request]) -> None:
-        """Gives back what ended sequences hold."""
+        """Frees the rows and KV blocks of sequences that have ended."""
         for request in requests:
             for sequence in request.sequences:
                 if sequence.finish_reason is not None and not sequence.is_finished:
@@ -318,7 +324,7 @@ class LLMEngine:
     def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
         begin, streamed_before = time.perf_counter(), self._streamed_bytes()
         is_decode = isinstance(batch, DecodeBatch)
-        if not is_decode:  # no request's first step is one
+        if not is_decode:  # a request's first step is never a decode step
             for sequence in batch.sequences:
                 self._requests[sequence.request_id].mark_scheduled()
         count_blocks_read(self.runner.kv_cache, batch.sequences)
@@ -333,9 +339,10 @@ class LLMEngine:
             self.meter.trace.host(name, begin)
 
     def _take(self, step: _InFlight, behind: _InFlight | None = None) -> None:
-        """Waits for a step, hands out its tokens and gives back what ended sequences hold.
+        """Waits for a step, hands out its tokens and frees the sequences that have ended.
 
-        If that fails, its requests are at risk, and those of the step `behind` it, which counts on its tokens.
+        If this fails, the requests of the step are at risk, and so are those of the step `behind` it, which depends on
+        its tokens.
         """
         self._at_risk = [*step.tokens.sequences, *([] if behind is None else behind.batch.sequences)]
         self._in_flight = None
@@ -350,7 +357,7 @@ class LLMEngine:
         self._trace_host("give back and publish", begin)
 
     def _read_tokens(self, step: _InFlight) -> None:
-        """Waits for a step and hands out its tokens; those of sequences that have ended meanwhile are dropped."""
+        """Waits for a step and hands out its tokens. Tokens of sequences that have ended meanwhile are dropped."""
         begin = time.perf_counter()
         sampled = step.tokens.read()
         read = time.perf_counter()
@@ -381,10 +388,10 @@ class LLMEngine:
 
     @torch.inference_mode()
     def switch_mode(self, mode: str) -> None:
-        """Goes on in "offload" or "resident" mode; running requests keep their KV, and so their output.
+        """Switch to "offload" or "resident" mode. Running requests keep their KV, so their output does not change.
 
         Raises:
-            ValueError: there is no such mode, or what runs does not fit; nothing changes then.
+            ValueError: there is no such mode, or the running requests do not fit. Nothing changes then.
         """
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
@@ -398,19 +405,19 @@ class LLMEngine:
                 f"mode's pool holds {capacity}: raise "
                 f"{'host_memory_limit' if mode == 'offload' else 'gpu_memory_limit'} or wait until it has ended"
             )
-        self.runner.check_switch(mode, self.scheduler.running)  # refused out here, where nothing has changed
+        self.runner.check_switch(mode, self.scheduler.running)  # refuse here, before anything has changed
         with self._changing():
             self.runner.switch_mode(mode, self.scheduler.running)
 
     def _prepare_offload(self) -> None:
-        """For "auto": begins to map and pin the host pool. Without one the engine stays in resident mode."""
+        """For "auto": begins to map and pin the host pool. If that fails, the engine stays in resident mode."""
         try:
             self.runner.prepare_offload()
         except (MemoryError, PinError) as error:
             self._note_no_offload(error)
 
     def _enter_offload(self) -> bool:
-        """For "auto": goes on in offload mode, if the host can hold what runs."""
+        """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did."""
         try:
             self.runner.switch_mode("offload", self.scheduler.running)
         except (ValueError, MemoryError, PinError) as error:
@@ -420,13 +427,13 @@ class LLMEngine:
         return True
 
     def _note_no_offload(self, error: Exception) -> None:
-        """Says so once, and not for each step that finds the GPU full."""
+        """Warn once that offload mode cannot be entered, not in every step that finds the GPU pool full."""
         if self._offload_error is None:
             warnings.warn(f"offload mode cannot be entered, so requests are preempted: {error}", stacklevel=2)
         self._offload_error = error
 
     def max_sequence_tokens(self, mode: str) -> int:
-        """Tokens that one sequence alone can have in `mode`: without this limit it would wait for ever."""
+        """Return the most tokens that one sequence can have in `mode`. A longer sequence would wait for ever."""
         block_size = self.config.block_size
         if mode == "offload":
             return self.plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
@@ -436,7 +443,7 @@ class LLMEngine:
         return 0 if self.runner.offload is None else self.runner.offload.counters.streamed_bytes
 
     def _count(self, step: _InFlight, now: float, wait_seconds: float) -> None:
-        """Notes a step that was read at `now`, for which the host waited the last `wait_seconds`."""
+        """Add a step that was read at `now` to the totals. The host waited for it during the last `wait_seconds`."""
         times, batch = self.times, step.batch
         seconds = now - max(step.launched, times.last_read)
         times.last_read = now
@@ -456,17 +463,18 @@ class LLMEngine:
     def stats(self) -> dict[str, int | float | str | list[str]]:
         """Counters since the engine was made, and the state of both pools.
 
-        `link_gbps` is the bytes of all streaming decode steps over their whole time, compute included, in GB/s
-        (10^9): what the link was used for, not what it could do.
+        `link_gbps` is the bytes of all streaming decode steps divided by their whole time, compute included, in GB/s
+        (10^9). It is the bandwidth that was used, not the bandwidth that the link is capable of.
 
-        `num_mixed_steps` of the prefill steps computed the next tokens of running sequences, too, `num_mixed_tokens` in
-        all; decode steps do not count them. `prefill_graph_steps` counts prefill steps whose layers ran from graphs,
-        `prefill_graph_hit_rate` is their share of all, and `prefill_padded_tokens` what was added to small steps.
+        `num_mixed_steps` is the number of prefill steps that also computed the next tokens of running sequences, and
+        `num_mixed_tokens` is the number of these tokens; the figures of decode steps do not include them.
+        `prefill_graph_steps` counts prefill steps whose layers ran from graphs, `prefill_graph_hit_rate` is their share
+        of all prefill steps, and `prefill_padded_tokens` counts the padding added to small steps.
 
         `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
         step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are
-        estimates from a sample of the steps; in `host_seconds` of `decode_seconds` the host did not wait for the
-        device. `bound`, `advice` and `notes` say what the decode steps were bound by, what would help, and which
+        estimates from a sample of the steps. `host_seconds` is the part of `decode_seconds` in which the host did not
+        wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help, and which
         settings had no effect.
         """
         if self.runner.offload is not None:
@@ -475,17 +483,20 @@ class LLMEngine:
         return stats.counters(self) | stats.report(self)
 
     def start_trace(self) -> None:
-        """Times every stream in every step from here on, at some cost, until `stop_trace`."""
+        """Time every stream in every step until `stop_trace`. This slows the steps down a little."""
         self.meter.trace = Trace(self.runner.runtime, self.runner.compute)
 
     def stop_trace(self, name: str, number: int = 1) -> list[dict]:
-        """Trace events since `start_trace`, as process `number` called `name`; see `trace.write_trace`."""
+        """Stop tracing and return the trace events since `start_trace`, as process `number` with the name `name`.
+
+        See `trace.write_trace`.
+        """
         trace, self.meter.trace = self.meter.trace, None
         assert trace is not None, "start_trace comes first"
         return trace.events(name, number)
 
     def close(self) -> None:
-        """Aborts what runs and gives back device and host memory; the engine cannot be used afterwards."""
+        """Aborts all requests and frees device and host memory. The engine cannot be used afterwards."""
         for request in self._requests.values():
             request.abort()
         self._requests.clear()

@@ -1,4 +1,4 @@
-"""What a run was bound by: times of the steps and, in a sample of them, of the streams; and what follows from them."""
+"""What bounds a run: the times of all steps, and of the streams in a sample of the steps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class DecodeTimes:
     """Sums over decode steps, in seconds.
 
     Attributes:
-        seconds: from one read to the next.
-        host_seconds: of these, the host did not wait for the device.
-        sampled_seconds: of the steps whose streams were timed; `copy`, `wait` and `compute` are parts of these.
-        copy_seconds: the link brought KV to the GPU.
-        wait_seconds: compute waited for that.
-        compute_seconds: compute had work.
+        seconds: time from the read of one step to the read of the next.
+        host_seconds: the part of `seconds` in which the host did not wait for the device.
+        streaming_seconds: the part of `seconds` that belongs to steps in which KV blocks were streamed.
+        sampled_seconds: the part of `seconds` that belongs to steps whose streams were timed.
+        copy_seconds: the part of `sampled_seconds` in which the link brought KV to the GPU.
+        wait_seconds: the part of `sampled_seconds` in which compute waited for these copies.
+        compute_seconds: the part of `sampled_seconds` in which compute had work.
     """
 
     num_steps: int = 0
@@ -42,7 +43,7 @@ class DecodeTimes:
     compute_seconds: float = 0.0
 
     def since(self, earlier: DecodeTimes) -> DecodeTimes:
-        """What was added after `earlier` was copied."""
+        """Return the difference from `earlier`, a copy of these sums made at an earlier time."""
         names = [entry.name for entry in fields(self)]
         return DecodeTimes(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
@@ -69,7 +70,7 @@ class DecodeTimes:
         """What the steps were bound by: "link", "device memory", "CPU" or, where too few ran to tell, "unknown"."""
         if not self.seconds or (self.streamed_bytes and not self.sampled_seconds):
             return "unknown"
-        # The link first: a host that is far ahead waits for room in the launch queue, which looks like work.
+        # The link is checked first: a host that is far ahead waits for room in the launch queue, which looks like work.
         if self.link_busy_fraction >= LINK_BOUND:
             return "link"
         return "CPU" if self.host_seconds >= CPU_BOUND * self.seconds else "device memory"
@@ -77,12 +78,11 @@ class DecodeTimes:
 
 @dataclass
 class StepMeter:
-    """Times the streams in one decode step of `SAMPLE_EVERY`, and in every step while a trace is taken.
+    """Times the streams in one decode step out of `SAMPLE_EVERY`, and in every step while a trace is recorded.
 
     Attributes:
         times: sums since the engine was made.
-        resident_share: of the full KV blocks of all running sequences, the share that lay on the GPU in the newest
-            step.
+        resident_share: share of the full KV blocks of all running sequences that lay on the GPU in the newest step.
     """
 
     runtime: Runtime
@@ -93,8 +93,8 @@ class StepMeter:
     _open: list[tuple[Timeline, float]] = field(default_factory=list)  # with the step's seconds; copies may still run
 
     def timeline(self, is_decode: bool) -> Timeline | None:
-        """A timeline for the step that is about to be launched, if it is one to be timed."""
-        # The first step is no example: it may compile kernels, and has no prefetch.
+        """Return a timeline for the step about to be launched, or None if that step is not to be timed."""
+        # The first step is not representative: it may compile kernels, and nothing was prefetched for it.
         is_sample = is_decode and self._num_launched % SAMPLE_EVERY == 1
         self._num_launched += is_decode
         timeline = Timeline(self.runtime) if is_sample or self.trace is not None else None
@@ -103,7 +103,7 @@ class StepMeter:
         return timeline
 
     def count(self, seconds: float, host_seconds: float, streamed_bytes: int, timeline: Timeline | None) -> None:
-        """Notes a decode step whose tokens were read."""
+        """Add a decode step whose tokens were read to the sums."""
         times = self.times
         times.num_steps += 1
         times.seconds += seconds
@@ -123,16 +123,16 @@ class StepMeter:
             times.compute_seconds += found.compute_seconds
 
     def snapshot(self) -> DecodeTimes:
-        """The sums so far, for `DecodeTimes.since`. A run begins: its second decode step will be timed."""
+        """Begin a run and return the sums so far, for `DecodeTimes.since`. The run's second decode step is timed."""
         self._num_launched = 0
         return copy.copy(self.times)
 
 
 @dataclass
 class StepTotals:
-    """Totals of prefill steps, and the tokens of decode steps; `StepMeter` has the rest of these. Times in seconds.
+    """Totals of prefill steps, and the number of decode tokens; times in seconds. `StepMeter` has the rest of decode.
 
-    Mixed steps are prefill steps with tokens of running sequences beside those of prompts: `num_mixed_tokens` in all.
+    Mixed steps are prefill steps that also compute tokens of running sequences; `num_mixed_tokens` counts these tokens.
     """
 
     prefill: float = 0.0

@@ -1,4 +1,4 @@
-"""Who computes what in the next step. The policy is the same in both modes, so both form the same batches."""
+"""Choose the sequences of the next step. The policy is the same in both modes, so both form the same batches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from nanoinfer.step.batch import DecodeBatch, PrefillBatch, PrefillChunk
 class Scheduler:
     """First come, first served, with chunked prefill.
 
-    A step is a prefill step or a decode step. While both are wanted they share a step if it has few tokens, because the
-    weights are read once for both then. Larger ones take turns, so a long prompt delays the running sequences by one
-    chunk at a time. When the GPU pool is full in resident mode, offload mode is entered if that
-    is allowed; if not, the youngest sequence gives way: its KV moves to host memory unchanged and it is first in the
-    queue again.
+    A step is a prefill step or a decode step. When both are wanted and there are few tokens, prefill and decode share
+    one step, so that the weights are read only once. With more tokens the two kinds take turns, so a long prompt delays
+    the running sequences by one chunk at a time. When the GPU pool is full in resident mode, the engine enters offload
+    mode if that is allowed. Otherwise the youngest sequence is preempted: its KV moves to host memory unchanged, and
+    the sequence returns to the front of the queue.
 
-    A step is planned while the one before still runs, so a sequence that has all its tokens waits here, out of every
-    batch, until the last one was read.
+    A step is planned while the step before it still runs. A sequence whose tokens are all launched therefore stays in
+    `running`, but in no batch, until its last token was read.
 
     Args:
-        max_num_batched_tokens: tokens of one prefill step.
-        max_mixed_tokens: tokens of a step of prompts and running sequences together; 0: there are none.
-        enter_offload: switches to offload mode and returns True, or returns False where that cannot be; None: never.
+        max_num_batched_tokens: the most tokens of one prefill step.
+        max_mixed_tokens: the most tokens of a mixed step (prompts and running sequences); 0: no mixed steps.
+        enter_offload: switches to offload mode and returns True, or returns False if that is not possible; None: never
+            switch.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and gives back what it holds."""
+        """Remove a running or waiting sequence and free its row and blocks."""
         if sequence.row is not None:
             self._kv_cache.release(sequence, leave_copies=True)
             self.running.remove(sequence)
@@ -62,13 +63,13 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> PrefillBatch | DecodeBatch | None:
-        """The next step, with the blocks that it writes to in place; None when nothing can run."""
+        """Return the next step, with the blocks that it writes to already allocated; None when nothing can run."""
         wanting = [sequence for sequence in self.running if _wants_token(sequence)]
         if not (wanting and self._last_was_prefill):
             may_mix = 0 < len(wanting) < self.max_mixed_tokens and self._wants_prefill
             num_preemptions = self.num_preemptions
-            # Those who run get their blocks before others are admitted. Who gave way stays out of this step: the host
-            # has not read all of its tokens.
+            # Running sequences get their blocks before new ones are admitted. A sequence that was preempted must not be
+            # admitted again in this step, because the host has not read all of its tokens.
             decoding = self._make_room(wanting) if may_mix else []
             chunks = self._schedule_prefill() if self.num_preemptions == num_preemptions else []
             if chunks:
@@ -76,7 +77,7 @@ class Scheduler:
                 is_mixed = bool(decoding) and num_tokens <= self.max_mixed_tokens
                 self._last_was_prefill = not is_mixed
                 return PrefillBatch(chunks, decoding if is_mixed else [])
-            wanting = [sequence for sequence in self.running if _wants_token(sequence)]  # some came back
+            wanting = [sequence for sequence in self.running if _wants_token(sequence)]  # some were admitted again
         self._last_was_prefill = False
         sequences = self._make_room(wanting)
         return DecodeBatch(sequences) if sequences else None
@@ -94,10 +95,10 @@ class Scheduler:
         while self.waiting and budget:
             sequence = self.waiting[0]
             if not self._kv_cache.admit(sequence):
-                # Alone, a prompt that the GPU pool cannot hold would wait for ever.
+                # If nothing else runs, a prompt that the GPU pool cannot hold would wait for ever.
                 if self.running or not self._spill() or not self._kv_cache.admit(sequence):
                     break
-            self.running.append(sequence)  # before it leaves the queue: an interrupt must not lose it
+            self.running.append(sequence)  # append before popleft, so that an interrupt cannot lose the sequence
             self.waiting.popleft()
             sequence.saved = None
             sequence.state = _state(sequence)
@@ -106,7 +107,7 @@ class Scheduler:
         return chunks
 
     def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
-        """Appends the sequence's next chunk, if it has room for one, and returns its tokens."""
+        """Append the sequence's next chunk if there is room for one; return the chunk's number of tokens, or 0."""
         begin = sequence.num_computed
         end = begin + self._kv_cache.max_chunk(sequence, min(budget, sequence.num_tokens - begin))
         edge = end // self._kv_cache.block_size * self._kv_cache.block_size
@@ -119,7 +120,7 @@ class Scheduler:
         return end - begin
 
     def _make_room(self, wanting: list[Sequence]) -> list[Sequence]:
-        """Gives each of these a slot for its last token; returns those that have not had to give way."""
+        """Give each sequence a slot for its last token; return the sequences that were not preempted meanwhile."""
         for sequence in self._kv_cache.without_slot(wanting):
             while sequence.row is not None and not self._has_room(sequence):
                 if not self._spill():
@@ -134,22 +135,22 @@ class Scheduler:
         return missing == 0 or self._kv_cache.max_chunk(sequence, wanted) >= wanted
 
     def _spill(self) -> bool:
-        """Enters offload mode, where every full block can leave the GPU; False if that cannot be, or was done."""
+        """Enter offload mode, where every full block can leave the GPU; False if impossible or already done."""
         return self._enter_offload is not None and self._kv_cache.offload is None and self._enter_offload()
 
     def _preempt_youngest(self) -> None:
         victim = self.running[-1]
-        self._kv_cache.save(victim)  # may lack host memory: nothing has changed then
+        self._kv_cache.save(victim)  # raises if host memory is short; nothing has changed by then
         victim.state = SequenceState.WAITING
         self.waiting.appendleft(victim)
         self.running.pop()
         self.num_preemptions += 1
 
     def recover(self, sequences: list[Sequence]) -> None:
-        """Sorts the sequences that go on into those that run and those that wait, after an exception in the middle of
-        anything. May be interrupted and called again.
+        """After an exception at any point, sort the surviving `sequences` into running and waiting ones.
 
-        A sequence runs if it has a row and its KV is nowhere else; one that was being admitted or preempted waits.
+        A sequence is running if it has a row and no saved KV. A sequence that was being admitted or preempted waits.
+        May be interrupted and called again.
         """
         alive = set(sequences)
         in_order = [sequence for sequence in dict.fromkeys([*self.running, *self.waiting]) if sequence in alive]
@@ -166,7 +167,7 @@ class Scheduler:
 
 
 def _state(sequence: Sequence) -> SequenceState:
-    """What an admitted sequence does next."""
+    """Return the state of an admitted sequence: whether prefill or decode comes next."""
     is_computed = sequence.num_computed >= sequence.num_tokens - 1 and sequence.num_sampled
     return SequenceState.DECODE if is_computed else SequenceState.PREFILL
 

@@ -1,4 +1,4 @@
-"""Start-up: from the config to a runner, checking everything that can be checked before memory is touched."""
+"""Start-up: from the config to a runner. Everything that can be checked is checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def build(
     """Loads the model and lays out the memory.
 
     Raises:
-        ValueError: something in the config, the checkpoint or the machine does not fit; says what and what to do.
+        ValueError: something in the config, the checkpoint or the machine does not fit. The message says what it is and
+            what to do.
     """
     device = resolve_device(config.device) if runtime is None else runtime.device
     hf_config = load_config(config.model)
@@ -73,6 +74,6 @@ def build(
         max_position=plan.max_model_len,
         progress=config.progress_bar,
     )
-    model.spec = spec  # with the KV cache's dtype, which the checkpoint does not know
+    model.spec = spec  # the spec with the KV cache's dtype, which the checkpoint does not contain
     runner = ModelRunner(config, plan, runtime, model, backend, layout, end_ids, memory_before)
     return BuiltEngine(plan, runner, tokenizer, end_ids, defaults)

@@ -1,4 +1,4 @@
-"""What an engine says of itself: where the time went, and what would help."""
+"""An engine's statistics: counters, where the time went, and what would help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoinfer.memory.plan import MemoryPlan
 
 
 class Engine(Protocol):
-    """What is read of an `LLMEngine`."""
+    """The attributes of an `LLMEngine` that this module reads."""
 
     config: EngineConfig
     mode: str
@@ -25,7 +25,7 @@ class Engine(Protocol):
 
 
 def counters(engine: Engine) -> dict[str, int | float | str | dict]:
-    """Counters since the engine was made, and the state of both pools; see `LLMEngine.stats`."""
+    """Return counters since the engine was made, and the state of both pools; see `LLMEngine.stats`."""
     runner, times, counters = engine.runner, engine.times, engine.runner.decode_program.counters
     decode, prefill = engine.meter.times, engine.runner.prefill_program.pieces.counters
     gpu_blocks, offload = runner.kv_cache.gpu_blocks, runner.offload
@@ -76,7 +76,7 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
 
 
 def report(engine: Engine) -> dict[str, int | float | str | list[str]]:
-    """The part of `stats()` that says where the time went and what would help."""
+    """Return the part of `stats()` that says where the time went and what would help."""
     meter, times = engine.meter, engine.meter.times
     return {
         "kv_resident_share": meter.resident_share,
@@ -91,7 +91,7 @@ def report(engine: Engine) -> dict[str, int | float | str | list[str]]:
 
 
 def resident_share(engine: Engine) -> float:
-    """Of the full KV blocks of all running sequences, the share that lies on the GPU."""
+    """Return the share of the full KV blocks of all running sequences that lies on the GPU."""
     kv_cache = engine.runner.kv_cache
     num_resident = kv_cache.num_resident
     total = num_resident + kv_cache.num_streamed
@@ -99,7 +99,7 @@ def resident_share(engine: Engine) -> float:
 
 
 def advice(engine: Engine, times: DecodeTimes) -> str:
-    """What would make the decode steps faster, with figures of these."""
+    """Say what would make the decode steps faster, with figures from `times`."""
     if times.bound == "unknown":
         return "too few steps were decoded to tell"
     step_ms = times.seconds / times.num_steps * 1e3
@@ -128,7 +128,7 @@ def advice(engine: Engine, times: DecodeTimes) -> str:
 
 
 def notes(engine: Engine) -> list[str]:
-    """Settings that had no effect, said plainly."""
+    """Return one sentence for each setting that had no effect."""
     config, found = engine.config, []
     offload = engine.runner.offload
     if config.enable_cpu_offload == "auto" and not engine.runner.may_spill:
@@ -144,10 +144,10 @@ def notes(engine: Engine) -> list[str]:
 
 
 def run_line(engine: Engine, before: DecodeTimes | None = None) -> str:
-    """One line on the decode steps since `before`, or on all: what bounded them, what would help.
+    """Return one line about the decode steps: what bound them, and what would help.
 
     Args:
-        before: what `StepMeter.snapshot` returned when the run began.
+        before: what `StepMeter.snapshot` returned when the run began; None: all steps count.
     """
     times = engine.meter.times if before is None else engine.meter.times.since(before)
     link = ""

@@ -1,4 +1,4 @@
-"""Steps on one clock, for Perfetto."""
+"""Traces of steps for Perfetto, with host and device on one clock."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from offload import Runtime, Stream, Timeline
 
 @dataclass
 class Trace:
-    """Steps on one clock, in the trace event format that Perfetto and chrome://tracing open.
+    """A trace with host and device on one clock, in the trace event format of Perfetto and chrome://tracing.
 
     Args:
-        compute: the stream on which the clocks of host and device are compared once, when nothing runs.
+        compute: the stream on which the clocks of host and device are compared, once, while the device is idle.
     """
 
     runtime: Runtime
@@ -31,11 +31,11 @@ class Trace:
         self._base_moment = time.perf_counter()
 
     def host(self, name: str, begin: float) -> None:
-        """Notes what the host did from `begin` (time.perf_counter) until now."""
+        """Record what the host did from `begin` (time.perf_counter) until now."""
         self.host_spans.append((name, begin, time.perf_counter()))
 
     def events(self, process: str, number: int = 1) -> list[dict]:
-        """Everything so far, as trace events of one process. Waits until the device is idle."""
+        """Return everything recorded so far as trace events of one process. Waits until the device is idle."""
         self.runtime.synchronize()
         lanes = {"CPU": 0}
         spans = []

@@ -1,4 +1,4 @@
-"""What the largest prefill step takes on a CUDA device: measured once, and kept free from then on."""
+"""Memory of the largest prefill step on a CUDA device: measured once, and kept free from then on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Activations:
     """Memory of prefill steps.
 
     Args:
-        memory_before: bytes that the allocator held before the engine took its first.
+        memory_before: bytes that the allocator held before the engine allocated any.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Activations:
         self._plan, self._device, self._memory_before = plan, device, memory_before
 
     def peak_bytes(self) -> int | None:
-        """What torch's allocator held at its highest, less what it held before this engine; None on the CPU."""
+        """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""
         if self._device.type != "cuda":
             return None
         return torch.cuda.max_memory_reserved(self._device) - self._memory_before
 
     def measure(self, progress_bar: bool) -> tuple[int, list[ProductCheck]]:
-        """Runs a prefill step once at its largest.
+        """Run the largest prefill step once and measure its memory.
 
-        The plan is a formula over the config; libraries may take workspaces of their own, and the allocator rounds.
+        The plan is a formula over the config, but libraries may take workspaces of their own, and the allocator rounds.
 
         Returns:
             How many GPU blocks to give up because the step took more than was planned, and which products the library
@@ -55,8 +55,8 @@ class Activations:
         """
         device, plan = self._device, self._plan
         with self._compute.current():
-            # The matrix library takes the stream's workspace now, and not out of the segment of the activations, which
-            # could then never be given back.
+            # Make the matrix library take the stream's workspace now. Later it would take it out of the segment of the
+            # activations, which could then never be given back.
             some = torch.ones(16, 16, dtype=self._model.spec.dtype, device=device)
             torch.nn.functional.linear(some, some)
             from nanoinfer.kernels.launch.compile_ahead import (
@@ -88,9 +88,9 @@ class Activations:
         return blocks, checks
 
     def reserve(self) -> None:
-        """Leaves one free segment in the allocator from which all activations are cut.
+        """Leave one free segment in the allocator, from which all activations are cut.
 
-        Scattered over segments of their own sizes they would take up to 40 % more.
+        In segments of their own sizes the activations would take up to 40 % more.
         """
         with self._compute.current():
             torch.empty(self._plan.activation_bytes, dtype=torch.uint8, device=self._device)

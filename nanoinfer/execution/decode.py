@@ -1,8 +1,9 @@
 """Decode: one token for each row of a padded batch, as pieces that run eagerly or from captured graphs.
 
-Piece l is `after_attention` of layer l - 1 and `before_attention` of layer l with the attention over the GPU pool.
-Between two pieces the ring may attend to more splits of layer l; the next piece merges them all. Resident mode is the
-pieces one after the other, captured as one graph. So both modes run the same kernels in the same order.
+Piece l is `after_attention` of layer l - 1, `before_attention` of layer l and layer l's attention over the GPU pool.
+Between pieces l and l + 1, attention over ring slots may add more splits of layer l; piece l + 1 merges all splits.
+Resident mode captures all pieces, one after the other, as one graph. So both modes run the same kernels in the same
+order.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class DecodeProgram:
     Args:
         max_batch: largest padded batch.
         batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
-        max_blocks: blocks that all rows together may attend to; rows that share blocks count each for itself.
+        max_blocks: blocks that all rows together may attend to; a block that several rows share counts once per row.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class DecodeProgram:
         self.batch_sizes = batch_sizes
         self.windows = list(dict.fromkeys(spec.windows))
         self.counters = DecodeCounters()
-        # Tiles lie apart while all of them are no more than that; the other blocks have a partial each.
+        # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial.
         self.max_splits = most = max_blocks + MAX_TILES_APART
         self.rows = rows
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
@@ -92,7 +93,7 @@ class DecodeProgram:
         self._records = [ChunkRecords(runtime, most) for _ in self.windows]
         self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=device)
         self._no_stream = StreamPlan(((),) * len(self._kind))
-        self._last_splits: bytes | None = None  # of the lists in the tables, where they are those of resident mode
+        self._last_splits: bytes | None = None  # key of the lists in the tables, if they are resident mode's
         self.graphs = Graphs(runtime, compute)
 
     # Pieces
@@ -102,9 +103,9 @@ class DecodeProgram:
         return len(self._kind) + 1
 
     def piece(self, index: int, size: int) -> None:
-        """Runs piece `index` for a padded batch of `size` rows on the current stream.
+        """Run piece `index` for a padded batch of `size` rows on the current stream.
 
-        What one piece leaves for the next lies at fixed addresses, since each may be a graph of its own.
+        Each piece may be a graph of its own, so what it leaves for the next piece lies at fixed addresses.
         """
         x = self._layer(index, size, self._x[:size])
         if index == 0:
@@ -117,11 +118,11 @@ class DecodeProgram:
 
     @property
     def whole_rows(self) -> bool:
-        """Whether the backend has no fixed splits: it attends to whole rows then, where they lie in the GPU pool."""
+        """Whether decode attends to whole rows of the GPU pool, because the backend has no fixed splits."""
         return not self._backend.exact_splits
 
     def _layer(self, index: int, size: int, x: torch.Tensor, whole_rows: bool = False) -> torch.Tensor:
-        """Piece `index`, which adds to x: [size, hidden_size] and returns it; the first one returns another."""
+        """Run piece `index`: add to x, [size, hidden_size], in place and return it. Piece 0 returns a new tensor."""
         model, attention = self._model, self._attention[:size]
         if index == 0:
             self._prepare(size, whole_rows)
@@ -138,11 +139,11 @@ class DecodeProgram:
         return x
 
     def attend_gpu(self, layer: int, q: torch.Tensor, out: torch.Tensor, whole_rows: bool) -> None:
-        """Attends to what lies in the GPU pool.
+        """Attend to what lies in the GPU pool.
 
         Args:
-            q, out: [rows, num_q_heads, head_dim]; the rows are the first of the batch. `merge` writes `out`, or this
-                does with `whole_rows`.
+            q, out: [rows, num_q_heads, head_dim], for the first rows of the batch. With `whole_rows` this method writes
+                `out`, otherwise `merge` does.
         """
         backend, count = self._backend, len(q)
         kv, window, lengths = self._kv_cache.gpu_kv[layer], self._model.spec.windows[layer], self._lengths[:count]
@@ -153,7 +154,7 @@ class DecodeProgram:
             backend.decode_partial(q, kv, work, lengths, self._partials, window)
 
     def merge(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
-        """Puts together what was attended to in the GPU pool and in ring slots; arguments as in `attend_gpu`."""
+        """Merge the partials of the GPU pool and of ring slots into `out`; arguments as in `attend_gpu`."""
         if not whole_rows:
             splits = self._splits[self._kind[layer]]
             self._backend.merge(
@@ -165,7 +166,7 @@ class DecodeProgram:
             )
 
     def attend_slot(self, window_index: int, ring_slot: int) -> None:
-        """Attends to whatever the ring slot holds. Knows no layer: everything that varies lies in device tables."""
+        """Attend to what the ring slot holds. The same for all layers: everything that varies lies in device tables."""
         self._backend.decode_partial(
             self._q,
             self._ring.slots[ring_slot],
@@ -176,7 +177,7 @@ class DecodeProgram:
         )
 
     def _work(self, table: torch.Tensor, window_index: int) -> DecodeWork:
-        """Reads a flat `work_table`."""
+        """Return a flat `work_table` as `DecodeWork`."""
         splits = self._splits[window_index]
         return DecodeWork(
             items=table[4:].view(-1, 4),
@@ -187,7 +188,7 @@ class DecodeProgram:
     def copy_inputs(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, whole_rows: bool
     ) -> None:
-        """Writes what the batch's rows compute next, for a step whose layers somebody else runs: [rows] int32 each."""
+        """Write the batch's next token ids, positions and slots, [rows] int32 each, for a `MixedStep` to compute."""
         count = len(token_ids)
         self._prepare(count, whole_rows)
         token_ids.copy_(self._next[:count])
@@ -195,11 +196,11 @@ class DecodeProgram:
         slots.copy_(self._slots[:count])
 
     def copy_queries(self, q: torch.Tensor) -> None:
-        """Puts the batch's queries, [rows, num_q_heads, head_dim], where the attention over ring slots reads them."""
+        """Copy the batch's queries, [rows, num_q_heads, head_dim], to where attention over ring slots reads them."""
         self._q[: len(q)].copy_(q)
 
     def _prepare(self, size: int, whole_rows: bool) -> None:
-        """Tokens, lengths, positions and slots of the batch."""
+        """Fill in the tokens, lengths, positions and slots of the batch."""
         rows, state, block_size = self._batch_rows.tensor[:size], self.rows, self._kv_cache.block_size
         if whole_rows:
             self._block_table[:size].copy_(state.block_table.index_select(0, rows))
@@ -225,7 +226,7 @@ class DecodeProgram:
     # Graphs
 
     def run_each_kind(self) -> None:
-        """Runs pieces in which every kernel of a step occurs, for each kind of batch, on padding rows."""
+        """Run pieces that together use every kernel of a step, for each kind of batch, on padding rows."""
         self._reset_tables()
         layers = {self._kind.index(kind) for kind in self._kind}
         pieces = sorted({0, 1, len(self._kind)} | layers | {layer + 1 for layer in layers})
@@ -236,7 +237,7 @@ class DecodeProgram:
                 x = self._layer(index, size, x, self.whole_rows)
 
     def is_captured(self, may_offload: bool) -> bool:
-        """Whether `capture_offload`, or else `capture_resident`, would find nothing to capture."""
+        """Whether `capture_offload` (with `may_offload`) or `capture_resident` has nothing left to capture."""
         wanted = [("step", size) for size in self.batch_sizes]
         if may_offload:
             wanted += [("pieces", size) for size in self.batch_sizes] + [("slot", *slot) for slot in self._slots_read]
@@ -244,7 +245,7 @@ class DecodeProgram:
 
     @property
     def _slots_read(self) -> list[tuple[int, int]]:
-        """(index of a window, ring slot) of all that attention over a slot may be asked for."""
+        """All pairs (index of a window, ring slot) that `attend_slot` may be called with."""
         return list(product(range(len(self.windows)), range(self._ring.num_ring_slots)))
 
     def capture_resident(self, progress: Callable[[str], None]) -> None:
@@ -257,7 +258,7 @@ class DecodeProgram:
     def capture_offload(self, progress: Callable[[str], None]) -> None:
         """Captures each piece for each batch size, the attention over each ring slot, and whole steps.
 
-        A step of which nothing streams runs as in resident mode.
+        A step in which nothing streams runs as in resident mode.
         """
         self.capture_resident(progress)
         self._reset_tables()
@@ -271,7 +272,7 @@ class DecodeProgram:
         progress("ring slot graphs")
 
     def _reset_tables(self) -> None:
-        """A batch of padding rows only, which is what the warm-up run before a capture computes."""
+        """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
         count = len(self._q)
         self._last_splits = None
         self._batch_rows.set(self._compute, np.full(count, self.rows.padding_row, dtype=np.int32))
@@ -279,7 +280,7 @@ class DecodeProgram:
             splits.set(self._compute, NO_SPLITS)
 
     def forget_tables(self) -> None:
-        """After an exception: the tables on the device may hold anything, and are uploaded again."""
+        """Have all tables uploaded again: after an exception, those on the device may hold anything."""
         self._last_splits = None
         for table in [self._batch_rows, *self._splits, *self._records]:
             table.forget()
@@ -293,13 +294,13 @@ class DecodeProgram:
     def begin(
         self, sequences: list[Sequence], write_through: list[tuple[int, int]], beside: StreamPlan | None = None
     ) -> DecodeStep:
-        """Uploads what changed and plans the step.
+        """Upload what changed and plan the step.
 
         Args:
-            beside: what streams in the same step anyway; blocks of it are attended to there.
+            beside: what the prefill step of the same mixed step streams; its blocks are attended to from its chunks.
 
         In resident mode the lists of splits change only when a row comes, goes or begins a split (a block, or a part of
-        one in short rows): until then a step costs the host the same for any context.
+        one in short rows). Until then the host time of a step does not depend on the context length.
         """
         rows_changed = self.rows.update(self._compute, sequences, self._kv_cache)
         size = self.padded_size(len(sequences))
@@ -325,7 +326,7 @@ class DecodeProgram:
         self._last_splits = resident
         num_streamed = self._kv_cache.residency.num_streamed
         promoted = self._kv_cache.promote(rows.tolist())
-        # If no sequence comes or goes, the next step streams the same blocks, but for those that now stay.
+        # If no sequence comes or goes, the next step streams the same blocks, except those that are promoted now.
         have_come = self._kv_cache.residency.num_streamed < num_streamed
         changes = have_come or beside is not None
         ahead = self._stream_plan(self._split_lists(size, rows, lengths)) if changes else plan
@@ -333,7 +334,7 @@ class DecodeProgram:
         return DecodeStep(self, size, plan, ahead, write_through, promoted, readers)
 
     def _split_lists(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
-        """For each window, where the splits of the rows lie."""
+        """Return for each window where the splits of the rows lie."""
         block_size = self._kv_cache.block_size
         width = -(-int(lengths.max()) // block_size)
         gpu_rows, host_rows = self._kv_cache.gpu_table[rows, :width], self._kv_cache.host_table[rows, :width]
@@ -343,13 +344,16 @@ class DecodeProgram:
         ]
 
     def _partials_per_block(self, size: int, num_blocks: np.ndarray) -> np.ndarray:
-        """Of each row, for the number of blocks that it reads; both [batch]. Few blocks are cut for more programs."""
+        """Return the partials per block of each row, given the number of blocks that it reads; both [batch].
+
+        Short rows are cut into tiles so that more programs have work.
+        """
         tiles, is_short = self._backend.tiles_per_block, num_blocks <= SHORT_BLOCKS
         cuts = self._may_cut(size) and np.sum(num_blocks[is_short]) * tiles <= MAX_TILES_APART
         return np.where(is_short & cuts, tiles, 1)
 
     def _may_cut(self, size: int) -> bool:
-        """Whether blocks of a padded batch may be cut: the merge of larger ones is compiled without."""
+        """Whether blocks of a padded batch may be cut. The merge of larger batches is compiled without tiles."""
         return 1 < self._backend.tiles_per_block <= MAX_TILES_APART // size
 
     def _stream_plan(self, lists: list[SplitLists], beside: StreamPlan | None = None) -> StreamPlan:
@@ -362,7 +366,7 @@ class DecodeProgram:
         return StreamPlan(tuple(chunks[kind] for kind in self._kind))
 
     def run_whole(self, step: DecodeStep) -> None:
-        """Enqueues a whole step without ring."""
+        """Enqueue a whole step that needs no ring."""
         is_graph = self.graphs.run(("step", step.size), partial(self._whole_step, step.size))
         self.counters.graph_replays += is_graph
         self.counters.eager_steps += not is_graph
@@ -379,7 +383,7 @@ class DecodeProgram:
             self.counters.graph_replays += self.graphs.run(("slot", window, ring_slot), work)
 
     def keep(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
-        """Copies blocks of the ring slot that stay on the GPU from now on into the GPU pool."""
+        """Copy promoted blocks, which stay on the GPU from now on, from the ring slot into the GPU pool."""
         kv, slot = self._kv_cache.gpu_kv[layer], self._ring.slots[ring_slot]
         pairs = [(promoted[block], place) for place, block in enumerate(chunk.blocks) if block in promoted]
         for gpu_block, place, count in runs(pairs):
@@ -392,7 +396,7 @@ class DecodeStep:
 
     Attributes:
         promoted: host block -> GPU block that takes over its content from the ring.
-        readers: for each window the sequences' numbers and the host blocks that they read, as two arrays.
+        readers: for each window two parallel arrays, the number of a sequence and a host block that it reads.
     """
 
     program: DecodeProgram

@@ -1,4 +1,4 @@
-"""Captured work by key: kept for the engine's life, replayed in place of launching it again."""
+"""Captured work by key: kept for the engine's life and replayed instead of launched again."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Graphs:
         return key in self.captured
 
     def capture(self, key: Hashable, *works: Callable[[], None]) -> None:
-        """Captures each piece of work, unless there are graphs for the key."""
+        """Capture each piece of work, unless there are graphs for the key."""
         if key not in self.captured:
             self.captured[key] = [self._runtime.capture(self._compute, work) for work in works]
 
     def run(self, key: Hashable, work: Callable[[], None], number: int = 0) -> bool:
-        """Enqueues graph `number` of the key, or `work` where nothing is captured; says whether it was a graph."""
+        """Enqueue graph `number` of the key, or `work` if nothing is captured. Return whether it was a graph."""
         graphs = self.captured.get(key)
         if graphs is None:
             self._compute.run(work)

@@ -1,8 +1,8 @@
-"""A mixed step: chunks of prompts, and the next tokens of sequences that run, through all layers together.
+"""A mixed step: chunks of prompts and the next tokens of decoding sequences go through all layers together.
 
-Between the attentions they are rows of the same small step, so the weights are read once for both. Each attends as it
-would alone: the chunks by the prefill attention, the others by the splits of their blocks, wherever these lie. What
-both have on the host streams once, in the ring chunks of the prompts' history.
+Between the attentions all tokens are rows of the same small step, so the weights are read once for both. Each kind
+attends as it would alone: the prompt chunks by the prefill attention, the decode rows by the splits of their blocks,
+wherever the blocks lie. A host block that both read streams once, in the ring chunks of the prompts' history.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class MixedStep:
     """One mixed step as the offload engine runs it (see `offload.OffloadStep`).
 
     Args:
-        prefill: planned with the sequences of `decode` behind the chunks, and with the write-through of all.
-        decode: planned for these sequences, beside what the prefill step streams.
-        count: how many they are.
+        prefill: planned with the sequences of `decode` after the chunks, and with the write-through of all sequences.
+        decode: planned for its sequences, beside what the prefill step streams.
+        count: number of sequences of `decode`.
         is_offload: whether blocks may lie in the host pool.
     """
 
@@ -30,16 +30,16 @@ class MixedStep:
         self._program, self._compute = decode.program, prefill.program.compute
         self._is_offload = is_offload
         self._whole_rows = self._program.whole_rows and not is_offload
-        # The decode rows first: some of their chunks may be in the ring already.
+        # Ring chunks of the decode rows come first: some of them may be in the ring already.
         self.plan = StreamPlan(
             tuple([*ours, *theirs] for ours, theirs in zip(decode.plan.chunks, prefill.plan.chunks, strict=True))
         )
-        self.ahead = decode.ahead  # as if the same rows went on alone
+        self.ahead = decode.ahead  # as if the decode rows went on alone
         self.write_through = prefill.write_through
 
     @property
     def readers(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each window the sequences' numbers, the chunks' first, and the host blocks that they read."""
+        """For each window two parallel arrays: a sequence's number (prompt chunks first), a host block it reads."""
         result, first = [], len(self._prefill.chunks)
         for (chunks, theirs), (rows, ours) in zip(self._prefill.readers, self._decode.readers, strict=True):
             result.append((np.concatenate([chunks, first + rows]), np.concatenate([theirs, ours])))

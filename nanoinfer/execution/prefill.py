@@ -1,9 +1,9 @@
 """Prefill: chunks of prompts through all layers, with the history from the GPU pool or through the ring.
 
-The keys of a sequence are walked in ascending order. What lies in the host pool passes through the ring first, with
-the running softmax put down between two chunks; the GPU pool, which holds the newest tokens, comes last and writes the
-output. Where everything lies in the GPU pool there is one piece only. Both give the same bits. A beginning that several
-sequences of a step share passes through the ring once.
+The keys of a sequence are walked in ascending order. Keys in the host pool come first: they pass through the ring, and
+the running softmax is stored between two ring chunks. The GPU pool holds the newest tokens; its piece comes last and
+writes the output. If everything lies in the GPU pool, there is only that piece. Both ways give the same bits. A prefix
+that several sequences of a step share passes through the ring once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload.layout import runs
 
 
 class PrefillProgram:
-    """Runs prefill steps: the pieces of small ones from graphs, their attention and larger steps eagerly.
+    """Runs prefill steps: the pieces of small steps from graphs, attention and larger steps eagerly.
 
     Args:
         capture_num_tokens: padded token counts with graphs, ascending; none above `max_tokens`.
@@ -58,9 +58,9 @@ class PrefillProgram:
         self.windows = windows
         self.kind = [windows.index(window) for window in model.spec.windows]
         self.max_seqs = min(max_seqs, max_tokens)
-        # Tokens, positions and slots; then per sequence the offsets and ranges; then block tables and ring chunks.
-        # Every sequence of the step may have a history on the host (a shared prefix, a switch), each of its blocks in a
-        # ring slot of its own.
+        # The table holds tokens, positions and slots; then per sequence the offsets and ranges; then block tables and
+        # ring chunks. Every sequence of the step may have a history on the host (a shared prefix, a switch), with each
+        # of its blocks in a separate ring slot.
         blocks = min(kv_cache.max_splits, self.max_seqs * max_blocks_per_seq)
         num_rows = padded_rows(max_tokens) if runtime.device.type == "cuda" else max_tokens
         size = 3 * num_rows + (6 + len(windows)) * self.max_seqs + 1 + self.max_seqs * max_blocks_per_seq
@@ -73,10 +73,10 @@ class PrefillProgram:
     def begin(
         self, chunks: list[PrefillChunk], write_through: list[tuple[int, int]], decoding: list[Sequence]
     ) -> PrefillStep:
-        """Uploads the step's tables and plans it.
+        """Upload the step's tables and plan the step.
 
         Args:
-            decoding: sequences whose last tokens follow those of the chunks, for `MixedStep` to fill in and attend to.
+            decoding: sequences whose last tokens follow the chunks' tokens; `MixedStep` fills them in and attends.
         """
         packer = Packer()
         tokens = [packer.add(values) for values in self._tokens(chunks, len(decoding))]  # first: graphs read them there
@@ -132,7 +132,7 @@ class PrefillProgram:
         )
 
     def forget_tables(self) -> None:
-        """After an exception: the table on the device may hold anything, and is uploaded again."""
+        """Have the table uploaded again: after an exception, the one on the device may hold anything."""
         self._table.forget()
 
     def capture(self, progress: Callable[[str], None]) -> None:
@@ -143,7 +143,7 @@ class PrefillProgram:
         return self._table.tensor[place]
 
     def slot_pieces(self, step: PrefillStep, kind: int, chunk: Chunk) -> list[PrefillPiece]:
-        """The keys that lie in a ring slot: a piece for each run of neighbours among the sequences that have them."""
+        """Return the pieces of a ring slot: one for each run of neighbouring sequences that read the chunk."""
         gpu_piece, table, pieces = step.gpu_pieces[kind], step.slot_tables[kind], []
         for number, first, count in chunk.tag:
             last = first + count
@@ -164,7 +164,7 @@ class PrefillProgram:
         return pieces
 
     def _tokens(self, chunks: list[PrefillChunk], num_decoding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids, positions and slots of the chunks' tokens; those of others and of padding are padding."""
+        """Return token ids, positions and slots of the chunks' tokens, with padding for all further rows."""
         block_size = self.kv_cache.block_size
         positions = [np.arange(chunk.begin, chunk.end) for chunk in chunks]
         slots = [
@@ -180,7 +180,7 @@ class PrefillProgram:
         )
 
     def _first_gpu_block(self, chunk: PrefillChunk) -> int:
-        """The logical block from which on all blocks lie on the GPU; those before it lie on the host."""
+        """Return the logical block from which on all blocks lie on the GPU; the blocks before it lie on the host."""
         row = self.kv_cache.gpu_table[chunk.sequence.row, : -(-chunk.end // self.kv_cache.block_size)]
         missing = np.flatnonzero(row == NO_BLOCK)
         return int(missing[-1]) + 1 if len(missing) else 0
@@ -193,7 +193,7 @@ class PrefillProgram:
         return table
 
     def _history(self, chunks: list[PrefillChunk], ends: list[int], window: int | None, packer: Packer) -> _History:
-        """The host blocks before logical block `ends[i]` that a query of chunk i sees, cut for the ring."""
+        """Return the host blocks before logical block `ends[i]` that a query of chunk i sees, as ring chunks."""
         block_size = self.kv_cache.block_size
         firsts = [int(first_visible_block(np.array(chunk.begin), window, block_size)) for chunk in chunks]
         lists = [self.kv_cache.host_table[chunk.sequence.row, :end] for chunk, end in zip(chunks, ends, strict=True)]
@@ -218,9 +218,9 @@ class _History:
     """The ring chunks of one kind of layer.
 
     Attributes:
-        firsts: the first block of each sequence that its queries see.
+        firsts: for each sequence the first block that its queries see.
         readers: as in `PrefillStep`.
-        table: place of [3, n], the first block, the end of the keys and the load state of each (chunk, sequence).
+        table: place of [3, n] in the table: first block, end of the keys and load state of each (chunk, sequence).
     """
 
     chunks: list[Chunk]
@@ -234,13 +234,13 @@ class PrefillStep:
     """One prefill step as the offload engine runs it (see `offload.OffloadStep`).
 
     Attributes:
-        num_tokens: of the chunks.
+        num_tokens: tokens of the chunks.
         tensors: what the pieces read and leave; dropped by the last piece.
-        last: [n] index in the step of each token after which one is sampled: the last ones of chunks that end their
-            prompt, then those of the sequences that decode.
-        last_rows: [n] the rows of these.
+        last: [n] index in the step of each token after which a token is sampled: the last tokens of chunks that end
+            their prompt, then the tokens of decoding sequences.
+        last_rows: [n] the rows of these sequences.
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
-        readers: for each window the chunks' numbers and the host blocks that they read, as two arrays.
+        readers: for each window two parallel arrays, the number of a chunk and a host block that it reads.
     """
 
     program: PrefillProgram

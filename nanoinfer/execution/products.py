@@ -1,9 +1,10 @@
-"""Which products of a model the library may compute: those that it adds up in our order, asked on the GPU at hand.
+"""Which products of a model the library may compute: those that it sums in our order, tested on the GPU at hand.
 
-For many rows the library's products are faster than ours, and for most shapes they have the same bits: it, too, adds up
-K ascending, unless it cuts K into parts or takes a kernel for odd sizes. Which kernel it takes depends on the shape,
-the number of rows, the GPU and its version, so it is asked when an engine starts, at each number of rows that it will
-be called with (`counts.padded_rows`). Where one bit differs our own tiles compute the product.
+For many rows the library's products are faster than ours. For most shapes they have the same bits, because the library,
+too, sums K in ascending order, unless it cuts K into parts or takes a kernel for odd sizes. Which kernel it takes
+depends on the shape, the number of rows, the GPU and the library's version. So the library is tested when an engine
+starts, at each number of rows that it will be called with (`counts.padded_rows`). Where one bit differs, our own tiles
+compute the product.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _agreeing(module: Linear, counts: list[int]) -> frozenset[int]:
 def agreeing_counts(
     rows: Tensor, ours: Callable[[Tensor], Tensor], library: Callable[[Tensor], Tensor], counts: list[int]
 ) -> frozenset[int]:
-    """Those of `counts` at which both give the same bits.
+    """Return the `counts` at which `ours` and `library` give the same bits.
 
     Args:
         rows: [n, size], repeated as often as a count asks for; `ours` computes them once.

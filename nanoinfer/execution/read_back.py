@@ -12,11 +12,11 @@ from offload import Event
 
 
 class PendingTokens:
-    """What a step that was launched samples: on its way to the host.
+    """The tokens that a launched step samples, on their way to the host.
 
     Attributes:
-        sequences: those that get a token; each one's `num_pending` counts it until it is read.
-        check: says of each of them, once the step has run, why its token is no use; None: it is.
+        sequences: the sequences that get a token; `num_pending` of each counts the token until it is read.
+        check: returns for each sequence, once the step has run, why its token is unusable, or None.
     """
 
     def __init__(self, sequences: list[Sequence], tokens: torch.Tensor, logprobs: list[torch.Tensor], done: Event):
@@ -25,7 +25,7 @@ class PendingTokens:
         self.check: Callable[[], list[Exception | None]] = lambda: [None] * len(sequences)
 
     def read(self) -> SampledTokens:
-        """Waits until the step has run."""
+        """Wait until the step has run, and return what it sampled."""
         self._done.synchronize("host.read_after_step")
         logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * len(self.sequences)
         wanted = [i for i, sequence in enumerate(self.sequences) if sequence.params.logprobs is not None]
@@ -41,7 +41,7 @@ class SampledTokens:
 
     Attributes:
         logprobs: per sequence, None or (log-probability of the token, its rank, top values, top ids).
-        errors: per sequence, why its token is no use; None: it is.
+        errors: per sequence, why its token is unusable, or None.
     """
 
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""What the sequences of a step read, and what streams for each."""
+"""Count what the sequences of a step read, and what streams for each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload import KVLayout, StreamPlan
 
 
 def count_blocks_read(kv_cache: KVCache, sequences: list[Sequence]) -> None:
-    """Notes for each sequence of a step how many full blocks the step reads, and how many of them lie on the GPU."""
+    """Add to each sequence's counts how many full blocks the step reads, and how many of them lie on the GPU."""
     if kv_cache.offload is None:
         return
     for sequence in sequences:
@@ -21,11 +21,11 @@ def count_blocks_read(kv_cache: KVCache, sequences: list[Sequence]) -> None:
 def count_streamed(
     windows: tuple[int | None, ...], layout: KVLayout, sequences: list[Sequence], plan: StreamPlan, readers: list[tuple]
 ) -> None:
-    """Notes for each sequence of a step its share of what the step streams; a block that several read is shared out.
+    """Add to each sequence its share of the bytes that the step streams; readers of one block share it equally.
 
     Args:
-        windows: of each layer.
-        readers: for each window the sequences' numbers and the host blocks that they read, as two arrays.
+        windows: the window of each layer.
+        readers: for each window two parallel arrays, the number of a sequence and a host block that it reads.
     """
     for window, (numbers, blocks) in zip(dict.fromkeys(windows), readers, strict=True):
         streamed = plan.blocks(windows.index(window))

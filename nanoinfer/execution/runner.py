@@ -43,11 +43,11 @@ class ModelRunner:
     Args:
         plan: what the memory budget is spent on.
         end_token_ids: the model's own end tokens.
-        memory_before: bytes that the allocator held before this engine took its first.
+        memory_before: bytes that the allocator held before this engine allocated any.
 
     Attributes:
-        on_logits: called in each step that samples, with its sequences and with a function that gives their logits,
-            [len(sequences), vocab_size], to work on the compute stream in this step. None: nobody looks.
+        on_logits: called in each step that samples, with its sequences and a function that returns their logits,
+            [len(sequences), vocab_size], for work on the compute stream in this step. None: no call.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ModelRunner:
             (runtime.staging(self.decode_program.tokens.numel(), torch.int64), runtime.event()) for _ in range(2)
         )
         self._prefill_tokens = torch.zeros_like(self.decode_program.tokens)
-        self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and with what all captures took
+        self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
     # Modes
@@ -138,7 +138,7 @@ class ModelRunner:
         return self._offload
 
     def switch_mode(self, mode: str, sequences: list[Sequence]) -> None:
-        """Moves the blocks of the running sequences and goes on in `mode`.
+        """Move the blocks of the running sequences and go on in `mode`.
 
         Raises:
             ValueError: the other pool cannot hold them, or the backend cannot run the mode; nothing changes.
@@ -154,7 +154,7 @@ class ModelRunner:
             self.capture()
 
     def check_switch(self, mode: str, sequences: list[Sequence]) -> None:
-        """Raises as `switch_mode` does where that cannot be, with nothing changed."""
+        """Raise the ValueError of `switch_mode` if the switch is impossible. Nothing changes."""
         if mode == "offload":
             type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
             self.kv_cache.check_offload(self._get_offload(), sequences)
@@ -163,18 +163,18 @@ class ModelRunner:
 
     @property
     def may_spill(self) -> bool:
-        """Whether the engine enters offload mode by itself: allowed, and not all that can run fits on the GPU."""
+        """Whether the engine may enter offload mode by itself: it is allowed to, and not all full-length rows fit."""
         rows, blocks_per_row = self.kv_cache.gpu_table.shape
         fits = rows * blocks_per_row <= self.kv_cache.gpu_blocks.num_blocks
         return self.config.enable_cpu_offload == "auto" and not fits
 
     def prepare_offload(self) -> None:
-        """Begins to map and pin the host pool, so that offload mode can be entered at any time."""
+        """Begin to map and pin the host pool, so that offload mode can be entered at any time."""
         type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
         self._get_offload()
 
     def _get_offload(self) -> OffloadEngine:
-        """The offload engine; the host pool is mapped and pinned when it is first needed."""
+        """Return the offload engine; the host pool is mapped and pinned when it is first needed."""
         if self._offload is None:
             num_blocks, block_bytes = self.plan.num_host_blocks, self.layout.block_bytes
             blocks_per_segment = min(num_blocks, max(1, SEGMENT_BYTES // block_bytes))
@@ -206,7 +206,7 @@ class ModelRunner:
         return progress
 
     def capture(self) -> None:
-        """Captures the graphs of the current mode, if they are not captured yet."""
+        """Capture the graphs of the current mode, if they are not captured yet."""
         is_cuda = self.runtime.device.type == "cuda"
         may_offload = self.mode == "offload" or self.may_spill
         is_captured = self.decode_program.is_captured(may_offload) and self.prefill_program.pieces.is_captured
@@ -259,9 +259,9 @@ class ModelRunner:
     # Steps
 
     def prefill(self, batch: PrefillBatch, timeline: Timeline | None = None) -> PendingTokens:
-        """Launches the chunks, and one token of each sequence that decodes with them.
+        """Launch the chunks, and one token of each sequence that decodes with them.
 
-        The next token of these, and of each sequence whose last chunk this is, gets sampled.
+        The next token is sampled for each decoding sequence and for each sequence whose last chunk this is.
         """
         kv_cache, program, decoding = self.kv_cache, self.prefill_program, batch.decoding
         ends = [(chunk.sequence, chunk.end) for chunk in batch.chunks] + [(s, s.num_tokens) for s in decoding]
@@ -300,7 +300,7 @@ class ModelRunner:
         def choose() -> None:
             logits.append(self.model.logits(step.last_normed))
             tokens = self._prefill_tokens[: len(sequences)]
-            # It counts up the rows' lengths: those of prompts that end here are uploaded before they are read.
+            # This also increments the rows' lengths. Those of prompts that end here are uploaded before they are read.
             self.sampling.sample(logits[0], step.last_rows, tokens)
 
         self.compute.run(choose)
@@ -313,9 +313,10 @@ class ModelRunner:
         return pending
 
     def _check_logits(self, are_nan: torch.Tensor) -> list[Exception | None]:
-        """Says of which sequences every logit is NaN: a token drawn from such is always the first of the vocabulary.
+        """Return an error for each sequence whose logits are all NaN: its token is always the first of the vocabulary.
 
-        Until one has numbers, so that no later step waits for it: a broken checkpoint is broken from the start.
+        Once a sequence has logits that are numbers, no later step is checked or waits for the check: a broken
+        checkpoint is broken from the start.
         """
         found = are_nan.tolist()
         self._are_logits_sound = not all(found)
@@ -327,14 +328,14 @@ class ModelRunner:
 
     @contextmanager
     def _timed(self, timeline: Timeline | None) -> Iterator[None]:
-        """One span over all that is enqueued on the compute stream."""
+        """Record one span over all that is enqueued on the compute stream inside."""
         lanes = NoTimeline() if timeline is None else timeline
         lanes.begin(self.compute, COMPUTE)
         yield
         lanes.lap(self.compute, COMPUTE, "whole step")
 
     def decode(self, batch: DecodeBatch, timeline: Timeline | None = None) -> PendingTokens:
-        """Launches a step that computes one token for each sequence and samples the next."""
+        """Launch a step that computes one token for each sequence and samples the next."""
         sequences, kv_cache, program = batch.sequences, self.kv_cache, self.decode_program
         write_through = self._fill((sequence, sequence.num_tokens) for sequence in sequences)
         with self.compute.current():
@@ -362,7 +363,7 @@ class ModelRunner:
     def _read_back(
         self, sequences: list[Sequence], tokens: torch.Tensor, logits: Callable[[], torch.Tensor | None]
     ) -> PendingTokens:
-        """Sends the sampled tokens to the host; log-probabilities only of those who asked."""
+        """Send the sampled tokens to the host, and log-probabilities for the sequences that ask for them."""
         if self.on_logits is not None:
             self.on_logits(sequences, logits)
         count = len(sequences)
@@ -381,18 +382,18 @@ class ModelRunner:
         return PendingTokens(sequences, on_host, found, done)
 
     def settle(self) -> bool:
-        """After an exception: waits until nothing is in flight; False if work of a step in flight was lost."""
+        """Wait, after an exception, until nothing is in flight. Return False if work of a step in flight was lost."""
         return self.runtime.settle()
 
     def recover(self, sequences: list[Sequence], *, keeps_prefixes: bool) -> None:
-        """Rebuilds pools and tables from the sequences that go on, once nothing is in flight; see `KVCache.recover`."""
+        """Rebuild pools and tables from the sequences that go on, once nothing is in flight; see `KVCache.recover`."""
         self.kv_cache.recover(sequences, self._offload, keeps_prefixes=keeps_prefixes)
         self.decode_program.forget_tables()
         self.prefill_program.forget_tables()
         self.sampling.forget()
 
     def close(self) -> None:
-        """Gives back device and host memory at once; the runner cannot be used afterwards."""
+        """Give back device and host memory at once; the runner cannot be used afterwards."""
         self.runtime.synchronize()
         del self.decode_program, self.prefill_program, self.kv_cache, self.ring, self.model, self._activations
         self._offload = None
@@ -401,13 +402,16 @@ class ModelRunner:
             self._arena = None
 
     def peak_bytes(self) -> int | None:
-        """What torch's allocator held at its highest, less what it held before this engine; None on the CPU."""
+        """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""
         return self._activations.peak_bytes()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """torch.zeros for a whole pool. On the CPU memory is taken page by page as blocks come into use: torch would write
-    every zero first, for seconds in a pool of gigabytes."""
+    """Allocate a whole pool of zeros.
+
+    On the CPU memory is taken page by page as blocks come into use. torch.zeros would write every zero first, which
+    takes seconds for a pool of gigabytes.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pool = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

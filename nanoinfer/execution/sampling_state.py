@@ -1,4 +1,4 @@
-"""How each row is sampled, on the device for the row's whole life: a step uploads nothing but what changed."""
+"""The sampling settings of each row, on the device for the row's whole life: a step uploads only what changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nanoinfer.sampling.settings import (
 from offload import Runtime, Staging, Stream
 
 MAX_COUNT = torch.iinfo(torch.int16).max
-"""How often a token is in a row's output, at most: what comes more often counts no more."""
+"""Largest count of a token in a row's output. Further occurrences are not counted."""
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -40,8 +40,8 @@ class SamplingState:
 
     Attributes:
         temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: [rows] float32.
-        top_k, banned_until, num_banned: [rows] int32; before step banned_until the first num_banned of banned_ids
-            [rows, `MAX_BANNED`] int32 may not come.
+        top_k, banned_until, num_banned: [rows] int32; before step banned_until the first num_banned of banned_ids,
+            [rows, `MAX_BANNED`] int32, are banned.
         seed, step: [rows] int64; the 64 bits of the unsigned seed; tokens sampled so far.
         seen: [rows, vocab_size / 32] int32, a bit per token of prompt and output; kept only with a repetition penalty.
         counts: [rows, vocab_size] int16, how often each token is in the output, up to `MAX_COUNT`; kept only where
@@ -74,7 +74,7 @@ class SamplingState:
         self._staging = Staging(runtime, num_rows * NUM_COLUMNS, torch.int32)
         self._seen_updates = torch.zeros_like(self.seen)
         self._seen_staging = Staging(runtime, self.seen.numel(), torch.int32)
-        self._counts_staging = Staging(runtime, vocab_size, torch.int16)  # of one row: pinned memory is dear
+        self._counts_staging = Staging(runtime, vocab_size, torch.int16)  # for one row: pinned memory is expensive
         self._sample = self._reference
         if device.type == "cuda":
             from nanoinfer.kernels.step import sample as kernels  # triton comes with CUDA builds of torch only
@@ -85,19 +85,19 @@ class SamplingState:
             )
 
     def update(self, stream: Stream, sequences: list[Sequence]) -> None:
-        """Uploads the settings of sequences that have a row for the first time, or have another one."""
+        """Upload the settings of sequences that got their row, the first or another one, since the last upload."""
         changed = [sequence for sequence in sequences if self._owners[sequence.row] is not sequence]
         if not changed:
             return
         for sequence in changed:
             assert not sequence.num_pending, "a token that only the device knows is missing in what is uploaded"
-            self._owners[sequence.row] = None  # first: an upload that fails half-way leaves a row of nobody's
+            self._owners[sequence.row] = None  # first: if the upload fails half-way, nobody owns the row
         self._upload(stream, [(sequence.row, self.row_sampling(sequence)) for sequence in changed])
         for sequence in changed:
             self._owners[sequence.row] = sequence
 
     def forget(self) -> None:
-        """After an exception: the rows on the device may hold anything, and are uploaded again."""
+        """Have all rows uploaded again: after an exception, those on the device may hold anything."""
         self._owners = [None] * len(self._owners)
 
     def row_sampling(self, sequence: Sequence) -> RowSampling:
@@ -134,14 +134,14 @@ class SamplingState:
         self._seen_staging.acquire().numpy()[: words.size] = words.reshape(-1)
         uploaded = self._seen_updates[: len(seen)]
         self._seen_staging.upload(stream, uploaded.view(-1))
-        rows = [row for row, _ in seen]  # a row each: few, and seldom
+        rows = [row for row, _ in seen]  # one copy per row: there are few, and rarely
         stream.run(lambda: [self.seen[row].copy_(line) for row, line in zip(rows, uploaded, strict=True)])
 
     def _upload_counts(self, stream: Stream, counts: torch.Tensor, output_token_ids: Collection[int]) -> None:
         if not output_token_ids:
             stream.run(counts.zero_)
             return
-        # A sequence that was preempted: seldom, so a third one in the same step may wait for the first one's upload.
+        # Only preempted sequences come here. They are rare, so the third one of a step may wait for the first upload.
         found = np.bincount(list(output_token_ids), minlength=self.vocab_size)
         np.minimum(found, MAX_COUNT, out=self._counts_staging.acquire().numpy(), casting="unsafe")
         self._counts_staging.upload(stream, counts)
@@ -178,13 +178,13 @@ class SamplingState:
     def sample(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Samples the next token of each row, on the current stream; may be captured in a CUDA graph.
 
-        logits: [B, vocab_size], any float type, not changed; batch_rows: [B] int32; tokens: [B] int64, out, which goes
-        to `RowState.token` too. The rows' lengths count up, but for the padding row's.
+        logits: [B, vocab_size], any float type, not changed; batch_rows: [B] int32; tokens: [B] int64, out, also
+        written to `RowState.token`. The rows' lengths are incremented, except the padding row's.
         """
         self._sample(logits, batch_rows, tokens)
 
     def gather(self, batch_rows: torch.Tensor) -> SamplingBatch:
-        """The rows of a batch, as the reference takes them. Reads the state, so it waits for the device."""
+        """Return the rows of a batch as the reference takes them. This reads the state, so it waits for the device."""
         rows = batch_rows.long()
         penalised = (self.repetition_penalty[rows] != 1).nonzero()[:, 0]
         counted = self.is_counted[rows].nonzero()[:, 0]

@@ -1,11 +1,11 @@
 """The layers of a prefill step between their attentions, as pieces that run eagerly or from captured graphs.
 
 Piece l is `after_attention` of layer l - 1 and `before_attention` of layer l. The attention in between depends on the
-sequences' lengths and histories, so it is launched eagerly. What is left is some ten kernels per layer, at 13 us of
-host time each: with few tokens the device waits for the host. One graph per piece takes their place.
+sequences' lengths and histories, so it is launched eagerly. The rest is about ten kernels per layer, at 13 us of host
+time each, so with few tokens the device would wait for the host. One graph per piece replaces these launches.
 
-A step of at most the largest captured token count is padded to the next one, with graphs or without; on CUDA a large
-one to a number of rows that the matrix library is asked for (`counts.padded_rows`).
+A step of at most the largest captured token count is padded to the next captured count, with graphs or without. On CUDA
+a larger step is padded to a number of rows at which the matrix library may be called (`counts.padded_rows`).
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class PrefillCounters:
 
 
 class StepTensors:
-    """What the pieces of one step read and leave for the next, in tensors that are dropped when they are not needed.
+    """The tensors that the pieces of one step read and leave for the next piece; dropped when no longer needed.
 
     The rows are the step's tokens, then its padding: N in all.
 
     Attributes:
         token_ids, uploaded_positions, slots: [N] int32, in the step's table.
         positions: [N] int64.
-        x: [N, hidden_size], the sum of all parts so far; after the last piece what the head reads.
+        x: [N, hidden_size], the sum of all parts so far; after the last piece the input of the head.
         q: [N, num_q_heads, head_dim].
         attention: [N, num_q_heads, head_dim], which the attention fills; padding rows hold anything.
     """
@@ -79,27 +79,29 @@ class StepTensors:
         self.x = x
 
     def drop_q(self) -> None:
-        """Makes room for the gated layer, the largest part of a step."""
+        """Drop q to make room for the gated layer, the largest part of a step."""
         self.q = None
 
     def reserve(self, spec: ModelSpec) -> None:
-        """Allocates what the whole step needs, before anything that comes and goes: it would lie in the middle of
-        that."""
+        """Allocate what the whole step needs.
+
+        This comes first: allocated later, it would lie in the middle of tensors that come and go.
+        """
         heads = (len(self), spec.num_q_heads, spec.head_dim)
         self.attention = torch.empty(heads, dtype=spec.dtype, device=self.token_ids.device)
 
     def attention_rows(self, count: int, begin: int = 0) -> tuple[Tensor, Tensor]:
-        """Queries and attention output of `count` rows."""
+        """Return queries and attention output of `count` rows from `begin` on."""
         return self.q[begin : begin + count], self.attention[begin : begin + count]
 
     def input_rows(self, count: int, begin: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, positions and slots of `count` rows."""
+        """Return token ids, positions and slots of `count` rows from `begin` on."""
         rows = slice(begin, begin + count)
         return self.token_ids[rows], self.uploaded_positions[rows], self.slots[rows]
 
 
 class FixedTensors(StepTensors):
-    """The same at addresses that graphs hold, in the first rows of buffers that all captured token counts share."""
+    """`StepTensors` at addresses that graphs hold: the first rows of buffers that all captured token counts share."""
 
     def __init__(self, table: Tensor, places: list[slice], buffers: FixedBuffers) -> None:
         super().__init__(table, places)
@@ -166,7 +168,7 @@ class PrefillPieces:
         return self._model.spec.num_layers + 1
 
     def padded_count(self, num_tokens: int) -> int:
-        """The smallest captured count that holds `num_tokens`; beyond the largest what the products are padded to."""
+        """Return the smallest captured count that holds `num_tokens`; beyond the largest, as products are padded."""
         captured = next((count for count in self.capture_num_tokens if count >= num_tokens), None)
         return captured or (padded_rows(num_tokens) if self._pads else num_tokens)
 
@@ -188,21 +190,21 @@ class PrefillPieces:
         return all(count in self.graphs for count in self.capture_num_tokens)
 
     def capture(self, progress: Callable[[str], None]) -> None:
-        """Captures each piece for each count, the largest first, so that the shared pool grows only once.
+        """Capture each piece for each count, the largest first, so that the shared pool grows only once.
 
-        The pieces are the same in every mode: what is captured already stays.
+        The pieces are the same in every mode, so graphs that exist already are kept.
         """
         for count in reversed(self.capture_num_tokens):
             if count not in self.graphs:
-                # The warm-up run stores keys and values: with the slots of an earlier step it would overwrite those
-                # of running sequences.
+                # The warm-up run stores keys and values. With the slots of an earlier step it would overwrite keys and
+                # values of running sequences.
                 self._pack_padding(count)[0].upload(self._table, self._compute)
                 tensors = self._fixed[count]
                 self.graphs.capture(count, *(partial(self._run, index, tensors) for index in range(self.num_pieces)))
             progress(f"prefill graphs, {count} tokens")
 
     def run_each_kind(self) -> None:
-        """Runs pieces in which every kernel occurs, for each count, on padding."""
+        """Run pieces that together use every kernel, for each count, on padding."""
         for count, tensors in self._fixed.items():
             self._pack_padding(count)[0].upload(self._table, self._compute)
             for index in (0, 1, self.num_pieces - 1):
@@ -225,6 +227,6 @@ class PrefillPieces:
 
     @staticmethod
     def _pack_padding(count: int) -> tuple[Packer, list[slice]]:
-        """A step of padding only, and where its token ids, positions and slots lie."""
+        """Pack a step of padding only, and return where its token ids, positions and slots lie."""
         packer = Packer()
         return packer, [packer.add(np.full(count, value)) for value in PADDING]

@@ -32,7 +32,7 @@ class DeviceTable:
         self._last = values.astype(np.int32, copy=True)
 
     def forget(self) -> None:
-        """What the host put there before is no reason to upload nothing: the table may hold something else."""
+        """Have the next `set` upload its values in any case: the table may not hold what was uploaded last."""
         self._last = np.zeros(0, dtype=np.int32)
 
 
@@ -59,7 +59,7 @@ class SplitTables:
         self._table.forget()
 
     def set(self, stream: Stream, lists: SplitLists) -> None:
-        """For all work enqueued on `stream` from here on. Rows beyond those of the lists have no splits."""
+        """Upload the lists for all work enqueued on `stream` from here on. Rows beyond the lists have no splits."""
         head = np.ones(self._begin_of_items, dtype=np.int32)
         head[: self._max_batch + 1] = lists.ranges[-1]
         head[: len(lists.ranges)] = lists.ranges
@@ -74,12 +74,12 @@ class ChunkRecords:
     """
 
     def __init__(self, runtime: Runtime, max_splits: int) -> None:
-        # The items of all chunks and a head for each, which has an item at least.
+        # The items of all chunks, and a head for each chunk, which has at least one item.
         self._table = DeviceTable(runtime, 2 * 4 * max_splits)
         self._places: dict[Chunk, slice] = {}
 
     def set(self, stream: Stream, lists: SplitLists, chunks: list[Chunk]) -> None:
-        """For all work enqueued on `stream` from here on; the chunks may hold other blocks, too."""
+        """Upload the records for all work enqueued on `stream` from here on. Chunks may hold other blocks, too."""
         self._places, found, end = {}, [], 0
         for chunk, record in zip(chunks, slot_records(lists.on_host, chunks), strict=True):
             if len(record) > 1:
@@ -94,7 +94,7 @@ class ChunkRecords:
         self._table.forget()
 
     def copy(self, stream: Stream, chunk: Chunk, target: torch.Tensor) -> bool:
-        """Makes `target` begin with the chunk's record; False: no row attends to the chunk."""
+        """Copy the chunk's record to the start of `target`. Return False if no row attends to the chunk."""
         place = self._places.get(chunk)
         if place is None:
             return False
@@ -110,7 +110,7 @@ class RowState:
 
     Attributes:
         token: [max_num_seqs + 1] int64, the token whose KV is computed next.
-        length: [max_num_seqs + 1] int32, tokens of the sequence, that one included.
+        length: [max_num_seqs + 1] int32, tokens of the sequence, `token` included.
         block_table: [max_num_seqs + 1, max_blocks_per_seq] int32, GPU blocks; 0 (scratch) where there is none.
     """
 
@@ -125,7 +125,7 @@ class RowState:
         self._staging = Staging(runtime, max_num_seqs * self._width, torch.int32)
 
     def update(self, stream: Stream, sequences: list[Sequence], kv_cache: KVCache) -> bool:
-        """Uploads the rows of `sequences` that changed since their last upload; whether there were any."""
+        """Upload the rows of `sequences` that changed since their last upload. Return whether there were any."""
         if not kv_cache.changed_rows:
             return False
         changed = [sequence for sequence in sequences if sequence.row in kv_cache.changed_rows]
@@ -164,7 +164,7 @@ class Packer:
         self._size = 0
 
     def add(self, values: np.ndarray | list[int]) -> slice:
-        """The place of `values` (any shape, whole numbers) in the table."""
+        """Add `values` (any shape, whole numbers) and return their place in the table."""
         array = np.asarray(values, dtype=np.int32).reshape(-1)
         place = slice(self._size, self._size + len(array))
         padding = np.zeros(-len(array) % 4, dtype=np.int32)

@@ -7,11 +7,11 @@ pool, or not yet anywhere:
     offload mode    every full block lies in the host pool, the tail (the block that still grows) in the GPU pool; the
                     GPU pool also keeps the newest full blocks, as many as there is room for
 
-The tables say for each row and logical block where it lies; attention reads nothing else, so any mixture works. What
-lies in both pools is read on the GPU. Dropping that copy costs nothing, so whenever GPU blocks are wanted, full ones
-are dropped (`offload.Residency` says which), and when there is room again they come back as they pass the ring. Rows
-that share a host block share the GPU's copy of it, too. What a sequence leaves on the GPU when it ends stays there
-until the room is wanted, for the next one with that beginning.
+The block tables say where each logical block of each row lies. Attention reads nothing else, so any mixture works. A
+block that lies in both pools is read on the GPU. Dropping its GPU copy costs nothing, so when GPU blocks are wanted,
+full blocks are dropped (`Residency` says which). When there is room again, they come back as they pass through the
+ring. Rows that share a host block share its GPU copy, too. The full blocks of a sequence that ends stay on the GPU
+until their room is wanted, for the next sequence with the same beginning.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NO_BLOCK = -1
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Why a sequence was not admitted: it stays so until enough blocks were given back, or more of its prefix is known.
+    """Why a sequence was not admitted. Holds until enough blocks were given back, or more of the prefix is known.
 
     Attributes:
-        pool: in which its prefix was looked for.
-        next_key: of the first block that was not found; None where all that may be were.
-        num_given_back: `KVCache._num_given_back` at which there may be room.
-        num_own: of its blocks, those that no running sequence had: if there was room, but it would have slowed the
-            others.
+        pool: the pool in which the prefix was looked up.
+        next_key: key of the first block that was not found; None where every block that may be shared was found.
+        num_given_back: value of `KVCache._num_given_back` from which on there may be room.
+        num_own: number of the sequence's blocks that no running sequence had, if there was room but the sequence would
+            have slowed the running ones; None if there was no room.
     """
 
     sequence: Sequence
@@ -65,11 +65,11 @@ class KVCache:
             rows write there.
         max_num_seqs: number of rows.
         max_blocks_per_seq: logical blocks of a row.
-        max_splits: blocks that all rows together may attend to; rows that share blocks count each for itself.
+        max_splits: blocks that all rows together may attend to; a shared block counts once for each of its rows.
         max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
         window: the widest sliding window of the layers that have one, in tokens.
-        only_if_faster: in offload mode, admit a sequence whose blocks find no room on the GPU only where that does not
-            lower the tokens per second of all.
+        only_if_faster: in offload mode, a sequence whose blocks find no room on the GPU is admitted only if that does
+            not lower the tokens per second of all sequences together.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class KVCache:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_reserved_host = 0
         self._num_reserved_splits = 0
-        self._num_given_back = 0  # blocks and promises of blocks that sequences gave back, ever
+        self._num_given_back = 0  # blocks, and promises of blocks, that sequences ever gave back
         self._refusal: _Refusal | None = None  # of the newest sequence that found no room
         self._rows_without_tail: set[int] = set()  # offload: rows to which a GPU block is promised
         self.residency = Residency(max_num_seqs, self.gpu_table, self.host_table, joins=window is None)
@@ -117,10 +117,10 @@ class KVCache:
         return len(self._free_rows)
 
     def admit(self, sequence: Sequence) -> bool:
-        """Gives the sequence a row and its blocks (resident) or a promise of them (offload), if there is room.
+        """Give the sequence a row and its blocks (resident) or a promise of them (offload), if there is room.
 
-        Takes up blocks of an equal prefix, or the KV saved at preemption, which the caller drops once the sequence
-        counts as running. Returns False, with nothing changed, if there is no room.
+        Take up the blocks of an equal prefix, or restore the KV saved at preemption; the caller drops the saved KV once
+        the sequence counts as running. Return False, with nothing changed, if there is no room.
         """
         if not self._free_rows:
             return False
@@ -130,7 +130,7 @@ class KVCache:
         if sequence.saved is not None:
             admitted = self._admit_saved(sequence)
             if admitted:
-                self.publish(sequence)  # its blocks are others now; `commit` publishes those that become full
+                self.publish(sequence)  # under its new blocks; `commit` publishes later ones
             return admitted
         if self._is_refused_again(sequence):
             return False
@@ -155,9 +155,9 @@ class KVCache:
         return hits
 
     def _admit_offload(self, sequence: Sequence) -> list[int] | None:
-        """Promises every host block that the sequence can ever fill, so it never has to give way later.
+        """Promise every host block that the sequence can ever fill, so that it is never preempted later.
 
-        Returns as `_admit_resident`.
+        Return the same as `_admit_resident`.
         """
         assert self.offload is not None
         if self.num_obtainable < 1:
@@ -182,21 +182,23 @@ class KVCache:
     def _refuse(
         self, sequence: Sequence, hits: list[int], pool: BlockPool, num_short: int, num_own: int | None = None
     ) -> None:
-        """Gives back the prefix that was found, and remembers what would have to change: looking it up takes long."""
+        """Give back the prefix that was found. Remember what must change first: looking the prefix up takes long."""
         next_key = self.prefixes.key_behind(sequence, len(hits))
         pool.release(hits)
         self._refusal = _Refusal(sequence, pool, next_key, self._num_given_back + num_short, num_own)
 
     def _is_refused_again(self, sequence: Sequence) -> bool:
-        """Whether the sequence would be refused for what it was refused for before."""
+        """Whether the sequence would be refused for the same reason as before."""
         refusal, (_, pool) = self._refusal, self._home()
         if refusal is None or not refusal.holds(sequence, pool, self._num_given_back):
             return False
         return refusal.num_own is None or not self._keeps_throughput(refusal.num_own)
 
     def _find_copies(self, host_blocks: list[int]) -> list[int]:
-        """Takes up the GPU blocks that running sequences have of these, or ended ones have left: of the last ones, as a
-        row keeps its newest."""
+        """Take up the GPU copies of the last of these host blocks, held by running sequences or left by ended ones.
+
+        Stop at the first block, from the end, that has no copy: a row keeps its newest blocks.
+        """
         assert self.offload is not None
         copies: list[int] = []
         for place, host_block in reversed(list(enumerate(host_blocks))):
@@ -212,10 +214,11 @@ class KVCache:
         return copies[::-1]
 
     def _leave_copies(self, row: int) -> None:
-        """The row's GPU blocks can be found by the number of the host block that each is a copy of.
+        """Publish the row's GPU blocks, each under the number of the host block that it is a copy of.
 
-        That number is forgotten when the host block is handed out again. Tokens would not do: two sequences with one
-        beginning may each have computed it, one of them as its own output, and only one is the host's.
+        The number is forgotten when the host block is handed out again. Tokens would not do as a key: two sequences
+        with an equal beginning may each have computed it, one of them as its own output, and the published host block
+        is a copy of only one of the two.
         """
         if self.offload is None or self._window is not None:
             return  # blocks that came back through the ring lack layers whose window had moved on
@@ -226,21 +229,23 @@ class KVCache:
 
     @property
     def _num_unpromised_host(self) -> int:
-        """Host blocks that are free, or will be when copies have run, and promised to nobody."""
+        """Number of host blocks that are free, or will be once copies have run, and promised to no sequence."""
         assert self.offload is not None
         return self.offload.host.blocks.num_free + self.offload.num_deferred_host - self._num_reserved_host
 
     def _num_own_blocks(self, sequence: Sequence, hits: list[int]) -> int:
-        """Blocks of a sequence that no running one has: host blocks that rows share need no room, and stream for
-        all."""
+        """Number of the sequence's blocks that no running one has.
+
+        Host blocks that it shares with a running sequence need no further room, and stream once for all.
+        """
         num_shared = int((self.host_table[:, : len(hits)] == hits).any(axis=0).sum())
         return self._num_blocks(sequence.num_tokens) - num_shared
 
     def _keeps_throughput(self, num_blocks: int) -> bool:
-        """Whether one sequence more, with so many blocks of its own, does not lower the tokens per second of all.
+        """Whether one more sequence, with `num_blocks` blocks of its own, does not lower the tokens per second of all.
 
-        A step of n sequences that streams s blocks takes about s / link. With one more of b blocks, for which there is
-        no room, (n + 1) / (s + b) >= n / s where b <= s / n: no bandwidth needs to be known.
+        A step of n sequences that streams s blocks takes about s / link. With one more sequence of b blocks, for which
+        the GPU has no room, (n + 1) / (s + b) >= n / s holds where b <= s / n: the bandwidth need not be known.
         """
         if not self._only_if_faster or num_blocks <= self.gpu_room:
             return True
@@ -261,24 +266,24 @@ class KVCache:
 
     @property
     def gpu_room(self) -> int:
-        """GPU blocks that can be handed out with nothing dropped. Does not depend on how fast copies are."""
+        """Number of GPU blocks that can be handed out with nothing dropped. Does not depend on how fast copies are."""
         room = self.gpu_blocks.num_free - len(self._rows_without_tail)
         return room if self.offload is None else room + self.offload.num_deferred_gpu
 
     @property
     def num_obtainable(self) -> int:
-        """GPU blocks that can be handed out, full ones that the host has as well included."""
+        """Number of GPU blocks that can be handed out, including copies of full blocks, which can be dropped."""
         return self.gpu_room + self.num_resident
 
     @property
     def num_resident(self) -> int:
-        """In offload mode the GPU's copies of full blocks, all of which can be dropped."""
-        # Nothing but these copies is shared in this mode.
+        """Number of GPU copies of full blocks, all of which can be dropped; 0 in resident mode."""
+        # In offload mode no other GPU blocks are shared.
         return 0 if self.offload is None else self.residency.num_resident - self.gpu_blocks.num_shared
 
     @property
     def num_streamed(self) -> int:
-        """Host blocks of which some row has no copy on the GPU: what a step of all rows streams."""
+        """Number of host blocks that a step of all rows streams: those of which some row has no GPU copy."""
         num_streamed, first = self.residency.num_streamed, self.residency.first
         if self.offload is None or not num_streamed or not self.offload.host.blocks.num_shared:
             return num_streamed
@@ -286,15 +291,14 @@ class KVCache:
         return int(np.count_nonzero(np.bincount(self.host_table[:, : first.max()][streams])))
 
     def max_chunk(self, sequence: Sequence, wanted: int) -> int:
-        """Of the next `wanted` tokens, those for which the admitted sequence has, or can get, GPU blocks now."""
+        """Return for how many of the next `wanted` tokens the admitted sequence has, or can get, GPU blocks now."""
         row = sequence.row
         first, tokens_in_tail = divmod(sequence.num_computed, self.block_size)
         held = int((self.gpu_table[row, first:] != NO_BLOCK).sum()) + (row in self._rows_without_tail)
         return min(wanted, (held + max(0, self.num_obtainable)) * self.block_size - tokens_in_tail)
 
     def without_slot(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those admitted sequences whose last token begins a block that they do not have yet: few of them in most
-        steps."""
+        """Return the admitted sequences whose last token begins a block that they do not have yet; usually few."""
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
         last = np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64) - 1
         lacking = self.gpu_table[rows, last // self.block_size] == NO_BLOCK
@@ -341,17 +345,17 @@ class KVCache:
         return blocks
 
     def _promise_tail(self, row: int) -> None:
-        """The row has no block that is partly full: it is sure to get a GPU block when it grows."""
+        """Promise the row, which has no partly filled block, a GPU block for when it grows."""
         self._rows_without_tail.add(row)
         self._drop(-self.gpu_room)
 
     def _lacks_tail(self, sequence: Sequence) -> bool:
-        """Whether the block behind the last full one, into which the next token goes, is not there yet."""
+        """Whether the sequence lacks the block behind its last full one, into which the next token goes."""
         tail = sequence.num_computed // self.block_size
         return tail == self.gpu_table.shape[1] or self.gpu_table[sequence.row, tail] == NO_BLOCK
 
     def _drop(self, count: int) -> None:
-        """Drops the GPU copies of full blocks that the host has too."""
+        """Drop up to `count` GPU copies of full blocks, all of which the host has, too."""
         if count <= 0:
             return
         assert self.offload is not None
@@ -361,19 +365,19 @@ class KVCache:
         self.gpu_table[rows, places] = NO_BLOCK
 
     def _note_residency(self, row: int, first: int, num_computed: int) -> None:
-        """The row's full blocks from `first` on lie on the GPU; those that a window reads are kept longest."""
+        """Note that the row's full blocks from `first` on lie on the GPU; those that a window reads stay longest."""
         full = window = num_computed // self.block_size
         if self._window is not None:
             window = max(0, num_computed - self._window + 1) // self.block_size
         self.residency.set(row, first, full, window)
 
     def promote(self, rows: list[int]) -> dict[int, int]:
-        """Takes GPU blocks for full blocks that stream in this step, where there is room, and notes them as resident.
+        """Allocate GPU blocks for full blocks that stream in this step, where there is room, and note them as resident.
 
-        Their content must be copied from the ring to the GPU pool while this step runs.
+        The caller must copy their content from the ring to the GPU pool while this step runs.
 
         Args:
-            rows: those of the step. Another one would hold blocks without content after a step that failed.
+            rows: the rows of this step. Any other row would hold blocks without content if the step failed.
 
         Returns:
             Host block -> GPU block.
@@ -403,7 +407,7 @@ class KVCache:
         return result
 
     def fill(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
-        """In offload mode: allocates the host blocks of the blocks that become full when `end` tokens are computed.
+        """In offload mode, allocate a host block for each block that becomes full when `end` tokens are computed.
 
         Returns:
             (GPU block, host block) pairs to write through; empty in resident mode.
@@ -442,8 +446,8 @@ class KVCache:
     def release(self, sequence: Sequence, *, leave_copies: bool = False) -> None:
         """Gives back the row and every block of an admitted sequence.
 
-        leave_copies: the next sequence with its beginning may find what lies on the GPU; not after a step that failed,
-        of which nobody knows what it wrote.
+        leave_copies: let the next sequence with the same beginning find the full blocks on the GPU. Not after a step
+        that failed, since nobody knows what it wrote.
         """
         row = sequence.row
         assert row is not None, "only an admitted sequence holds blocks"
@@ -564,16 +568,16 @@ class KVCache:
         self._limit_residency()
 
     def check_offload(self, offload: OffloadEngine, sequences: list[Sequence]) -> None:
-        """Raises as `switch_to_offload` does where that cannot be, with nothing changed and nothing waited for."""
-        offload.host.check()  # with nothing to store, the first step would notice, and fail
+        """Raise what `switch_to_offload` would raise, without changing anything or waiting for copies."""
+        offload.host.check()  # with nothing to store, only the first step would notice, and fail
         needed = sum(sequence.max_num_tokens // self.block_size for sequence in sequences)
         self._check_room("offload", "can grow to", needed, "host", offload.host.blocks)
 
     def _pairs_to_store(self, offload: OffloadEngine, full: dict[int, int]) -> list[tuple[int, int]]:
-        """(GPU block, host block) of the first `full[row]` blocks of each row, those that rows share only once.
+        """Allocate a host block for each of the first `full[row]` blocks of each row; a shared block gets one.
 
-        The oldest come first, a stretch of each row in turn: they are dropped first, and whoever drops them waits for
-        their copies.
+        Return (GPU block, host block) pairs. The oldest blocks come first, a stretch of each row in turn: they are
+        dropped first, and whoever drops them waits for their copies.
         """
         longest = max(full.values(), default=0)
         stretches = [
@@ -616,7 +620,7 @@ class KVCache:
             # else: blocks that came back through the ring lack the layers whose window had moved on
             pairs += zip(tables[row][on_host].tolist(), self.host_table[row, on_host].tolist(), strict=True)
         offload.load(pairs)
-        for row, table in tables.items():  # with content now, so in either mode a row may say that it holds it
+        for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
             self.gpu_table[row] = table
             self.changed_rows.add(row)
         self.offload = self._refusal = None
@@ -633,7 +637,7 @@ class KVCache:
             self.publish(sequence)
 
     def check_resident(self, sequences: list[Sequence]) -> None:
-        """Raises as `switch_to_resident` does where that cannot be, with nothing changed and nothing waited for."""
+        """Raise what `switch_to_resident` would raise, without changing anything or waiting for copies."""
         needed = sum(len(self._missing(sequence)) for sequence in sequences)
         self._check_room("resident", "still need", needed, "GPU", self.gpu_blocks, self.offload.num_deferred_gpu)
 
@@ -644,16 +648,16 @@ class KVCache:
     # Recovery
 
     def recover(self, sequences: list[Sequence], offload: OffloadEngine | None, *, keeps_prefixes: bool) -> None:
-        """Rebuilds rows, tables, pools and promises from what the given admitted sequences hold.
+        """Rebuild rows, tables, pools and promises from what the given admitted sequences hold.
 
-        After an exception in the middle of anything, once nothing is in flight: of the old state only the sequences'
-        lines of the tables are read, their tokens, and which blocks are published. Whatever else was held is free then.
-        May be interrupted and called again.
+        To be called after an exception at any point, once nothing is in flight. Of the old state it reads only the
+        sequences' rows in the tables, their tokens, and which blocks are published. Whatever else was held becomes
+        free. It may be interrupted and called again.
 
         Args:
-            sequences: those that go on, none of which took part in a step that failed.
-            offload: the engine of offload mode, in whichever mode this is.
-            keeps_prefixes: what was published before has its content; False: nobody knows.
+            sequences: the sequences that go on, none of which took part in a step that failed.
+            offload: the engine of offload mode, whichever mode is current.
+            keeps_prefixes: whether published blocks are known to have their content; if not, they are forgotten.
         """
         rows = [sequence.row for sequence in sequences]
         others = np.setdiff1d(np.arange(len(self.gpu_table)), rows)
@@ -666,8 +670,8 @@ class KVCache:
             self.residency.clear(row)
         for sequence in sequences:
             self._recover_row(sequence)
-        # Copies of host blocks, whose keys are numbers, are not kept: of some nobody knows what a failed step wrote
-        # there.
+        # GPU copies of host blocks, whose keys are numbers, are not kept: a failed step may have written to some of
+        # them.
         self.gpu_blocks.rebuild(_present(self.gpu_table), lambda key: keeps_prefixes and isinstance(key, bytes))
         if offload is not None:
             offload.recover()
@@ -681,7 +685,7 @@ class KVCache:
         self.changed_rows = set(rows)
 
     def _recover_row(self, sequence: Sequence) -> None:
-        """What follows from the row's lines of the tables and from its number of computed tokens."""
+        """Rebuild a row's promises and residency from its tables and the sequence's number of computed tokens."""
         row, full = sequence.row, sequence.num_computed // self.block_size
         self._num_reserved_splits += self._num_blocks(sequence.max_num_tokens)
         sequence.num_reserved_host = 0
@@ -699,7 +703,7 @@ class KVCache:
             self._rows_without_tail.add(row)
 
     def publish(self, sequence: Sequence) -> None:
-        """Offers the full blocks of an admitted sequence whose tokens are known to others with an equal beginning."""
+        """Publish the full blocks of an admitted sequence whose tokens are known, for equal beginnings to share."""
         if self.prefixes.has_new(sequence):
             table, pool = self._home()
             self.prefixes.publish(sequence, table[sequence.row], pool)

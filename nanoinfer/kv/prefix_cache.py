@@ -15,10 +15,11 @@ class PrefixCache:
 
     Args:
         block_size: tokens of a block.
-        is_enabled: where not, nothing is published, and so nothing found.
+        is_enabled: if False, nothing is published, and so nothing is found.
 
     Attributes:
-        num_queried_tokens, num_hit_tokens: of the prompts admitted so far, and those of them that were found.
+        num_queried_tokens: tokens of the prompts admitted so far.
+        num_hit_tokens: those of them that were found.
     """
 
     def __init__(self, block_size: int, is_enabled: bool) -> None:
@@ -27,7 +28,7 @@ class PrefixCache:
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def find(self, sequence: Sequence, pool: BlockPool) -> list[int]:
-        """Takes up the published blocks of the longest known prefix; at least one token stays to be computed."""
+        """Take up and return the published blocks of the longest known prefix. At least one token stays to compute."""
         if not self._is_enabled:
             return []
         hits = []
@@ -39,13 +40,13 @@ class PrefixCache:
         return hits
 
     def key_behind(self, sequence: Sequence, num_hits: int) -> bytes | None:
-        """The key of the first block that `find` did not find; None if it found all that may be."""
+        """Return the key of the first block that `find` did not find, or None if it found all that may be shared."""
         if not self._is_enabled or num_hits == (sequence.num_tokens - 1) // self._block_size:
             return None
         return self._keys(sequence, num_hits + 1)[-1]
 
     def count(self, sequence: Sequence, num_hits: int) -> None:
-        """Notes that a sequence was admitted with so many blocks found."""
+        """Count an admitted sequence of which `num_hits` blocks were found."""
         if self._is_enabled:
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += num_hits * self._block_size
@@ -55,11 +56,11 @@ class PrefixCache:
         return self._is_enabled and self._num_known(sequence) > sequence.num_published
 
     def _num_known(self, sequence: Sequence) -> int:
-        """Full blocks that are computed and whose tokens the host has read."""
+        """Number of full blocks that are computed and whose tokens the host has read."""
         return min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
 
     def publish(self, sequence: Sequence, table_row: np.ndarray, pool: BlockPool) -> None:
-        """Offers the new blocks of a sequence that has some (`has_new`) to others with an equal beginning.
+        """Publish the new full blocks of a sequence that has some (`has_new`), for equal beginnings to share.
 
         Args:
             table_row: [blocks of a row] int32, where the sequence's logical blocks lie in `pool`.

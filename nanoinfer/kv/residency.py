@@ -5,8 +5,8 @@ what streams is then a prefix of the row, which prefill walks in order, and a sl
 tokens only, never streams. A block lies on the GPU with all its layers, so every full-attention layer streams the same
 number of bytes.
 
-Rows with an equal beginning share host blocks, which lie at the same place in each of them, and share the GPU's copies
-of these: a copy comes once for all, and is dropped by all at once, or its room would not be free.
+Rows with an equal beginning share host blocks, which lie at the same place in each row, and share their GPU copies.
+Such a copy is made once for all rows. All rows drop it together, or its room would not become free.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_PROMOTED = 8
 
 
 def promotion_margin(num_rows: int) -> int:
-    """GPU blocks that are left free for rows that grow, when blocks come back: a few rows want one in the same step."""
+    """Return the GPU blocks that promotion leaves free for rows that grow: a few rows want one in the same step."""
     return num_rows // 16 + 2
 
 
@@ -30,8 +30,8 @@ class Residency:
     Args:
         gpu_table, host_table: [num_rows, max_blocks] the GPU and host block at each place of each row, below 0 for
             none; only read. None: no two rows share a block.
-        joins: whether a row may take up a copy that another row has. With sliding windows it may lack layers whose
-            window had moved on in that row.
+        joins: whether a row may take up a copy that another row has. With sliding windows, the copy may lack layers
+            whose window had moved on in the other row.
 
     Attributes:
         first: [num_rows] the first full block that lies on the GPU.
@@ -54,28 +54,28 @@ class Residency:
 
     @property
     def num_resident(self) -> int:
-        """Full blocks of all rows that lie on the GPU; one that rows share counts for each."""
+        """Number of full blocks of all rows that lie on the GPU; a shared block counts once per row."""
         return int((self.full - self.first).sum())
 
     @property
     def num_streamed(self) -> int:
-        """Full blocks of all rows that lie on the host only; one that rows share counts for each."""
+        """Number of full blocks of all rows that lie on the host only; a shared block counts once per row."""
         return int(self.first.sum())
 
     def set(self, row: int, first: int, full: int, window: int) -> None:
-        """Notes a row's blocks; see the attributes."""
+        """Set a row's entries in `first`, `full` and `window`, the last cut to `full`."""
         assert 0 <= first <= full
         self.first[row], self.full[row], self.window[row] = first, full, min(window, full)
 
     def clear(self, row: int) -> None:
-        """The row holds nothing any more."""
+        """Note that the row holds no blocks any more."""
         self.set(row, 0, 0, 0)
 
     def drop(self, count: int) -> list[tuple[int, int]]:
-        """Drops `count` of the GPU's copies: the oldest of whichever row keeps most, windows last.
+        """Drop `count` GPU copies, each the oldest of the row that keeps most; blocks that a window reads go last.
 
         Returns:
-            (row, block) of each, in the order in which they were dropped; one for each row that shared the copy.
+            (row, block) for each row that shared a dropped copy, in the order in which the copies were dropped.
         """
         assert count <= self.num_resident, f"{count} blocks to drop, {self.num_resident} are there"
         dropped: list[tuple[int, int]] = []
@@ -93,9 +93,9 @@ class Residency:
         return dropped
 
     def _oldest(self, row: int) -> tuple[int, list[int]]:
-        """The row's oldest block on the GPU, and the rows that share its copy.
+        """Return the row's oldest block on the GPU, and the rows that share its copy.
 
-        Where one of these keeps older blocks, they must go first: that row's oldest block then.
+        Where one of these rows keeps older blocks, those must go first: return that row's oldest block then.
         """
         while True:
             block = int(self.first[row])
@@ -108,27 +108,27 @@ class Residency:
                 return block, rows.tolist()
 
     def _keeps(self, block: int) -> np.ndarray:
-        """[num_rows] whether each row keeps the full block on the GPU."""
+        """Whether each row keeps the full block on the GPU: [num_rows] bool."""
         return (self.first <= block) & (block < self.full)
 
     def copy(self, block: int, host_block: int) -> int | None:
-        """The GPU's copy of a host block that is block `block` of some row, if one may take it up."""
+        """Return the GPU copy of a host block at place `block` of some row, or None if no copy may be taken up."""
         if not self._joins:
             return None
         rows = np.flatnonzero((self._host_table[:, block] == host_block) & self._keeps(block))
         return next((copy for copy in self._gpu_table[rows, block].tolist() if copy >= 0), None)
 
     def join(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Lets rows take up copies that others have of the newest blocks that they stream.
+        """Let `rows` take up the copies that other rows have of the newest blocks that `rows` stream.
 
         Returns:
-            (row, block, GPU block) of each.
+            (row, block, GPU block) of each block taken up.
         """
         joined: list[tuple[int, int, int]] = []
         rows = np.array(rows if self._joins else [], dtype=np.int64)
         while len(rows := rows[self.first[rows] > 0]):
             blocks = self.first[rows] - 1
-            # [rows of all, rows that stream]: none of the latter keeps its own
+            # [all rows, rows that stream]; a row that streams the block has no copy itself
             has_copy = self._host_table[:, blocks] == self._host_table[rows, blocks]
             has_copy &= self._gpu_table[:, blocks] >= 0
             has_copy &= (self.first[:, None] <= blocks) & (blocks < self.full[:, None])
@@ -139,13 +139,13 @@ class Residency:
         return joined
 
     def promote(self, count: int, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Takes back up to `count` blocks for `rows`: the newest that stream, of the row that keeps fewest first.
+        """Take back up to `count` blocks for `rows`: the newest that stream, of the row that keeps fewest first.
 
-        Rows whose newest one is the same host block get it together, as one. Of a block that a row can `join` no second
-        copy is made.
+        Rows whose newest streamed block is the same host block get it together; it counts once. A block that a row can
+        `join` gets no second copy.
 
         Returns:
-            (row, block) of each; blocks of one row in ascending order.
+            (row, block) of each block taken back; blocks of one row in ascending order.
         """
         promoted: dict[int, list[int]] = {}
         new: set[object] = set()

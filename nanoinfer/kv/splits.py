@@ -16,8 +16,8 @@ class SplitLists:
     """The splits that one decode step attends to, for layers of one window.
 
     Attributes:
-        on_gpu: [n, 4] int32, items: (batch row, number in the row, GPU block, partial index). Those with most keys come
-            first: the programs of a kernel that deals them out in this order end together.
+        on_gpu: [n, 4] int32, items: (batch row, number in the row, GPU block, partial index). Items with most keys
+            come first, so that the programs of a kernel that deals them out in this order end together.
         on_host: [m, 5] int32, (batch row, first item, host block, first partial index, number of items) for each
             block of each row, in the order of the host pool.
         ranges: [batch + 1] int32: row b's partials are ranges[b] to ranges[b + 1] - 1, in ascending order.
@@ -31,7 +31,7 @@ class SplitLists:
 
     @property
     def host_blocks(self) -> np.ndarray:
-        """What streams, each block once: in the order of the host pool, where neighbours pass in one copy."""
+        """The host blocks that stream, each once, in the order of the host pool: neighbours pass in one copy."""
         blocks = self.on_host[:, 2]
         return blocks[np.diff(blocks, prepend=-1) > 0]
 
@@ -44,15 +44,17 @@ NO_SPLITS = SplitLists(_empty(0, 4), _empty(0, 5), _empty(1), _empty(0))
 
 
 def first_visible_block(query_position: int | np.ndarray, window: int | None, block_size: int) -> int | np.ndarray:
-    """The first block with a key that a query sees: keys j with query_position - window < j."""
+    """Return the first block with a key that a query sees. It sees the keys j with query_position - window < j."""
     if window is None:
         return query_position * 0
     return np.maximum(query_position - window + 1, 0) // block_size
 
 
 def visible_blocks(lengths: np.ndarray, window: int | None, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first block with a key that each row's last query sees, and how many there are from it on. lengths:
-    [batch]."""
+    """Return the first block that each row's last query sees, and the number of blocks from there on.
+
+    lengths: [batch] tokens of each row.
+    """
     first = first_visible_block(lengths - 1, window, block_size)
     return first, -(-lengths // block_size) - first
 
@@ -71,7 +73,7 @@ def split_lists(
         gpu_rows, host_rows: [batch, max_blocks] int32, the rows' block tables; -1 where there is no block.
         lengths: [batch] tokens of each row, the current one included.
         window: the layers' sliding window in tokens, None for full attention.
-        partials_per_block: of each row, for the number of blocks that it reads, both [batch].
+        partials_per_block: gets the number of blocks that each row reads, [batch]; returns the attribute of this name.
     """
     first, counts = visible_blocks(lengths, window, block_size)
     block_ranges = np.concatenate([[0], np.cumsum(counts)])
@@ -106,7 +108,10 @@ def resident_key(
     block_size: int,
     partials_per_block: Callable[[np.ndarray], np.ndarray],
 ) -> bytes:
-    """What the split lists of a batch that streams nothing depend on, beside the rows' blocks; see `split_lists`."""
+    """Return a key of all that the split lists of a batch depend on besides the rows' blocks, if nothing streams.
+
+    size: batch rows of the step, padding included; rows: the sequences' rows; the others as for `split_lists`.
+    """
     found = [[size], rows]
     for window in windows:
         first, counts = visible_blocks(lengths, window, block_size)
@@ -116,7 +121,7 @@ def resident_key(
 
 
 def _items(blocks: np.ndarray) -> np.ndarray:
-    """[n, 4] int32, each item of the blocks: [m, 5] as in `SplitLists.on_host`."""
+    """Return each item of `blocks`, [n, 4] int32. blocks: [m, 5] as in `SplitLists.on_host`."""
     items, splits = blocks[:, :4], blocks[:, 4]
     if np.all(splits == 1):
         return items
@@ -134,13 +139,13 @@ def work_table(items: np.ndarray) -> np.ndarray:
 
 
 def slot_records(on_host: np.ndarray, chunks: list[Chunk]) -> list[np.ndarray]:
-    """What decode attends to in each chunk once it lies in a ring slot; rows that share a block have an item each.
+    """List what decode attends to in each chunk once it lies in a ring slot. Rows that share a block have an item each.
 
     Args:
-        on_host: as in `SplitLists`; each of its blocks lies in a chunk. Where it lies in several, the first one counts.
+        on_host: as in `SplitLists`. Each block must lie in a chunk; if it lies in several, the first one counts.
 
     Returns:
-        For each chunk a `work_table`, with the place in the ring slot for the block.
+        For each chunk a `work_table` in which the place in the ring slot replaces the block number.
     """
     if not chunks:
         return []
@@ -158,11 +163,11 @@ def slot_records(on_host: np.ndarray, chunks: list[Chunk]) -> list[np.ndarray]:
 
 
 def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: int, block_bytes: int) -> np.ndarray:
-    """Who caused how much of a stream: each block's bytes in equal parts to the sequences that read it.
+    """Divide the streamed bytes among the sequences: each block's bytes in equal parts among those that read it.
 
     Args:
-        streamed: blocks, as often as they pass.
-        numbers, blocks: the sequences' numbers, below `count`, and the blocks that they read.
+        streamed: the blocks that pass, each as often as it passes.
+        numbers, blocks: a sequence's number, below `count`, and a block that it reads, for each such pair.
 
     Returns:
         [count] int64 bytes, which add up to those of the stream.

@@ -15,8 +15,8 @@ class Linear(nn.Module):
     """x @ weight.T + bias, for one or more projections of the same input, merged along the output.
 
     out_features: output features of each projection, by its name in the checkpoint. Their rows lie in this order in the
-    weight, [sum(out_features), in_features], and in the bias. A projection alone may be given as a number. weights: how
-    the weight lies in memory.
+    weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. weights:
+    how the weight lies in memory.
     """
 
     def __init__(
@@ -36,22 +36,21 @@ class Linear(nn.Module):
         weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
         self.bias = empty_weight(self.num_rows, dtype=dtype, device=device) if bias else None
         self.library_counts: frozenset[int] = frozenset()
-        """Numbers of rows at which, on CUDA, the library gives our kernels' bits; see
-        `nanoinfer.execution.products`."""
+        """Row counts at which the library gives our kernels' bits on CUDA; see `nanoinfer.execution.products`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weights.project(self, x)
 
     def gated(self, x: Tensor, activation: str) -> Tensor | None:
-        """activation(gate) * up; None: the format has no way to do it in one go."""
+        """activation(gate) * up; None if the format cannot compute it in one go."""
         return self.weights.project_gated(self, x, activation)
 
     def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
-        """The norm of x, to which the projection of y was added, in place."""
+        """Add the projection of y to x, in place, and return the norm of x."""
         return self.weights.project_add_norm(self, x, y, norm)
 
     def checkpoint_views(self) -> dict[str, Tensor]:
-        """What tensors of the checkpoint fill, by the ends of their names: behind this module's, or its parent's."""
+        """Return what checkpoint tensors fill, by the end of their name: after this module's name, or its parent's."""
         found, begin = {}, 0
         for part, count in (self.parts or {"": self.num_rows}).items():
             views = self.weights.views(self, begin, begin + count)
@@ -69,7 +68,7 @@ class Linear(nn.Module):
 
 
 class Head(Linear):
-    """The projection to logits, or that of tied embeddings. It has few rows to compute, and never asks the library."""
+    """The projection to logits, also of tied embeddings. It computes few rows, so it never uses the library."""
 
     def __init__(self, in_features: int, vocab_size: int, *, dtype: torch.dtype, device) -> None:
         super().__init__(in_features, vocab_size, bias=False, dtype=dtype, device=device)

@@ -58,7 +58,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.hidden(x))
 
     def hidden(self, x: Tensor) -> Tensor:
-        """What `down_proj` takes: [N, intermediate_size]."""
+        """Compute the input of `down_proj`: [N, intermediate_size]."""
         hidden = self.gate_up_proj.gated(x, self.activation_name)
         if hidden is not None:
             return hidden

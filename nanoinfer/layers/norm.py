@@ -1,4 +1,4 @@
-"""Norms, and the sums in front of them."""
+"""Norms, and the residual sums before them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
     neutral_weight = 1.0
     """The weight that leaves the normalised x as it is."""
     offset = False
-    """Whether the weight counts from 1 and the product is rounded once; tells the kernel which of the two to run."""
+    """Whether the factor is 1 + weight and the product is rounded once; selects the kernel's variant."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         return self.norm(x, self.weight, self.eps)
 
     def after_sum(self, x: Tensor, other: Tensor) -> Tensor:
-        """The norm of x, to which `other` was added, in place.
+        """Add `other` to x, in place, and return the norm of x.
 
         On CUDA `other` may be the parts of a sum, [parts, N, size] float32.
         """
@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
 
     @staticmethod
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x: [..., size] with a weight that broadcasts to it."""
+        """Return the norm of x, [..., size]; the weight broadcasts to x."""
         return weight * _over_rms(x, eps).to(x.dtype)
 
 

@@ -25,7 +25,7 @@ class KVSlots:
     q: Tensor | None = None
 
     def store(self, k: Tensor, v: Tensor) -> None:
-        """k, v: [N, num_kv_heads, head_dim]."""
+        """Write k and v, [N, num_kv_heads, head_dim] each, to their slots."""
         kept = self.slots >= 0
         slots, block_size = self.slots[kept].long(), self.kv.shape[2]
         block, offset = slots // block_size, slots % block_size
@@ -36,8 +36,10 @@ class KVSlots:
 
 
 def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """As the KV cache holds them: float8 has no infinity, and larger values than its largest become NaN without
-    this."""
+    """Convert values to the KV cache's dtype.
+
+    float8 has no infinity: without the clamp, values above its largest would become NaN.
+    """
     if dtype.itemsize == 1:
         largest = torch.finfo(dtype).max
         values = values.clamp(-largest, largest)
@@ -53,7 +55,7 @@ def norm_rotate_store(
     positions: Tensor,
     target: KVSlots,
 ) -> Tensor:
-    """Norm and position of query and key heads; keys and values go to `target`.
+    """Apply norm and rotation to query and key heads; write keys and values to `target`.
 
     qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim]; norms: of a query and of a key head; rope: `rope_table`;
     positions: [N] int64. Returns the queries, [N, num_q_heads, head_dim], packed.

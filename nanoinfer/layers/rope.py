@@ -64,7 +64,7 @@ def rope_table(
 
 
 def apply_rope(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """Turns every head of x: [N, num_heads, head_dim], at positions [N] int64; returns a new contiguous tensor.
+    """Rotate every head of x: [N, num_heads, head_dim], at positions [N] int64; returns a new contiguous tensor.
 
     The products are rounded to x's dtype before they are added, as in transformers (x * cos + rotate_half(x) * sin).
     """

@@ -13,10 +13,10 @@ from offload import Event
 
 
 class LogitsRecorder:
-    """Keeps the raw logits of every sampled token without waiting for a step that runs.
+    """Keeps the raw logits of every sampled token without waiting for the step that runs.
 
     Args:
-        is_wanted: of which requests, by their ids; the others' logits take neither time nor memory.
+        is_wanted: tells by request id whether to keep a request's logits. Other logits cost neither time nor memory.
 
     Attributes:
         rows: (request id, number of the completion) -> one row per sampled token, [vocab_size] float32, CPU.
@@ -40,7 +40,7 @@ class LogitsRecorder:
             self._unread.append(([sequences[i] for i in places], copies, event))
 
     def collect(self, keep: int) -> None:
-        """Fetches the logits of all steps but the newest `keep`, which may still run."""
+        """Fetches the logits of all steps except the newest `keep`, which may still run."""
         while len(self._unread) > keep:
             sequences, copies, event = self._unread.popleft()
             event.synchronize("verify.read_after_step")

@@ -1,4 +1,4 @@
-"""What the benchmarks print and write: tables, JSON and the picture."""
+"""The output of the benchmarks: tables, JSON and the picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = [
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as aligned text."""
+    """Return the rows as aligned text."""
     text = [aligned([COLUMNS] + [_cells(row) for row in rows])]
     text += [f"{row.mode}, {row.batch} x {row.context}: {row.problem}" for row in rows if row.problem]
     moved = [row.link_moved for row in rows if row.link_moved is not None and row.link_moved > 0.02]
@@ -29,7 +29,7 @@ def table(rows: list[Row]) -> str:
 
 
 def aligned(lines: list[list[str]]) -> str:
-    """Lines of cells, the first one of titles, as text in columns."""
+    """Return lines of cells as text in columns; the first line has the titles."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
@@ -60,7 +60,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def explain(floors: Floors, device: torch.device) -> str:
-    """What the floors of this run are."""
+    """Say what the floors of this run are."""
     if device.type == "cuda":
         return (
             f"floors of this run: link {floors.link / 1e9:.1f} GB/s (one large pinned copy), device "
@@ -74,7 +74,7 @@ def explain(floors: Floors, device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str | None]:
-    """What the figures were made with."""
+    """Return the versions of the software that the figures were measured with."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in ("torch", "triton", "transformers", "flash_attn"):
         try:
@@ -87,18 +87,18 @@ def versions(device: torch.device) -> dict[str, str | None]:
 
 
 def paragraph(title: str, lines: list[tuple[str, str]]) -> str:
-    """A title over lines of (what, how much), with the second parts in one column."""
+    """Return a title above lines of (what, how much), with the second parts in one column."""
     width = max(len(name) for name, _ in lines)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in lines)])
 
 
 def write_json(path: str | Path, rows: list[Row], floors: Floors, device: torch.device, command: str) -> None:
-    """Writes the rows with all that is needed to judge and repeat them: floors, versions, device and command."""
+    """Writes the rows with everything needed to judge and repeat them: floors, versions, device and command."""
     write_figures(path, {"rows": [row.figures() for row in rows]}, floors, device, command)
 
 
 def write_figures(path: str | Path, figures: dict, floors: Floors | None, device: torch.device, command: str) -> None:
-    """Writes figures by name, beside what `write_json` writes; floors where they were measured."""
+    """Write figures by name, with the same context as `write_json`; floors only if they were measured."""
     content: dict = {"command": command, "versions": versions(device)}
     if floors is not None:
         content["floors"] = {"link_bytes_per_second": floors.link, "device_bytes_per_second": floors.device}
@@ -106,7 +106,7 @@ def write_figures(path: str | Path, figures: dict, floors: Floors | None, device
 
 
 def plot(path: str | Path, rows: list[Row]) -> None:
-    """ms per token over context, one line per mode and batch, and the floor of each."""
+    """Plot ms per token over context: one line per mode and batch, and the floor of each."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -21,20 +21,20 @@ from nanoinfer.outputs import RequestOutput
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
-# Progress bars appear where a case takes longer than this.
+# Progress bars appear if a case takes longer than this.
 PROGRESS_DELAY_S = 2.0
-TRACED_CHUNKS = 2  # beside TRACED_STEPS
+TRACED_CHUNKS = 2  # traced in addition to TRACED_STEPS
 
 
 @dataclass
 class Row:
-    """One line of the table. Times are seconds, sizes bytes; None: does not apply or was not measured."""
+    """One line of the table. Times are in seconds, sizes in bytes; None: does not apply or was not measured."""
 
     mode: str
     batch: int
     context: int
     prefill_tokens_per_second: float | None = None
-    time_to_first_token: float | None = None  # of the last sequence that got one
+    time_to_first_token: float | None = None  # of the last sequence to get its first token
     total_seconds: float | None = None  # until the last token
     seconds_per_token: float | None = None  # median decode step
     tokens_per_second: float | None = None
@@ -46,22 +46,22 @@ class Row:
     link_moved: float | None = None  # relative change of the link's bandwidth during the case
     peak_gpu_bytes: int | None = None
     host_bytes: int | None = None
-    kv_resident_share: float | None = None  # of full KV blocks, in the last step
+    kv_resident_share: float | None = None  # share of full KV blocks, in the last step
     bound: str | None = None  # what the steps were bound by
     num_steps: int = 0
     check: str | None = None
     problem: str | None = None
     outputs: list[tuple[list[int], list[float]]] = field(default_factory=list, repr=False)
-    steps: list[float] = field(default_factory=list, repr=False)  # those that the median is taken of
+    steps: list[float] = field(default_factory=list, repr=False)  # the steps that the median is computed from
 
     def figures(self) -> dict:
-        """Everything but the tokens and single steps, for JSON."""
+        """Return all figures except the tokens and single steps, for JSON."""
         figures = asdict(self)
         del figures["outputs"], figures["steps"]
         return figures
 
     def take_steps(self, steps: list[float]) -> None:
-        """Fills in what follows from the seconds of the decode steps of the whole batch, in their order."""
+        """Fill in the figures that follow from `steps`: seconds of the decode steps of the whole batch, in order."""
         self.steps = steps[WARM_UP_STEPS:] or steps
         self.num_steps = len(self.steps)
         if self.steps:
@@ -70,7 +70,7 @@ class Row:
 
 
 def random_prompts(vocab_size: int, lengths: list[int], seed: int) -> list[list[int]]:
-    """One prompt of token ids per length; the same for the same seed."""
+    """Make one prompt of token ids per length, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
@@ -88,11 +88,11 @@ def measure(
     """Runs prompts of `lengths` tokens at once, greedily, `output_len` tokens each. `add_floor` fills in the floor.
 
     Args:
-        with_logprobs: for `compare`. Each step is read before the next is launched then, so its times mean nothing.
-        trace: called to stop a trace of the last prefill chunks and first decode steps, which are slower for it.
+        with_logprobs: for `compare`. Each step is then read before the next is launched, so its times mean nothing.
+        trace: called to stop a trace of the last prefill chunks and first decode steps; tracing slows these steps down.
 
     Raises:
-        ValueError: a prompt cannot be used in this engine; nothing is left running, as with any other error.
+        ValueError: a prompt cannot be used in this engine. After this and any other error no request is left running.
     """
     engine, device = llm.engine, llm.engine.runner.runtime.device
     is_cuda = device.type == "cuda"
@@ -113,7 +113,7 @@ def measure(
         row.total_seconds = time.perf_counter() - begin
     finally:
         for name in names:
-            engine.abort(name)  # those that an exception left behind would run beside the next case
+            engine.abort(name)  # requests that an exception left behind would run beside the next case
     row.time_to_first_token = max(request.first_token for request in requests) - begin
     row.prefill_tokens_per_second = sum(lengths) / row.time_to_first_token
     row.take_steps(steps)
@@ -134,10 +134,10 @@ def measure(
 def _run(
     llm: LLM, requests: list[Request], num_tokens: int, progress: bool, tracer: _Tracer | None
 ) -> tuple[list[float], list[int]]:
-    """Seconds and streamed bytes of each decode step in which every request got a token.
+    """Return seconds and streamed bytes of each decode step in which every request got a token.
 
-    A call of `step` launches a step and reads the one before, so the device works on while the next call comes: what
-    counts is the time from one call's end to the next.
+    A call of `step` launches a step and reads the one before, so the device keeps working between calls. The time of a
+    step is therefore the time from the end of one call to the end of the next.
     """
     steps: list[float] = []
     streamed: list[int] = []
@@ -173,7 +173,7 @@ class _Tracer:
         self.after_step(stats, 0)
 
     def after_step(self, stats: dict, num_steps: int) -> None:
-        """Starts or ends the trace, after a step of the engine."""
+        """Start or end the trace; called after each step of the engine."""
         if self._is_done:
             return
         if self._engine.meter.trace is None:
@@ -185,7 +185,7 @@ class _Tracer:
 
 
 def _why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
-    """What kept the sequences from decoding all at once, and what to do."""
+    """Say what kept the sequences from decoding all at once, and what to do."""
     batch, max_num_seqs = len(lengths), llm.engine.plan.max_num_seqs
     if output_len == 1:
         return "no decode step to time: the prefill gives the first token, so give an output length of at least 2"
@@ -207,7 +207,7 @@ def add_floor(
     """Compares the row with the better of the bandwidths measured before and after it.
 
     Args:
-        streamed_bytes: bytes that a step brings over the link; None takes the row's own count.
+        streamed_bytes: bytes that a step brings over the link; None: the row's own count.
     """
     if row.seconds_per_token is None or spec is None:
         return
@@ -230,7 +230,7 @@ def _tokens_and_logprobs(output: RequestOutput) -> tuple[list[int], list[float]]
 
 
 def compare(rows: list[Row]) -> None:
-    """Notes for each row of ours after the first of its batch and context whether it gave the same bits."""
+    """Note for each row of our modes whether its bits equal those of the first row with its batch and context."""
     firsts: dict[tuple[int, int], Row] = {}
     for row in rows:
         if not row.outputs or row.mode.startswith("hf"):
@@ -241,7 +241,7 @@ def compare(rows: list[Row]) -> None:
 
 
 def _first_difference(row: Row, first: Row) -> str | None:
-    """The first place where tokens or log-probabilities are not equal to the bit; None: there is no such place."""
+    """Return the first place where tokens or log-probabilities differ in any bit; None if there is none."""
     for sequence, pair in enumerate(zip(row.outputs, first.outputs, strict=True)):
         both = (itertools.zip_longest(tokens, logprobs) for tokens, logprobs in pair)
         for place, (found, wanted) in enumerate(itertools.zip_longest(*both)):
@@ -251,13 +251,13 @@ def _first_difference(row: Row, first: Row) -> str | None:
 
 
 def release(llm: LLM) -> None:
-    """Closes an LLM and gives its memory back before the next one is built."""
+    """Close an LLM and free its memory before the next one is built."""
     llm.close()
     free_memory()
 
 
 def free_memory() -> None:
-    """Gives back what nobody holds any more."""
+    """Free memory that is no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What this machine can do, measured in the same run: no step can be faster than its bytes over these."""
+"""Bandwidths of this machine, measured in the same run: no step can be faster than its bytes over them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoinfer.models.base import ModelSpec
 
 COPY_BYTES = 2**30
 CPU_COPY_BYTES = 2**27
-# Below this a copy is no longer long against its own launch.
+# In smaller copies the time of the launch counts.
 MIN_COPY_BYTES = 64 * 2**20
 
 
@@ -30,7 +30,7 @@ class Floors:
     device: float
 
     def offload_step(self, streamed_bytes: float, read_bytes: float) -> float:
-        """Seconds below which a step that streams and reads this much cannot come."""
+        """Return the least seconds that a step which streams and reads so many bytes can take."""
         return max(streamed_bytes / self.link, read_bytes / self.device)
 
 
@@ -55,14 +55,17 @@ def _cuda_floors(device: torch.device, num_bytes: int, repeats: int) -> Floors:
 
 
 def _copy_bytes(device: torch.device) -> int:
-    """Both buffers take half of what is free at most: floors are measured beside an engine that fills its budget."""
+    """Return the size of a copy. Two buffers take at most half of the free GPU memory, but 64 MiB each at least.
+
+    Floors are measured beside an engine that fills its budget.
+    """
     torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return max(MIN_COPY_BYTES, min(COPY_BYTES, free_bytes // 4 // 2**20 * 2**20))
 
 
 def _median(work: Callable[[], object], device: torch.device | None, repeats: int) -> float:
-    """Seconds of one call, the device's part included."""
+    """Return the median seconds of one call, its work on the device included."""
     times = []
     for _ in range(repeats + 1):  # the first one warms up
         if device is not None:

@@ -38,15 +38,18 @@ class Forecast:
     """What an engine will take, hold and reach. Sizes in bytes, lengths in tokens.
 
     Attributes:
-        problem: why it does not fit and what to do; None where it fits. Figures below are None then.
+        problem: why it does not fit and what to do; None where it fits. Where it does not, of the figures below only
+            `longest_context` may be given.
         memory: the engine's plan.
         kv_bytes: KV cache of `batch` sequences of `context` tokens, in whole blocks.
         resident_kv_bytes: the part of it that stays on the GPU.
         streamed_bytes_per_step: what each decode step moves over the link.
-        longest_context: for this batch. `longest_resident_context`: with nothing to stream.
-        largest_batch: for this context.
-        ms_per_token: floor of a decode step, which gives each sequence a token; `bound` says what it is bound by. None
-            where nothing streams and no device bandwidth was stated.
+        longest_context: the longest that fits with this batch.
+        longest_resident_context: the longest at which nothing streams.
+        largest_batch: the largest that fits with this context.
+        ms_per_token: floor of a decode step, which gives each sequence a token. None where nothing streams and no
+            device bandwidth was stated.
+        bound: what sets this floor: "link" or "device memory".
         advice: what would help most, best first.
     """
 
@@ -76,7 +79,7 @@ class Forecast:
 
     @property
     def resident_share(self) -> float:
-        """Of the KV cache, the share that stays on the GPU."""
+        """Share of the KV cache that stays on the GPU."""
         return self.resident_kv_bytes / self.kv_bytes if self.kv_bytes else 1.0
 
     def one_line(self) -> str:
@@ -95,7 +98,7 @@ class Forecast:
         return f"at least {self.ms_per_token:.1f} ms per step, at most {rate:.1f} tokens/s ({self.bound})"
 
     def report(self) -> str:
-        """A table, or what to do where it does not fit."""
+        """Return a table, or what to do if the model does not fit."""
         lines = [f"{self.model}, {self.batch} x {self.context:,} tokens"]
         if self.fits:
             lines += [""] + self._table()
@@ -385,7 +388,7 @@ class _Step:
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest n of 1 to limit that fits, 0 if none does; what fits for n fits for less."""
+    """Return the largest n of 1 to `limit` that fits, or 0 if none does. If n fits, all smaller ones must."""
     if fits(limit):
         return limit
     low, high = 0, limit

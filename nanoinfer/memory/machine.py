@@ -1,4 +1,4 @@
-"""Devices, and what is taken on them."""
+"""Devices, and the memory that is taken on them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Bytes that torch's allocator holds on the device, unused caches given back; 0 on the CPU."""
+    """Give unused caches back; return the bytes that torch's allocator still holds on the device, 0 on the CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)

@@ -21,14 +21,14 @@ DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 # Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
 # to segments of 2 or 20 MiB: 94 to 135 MiB were measured over seven engines of two shapes.
 LIBRARY_BYTES = 140 * 2**20
-# A row in the step's tables, block tables aside.
+# Bytes of one row in the step's tables, block tables aside.
 TABLE_ROW_BYTES = 256
 # Activations come from one segment (`ModelRunner`), so that they cannot take more by being scattered over many. The
 # allocator's best fit leaves holes in it: 8 % at most, worked out tensor by tensor for eleven shapes of 0.6B to 70B.
 ACTIVATION_SLACK = 1.10
 ACTIVATION_MARGIN_BYTES = 16 * 2**20
-# Of the budget, for partials and tables of splits beyond two for each block: 16 questions about one document of 64k
-# tokens are 4,112 splits of 257 blocks, 70 MiB in a 4B model.
+# Share of the budget for the partials and tables of more splits than two for each block: 16 questions about one
+# document of 64k tokens are 4,112 splits of 257 blocks, 70 MiB in a 4B model.
 SHARED_SPLITS_SHARE = 0.01
 
 
@@ -102,7 +102,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the user may leave open, decided."""
+    """The sizes that the user may leave open, as they were decided."""
 
     max_model_len: int
     max_num_seqs: int
@@ -118,7 +118,7 @@ def make_plan(
     host_available_bytes: int,
     is_cuda: bool,
 ) -> MemoryPlan:
-    """Spends the budget.
+    """Divide the budget among the parts of the engine.
 
     Raises:
         ValueError: a limit is too small; the message names the smallest that works.
@@ -186,7 +186,7 @@ def _spend(
     workspace += max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * padded_rows(sizes.max_num_batched_tokens)
     # Of small prefill steps: positions, hidden states, queries, attention outputs.
     graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)
-    workspace += MAX_TILES_APART * split_bytes  # of blocks that are cut
+    workspace += MAX_TILES_APART * split_bytes  # partials of blocks that are cut into tiles
     workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim))
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
@@ -211,8 +211,8 @@ def _spend(
     rows = sizes.max_num_seqs * split_bytes
     num_blocks = max(0, budget_bytes - plan.fixed_bytes - rows) // (layout.block_bytes + 2 * split_bytes)
     if not is_cuda or config.enable_cpu_offload is True:
-        # More than all rows can fill is of no use: on the CPU it would be the user's own memory, and offload mode
-        # keeps what fits nowhere else on the host.
+        # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
+        # offload mode the host holds what does not fit.
         useful = max_blocks * sizes.max_num_seqs + sizes.max_num_seqs + 2
         num_blocks = min(num_blocks, max(useful, _min_blocks(config, plan, layout.block_size)))
     num_blocks = min(num_blocks, config.num_gpu_blocks_override or num_blocks)
@@ -226,14 +226,17 @@ def max_resident_blocks(config: EngineConfig, layout: KVLayout) -> int | None:
 
 
 def _activation_bytes(spec: ModelSpec, sizes: _Sizes, max_batch: int, is_cuda: bool) -> int:
-    """The largest prefill step or, behind it, the sampling of all rows; an eager decode step takes less."""
+    """Bytes of the largest prefill step, or of sampling for all rows behind it; an eager decode step takes less."""
     tokens = padded_rows(sizes.max_num_batched_tokens) if is_cuda else sizes.max_num_batched_tokens
     largest = max(_prefill_bytes(spec, tokens), _sampling_bytes(spec, max_batch, is_cuda))
     return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
 
 
 def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
-    """Live tensors of one layer at its peak; each line is a place in `PrefillStep` and `nanoinfer.layers`."""
+    """Bytes of the live tensors of one layer at its peak.
+
+    Each line stands for a place in `PrefillStep` and `nanoinfer.layers`.
+    """
     size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.num_q_heads * spec.head_dim
     kv = spec.num_kv_heads * spec.head_dim
     state = 4 * spec.num_q_heads * (spec.head_dim + 2)  # the running softmax, float32
@@ -249,7 +252,7 @@ def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
 
 
 def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
-    """Transient memory of what runs in graphs, which share one pool: the largest layer, and a decode step's logits."""
+    """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
     size, heads = spec.dtype.itemsize, spec.num_q_heads * spec.head_dim
     layer = size * (4 * spec.hidden_size + 3 * heads + 3 * spec.intermediate_size)
     logits = (4 + size) * spec.vocab_size + size * spec.hidden_size
@@ -257,8 +260,11 @@ def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
 
 
 def _sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
-    """Logits behind a prefill step, and what takes more beside them: the reference, which samples where there are no
-    kernels, or log-probabilities, whose rows are picked from the logits and widened to float32."""
+    """Bytes of the logits behind a prefill step and of what sampling adds to them.
+
+    Sampling adds whichever takes more: the reference, which samples where there are no kernels, or log-probabilities,
+    whose rows are picked from the logits and widened to float32.
+    """
     rows, size = max_batch, spec.dtype.itemsize
     logprobs = rows * spec.vocab_size * (size + 4) + logprobs_bytes(rows, spec.vocab_size)
     reference = 0 if is_cuda else reference_bytes(rows, spec.vocab_size)
@@ -327,7 +333,7 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, availab
 
 
 def _with_splits(plan: MemoryPlan, max_splits: int) -> MemoryPlan:
-    """With room for so many splits: for more than `_spend` counted on, the GPU pool gets smaller."""
+    """Return the plan with room for `max_splits` splits. More than `_spend` counted on make the GPU pool smaller."""
     room = (plan.budget_bytes - plan.fixed_bytes - max_splits * plan.split_bytes) // plan.block_bytes
     return replace(plan, num_gpu_blocks=min(plan.num_gpu_blocks, max(0, room)), max_splits=max_splits)
 

@@ -1,5 +1,7 @@
-"""The models. Adding one is adding a file here: every module of this folder is imported, and registers its classes,
-once a model is looked up."""
+"""The models. To add one, add a file here.
+
+When a model is first looked up, every module of this folder is imported and registers its classes.
+"""
 
 from typing import TYPE_CHECKING
 

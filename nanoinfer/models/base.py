@@ -124,7 +124,7 @@ class DecoderModel(nn.Module, ABC):
 
     @abstractmethod
     def before_attention(self, layer: int, normed: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
-        """Projections and positions: stores keys and values, and returns what a layer's attention needs beside them.
+        """Compute projections and positions: store keys and values in `target` and return the queries.
 
         positions: [N] int64, absolute, below max_position. Returns q [N, num_q_heads, head_dim], packed: `target.q`
         where that is given.
@@ -132,15 +132,16 @@ class DecoderModel(nn.Module, ABC):
 
     @abstractmethod
     def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
-        """Output projection and MLP, each added to x in place; returns x as what follows reads it.
+        """Add the output projection and the MLP to x, in place. Return x normed for the next layer or the head.
 
         x: [N, hidden_size], the sum of all parts so far; attn: [N, num_q_heads, head_dim], contiguous.
         """
 
     @abstractmethod
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
-        """Head and cap: what the last layer returned, [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if
-        that is given.
+        """Apply head and cap to what the last layer returned.
+
+        [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if that is given.
         """
 
     @abstractmethod

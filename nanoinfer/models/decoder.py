@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.k_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
 
     def project(self, normed: Tensor, rope: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
-        """Keys and values go to `target`; returns q: [N, num_q_heads, head_dim]."""
+        """Write keys and values to `target` and return q: [N, num_q_heads, head_dim]."""
         num_heads = self._num_q_heads + 2 * self._num_kv_heads
         qkv = self.qkv_proj(normed).unflatten(-1, (num_heads, self._head_dim))
         norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
@@ -88,9 +88,9 @@ class DecoderLayer(nn.Module):
         )
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
-        """x, attn: [N, hidden_size], [N, num_q_heads * head_dim]; norm: what follows.
+        """Add both parts to x, in place, and return the norm of x.
 
-        Adds both parts to x, in place, and returns its norm.
+        x, attn: [N, hidden_size], [N, num_q_heads * head_dim]; norm: the one that follows.
         """
         normed = self.self_attn.o_proj.added_to(x, attn, self.post_attention_layernorm)
         return self.mlp.down_proj.added_to(x, self.mlp.hidden(normed), norm)
@@ -218,8 +218,8 @@ class Decoder(DecoderModel):
         return views
 
     def ignores(self, name: str) -> bool:
-        # Old checkpoints hold the inverse frequencies, which the config determines; tied ones may repeat the
-        # embeddings as the head.
+        # Old checkpoints hold the inverse frequencies, which the config determines. Checkpoints with tied embeddings
+        # may repeat them as the head.
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.spec.tied_embeddings)
 
 
@@ -240,7 +240,7 @@ def windows_by_layer_type(layer_types: list[str], sliding_window: int | None) ->
 
 
 def _distinct(ropes: tuple[Mapping, ...]) -> tuple[list[Mapping], list[int]]:
-    """The different ones among the layers' rotations, and which of them each layer takes."""
+    """Return the distinct rotations of the layers, and for each layer the index of its rotation."""
     distinct: list[Mapping] = []
     for rope in ropes:
         if rope not in distinct:
@@ -249,7 +249,7 @@ def _distinct(ropes: tuple[Mapping, ...]) -> tuple[list[Mapping], list[int]]:
 
 
 def _weight_format(hf_config: PretrainedConfig) -> WeightFormat:
-    """Of the projections."""
+    """Return the format of the projections."""
     return format_of(getattr(hf_config, "quantization_config", None))
 
 

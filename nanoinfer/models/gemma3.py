@@ -22,7 +22,7 @@ class Gemma3Layer(DecoderLayer):
         self.post_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
-        # Each part has no name, and so ends before the gated layer, the largest part of a step.
+        # The output of each part has no name, so it is freed before the gated layer, the largest part of a step.
         normed = self.pre_feedforward_layernorm.after_sum(x, self.post_attention_layernorm(self.self_attn.o_proj(attn)))
         return norm.after_sum(x, self.post_feedforward_layernorm(self.mlp(normed)))
 
@@ -56,7 +56,7 @@ class Gemma3(Decoder):
 
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:
-        # transformers keys them by layer type, also those of older configs (rope_theta, rope_local_base_freq).
+        # transformers keys the rotations by layer type, also those of older configs (rope_theta, rope_local_base_freq).
         return tuple(hf_config.rope_parameters[layer_type] for layer_type in hf_config.layer_types)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Architecture name, as checkpoints give it, to model class."""
+"""Map architecture names, as checkpoints give them, to model classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODELS: dict[str, type[DecoderModel]] = {}
 
 @cache
 def _import_families() -> None:
-    """Fills `_MODELS` from the files of this folder."""
+    """Fill `_MODELS` from the files of this folder."""
     for module in pkgutil.iter_modules(nanoinfer.models.__path__):
         importlib.import_module(f"nanoinfer.models.{module.name}")
 
@@ -54,7 +54,7 @@ def find_class(architectures: list[str] | None) -> type[DecoderModel]:
     """The class that runs the first supported one of a config's `architectures`.
 
     Raises:
-        ValueError: none of them is supported, or the config names none; lists those that are.
+        ValueError: none of them is supported, or the config names none. The message lists the supported ones.
     """
     _import_families()
     for name in architectures or ():

@@ -68,7 +68,7 @@ SHAPES: dict[str, dict] = {
 
 
 def refuse_shape(model: str) -> None:
-    """Raises ValueError where a shape's name stands in the place of a checkpoint."""
+    """Raise ValueError if `model` is the name of a shape where a checkpoint is expected."""
     if model in SHAPES and not Path(model).exists():
         raise ValueError(f"{model!r} is a shape, which has random weights: give --shape {model}, or a checkpoint")
 
@@ -77,7 +77,7 @@ def write_shape(name: str, directory: str | Path) -> Path:
     """Writes the shape's config.json into `directory`, for `LLM(directory, load_format="dummy")`.
 
     Raises:
-        ValueError: there is no such shape; names the nearest and all.
+        ValueError: there is no such shape. The message names the nearest shape and all shapes.
     """
     if name not in SHAPES:
         guess = did_you_mean(name, SHAPES)

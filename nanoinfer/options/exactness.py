@@ -8,7 +8,7 @@ from nanoinfer.options.measuring import add_engine_arguments, add_model_argument
 from nanoinfer.options.parser import length
 
 SUMMARY = "the same requests alone, in batches, in every mode and through a server: how many bits differ"
-# What is asked beside each request alone, in this order.
+# The conditions that are compared with each request alone, in this order.
 CONDITIONS = {
     "batch": "beside others",
     "logprobs": "with log-probabilities",

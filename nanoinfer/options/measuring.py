@@ -19,27 +19,27 @@ from nanoinfer.options.parser import length
 if TYPE_CHECKING:
     import torch
 
-# What is measured: arguments of the engine that differ.
+# The modes that are measured: engine arguments in which they differ.
 ENGINE_MODES: dict[str, dict] = {
     "streamed": dict(enable_cpu_offload=True, resident_kv_limit=0),
     "offload": dict(enable_cpu_offload=True),
     "auto": dict(enable_cpu_offload="auto"),
     "resident": dict(enable_cpu_offload=False),
 }
-# transformers' offloaded caches, as it calls them.
+# Our modes for transformers' offloaded caches, and the names of the caches in transformers.
 CACHES = {"hf": "offloaded", "hf-static": "offloaded_static"}
 
 WARM_UP_STEPS = 3
-# What a trace holds: enough to see how steps follow each other, and small enough for a browser.
+# Decode steps in a trace: enough to see how steps follow each other, and few enough for a browser.
 TRACED_STEPS = 5
-TRACED_OUTPUT_LEN = WARM_UP_STEPS + TRACED_STEPS + 4  # output tokens of a case that is traced
+TRACED_OUTPUT_LEN = WARM_UP_STEPS + TRACED_STEPS + 4  # output tokens of a traced case
 
-# Endings of a picture's file.
+# File name endings of a picture.
 PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say which model runs, or in which shape random weights come."""
+    """Adds the options for the model, or for the shape of random weights."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument("checkpoint", nargs="?", metavar="MODEL", help="checkpoint directory or hub id")
     model.add_argument("--model", metavar="MODEL", help="the same as an option")
@@ -49,7 +49,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_engine_arguments(
     parser: argparse.ArgumentParser, kv_cache_dtype_help: str = '"auto" (as the model) or "fp8"'
 ) -> None:
-    """Adds the options of the engine, with its own defaults."""
+    """Adds the options of the engine, with the engine's defaults."""
     defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items()}
     parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
     parser.add_argument("--host-memory", help="host memory limit for KV blocks")
@@ -76,9 +76,9 @@ def add_mode_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def shared_engine_arguments(options: argparse.Namespace) -> dict:
-    """Arguments of an LLM, as far as options give them that all benchmarks have."""
+    """Return the arguments of an LLM that come from options shared by all benchmarks."""
     tuning = tuning_options.engine_arguments(options)
-    # Off unless asked for, so that each run computes its own prompts.
+    # Off by default, so that each run computes all of its prompts.
     tuning["enable_prefix_caching"] = bool(options.enable_prefix_caching)
     return dict(
         load_format="dummy" if is_dummy(options) else "auto",
@@ -104,16 +104,18 @@ def is_dummy(options: argparse.Namespace) -> bool:
 
 
 def default_shape(device: torch.device) -> str:
-    """The shape where neither a model nor a shape is given."""
+    """Return the shape to use if neither a model nor a shape is given."""
     return "qwen3-4b" if device.type == "cuda" else "tiny"
 
 
 @contextmanager
 def model_directory(options: argparse.Namespace, shape: str) -> Iterator[str]:
-    """The checkpoint that the options name, or a directory with the config of their shape, else of `shape`.
+    """Yield the checkpoint that the options name, else a directory with a config.
+
+    The config is that of the shape in the options, or of `shape` if they give none.
 
     Raises:
-        ValueError: there is no such shape, or one is given as a checkpoint.
+        ValueError: there is no such shape, or a shape is given as a checkpoint.
     """
     if not is_dummy(options):
         refuse_shape(options.model or options.checkpoint)
@@ -124,12 +126,12 @@ def model_directory(options: argparse.Namespace, shape: str) -> Iterator[str]:
 
 
 def model_name(options: argparse.Namespace, shape: str) -> str:
-    """How a report calls what was measured."""
+    """Return the name of the measured model for a report."""
     return options.model or options.checkpoint or f"{options.shape or shape} shape, random weights"
 
 
 def check_mode(name: str, allowed: Iterable[str]) -> None:
-    """Raises ValueError where there is no such mode; names the nearest and all."""
+    """Raises ValueError if there is no such mode; the message names the nearest mode and all modes."""
     allowed = list(allowed)
     if name not in allowed:
         guess = did_you_mean(name, allowed)
@@ -137,10 +139,10 @@ def check_mode(name: str, allowed: Iterable[str]) -> None:
 
 
 def mode_names(text: str, allowed: Iterable[str]) -> list[str]:
-    """Modes such as "resident,offload", each once and in their order.
+    """Parse modes such as "resident,offload"; return each mode once, in the given order.
 
     Raises:
-        ValueError: there is no such mode, or none is named.
+        ValueError: there is no such mode, or the text names none.
     """
     allowed = list(allowed)
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
@@ -152,7 +154,7 @@ def mode_names(text: str, allowed: Iterable[str]) -> list[str]:
 
 
 def check_can_write(*paths: str | None) -> None:
-    """Raises ValueError where a file cannot be written: hours of measuring should not end in that."""
+    """Raises ValueError if a file cannot be written, so that hours of measuring do not end in this error."""
     for path in paths:
         if path and Path(path).is_dir():
             raise ValueError(f"{path!r} is a directory: name a file")
@@ -161,7 +163,7 @@ def check_can_write(*paths: str | None) -> None:
 
 
 def check_can_plot(path: str | None) -> None:
-    """Raises ValueError where a picture is wanted that matplotlib cannot write, or it is not installed."""
+    """Raises ValueError if a picture is wanted, but matplotlib cannot write this format or is not installed."""
     if path and Path(path).suffix.lower() not in PICTURES:
         raise ValueError(f"--plot {path!r} must end in {', '.join(PICTURES)}: they say what is drawn")
     if path and importlib.util.find_spec("matplotlib") is None:
@@ -169,7 +171,7 @@ def check_can_plot(path: str | None) -> None:
 
 
 def check_at_least(options: argparse.Namespace, **minima: int) -> None:
-    """Raises ValueError where the option of that name lies below its minimum."""
+    """Raises ValueError if an option is below its minimum; the keywords are the options' names."""
     for name, minimum in minima.items():
         value = getattr(options, name)
         if value < minimum:
@@ -177,7 +179,7 @@ def check_at_least(options: argparse.Namespace, **minima: int) -> None:
 
 
 def count(text: str) -> int | None:
-    """A `length` of at least 1; None: the text is no such number."""
+    """Parse a `length` of at least 1; None if the text is not such a number."""
     try:
         found = length(text)
     except argparse.ArgumentTypeError:
@@ -186,10 +188,10 @@ def count(text: str) -> int | None:
 
 
 def bounds(text: str, option: str) -> tuple[int, int]:
-    """Smallest and largest of a range such as "100-1024"; one number is both.
+    """Return the smallest and largest number of a range such as "100-1024"; a single number is both.
 
     Raises:
-        ValueError: the text is no range, or its end lies below its begin.
+        ValueError: the text is not a range, or the end of the range is below its beginning.
     """
     found = [count(part) for part in text.split("-")]
     if None in found or len(found) > 2 or found[0] > found[-1]:
@@ -198,10 +200,10 @@ def bounds(text: str, option: str) -> tuple[int, int]:
 
 
 def counts(text: str, option: str) -> list[int]:
-    """Numbers such as "1,8" or "1k,32k": ascending and each once, so that a case is never measured twice.
+    """Parse numbers such as "1,8" or "1k,32k". Return them ascending, each once, so that no case is measured twice.
 
     Raises:
-        ValueError: one of them is no whole number of at least 1.
+        ValueError: a number is not a whole number of at least 1.
     """
     found = {count(part) for part in text.split(",")}
     if None in found:

@@ -1,4 +1,4 @@
-"""Options of `nanoinfer bench offload`: what they mean, and what is refused before anything runs."""
+"""Options of `nanoinfer bench offload`: their meaning, and the checks before anything runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanoinfer.options.measuring import (
 from nanoinfer.options.parser import length
 
 SUMMARY = "decode with the KV cache in host memory against the GPU, with the floors of this machine"
-# What each task does not use. These options have no default, so that it is known whether they were given.
+# Options that a task does not use. They have no default in the parser, so that it is known whether they were given.
 UNUSED = {"decode": ("depths", "questions"), "recall": ("batch", "output_len", "check", "profile")}
 TASKS = tuple(UNUSED)
 MODES = (*ENGINE_MODES, *CACHES)
@@ -30,7 +30,7 @@ DEFAULT_OUTPUT_LEN = 28  # 27 decode steps, of which 24 are counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the benchmark's options; those of the engine have the engine's defaults."""
+    """Adds the benchmark's options. Engine options have the engine's defaults."""
     add_model_arguments(parser)
     add_engine_arguments(parser, f"{recall.KV_CACHE_DTYPE_HELP} (--task recall only)")
     parser.add_argument(
@@ -64,12 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Cases:
-    """What one call measures.
+    """The cases that one call measures.
 
     Attributes:
-        modes: of `MODES`, in the order in which they run.
-        contexts: tokens of a prompt.
-        batches: sequences at once.
+        modes: modes from `MODES`, in the order in which they run.
+        contexts: prompt lengths in tokens.
+        batches: numbers of sequences that run at once.
         output_len: tokens that each sequence generates.
         check: compare the outputs of our modes.
     """
@@ -87,14 +87,14 @@ class Cases:
 
 
 def check_task(options: argparse.Namespace) -> None:
-    """Raises ValueError where an option was given that the task does not use."""
+    """Raises ValueError if an option was given that the task does not use."""
     for name in UNUSED[options.task]:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} has no meaning with --task {options.task}: leave it out")
 
 
 def read_cases(options: argparse.Namespace, is_cuda: bool) -> Cases:
-    """The cases that the options ask for.
+    """Return the cases that the options ask for.
 
     Raises:
         ValueError: an option cannot be used.
@@ -120,7 +120,7 @@ def read_cases(options: argparse.Namespace, is_cuda: bool) -> Cases:
 
 
 def engine_arguments(options: argparse.Namespace, cases: Cases, mode: str, context: int) -> dict:
-    """Arguments of the LLM that runs every case of `mode` up to `context` tokens."""
+    """Return the arguments of the LLM that runs every case of `mode` up to `context` tokens."""
     own = dict(max_model_len=context + max(cases.output_len, TRACED_OUTPUT_LEN if options.profile else 0))
     if options.max_num_seqs is None:
         own["max_num_seqs"] = max(cases.batches)

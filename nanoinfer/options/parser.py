@@ -1,4 +1,4 @@
-"""What all commands share: how options are read, how messages call them, and how a command ends."""
+"""Shared by all commands: how options are read, how messages name them, and how a command ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from nanoinfer.common.errors import nearest
 
 REFUSED = 2
-# As a shell says it of a process that the signal has ended: 128 and the signal's number.
+# The exit status that a shell reports for a process ended by a signal: 128 plus the signal's number.
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
-# Arguments whose options are called otherwise: the first of these that a command has.
+# Arguments whose options have other names. Of several names, the first that the command has counts.
 _OPTIONS = {
     "enable_cpu_offload": ("--offload",),
     "gpu_memory_limit": ("--gpu-memory",),
@@ -31,9 +31,9 @@ _OFFLOAD_WORDS = {"True": "on", "False": "off", "'auto'": "auto", '"auto"': "aut
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses what it does not know with the nearest name, and with the usage of the command that was meant.
+    """Refuses an unknown option or value with the nearest known name and the usage of the command that was called.
 
-    The namespace's `parser` is the one of that command.
+    The namespace's `parser` is the parser of that command.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
-        """As argparse's, which would hand unknown arguments up to the parser of all commands."""
+        """Refuse unknown arguments here; argparse would pass them up to the parser of all commands."""
         args = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:
             for option in (argument.split("=")[0] for argument in args[: args.index("--") if "--" in args else None]):
@@ -67,7 +67,7 @@ def _hint(name: str, known: Collection[str]) -> str:
 
 
 def length(text: str) -> int:
-    """For `type=` of an option: a whole number of tokens, where "4k" is 4096. It may yet be too small."""
+    """For `type=` of an option: parse a whole number of tokens; "4k" is 4096. No minimum is checked."""
     match = re.fullmatch(r"\s*(-?[0-9]+)([kK]?)\s*", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, such as 4096, or 4k for the same")
@@ -75,12 +75,12 @@ def length(text: str) -> int:
 
 
 def in_options(text: str, parser: argparse.ArgumentParser) -> str:
-    """A message of the Python API in the words of the command: `max_num_seqs=3` becomes `--max-num-seqs 3`.
+    """Rewrite a message of the Python API in terms of the command: `max_num_seqs=3` becomes `--max-num-seqs 3`.
 
-    An argument for which the command has no option keeps its name.
+    An argument without an option in this command keeps its name.
     """
     known = parser._option_string_actions
-    # Of `--name` and `--no-name` the first.
+    # If an option has both `--name` and `--no-name`, the first counts.
     options = {action.dest: option for option, action in reversed(known.items()) if option.startswith("--")}
     for argument, names in _OPTIONS.items():
         found = [name for name in names if name in known]
@@ -90,7 +90,7 @@ def in_options(text: str, parser: argparse.ArgumentParser) -> str:
     for argument, option in options.items():
         text = re.sub(rf"(?<![\w./-]){argument}=(?=\S)", f"{option} ", text)
         text = re.sub(rf"^{argument} is ", f"{option} is ", text)
-        if "_" in argument:  # others are words of their own
+        if "_" in argument:  # arguments without "_" may be ordinary words
             text = re.sub(rf"(?<![\w./-]){argument}(?![\w=/-])", option, text)
     for value, word in _OFFLOAD_WORDS.items():
         text = text.replace(f"--offload {value}", f"--offload {word}")
@@ -100,9 +100,9 @@ def in_options(text: str, parser: argparse.ArgumentParser) -> str:
 def run_command(
     parser: argparse.ArgumentParser, arguments: Sequence[str], command: Callable[[argparse.Namespace], int]
 ) -> int:
-    """Reads the arguments, runs the command and gives its exit status, or that of what ended it.
+    """Read the arguments, run the command and return its exit status, or the status for the error that ended it.
 
-    Errors of the user and a Ctrl-C are one line on stderr; a reader who has left (`| head -1`) is not told.
+    The user's errors and Ctrl-C are reported in one line on stderr. A closed output pipe (`| head -1`) is not reported.
     """
     options = parser.parse_args(arguments)
     name = options.parser.prog
@@ -110,12 +110,12 @@ def run_command(
         try:
             return command(options)
         finally:
-            sys.stdout.flush()  # a broken pipe shows here, and not when the interpreter ends
+            sys.stdout.flush()  # so that a broken pipe is noticed here and not when the interpreter ends
     except KeyboardInterrupt:
         _report(f"{name}: interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes once more at its end, which must have somewhere to go.
+        # The interpreter flushes stdout once more at its end, so stdout must lead to an open file.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (ValueError, MemoryError, OSError) as error:

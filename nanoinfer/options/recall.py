@@ -1,4 +1,4 @@
-"""Options of `nanoinfer eval recall`, some of which are those of `bench_offload.py --task recall`, too."""
+"""Options of `nanoinfer eval recall`; `bench_offload.py --task recall` shares some of them."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_grid_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the questions, which have no defaults: `bench_offload.py` tells whether they were given."""
+    """Adds the options of the questions. They have no defaults, so that `bench_offload.py` knows which were given."""
     parser.add_argument("--depths", help=f"where facts lie (default: {DEFAULT_DEPTHS})")
     parser.add_argument("--questions", type=int, help=f"in each cell, a multiple of 5 (default: {DEFAULT_QUESTIONS})")

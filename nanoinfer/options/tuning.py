@@ -1,4 +1,4 @@
-"""Options of the engine that several commands take: what they are called, and the arguments that they become."""
+"""Engine options that several commands share: their names, and the engine arguments that they become."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanoinfer.config import EngineConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, enable_prefix_caching: bool | None = None) -> None:
-    """Adds the options, with the engine's defaults but for that of prefix caching; None: the command decides."""
+    """Adds the options with the engine's defaults, except that of prefix caching; None: the command decides."""
     defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items()}
     parser.add_argument(
         "--gpu-memory-utilization", type=float, default=defaults["gpu_memory_utilization"], metavar="SHARE",
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, enable_prefix_caching: boo
 
 
 def engine_arguments(options: argparse.Namespace) -> dict:
-    """The same as arguments of an LLM."""
+    """Return the values of these options as arguments of an LLM."""
     names = (
         "gpu_memory_utilization num_ring_slots ring_slot_bytes enable_prefix_caching enforce_eager "
         "cuda_graph_batch_sizes capture_num_tokens"

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-# What a decoder writes for bytes that are no whole UTF-8 character (yet).
+# What a decoder writes for bytes that are not (yet) a complete UTF-8 character.
 REPLACEMENT_CHARACTER = "\ufffd"
 # vLLM's number: enough context for tokenizers whose first piece of a text loses its leading space.
 NUM_PROMPT_CONTEXT_TOKENS = 5
-# A UTF-8 character has at most 4 bytes and a token at least one, so a longer wait is for text that never comes:
-# output that is no UTF-8, or a run of tokens without text. It ends, or each new token would decode all of them again.
+# A UTF-8 character has at most 4 bytes and a token has at least one. A longer wait is for text that never comes: output
+# that is not UTF-8, or a run of tokens without text. The wait must end, or each new token would decode them all.
 MAX_WAITING_TOKENS = 16
 
 
@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str | None:
-    """One token as text on its own (for Logprob.decoded_token); None without a tokenizer."""
+    """Return the text of a single token, for Logprob.decoded_token; None without a tokenizer."""
     if tokenizer is None:
         return None
     return tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -29,14 +29,15 @@ class Detokenizer:
     """The text of one completion, as its tokens arrive.
 
     Decoding is the prefix-offset algorithm of vLLM (`vllm/transformers_utils/detokenizer_utils.py`,
-    `detokenize_incrementally`) and text-generation-inference: the last tokens whose text is out are decoded again
-    together with the new ones, and what the text gained is new. Its cost per token does not grow with the text.
+    `detokenize_incrementally`) and text-generation-inference: the last tokens whose text was released are decoded again
+    together with the new tokens, and the difference is the new text. The cost per token does not grow with the text.
 
-    A stop string is found wherever the tokens cut it. Of several, the one that is complete first counts, and of two
-    that end together the longer one, so the result does not depend on how many tokens come at once. The text ends
-    before the stop string. Text that may yet become one is held back until it does or cannot any more.
+    A stop string is found even if it spans several tokens. If several stop strings match, the one that is complete
+    first counts; if two end at the same place, the longer one counts. So the result does not depend on how many tokens
+    come at once. The text ends before the stop string. Text that may be the beginning of a stop string is held back
+    until it is one or cannot become one.
 
-    The token that ends a completion (end token or stop_token_ids) is not to be appended: its text is no output.
+    Do not append the token that ends a completion (end token or stop_token_ids): its text is not part of the output.
     """
 
     def __init__(
@@ -49,23 +50,23 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ):
         """
-        tokenizer: None: there is no text, and no stop string is ever found.
+        tokenizer: None: the text is empty, and no stop string is ever found.
         stop: strings that end the completion.
         prompt_token_ids: the prompt; its last tokens are the context of the first generated one.
-        min_tokens: stop strings complete within so many tokens are ordinary text.
+        min_tokens: a stop string that is complete within the first `min_tokens` tokens is ordinary text.
         """
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._skip_special_tokens = skip_special_tokens
-        # Tokens [0, _num_read) of the window are out as text (or are prompt), the rest still waits.
+        # The text of tokens [0, _num_read) of the window was released (or is prompt); the other tokens still wait.
         self._window = list(prompt_token_ids[-NUM_PROMPT_CONTEXT_TOKENS:]) if tokenizer else []
         self._num_read = len(self._window)
         self._num_read_chars = len(self._decode(self._window))
-        self._held = ""  # decoded, not released: the longest end of the text that begins a stop string
+        self._held = ""  # decoded but not released: the longest end of the text that may begin a stop string
         self._released: list[str] = []
         self.num_tokens = 0
-        """Tokens taken so far, up to and with the one that completed the stop string."""
+        """Tokens taken so far, including the token that completed the stop string."""
         self.stop_hit: str | None = None
         """The stop string that was found."""
 
@@ -90,7 +91,7 @@ class Detokenizer:
         return "".join(self._released[num_released:]), self.stop_hit
 
     def flush(self) -> str:
-        """Releases what is held back, at the end of a completion; an unfinished character becomes U+FFFD."""
+        """At the end of a completion, release the text held back. An unfinished character becomes U+FFFD."""
         if self._tokenizer is None or self.stop_hit is not None:
             return ""
         num_released = len(self._released)
@@ -109,11 +110,12 @@ class Detokenizer:
         )
 
     def _read_window(self) -> str:
-        """The text that the waiting tokens add, or "" where they have to wait for more."""
+        """Return the text that the waiting tokens add, or "" if they must wait for more tokens."""
         text = self._decode(self._window)
         is_overdue = len(self._window) - self._num_read >= MAX_WAITING_TOKENS
         if len(text) <= self._num_read_chars:
-            # No text, such as special tokens. The next token needs the context before them, so they only leave.
+            # The waiting tokens have no text, such as special tokens. The next token needs the context before them, so
+            # only they leave the window.
             if is_overdue:
                 del self._window[self._num_read :]
             return ""
@@ -124,13 +126,13 @@ class Detokenizer:
         return piece
 
     def _start_window(self, *, at: int) -> None:
-        """Everything in the window is out; its tokens from `at` on are the context of the next one."""
+        """Start a new window when all text was released: the tokens from `at` on are context for the next token."""
         self._window = self._window[at:]
         self._num_read = len(self._window)
         self._num_read_chars = len(self._decode(self._window))
 
     def _release(self, piece: str, *, search: bool) -> None:
-        """Adds decoded text: up to a stop string if there is one, else up to what may become one."""
+        """Release decoded text up to a stop string if there is one, else up to text that may become one."""
         if not piece:
             return
         text = self._held + piece
@@ -145,11 +147,11 @@ class Detokenizer:
         self._held = text[len(text) - num_held :]
 
     def _find_stop(self, text: str) -> tuple[int, str] | None:
-        """(start, stop string) of the match that ends first in `text`, the longest one of those."""
+        """Return (start, stop string) of the match that ends first in `text`; of several, the longest."""
         num_old = len(self._held)
         matches = []
         for stop in self._stop:
-            # A match that ends in the old text was complete within min_tokens, or would have been found then.
+            # A match that ends in the old text was complete within min_tokens; otherwise it was found before.
             start = text.find(stop, max(0, num_old + 1 - len(stop)))
             if start >= 0:
                 matches.append((start + len(stop), start, stop))
@@ -159,7 +161,7 @@ class Detokenizer:
         return start, stop
 
     def _num_chars_to_hold(self, text: str) -> int:
-        """Length of the longest end of `text` that is the beginning of a stop string, and not all of it."""
+        """Return the length of the longest end of `text` that is a proper beginning of a stop string."""
         longest = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):

@@ -1,4 +1,4 @@
-"""Prompts in the forms that vLLM takes, and their way to token ids."""
+"""Prompts in the forms that vLLM accepts, and their conversion to token ids."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FORMS = 'text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list.
+    """Return one prompt or many as a list.
 
     Raises:
-        ValueError: neither a prompt nor a list.
+        ValueError: `prompts` is neither a prompt nor a list.
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -33,10 +33,12 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def unpack(prompt: Prompt) -> str | list[int]:
-    """The text or the token ids of a prompt in any of its forms; of {"prompt", "prompt_token_ids"} the ids count.
+    """Return the text or the token ids of a prompt in any of its forms. If a dict has both, the token ids count.
+
+    The ids themselves are not checked.
 
     Raises:
-        RequestError: it has none of these forms. What the ids are is not checked.
+        RequestError: the prompt has none of these forms.
     """
     if isinstance(prompt, Mapping):
         return _unpack_mapping(prompt)
@@ -49,7 +51,7 @@ def unpack(prompt: Prompt) -> str | list[int]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, **arguments: Any) -> list[int]:
-    """Token ids of a text.
+    """Return the token ids of a text.
 
     Raises:
         RequestError: there is no tokenizer, or it cannot read the text.
@@ -59,7 +61,7 @@ def encode(tokenizer: PreTrainedTokenizerBase | None, text: str, **arguments: An
         raise RequestError(message, field="prompt")
     try:
         return list(tokenizer.encode(text, **arguments))
-    except Exception as error:  # of whatever library the tokenizer is written with
+    except Exception as error:  # the tokenizer's library may raise anything
         raise RequestError(f"the tokenizer cannot read the prompt: {error}", field="prompt") from error
 
 
@@ -70,11 +72,11 @@ def encode_chat(
     *,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Token ids of a conversation, through the tokenizer's chat template.
+    """Return the token ids of a conversation, through the tokenizer's chat template.
 
     Args:
         messages: as `conversation` returns them.
-        variables: the template's own, such as `enable_thinking`, by whatever names clients give.
+        variables: variables of the template, such as `enable_thinking`; the client chooses the names.
 
     Raises:
         RequestError: there is no template, or it refuses the messages.
@@ -89,7 +91,10 @@ def render_chat(
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text whose tokens, without special tokens around it, `encode_chat` returns; arguments and errors are its."""
+    """Return a conversation as text; its tokens, without special tokens around it, are those of `encode_chat`.
+
+    Arguments and errors are those of `encode_chat`.
+    """
     return _templated(tokenizer, messages, variables, add_generation_prompt, tokenize=False)
 
 
@@ -105,15 +110,15 @@ def _templated(
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=add_generation_prompt, **arguments, **(variables or {})
         )
-    except Exception as error:  # a template is a program of the checkpoint's and raises what it likes
+    except Exception as error:  # a template is a program from the checkpoint and may raise anything
         raise RequestError(f"the chat template refuses the messages: {error}", field="messages") from error
 
 
 def too_long(what: str, max_model_len: int) -> RequestError:
-    """What to say of a prompt that has no room.
+    """Return the error for a prompt that is too long.
 
     Args:
-        what: what it has, such as "9000 tokens".
+        what: the prompt's length, such as "9000 tokens".
     """
     return RequestError(
         f"the prompt has {what}, max_model_len is {max_model_len} and at least one token is generated: shorten the "
@@ -124,7 +129,7 @@ def too_long(what: str, max_model_len: int) -> RequestError:
 
 
 def check_chat(tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raises RequestError where there is no chat template."""
+    """Raises RequestError if there is no chat template."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
         raise RequestError(
@@ -135,10 +140,11 @@ def check_chat(tokenizer: PreTrainedTokenizerBase | None) -> None:
 
 
 def conversation(messages: Any) -> list[dict[str, Any]]:
-    """Checked messages; text parts are joined by line ends, as vLLM does, and an assistant's null content is "".
+    """Return the checked messages. Text parts are joined by line ends, as in vLLM; an assistant's null content is "".
 
     Raises:
-        RequestError: it is no list of messages, there is none, or one has something else than a role and text.
+        RequestError: `messages` is not a list of messages or is empty, or a message has something other than a role and
+            text.
     """
     if not isinstance(messages, list | tuple):
         raise RequestError(
@@ -186,7 +192,7 @@ def _unpack_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
 
 
 def _plain_ids(ids: Any) -> Any:
-    """Arrays, tensors and ranges as lists; everything else as it is."""
+    """Convert arrays, tensors and ranges to lists; return everything else unchanged."""
     if isinstance(ids, np.ndarray | torch.Tensor):
         return ids.tolist()
     if isinstance(ids, list | tuple) and ids and isinstance(ids[0], np.integer):

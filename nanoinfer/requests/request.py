@@ -18,14 +18,14 @@ class _Completion:
     sequence: Sequence
     detokenizer: Detokenizer
     text_delta: str = ""
-    num_streamed: int = 0  # tokens that a StreamOutput has carried
+    num_streamed: int = 0  # tokens already returned in a StreamOutput
 
 
 @dataclass
 class Request:
     """A prompt with its `n` completions.
 
-    Times are seconds of `time.perf_counter`, but for the arrival, which is also kept as Unix time.
+    Times are in seconds of `time.perf_counter`; the arrival is also kept as Unix time (`arrival_time`).
     """
 
     request_id: str
@@ -71,8 +71,7 @@ class Request:
         logprobs: tuple[float, int, list[float], list[int]] | None,
         now: float,
     ) -> None:
-        """Appends a token that was read at `now` and decides whether the completion ends: sets its finish_reason
-        then."""
+        """Append a token that was read at `now`, and set the finish_reason if the completion ends with it."""
         completion = self.completions[sequence.index]
         self.last_token = now
         if self.first_token is None:
@@ -101,13 +100,13 @@ class Request:
         self._end_all("abort")
 
     def fail(self, error: Exception) -> list[StreamOutput]:
-        """Ends every completion that still runs because of an error of this request; the last outputs of these."""
+        """End every completion that still runs because of an error of this request; return their last outputs."""
         self.failure = error
         return [replace(self.stream_output(sequence), error=self.error) for sequence in self._end_all("error")]
 
     @property
     def error(self) -> str | None:
-        """What went wrong with this request, in words; None: nothing."""
+        """The message of the error that ended this request; None if there was none."""
         return None if self.failure is None else str(self.failure) or type(self.failure).__name__
 
     def _end_all(self, reason: FinishReason) -> list[Sequence]:
@@ -117,7 +116,7 @@ class Request:
             completion.sequence.finish_reason = reason
             try:
                 completion.text_delta += completion.detokenizer.flush()
-            except Exception:  # a tokenizer that fails may be why the request ends: the text ends earlier then
+            except Exception:  # the tokenizer's failure may be why the request ends; the text is cut short then
                 pass
         return [completion.sequence for completion in ended]
 
@@ -158,7 +157,7 @@ class Request:
         )
 
     def stream_output(self, sequence: Sequence) -> StreamOutput:
-        """What the completion gained since the last call."""
+        """Return what the completion gained since the last call."""
         completion = self.completions[sequence.index]
         begin, completion.num_streamed = completion.num_streamed, sequence.num_generated
         delta, completion.text_delta = completion.text_delta, ""
@@ -176,7 +175,7 @@ class Request:
         )
 
     def metrics(self) -> RequestMetrics:
-        """Times so far."""
+        """Return the metrics so far."""
         generated = sum(sequence.num_generated for sequence in self.sequences)
         read = sum(sequence.num_blocks_read for sequence in self.sequences)
         resident = sum(sequence.num_resident_read for sequence in self.sequences)

@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine."""
+"""One sequence and its progress through the engine."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class SequenceState(enum.Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what was generated for it.
+    """A prompt and the tokens generated for it.
 
-    `num_computed` counts the tokens whose KV is in the cache. A request with `n > 1` is n sequences.
+    `num_computed` counts the tokens whose KV is in the cache. A request with `n > 1` has n sequences.
 
-    The host launches a step before it has read the tokens of the step before: these *pending* tokens count as tokens,
-    but only the device knows them.
+    The host launches a step before it has read the tokens of the previous step. These *pending* tokens count as tokens,
+    but only the device knows their ids.
 
     Attributes:
-        row: place in the persistent device tables, held from admission to the end.
+        row: place in the persistent device tables, kept from admission to the end.
         saved: KV of a preempted sequence, in host memory.
         num_cached: prompt tokens taken from the prefix cache.
     """
@@ -49,11 +49,11 @@ class Sequence:
     num_cached: int = 0
     num_pending: int = 0  # tokens sampled on the device that the host has not read yet
     num_published: int = 0  # full blocks that were offered to the prefix cache of this mode
-    streamed_bytes: int = 0  # of its blocks, over all its steps: its share where others read them, too
-    num_blocks_read: int = 0  # full blocks that its decode steps read, one by one ...
-    num_resident_read: int = 0  # ... and those of them that lay on the GPU
+    streamed_bytes: int = 0  # of its blocks, over all its steps; of a block shared with others, only its share
+    num_blocks_read: int = 0  # full blocks that its steps read, counted in each step
+    num_resident_read: int = 0  # the part of `num_blocks_read` that lay on the GPU
     copy_wait_seconds: float = 0.0  # estimate
-    num_reserved_host: int = 0  # host blocks promised at admission and not allocated yet
+    num_reserved_host: int = 0  # host blocks reserved at admission and not allocated yet
     saved: SavedKV | None = None
     block_keys: list[bytes] = field(default_factory=list)  # prefix cache keys of the full blocks
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Sequence:
 
     @property
     def max_num_tokens(self) -> int:
-        """Tokens this sequence can ever have."""
+        """The most tokens that this sequence can ever have."""
         return len(self.prompt_token_ids) + self.max_tokens
 
     @property

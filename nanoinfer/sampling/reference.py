@@ -1,15 +1,15 @@
 """Picks the next tokens from the logits, on the device, without a host synchronisation.
 
 A row's token depends only on that row's logits, settings, seed and step: never on its place in the batch, its
-neighbours or the batch's size. So top_p's sums use integers, whose order does not matter, a tile's weights are added up
-by one program, and the noise is a hash of (seed, step, id) instead of a generator's next numbers.
+neighbours or the batch's size. So top_p sums integers, whose order does not matter, one program adds up a tile's
+weights, and the noise is a hash of (seed, step, id) instead of a generator's next numbers.
 
-Order, as in vLLM: repetition penalty, frequency and presence penalty, and bans; greedy rows take the argmax; the others
-are divided by the temperature, cut by min_p, top_k and top_p (each on what the one before left), and drawn by
-exponential races: argmin(e / p) with standard exponential noise e is a sample of p. It is the Gumbel-max trick
+Order, as in vLLM: repetition penalty, frequency and presence penalty, and bans. Then greedy rows take the argmax. The
+other rows are divided by the temperature, cut by min_p, top_k and top_p (each on what the previous cut left), and drawn
+by exponential races: argmin(e / p) with standard exponential noise e is a sample of p. This is the Gumbel-max trick
 (Gumbel, 1954; Maddison et al., 2014: argmax(log p - log e)) with one logarithm less. The first race is between tiles of
-the vocabulary, by the sums of their weights, the second between the tokens of the winner: so noise is drawn for few
-tokens.
+the vocabulary, by the sums of their weights, the second between the tokens of the winning tile. So noise is drawn for
+few tokens.
 """
 
 import torch
@@ -29,12 +29,12 @@ __all__ = [
     "workspace_bytes",
 ]
 
-# Rows are filtered so many elements at a time: 13 rows of a vocabulary of 150,000.
+# Elements of the rows that are filtered at a time: 13 rows of a vocabulary of 150,000.
 CHUNK_ELEMENTS = 2**21
-# Chunk's rows, sorted values and ids, fixed-point weights, their sums, and the sort's own buffers. `topk` of few rows
-# sorts too.
+# Per element of a chunk: its rows, sorted values and ids, fixed-point weights, their sums, and the sort's own buffers.
+# `topk` of few rows sorts too.
 _SORT_BYTES_PER_ELEMENT = 64
-# Of all rows: their logits in float32 and, with penalties, which are NaN, the scores, the seen tokens and the counts.
+# Per element of all rows: logits in float32 and, with penalties, a NaN mask, the scores, the seen tokens and counts.
 _REFERENCE_BYTES_PER_ELEMENT = 13
 # Probabilities relative to the likeliest token's, in units of 2^-40; sums of up to 2^22 of them stay below 2^63.
 _FIXED_POINT_ONE = 2.0**40
@@ -73,10 +73,10 @@ def logprobs_of(
     """
     parts = []
     for chunk, chunk_tokens in zip(_chunks(logits), tokens.split(_chunk_rows(logits.shape[1])), strict=True):
-        # Not logsumexp: its reduction on CUDA is split by the number of rows, and so rounds by it too.
+        # Not logsumexp: how its reduction on CUDA is split, and so rounded, depends on the number of rows.
         logprobs = torch.log_softmax(chunk, dim=-1)
         chosen = logprobs.gather(1, chunk_tokens[:, None])
-        # From the logits: log_softmax may round two of them to one value.
+        # The rank comes from the logits: log_softmax may round two of them to one value.
         rank = (chunk > chunk.gather(1, chunk_tokens[:, None])).sum(dim=-1) + 1
         top_ids = _sort_keys(logprobs).topk(top, dim=-1).indices
         parts.append((chosen[:, 0], rank, logprobs.gather(1, top_ids), top_ids))
@@ -85,9 +85,9 @@ def logprobs_of(
 
 
 def _sort_keys(values: torch.Tensor) -> torch.Tensor:
-    """Integers that lie in the order of `values`, and equal ones in that of falling ids: [B, V] float32 -> int64.
+    """Return integers in the order of `values`; of equal values the lower id has the larger: [B, V] float32 -> int64.
 
-    Which of equal values `topk` takes depends on how many it takes, and so on what others ask for.
+    Without this, which of equal values `topk` takes depends on how many it takes, and so on what other rows ask for.
     """
     bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative numbers: the larger the magnitude, the smaller
@@ -95,20 +95,20 @@ def _sort_keys(values: torch.Tensor) -> torch.Tensor:
 
 
 def workspace_bytes(num_rows: int, vocab_size: int) -> int:
-    """Upper bound of the memory that `sample` takes for a while, beside logits of any type; the kernels need none."""
+    """Upper bound of the memory that `sample` takes temporarily, beside logits of any type; the kernels need none."""
     return _REFERENCE_BYTES_PER_ELEMENT * num_rows * vocab_size + logprobs_bytes(num_rows, vocab_size)
 
 
 def logprobs_bytes(num_rows: int, vocab_size: int) -> int:
-    """Upper bound of the memory that `logprobs_of` takes for a while, beside the float32 logits."""
+    """Upper bound of the memory that `logprobs_of` takes temporarily, beside the float32 logits."""
     return _SORT_BYTES_PER_ELEMENT * min(num_rows, _chunk_rows(vocab_size)) * vocab_size
 
 
 def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Standard exponential noise, a pure function of (seed, step, id); the reference of the Triton kernel.
 
-    seed, step: [B] int64; ids: [n] or [B, n] int64, below 2^32: token ids, and behind them those of tiles. Returns: [B,
-    n] float32.
+    seed, step: [B] int64; ids: [n] or [B, n] int64, below 2^32: token ids, followed by tile ids. Returns: [B, n]
+    float32.
     """
     bits = _noise_bits(seed, step, ids)
     # u in (0, 1). -log(1 - u): the smallest noise, which decides the draw, comes from small u, where floats are dense;
@@ -127,8 +127,10 @@ def _chunks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Repetition penalty (CTRL, section 4.1), frequency and presence penalty and bans, NaN as a ban; `logits` itself
-    where there are none."""
+    """Apply repetition penalty (CTRL, section 4.1), frequency and presence penalty and bans; NaN counts as banned.
+
+    Returns `logits` itself if there is nothing to apply.
+    """
     invalid = logits.isnan()
     if not any(map(len, (batch.penalty_rows, batch.counted_rows, batch.banned_ids))) and not invalid.any():
         return logits
@@ -145,7 +147,7 @@ def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tensor:
-    """Puts -inf where min_p, top_k or top_p drop a token; in place where `scores` is ours."""
+    """Put -inf where min_p, top_k or top_p drop a token; in place if `scores` is `owned`."""
     min_p_rows, sort_rows = batch.min_p_rows, batch.sort_rows
     if not len(min_p_rows) and not len(sort_rows):
         return scores
@@ -161,11 +163,11 @@ def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tenso
 
 
 def _scaled(scores: torch.Tensor, row_max: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(scores - row_max) times 1 / temperature: at most 0, never NaN, a difference first, so that nothing is cancelled.
+    """(scores - row_max) times 1 / temperature: at most 0, never NaN. The difference comes first, so nothing cancels.
 
     scores: [R, V]; row_max: [R, 1]; temperature: [R].
     """
-    row_max = torch.where(row_max == -torch.inf, 0, row_max)  # a row of -inf only stays one
+    row_max = torch.where(row_max == -torch.inf, 0, row_max)  # a row of only -inf stays one
     temperature = torch.where(temperature < GREEDY_TEMPERATURE, 1, temperature)  # greedy rows: the result is unused
     return torch.where(scores == row_max, 0, (scores - row_max) * (1 / temperature)[:, None])
 
@@ -190,7 +192,7 @@ def _cut_top_k_top_p(
     k = torch.where(top_k <= 0, vocab_size, top_k.clamp(max=vocab_size))
     kth_score = ordered.gather(1, k[:, None] - 1)
     ordered.masked_fill_(ordered < kth_score, -torch.inf)
-    # Fixed point: a float sum on CUDA is split, and so rounded, by the number of rows.
+    # Fixed point: how a float sum on CUDA is split, and so rounded, depends on the number of rows.
     relative = elementwise(torch.exp, _scaled(ordered, ordered[:, :1], temperature))
     weights = relative.mul_(_FIXED_POINT_ONE).to(torch.int64)
     sum_before = weights.cumsum(dim=-1)
@@ -214,7 +216,7 @@ def _draw(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def _race(scores: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """The winning tile's winning token of each row. scores: [R, V]; the others and the result: [R]."""
+    """Return the winning token of each row's winning tile. scores: [R, V]; other arguments and result: [R]."""
     num_rows, vocab_size = scores.shape
     width = min(TILE_TOKENS, vocab_size)
     num_tiles = -(-vocab_size // width)

@@ -8,7 +8,7 @@ import torch
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 MAX_BANNED = 64
-"""Tokens that may be banned from a row until it has `min_tokens`."""
+"""Most tokens that may be banned from a row until it has `min_tokens`."""
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 INTEGERS = ("top_k", "banned_until", "num_banned", "is_counted")
 # Columns of a row's settings on their way to the device, 32 bits each; the first one is the row.
@@ -17,13 +17,13 @@ INTEGER_COLUMNS = slice(FLOAT_COLUMNS.stop, FLOAT_COLUMNS.stop + len(INTEGERS))
 WIDE_COLUMNS = slice(INTEGER_COLUMNS.stop, INTEGER_COLUMNS.stop + 4)  # seed and step
 BANNED_COLUMNS = slice(WIDE_COLUMNS.stop, WIDE_COLUMNS.stop + MAX_BANNED)
 NUM_COLUMNS = BANNED_COLUMNS.stop
-# Of a tile. A vocabulary of 150,000 has 74 of them: for the kernels enough programs to fill a GPU with two rows.
+# Tokens in a tile. A vocabulary of 150,000 has 74 tiles: with two rows, these are enough programs to fill a GPU.
 TILE_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSampling:
-    """How one row is sampled in one step. The defaults are greedy and need no work, as padding rows want it."""
+    """How one row is sampled in one step. The defaults are for padding rows: greedy, without further work."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -129,7 +129,7 @@ class SamplingBatch:
 
 
 def state_bytes(max_num_seqs: int, vocab_size: int, max_batch: int) -> int:
-    """What the settings of all rows take on the device for as long as an engine lives, with the kernels' workspace."""
+    """Device bytes of all rows' settings and the kernels' workspace, for as long as an engine lives."""
     row = 4 * (len(FLOATS) + len(INTEGERS) + MAX_BANNED + NUM_COLUMNS) + 16
     row += 2 * 4 * -(-vocab_size // 32) + 2 * vocab_size  # seen tokens and their upload, counts
     return (max_num_seqs + 1) * row + max_batch * (12 + 8 * -(-vocab_size // TILE_TOKENS))

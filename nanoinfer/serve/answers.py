@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shape, whole and as stream events, built from plain dicts: an event is written per token."""
+"""Answers in OpenAI's format, whole or as stream events; built from plain dicts, since each token writes an event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Answer:
     """The answer to one HTTP request; choice i * n + j is completion j of prompt i.
 
     Args:
-        model: its name, as the client called it.
+        model: the model's name as the client gave it.
         prompts: (text or None, token ids) of each prompt.
         has_text: whether there is a tokenizer.
     """
@@ -43,12 +43,12 @@ class Answer:
         self._event_head = b"data: " + _encode({**self.head, "object": self.chunk_object_name})[:-1].encode()
         self._num_generated = 0
         self._num_cached = [0] * len(prompts)
-        self._started: set[int] = set()  # choices that a delta was written of
+        self._started: set[int] = set()  # choices that already had a delta
 
     # Whole
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
-        """The answer's body; one output per prompt, in their order."""
+        """Return the body of the whole answer; `outputs` has one output per prompt, in order."""
         choices = []
         for place, output in enumerate(outputs):
             self._num_cached[place] = output.metrics.num_cached_tokens
@@ -66,21 +66,21 @@ class Answer:
         return _encode(body).encode()
 
     def choice(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        """A choice of the whole answer."""
+        """Return one choice of the whole answer."""
         raise NotImplementedError
 
     def extra(self) -> dict:
-        """Further fields of the whole answer."""
+        """Return further fields of the whole answer."""
         return {}
 
     # Streamed
 
     def first_events(self) -> bytes:
-        """What is sent before the first token."""
+        """Return the events that are sent before the first token."""
         return b""
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
-        """One event for each delta that says something."""
+        """Return one event for each delta that is not empty."""
         parts = []
         for place, output in deltas:
             self._num_generated += len(output.token_ids_delta)
@@ -110,7 +110,7 @@ class Answer:
         return self._event_head + b',"choices":[],"usage":' + _encode(self.usage()).encode() + b"}\n\n" + DONE
 
     def delta(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        """A choice of one event."""
+        """Return one choice of an event."""
         raise NotImplementedError
 
     def _event(self, choice: dict) -> bytes:
@@ -123,14 +123,14 @@ class Answer:
         return False
 
     def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]] | None) -> dict | None:
-        """Log-probabilities of a choice's next tokens."""
+        """Return the log-probabilities of a choice's next tokens."""
         raise NotImplementedError
 
     def _index(self, place: int, index: int) -> int:
         return place * self.n + index
 
     def usage(self) -> dict:
-        """Tokens of prompts and completions; `cached_tokens` of the prompts were found in the prefix cache."""
+        """Count the tokens of prompts and completions. `cached_tokens` are prompt tokens found in the prefix cache."""
         num_prompt = sum(len(token_ids) for _, token_ids in self.prompts)
         return {
             "prompt_tokens": num_prompt,
@@ -144,7 +144,7 @@ class CompletionAnswer(Answer):
     """For /v1/completions.
 
     Args:
-        echoed: the prompts' texts, where the client wants them in front of the completions.
+        echoed: the prompts' texts, if the client wants them in front of the completions.
     """
 
     id_prefix = "cmpl"
@@ -153,7 +153,7 @@ class CompletionAnswer(Answer):
     def __init__(self, *arguments, echoed: list[str] | None = None) -> None:
         super().__init__(*arguments)
         self._echoed = echoed
-        self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens so far
+        self._offsets: dict[int, int] = {}  # by choice: characters of the tokens so far
 
     @property
     def _echoes(self) -> bool:
@@ -189,7 +189,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """For /v1/chat/completions: one prompt."""
+    """For /v1/chat/completions, which has one prompt."""
 
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
@@ -225,7 +225,7 @@ class ChatAnswer(Answer):
 
 
 def _token_name(token_id: int, logprob: Logprob) -> str:
-    """The token's text; without a tokenizer vLLM's name for it."""
+    """Return the token's text; without a tokenizer, the name that vLLM gives to the token."""
     return f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
 
 

@@ -1,4 +1,4 @@
-"""The HTTP application: endpoints, errors and the gate before them."""
+"""The HTTP application: endpoints, errors and the gates that requests pass first."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from nanoinfer.serve.responding import EventStream, error_response, whole_answer
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import Prompt
 
-_LARGE_BODY_BYTES = 65_536  # a millisecond of work
+_LARGE_BODY_BYTES = 65_536  # parsing takes about a millisecond
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 TOO_LONG = "context_length_exceeded"
 B = TypeVar("B", bound=Body)
@@ -51,12 +51,12 @@ def create_app(
     body_timeout: float = DEFAULT_BODY_SECONDS,
     shutdown_timeout: float = 30.0,
 ) -> FastAPI:
-    """The application over an engine that was started.
+    """Make the application for an engine that was started.
 
     Args:
-        served_model_names: names that clients may call the model; answers carry the one that was asked for.
-        api_key: what clients must send as bearer token for the paths that are `GUARDED`; None: nothing.
-        allowed_origins: of web pages that may use the server, as browsers name them; "*": all.
+        served_model_names: names that clients may use for the model; an answer has the name that its request used.
+        api_key: bearer token that clients must send for the `GUARDED` paths; None: no token is needed.
+        allowed_origins: origins of web pages that may use the server, in the form that browsers send; "*": all.
         body_timeout: seconds in which a request's body must arrive.
         shutdown_timeout: seconds that running requests have to end after the application is told to shut down.
     """
@@ -68,11 +68,12 @@ def create_app(
         yield
         engine.begin_shutdown()
         await engine.drain(shutdown_timeout)
-        # Blocks the loop, which has nothing else to do.
+        # This blocks the event loop, which has nothing else to do.
         engine.close()
 
     app = FastAPI(lifespan=lifespan, title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None)
-    # The last one is passed first. A browser asks what it may do without the key, and reads errors, too.
+    # A request passes the middleware added last first. CORS comes before the API key, because a browser's preflight
+    # request has no key, and browsers must be able to read errors, too.
     app.add_middleware(ApiGate, api_key=api_key)
     if allowed_origins:
         app.add_middleware(
@@ -121,7 +122,7 @@ class _Reader:
         return await read_body(request, charge, self._body_timeout, max_bytes)
 
     async def parsed(self, kind: type[B], body: bytes) -> B:
-        """As `parse`; large bodies are parsed beside the loop, so that it can do other things."""
+        """Like `parse`, but large bodies are parsed on a thread, so that the event loop is not blocked."""
         if len(body) <= _LARGE_BODY_BYTES:
             return parse(kind, body)
         return await self._engine.prompts.read(len(body), lambda is_wanted: parse(kind, body, is_wanted))
@@ -242,7 +243,7 @@ def _no_such_model(name: str, names: list[str]) -> ApiError:
 
 
 def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -> None:
-    """The engine would cut the output at max_model_len; who asks for a number of tokens is told, as by vLLM."""
+    """Refuse an explicit number of tokens beyond max_model_len, as vLLM does; the engine would just cut the output."""
     longest = max(len(token_ids) for _, token_ids in prompts)
     if asked.token_limit is not None and longest + asked.token_limit > limit:
         raise BadRequestError(
@@ -255,7 +256,7 @@ def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -
 
 @contextlib.contextmanager
 def _refusing(asked: Body):
-    """What the engine cannot take is a mistake of the client's."""
+    """Turn a refusal by the engine into an error that blames the client's request."""
     try:
         yield
     except RequestError as error:
@@ -274,7 +275,7 @@ async def _api_error(_: Request, error: ApiError) -> Response:
 
 
 async def _client_left(*_: Any) -> Response:
-    return Response(status_code=499)  # nobody reads it; the name that proxies have for it in their logs
+    return Response(status_code=499)  # nobody reads it; proxies use this status in their logs
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -1,4 +1,4 @@
-"""One engine for many asyncio tasks: a thread of its own makes every call to it."""
+"""One engine for many asyncio tasks: a dedicated thread makes all calls to the engine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
 
 logger = logging.getLogger("nanoinfer.serve")
 T = TypeVar("T")
-_JOIN_SECONDS = 60.0  # for the step that runs at the end, and for giving back pinned memory
-DEFAULT_STEP_SECONDS = 120.0  # the first ones may compile kernels
+_JOIN_SECONDS = 60.0  # for the last step to end, and for freeing pinned memory
+DEFAULT_STEP_SECONDS = 120.0  # the first steps may compile kernels
 
 
 @dataclass(frozen=True)
 class _Tracked:
-    """A request in the engine, and who reads it."""
+    """A request in the engine, and the stream that reads its outputs."""
 
     request: Request
     stream: RequestStream
@@ -40,14 +40,14 @@ class _Tracked:
 class AsyncEngine:
     """Runs an `LLMEngine` in a thread and hands its outputs to asyncio tasks of one event loop.
 
-    The thread takes what arrived (new requests, aborts, questions) between two steps. The outputs of a step reach the
-    loop in one call.
+    Between two steps the thread handles everything that arrived (new requests, aborts, questions). All outputs of a
+    step are passed to the event loop in one call.
 
     Args:
         make_engine: called once, on the engine's thread.
-        max_queue: sequences that may wait for a place among the running ones; a request with more is refused.
-        max_queue_bytes: bytes of requests that may wait, from their arrival to their first token.
-        max_step_seconds: a step that runs for longer is taken to hang.
+        max_queue: the most sequences that may wait for a place among the running ones; requests beyond are refused.
+        max_queue_bytes: the most bytes of waiting requests; a request counts from its arrival to its first token.
+        max_step_seconds: a step that runs for longer is considered to hang.
     """
 
     def __init__(
@@ -64,36 +64,36 @@ class AsyncEngine:
         self.waiting = WaitingBytes(max_queue_bytes)
         self._limit = QueueLimit(max_queue)
         self.prompts: PromptTokenizer | None = None
-        """Set by `start`, as are `mode`, `plan`, `config` and `sampling_defaults`, the engine's."""
+        """Set by `start`, as are the engine's `mode`, `plan`, `config` and `sampling_defaults`."""
         self.num_prompt_tokens = 0
-        """Of all requests that were taken."""
+        """Prompt tokens of all accepted requests."""
         self.num_generated_tokens = 0
         self.on_finished: Callable[[FinishedRequest], None] = lambda finished: None
-        """Called on the loop for each prompt that has ended."""
+        """Called on the event loop for each prompt that has ended."""
         self._make_engine = make_engine
         self._inbox: queue.SimpleQueue[tuple[Callable[[LLMEngine], Any], Future] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # nothing enters the inbox after the thread has emptied it for the last time
+        self._lock = threading.Lock()  # keeps calls out of the inbox after the thread has emptied it for the last time
         self._is_closed = False
         self._is_draining = False
         self._failure: BaseException | None = None
-        self._num_queued = 0  # for lack of a place; below 0: free places
-        self._step_began: float | None = None  # `time.monotonic` of the step that runs
-        self._tracked: dict[str, _Tracked] = {}  # of the engine's thread, as is all below
+        self._num_queued = 0  # sequences that wait for a place; below 0: free places
+        self._step_began: float | None = None  # `time.monotonic` at the start of the running step
+        self._tracked: dict[str, _Tracked] = {}  # this and all below: used on the engine's thread
         self._must_flush = False
-        self._batch: list[Callable[[], None]] = []  # for the loop, after this step
-        self._streams: set[RequestStream] = set()  # of the loop
+        self._batch: list[Callable[[], None]] = []  # calls for the loop to make after this step
+        self._streams: set[RequestStream] = set()  # used on the loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: Future[LLMEngine] = Future()
         self._thread = threading.Thread(target=self._run, name="nanoinfer-engine", daemon=True)
 
     def start(self) -> None:
-        """Makes the engine; returns when it is ready.
+        """Makes the engine and returns when it is ready.
 
         Raises:
             Exception: what the engine's constructor raised.
         """
         self._thread.start()
-        # Only what never changes after start-up is read from it on other threads.
+        # Other threads read only those attributes of the engine that never change after start-up.
         engine = self._started.result()
         self.mode, self.plan, self.config = engine.mode, engine.plan, engine.config
         self.sampling_defaults = engine.sampling_defaults
@@ -104,7 +104,7 @@ class AsyncEngine:
         )
 
     def check_health(self) -> None:
-        """Raises UnavailableError where new requests would not be answered, or not soon."""
+        """Raises UnavailableError if new requests would not be answered, or not soon."""
         self._check_open()
         if (seconds := self.step_seconds) > self.max_step_seconds:
             raise UnavailableError(
@@ -115,18 +115,18 @@ class AsyncEngine:
 
     @property
     def step_seconds(self) -> float:
-        """For how long the step has run that runs now; 0 where none does."""
+        """Seconds for which the current step has been running; 0 if no step is running."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine has died of an error."""
+        """Whether the engine has stopped because of an error."""
         return self._failure is not None
 
     @property
     def num_streams(self) -> int:
-        """HTTP requests that wait or run."""
+        """Number of HTTP requests that wait or run."""
         return len(self._streams)
 
     # Requests, from the loop
@@ -143,17 +143,17 @@ class AsyncEngine:
         """Queues all prompts or none.
 
         Args:
-            prompts: as `self.prompts` makes them.
-            charge: the bytes of the request, which the stream releases.
+            prompts: as returned by `self.prompts`.
+            charge: counts the bytes of the request; the stream releases it.
 
         Raises:
             RequestError: the engine refuses a prompt or its parameters, or the queue could never hold all prompts.
-            OverloadedError: too many sequences wait, or would with these.
+            OverloadedError: too many sequences wait, or would wait with this request.
             UnavailableError: the server is shutting down or the engine is dead.
         """
         self._check_open()
         num_new = len(prompts) * params.n
-        self._limit.check(self._num_queued, num_new)  # the engine's thread checks again; this saves it the work
+        self._limit.check(self._num_queued, num_new)  # checked again on the engine's thread; this saves work
         self._loop = asyncio.get_running_loop()
         stream = RequestStream(
             prompts,
@@ -174,11 +174,11 @@ class AsyncEngine:
         return stream
 
     async def stats(self) -> dict[str, Any]:
-        """`LLMEngine.stats`, as of the end of the step that runs."""
+        """Return `LLMEngine.stats` as of the end of the current step."""
         return await self._call(lambda engine: engine.stats())
 
     def _call(self, function: Callable[[LLMEngine], T]) -> asyncio.Future[T]:
-        """Runs `function` on the engine's thread, between two steps."""
+        """Runs `function` on the engine's thread between two steps."""
         future: Future[T] = Future()
         self._put((function, future))
         return asyncio.wrap_future(future)
@@ -193,7 +193,7 @@ class AsyncEngine:
         try:
             self._put((lambda engine: self._abort(engine, stream), Future()))
         except UnavailableError:
-            pass  # nothing runs any more
+            pass  # the engine's thread has ended, so nothing runs any more
 
     def _check_open(self) -> None:
         if self._failure is not None or not self._thread.is_alive():
@@ -208,11 +208,11 @@ class AsyncEngine:
     # Shutdown, from the loop
 
     def begin_shutdown(self) -> None:
-        """Refuses new requests from now on; what runs goes on."""
+        """Refuse new requests from now on. Running requests go on."""
         self._is_draining = True
 
     async def drain(self, timeout_seconds: float) -> None:
-        """Waits until all requests have ended; those that run after `timeout_seconds` are ended with an error."""
+        """Wait until all requests have ended. After `timeout_seconds`, end the remaining requests with an error."""
         deadline = time.monotonic() + timeout_seconds
         while self._streams and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -224,11 +224,11 @@ class AsyncEngine:
             )
 
     def close(self) -> None:
-        """Ends the thread and gives back the engine's memory; requests that still run end with an error. Blocks."""
+        """End the thread and free the engine's memory. Requests that still run end with an error. Blocks."""
         self._is_draining = True
         with self._lock:
             self._inbox.put(None)
-        if self._thread.is_alive() and self._started.done():  # a load that was interrupted is not waited for
+        if self._thread.is_alive() and self._started.done():  # do not wait for an interrupted load
             self._thread.join(_JOIN_SECONDS)
         if self.prompts is not None:
             self.prompts.close()
@@ -254,7 +254,7 @@ class AsyncEngine:
         self._end(engine)
 
     def _take_inbox(self, engine: LLMEngine) -> bool:
-        """Does what others asked for, after a wait if there is nothing else to do; False when it is time to end."""
+        """Make the calls in the inbox; wait for one if the engine has no work. Return False if the thread must end."""
         try:
             call = self._inbox.get(block=not engine.has_work and not self._must_flush)
             while call is not None:
@@ -273,7 +273,7 @@ class AsyncEngine:
 
     def _add(self, engine: LLMEngine, stream: RequestStream, params: SamplingParams) -> None:
         if stream.has_ended:
-            return  # its reader left meanwhile
+            return  # the reader has left meanwhile
         self._limit.check(num_queued(engine), len(stream.prompts) * params.n)
         name = uuid.uuid4().hex
         added = {}
@@ -301,7 +301,7 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("a step of the engine failed")
             self._fail_step(engine, error)
-            self._must_flush = True  # the engine may hold outputs for the next call, without other work
+            self._must_flush = True  # the engine may hold outputs that only the next call of `step` returns
             return
         finally:
             self._step_began = None
@@ -318,7 +318,7 @@ class AsyncEngine:
             if tracked is None:
                 continue
             if output.finish_reason == "error":
-                engine.abort(output.request_id)  # its other completions, if there are
+                engine.abort(output.request_id)  # aborts the request's other completions, if any
                 ended.pop(output.request_id, None)
                 self._finish(output.request_id, EngineStepError(output.error or "it says no more"))
                 continue
@@ -336,16 +336,16 @@ class AsyncEngine:
             self._finish(request_id)
 
     def _fail_step(self, engine: LLMEngine, error: Exception) -> None:
-        """Ends the requests that the engine has aborted, or one of those that run, so that the next step differs."""
+        """End the requests that the engine has aborted; if there are none, end one, so that the next step differs."""
         failed = [
             name
             for name, tracked in self._tracked.items()
             if any(sequence.finish_reason in ("abort", "error") for sequence in tracked.request.sequences)
         ]
         if not failed:
-            engine.runner.settle()  # raises where the device is lost: nothing can run then
+            engine.runner.settle()  # raises if the device is lost: nothing can run then
             scheduler = engine.scheduler
-            # Planning failed, most likely as room was made for the others: the youngest would have had to give way.
+            # Planning failed, most likely while it made room by preempting the youngest sequence. So end that one.
             victim = scheduler.running[-1] if scheduler.running else next(iter(scheduler.waiting), None)
             if victim is not None:
                 engine.abort(victim.request_id)
@@ -354,7 +354,7 @@ class AsyncEngine:
             self._finish(request_id, EngineStepError(error))
 
     def _finish(self, request_id: str, error: ApiError | None = None) -> None:
-        """Forgets a request that has ended and tells its reader."""
+        """Forget a request that has ended, and tell its reader."""
         tracked = self._tracked.pop(request_id)
         request, stream = tracked.request, tracked.stream
         reasons = ["error" if error is not None else sequence.finish_reason for sequence in request.sequences]
@@ -372,10 +372,10 @@ class AsyncEngine:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            pass  # the loop is closed: nobody reads
+            pass  # the loop is closed, so nobody reads
 
     def _end(self, engine: LLMEngine) -> None:
-        """Nothing that waits for the engine waits for ever."""
+        """Fail everything that still waits for the engine, so that nothing waits for ever."""
         with self._lock:
             self._is_closed = True
             while not self._inbox.empty():

@@ -1,4 +1,4 @@
-"""What a client is told when a request cannot be answered, in OpenAI's shape."""
+"""The errors that clients get when a request cannot be answered, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 
 
 class ApiError(Exception):
-    """An answer other than 200.
+    """An answer with a status other than 200.
 
     Args:
         status: HTTP status.
         message: what was given, what is allowed, what to do.
         param: the field of the request that is at fault.
-        code: OpenAI's short name of the error.
+        code: OpenAI's short name for the error.
         retry_after: seconds after which another attempt makes sense.
-        closes: the connection is closed after the answer, as the rest of the request is not read.
+        closes: close the connection after the answer, because the rest of the request is not read.
     """
 
     status = 500
@@ -53,7 +53,7 @@ class BadRequestError(ApiError):
 
 
 class OverloadedError(ApiError):
-    """More requests wait than the server takes."""
+    """More requests wait than the server allows."""
 
     status = 429
     type = "overloaded_error"

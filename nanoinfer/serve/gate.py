@@ -1,4 +1,4 @@
-"""What every request passes before the application: who may ask, from where, and in what form."""
+"""Checks before the application: the API key, the origin of web pages, and the content type; and a count of answers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.metrics import ServerMetrics
 from nanoinfer.serve.responding import error_response
 
-GUARDED = ("/v1", "/tokenize", "/detokenize")  # starts of the paths that need the API key, and whose bodies are JSON
+GUARDED = ("/v1", "/tokenize", "/detokenize")  # prefixes of the paths that need the API key and have JSON bodies
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 
 def allowed_origins(text: str) -> list[str]:
-    """The origins of a JSON list, as `--allowed-origins` takes it.
+    """Parse the origins from a JSON list, the value of `--allowed-origins`.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: the text is not such a list.
     """
     example = """'["http://localhost:3000"]'"""
     try:
@@ -43,7 +43,7 @@ def allowed_origins(text: str) -> list[str]:
 
 
 class Counting:
-    """Counts answers. Plain ASGI, as all here: what stands in between is passed by every event of a stream."""
+    """Counts answers. Plain ASGI, like all classes here: every event of a stream passes through the middleware."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app, self._metrics = app, metrics
@@ -51,7 +51,7 @@ class Counting:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # The route, not the path, of which clients can make up any number.
+                # Count by route, not by path: clients can make up any number of paths.
                 path = getattr(scope.get("route"), "path", "other")
                 self._metrics.count_response(path, message["status"])
             await send(message)
@@ -68,15 +68,15 @@ class _Gate:
         await (self._app if error is None else error_response(error))(scope, receive, send)
 
     def error(self, scope: Scope) -> ApiError | None:
-        """Why the request may not pass."""
+        """Return the reason why the request is refused; None if it may pass."""
         raise NotImplementedError
 
 
 class OriginGate(_Gate):
-    """Refuses what a browser sends for a web page of somebody else's.
+    """Refuses requests that a browser sends for a web page from a foreign origin.
 
-    A page may send requests to any server that the browser reaches, also to one that listens on this machine only. The
-    browser says on whose behalf in the header Origin; other clients send none.
+    A web page may send requests to any server that the browser can reach, even to one that listens only on this
+    machine. The browser names the page's origin in the header Origin; other clients send no such header.
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
@@ -118,7 +118,7 @@ class ApiGate(_Gate):
                 )
         if scope["method"] != "POST":
             return None
-        # Pages may post other types, and none, to any server without asking it first.
+        # A web page may post other content types, or none, to any server without a preflight request.
         given = headers.getlist("content-type")
         if len(given) == 1 and given[0].split(";", 1)[0].strip().lower() == "application/json":
             return None
@@ -131,10 +131,10 @@ class ApiGate(_Gate):
 
 
 def _is_same_origin(origin: str, host: str) -> bool:
-    """Whether the page came from this server, as its browser reached it.
+    """Whether the page came from this server, under the address that the browser used.
 
-    A name only counts if nobody else can make it lead here: a page of evil.example may have that name lead to this
-    machine, and then asks its own origin.
+    A host name counts only if nobody else can make it resolve to this machine. Otherwise (DNS rebinding) a page of
+    evil.example could make that name resolve to this machine, and then send requests to its own origin.
     """
     try:
         parts = urlsplit(origin)

@@ -1,7 +1,7 @@
-"""JSON in pieces: Python's lock is held all through one call of the `json` module, for seconds where a body is large.
+"""JSON in pieces: one call of the `json` module holds Python's lock (the GIL), for seconds if a body is large.
 
-The grammar, the values and the errors are those of `json.loads`; what may be long (a string, a list of numbers) is read
-piece by piece, so that other threads get their turn.
+The grammar, the values and the errors are those of `json.loads`. Values that may be long (a string, a list of numbers)
+are read piece by piece, so that other threads get their turn.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from json import JSONDecodeError
 from json.decoder import scanstring
 from typing import Any
 
-MAX_VALUES = 200_000  # numbers in lists do not count; the rest is read value by value, some microseconds each
-_PIECE_CHARS = 65_536  # a millisecond of work
+MAX_VALUES = 200_000  # not counting numbers in lists; all others are read one by one, some microseconds each
+_PIECE_CHARS = 65_536  # about a millisecond of work
 _SPACE = re.compile(r"[ \t\n\r]*")
 _NUMBERS = re.compile(r"[-0-9][-+.0-9eE \t\n\r,]*,")
-# Ends between two characters of the decoded text: no escape is cut, nor a pair of surrogates.
+# A match ends between two characters of the decoded text: neither an escape nor a surrogate pair is cut.
 _STRING_PIECE = re.compile(
     r'(?:[^"\\]{1,64}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]){0,1024}+'
 )
 
 
 class GivenUpError(Exception):
-    """Nobody waits for the value any more."""
+    """The reading was given up because nobody waits for the value any more."""
 
 
 def load(body: bytes, is_wanted: Callable[[], bool] = lambda: True) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Args:
-        is_wanted: asked between pieces.
+        is_wanted: called between pieces; False ends the reading.
 
     Raises:
-        ValueError: no JSON, a constant such as NaN, half a surrogate pair, or more than `MAX_VALUES` values.
-        RecursionError: it is nested too deeply.
-        GivenUpError: `is_wanted` said no.
+        ValueError: the text is not JSON, or has a constant such as NaN, half a surrogate pair, or more than
+            `MAX_VALUES` values.
+        RecursionError: the text is nested too deeply.
+        GivenUpError: `is_wanted` returned False.
     """
     reader = _Reader(body.decode(json.detect_encoding(body)), is_wanted)
     value, end = reader.value(reader.space(0))
@@ -54,14 +55,17 @@ _whole = json.JSONDecoder(parse_constant=_refuse)
 
 
 class _Reader:
-    """Every method takes the place where something begins, and returns it with the place behind it."""
+    """Reads parts of a JSON text. Each method takes the index where a part begins.
+
+    It returns the part, if it reads a value, and the index behind the part.
+    """
 
     def __init__(self, text: str, is_wanted: Callable[[], bool]) -> None:
         if text.startswith("\ufeff"):
             raise JSONDecodeError("Unexpected UTF-8 BOM (decode using utf-8-sig)", text, 0)
         self.text, self._is_wanted = text, is_wanted
         self._num_values = 0
-        self._no_numbers_before = 0  # one of them is wrong: read one by one, they say which
+        self._no_numbers_before = 0  # a number before this index is wrong: read them one by one, to say which
 
     def space(self, at: int) -> int:
         return _SPACE.match(self.text, at).end()
@@ -98,7 +102,7 @@ class _Reader:
                 return values, at
 
     def _numbers(self, values: list[Any], at: int) -> int:
-        """Takes numbers as long as a comma follows, many at once."""
+        """Append numbers, many at once, as long as a comma follows."""
         while at >= self._no_numbers_before and (found := _NUMBERS.match(self.text, at, at + _PIECE_CHARS)):
             self._ask()
             try:
@@ -127,7 +131,7 @@ class _Reader:
                 return members, at
 
     def _next(self, at: int, closing: str) -> tuple[int, bool]:
-        """The place of the next member, or the place behind the `closing` bracket and True."""
+        """Return (index of the next member, False), or (index behind the `closing` bracket, True)."""
         at = self.space(at)
         mark = self.text[at : at + 1]
         if mark == closing:
@@ -145,13 +149,13 @@ class _Reader:
             except JSONDecodeError as error:
                 raise JSONDecodeError(error.msg, self.text, at + error.pos) from None
             if "\\u" in piece:
-                part.encode()  # half a surrogate pair is no character
+                part.encode()  # half a surrogate pair is not a character
             parts.append(part)
             at += len(piece)
             if self.text[at : at + 1] == '"':
                 return "".join(parts), at + 1
             if not piece:
-                is_cut = len(self.text) - at < 2  # nothing, or a lone backslash
+                is_cut = len(self.text) - at < 2  # nothing is left, or a lone backslash
                 what = ("Unterminated string starting at", begin - 1) if is_cut else ("Invalid \\uXXXX escape", at + 1)
                 raise JSONDecodeError(what[0], self.text, what[1])
             self._ask()

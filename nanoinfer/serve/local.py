@@ -1,4 +1,4 @@
-"""A server in this process, for as long as somebody asks it."""
+"""A server in this process, for the time of a `with` block."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _START_SECONDS = 60
 
 @contextmanager
 def local_server(arguments: dict[str, Any], max_queue: int) -> Iterator[str]:
-    """Our own server with an engine of these arguments, on a free port of this machine: its address.
+    """Run a server with an engine of these arguments on a free port of this machine; yield its address.
 
-    What a request leaves out has neutral values, as in `SamplingParams`, and not those that the checkpoint recommends.
+    Omitted parameters of a request have the defaults of `SamplingParams`, not those that the checkpoint recommends.
 
     Raises:
         ModuleNotFoundError: packages of the server are missing.
         ValueError: the engine cannot be made, or the server does not start.
     """
-    import uvicorn  # optional, as what the application needs
+    import uvicorn  # an optional package, like those of the application
 
     from nanoinfer.serve.app import create_app
     from nanoinfer.serve.async_engine import AsyncEngine

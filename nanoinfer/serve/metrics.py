@@ -1,4 +1,4 @@
-"""What /metrics says, in Prometheus' text format; the names follow vLLM's."""
+"""The metrics of /metrics in Prometheus' text format; the names follow vLLM's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PER_TOKEN_BUCKETS = (
 )  # fmt: skip
 _TOTAL_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
-# Name, what it is, the entry of `LLMEngine.stats`.
+# Name, help text, the entry of `LLMEngine.stats`.
 _GAUGES = (
     ("num_requests_running", "Sequences that run.", "num_running"),
     ("num_requests_waiting", "Sequences that wait for a place or for memory.", "num_waiting"),
@@ -45,7 +45,7 @@ _COUNTERS = (
 
 
 class ServerMetrics:
-    """Counters of one server, in a registry of their own, so that several can live in one process."""
+    """Counters of one server, in their own registry, so that several servers can live in one process."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -92,12 +92,12 @@ class ServerMetrics:
             self._total.observe(finished.total_time)
 
     def render(self, stats: dict[str, Any]) -> bytes:
-        """The metrics as text; `stats` is `LLMEngine.stats`."""
+        """Return the metrics as text; `stats` is the result of `LLMEngine.stats`."""
         self._stats = stats
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """For prometheus_client: what is read from the engine."""
+        """Yield the metrics that are read from the engine; called by prometheus_client."""
         if not self._stats:
             return
         for name, text, entry in _GAUGES:

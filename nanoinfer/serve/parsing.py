@@ -19,13 +19,13 @@ R = TypeVar("R", bound=Body)
 
 
 def parse(kind: type[R], body: bytes, is_wanted: Callable[[], bool] = lambda: True) -> R:
-    """A checked request from the body of an HTTP request.
+    """Return a checked request from the body of an HTTP request.
 
     Args:
         is_wanted: as for `json_body.load`.
 
     Raises:
-        BadRequestError: the body is no JSON object, or a field is unknown, not supported or has a wrong value.
+        BadRequestError: the body is not a JSON object, or a field is unknown, not supported or has a wrong value.
     """
     given = _load(body, is_wanted)
     fields = kind.model_fields
@@ -70,7 +70,7 @@ def _load(body: bytes, is_wanted: Callable[[], bool]) -> dict[str, Any]:
 
 
 def _explained(error: ValidationError) -> BadRequestError:
-    """The first thing that pydantic found, in one line."""
+    """Return the first error that pydantic found, in one line."""
     first = error.errors(include_url=False, include_context=False)[0]
     name = str(first["loc"][0])
     if first["type"] == "missing":

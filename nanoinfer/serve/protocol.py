@@ -1,4 +1,4 @@
-"""The requests of OpenAI's API, with vLLM's extensions, and what of them is supported."""
+"""The requests of OpenAI's API, with vLLM's extensions, and which of their fields are supported."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nanoinfer.serve.errors import BadRequestError
 from nanoinfer.serve.shown import shown
 
 MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
-MAX_STOP_STRINGS = 64  # each is searched for in every token's text
+MAX_STOP_STRINGS = 64  # every token's text is searched for each of them
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
-MAX_REQUEST_ID_CHARS = 256  # it is in every event of a stream
-# Larger ones do not fit into the device's 64-bit tables, and nobody means them.
+MAX_REQUEST_ID_CHARS = 256  # every event of a stream repeats the id
+# Far larger numbers do not fit into the device's 64-bit tables, and nobody needs them.
 _INT32_MAX = 2**31 - 1
 
-# Sent by stock clients, and without influence on the answer.
+# Fields that common clients send and that do not influence the answer.
 IGNORED = frozenset(
     (
         "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls"
@@ -53,7 +53,7 @@ UNSUPPORTED = SAMPLING | {
 Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 
 
-# Strict: "5" is no number and true is no 1. Unknown names are refused before, with the nearest one.
+# Strict: "5" is not a number and true is not 1. Unknown names were refused before, with the nearest known name.
 _STRICT = ConfigDict(strict=True, extra="ignore")
 
 
@@ -61,12 +61,12 @@ class Body(BaseModel):
     """A request's body."""
 
     model_config = _STRICT
-    prompt_field: ClassVar[str] = "prompt"  # what holds it
+    prompt_field: ClassVar[str] = "prompt"  # the field with the prompt
 
     model: str | None = None
 
     def check(self) -> None:
-        """Raises BadRequestError where fields do not go together."""
+        """Raises BadRequestError if fields do not go together."""
 
 
 class StreamOptions(BaseModel):
@@ -78,7 +78,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(Body):
-    """What both endpoints take. None: the default."""
+    """The fields that both generation endpoints accept. None: the default."""
 
     _sampling: ClassVar[tuple[str, ...]] = (
         "n temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens seed stop "
@@ -127,16 +127,16 @@ class GenerationRequest(Body):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Most likely tokens to return with each token; None: no log-probabilities."""
+        """Number of most likely tokens to return with each token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def token_limit(self) -> int | None:
-        """Generated tokens that the client asked for; None leaves it to the endpoint."""
+        """The most generated tokens, as given by the client; None: the endpoint decides."""
         return self.max_tokens
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """What the client asked for, and `defaults` for fields that it left out.
+        """Return the client's sampling parameters, with `defaults` for fields that the client left out.
 
         Raises:
             BadRequestError: a value is out of its range.
@@ -178,10 +178,10 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or many, as a list. What the lists of token ids hold is checked with the vocabulary, later.
+        """Return the prompts as a list. Token ids are checked later, when the vocabulary is known.
 
         Raises:
-            BadRequestError: neither text nor token ids, nor a list of them.
+            BadRequestError: the prompt is neither text nor token ids, nor a list of these.
         """
         prompt = self.prompt
         prompts = prompt if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else [prompt]
@@ -198,13 +198,14 @@ class CompletionRequest(GenerationRequest):
 
 
 class _Conversation(Body):
-    """What is put through the chat template."""
+    """A request with messages for the chat template."""
 
-    messages: list[Any]  # checked here: pydantic holds Python's lock while it goes through them
+    messages: list[Any]  # checked in this class: pydantic would hold Python's lock while it checks them
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Parameters of `apply_chat_template` and of what it calls: the server's to set, no variables of a template.
+    # Parameters of `apply_chat_template` and of the functions that it calls. Only the server may set them: they are not
+    # variables of a template.
     _reserved: ClassVar[frozenset[str]] = frozenset(
         "self tokenizer messages conversation conversations compiled_template chat_template add_generation_prompt "
         "continue_final_message tokenize padding truncation max_length return_tensors return_dict "
@@ -228,17 +229,17 @@ class _Conversation(Body):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """For `encode_chat`."""
+        """Return the arguments for `encode_chat`."""
         return {
             "variables": self.chat_template_kwargs,
             "add_generation_prompt": self.add_generation_prompt is not False,
         }
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as the chat template gets them.
+        """Return the messages for the chat template.
 
         Raises:
-            BadRequestError: one has more than text.
+            BadRequestError: a message has content other than text.
             RequestError: as `prompts.conversation`.
         """
         for place, message in enumerate(self.messages):
@@ -276,7 +277,7 @@ class ChatRequest(_Conversation, GenerationRequest):
 
 
 class TokenizeRequest(_Conversation):
-    """Text or a conversation."""
+    """A text or a conversation to tokenise."""
 
     prompt: str | None = None
     messages: list[Any] | None = None

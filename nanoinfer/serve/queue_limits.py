@@ -1,4 +1,4 @@
-"""What may wait: sequences for a place in the engine, and bytes of requests from their arrival to the first token."""
+"""Limits on waiting: sequences without a place in the engine, and bytes of requests before their first token."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ DEFAULT_QUEUE_BYTES = 8 * MAX_BODY_BYTES
 
 
 class QueueLimit:
-    """How many sequences may wait for a place among the running ones.
+    """Limit on the sequences that wait for a place among the running ones.
 
     Args:
-        max_queue: so many.
+        max_queue: the most sequences that may wait.
 
     Raises:
-        ValueError: nothing would ever be taken.
+        ValueError: `max_queue` is below 1, so no request would ever be accepted.
     """
 
     def __init__(self, max_queue: int) -> None:
@@ -27,17 +27,17 @@ class QueueLimit:
             raise ValueError(f"max_queue is {max_queue}, it must be at least 1: else nothing is ever taken")
         self._max_queue = max_queue
         self.num_places = 0
-        """Sequences that run at once."""
+        """The most sequences that run at once."""
 
     def check(self, num_queued: int, num_new: int) -> None:
-        """Refuses sequences that would go beyond the limit.
+        """Refuses `num_new` sequences if they would exceed the limit.
 
         Args:
-            num_queued: sequences that wait for a place; below 0: so many places are free.
+            num_queued: sequences that wait for a place; a negative number counts free places.
 
         Raises:
-            RequestError: so many are never taken at once.
-            OverloadedError: too many wait.
+            RequestError: the server could never accept so many sequences at once.
+            OverloadedError: too many sequences wait at the moment.
         """
         if num_queued + num_new <= self._max_queue:
             return
@@ -56,19 +56,19 @@ class QueueLimit:
 
 
 def num_queued(engine: LLMEngine) -> int:
-    """Sequences that wait for a place, those not counted that the next step can take; below 0: free places."""
+    """Return how many sequences lack a place even after the next step; a negative number counts free places."""
     waiting, running = len(engine.scheduler.waiting), len(engine.scheduler.running)
     return waiting - (engine.plan.max_num_seqs - running)
 
 
 class WaitingBytes:
-    """The sum over all requests, with a limit. Used on the event loop only.
+    """The bytes of all waiting requests together, with a limit. Used only on the event loop.
 
     Args:
-        limit: bytes.
+        limit: in bytes.
 
     Raises:
-        ValueError: the longest body could never be taken.
+        ValueError: the limit is smaller than the longest allowed body.
     """
 
     def __init__(self, limit: int) -> None:
@@ -77,12 +77,15 @@ class WaitingBytes:
         self.limit, self.num_bytes = limit, 0
 
     def charge(self) -> Charge:
-        """The account of one request, with nothing in it yet."""
+        """Return a new, empty account for one request."""
         return Charge(self)
 
 
 class Charge:
-    """The bytes of one request; released at the end of the block unless somebody else was told to."""
+    """The bytes of one request, to be used in a `with` block.
+
+    The end of the block releases them, unless `is_handed_over` is set and no exception is raised.
+    """
 
     def __init__(self, waiting: WaitingBytes) -> None:
         self._waiting, self.num_bytes = waiting, 0
@@ -92,7 +95,7 @@ class Charge:
         """Counts bytes that have arrived.
 
         Raises:
-            OverloadedError: too many wait.
+            OverloadedError: too many bytes wait.
         """
         waiting = self._waiting
         if waiting.num_bytes + num_bytes > waiting.limit:
@@ -105,7 +108,7 @@ class Charge:
         self.num_bytes += num_bytes
 
     def release(self) -> None:
-        """May be called again."""
+        """Release the bytes of this request. May be called again."""
         self._waiting.num_bytes -= self.num_bytes
         self.num_bytes = 0
 

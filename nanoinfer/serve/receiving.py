@@ -1,4 +1,4 @@
-"""From the client to a request that is understood: the body, and the work before its first token."""
+"""Receive a request: read its body, and do the work before its first token while the client stays connected."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ DEFAULT_BODY_SECONDS = 60.0
 
 
 async def read_body(request: Request, charge: Charge, timeout: float, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The request's body.
+    """Return the request's body.
 
     Args:
-        charge: counts its bytes as they arrive.
-        timeout: seconds for all of it.
+        charge: counts the bytes of the body as they arrive.
+        timeout: seconds for the whole body.
 
     Raises:
-        BadRequestError: it is longer than `max_bytes`, or takes longer than `timeout`.
+        BadRequestError: the body is longer than `max_bytes`, or takes longer than `timeout`.
         OverloadedError: too many bytes wait.
-        StreamClosedError: the client has gone.
+        StreamClosedError: the client has disconnected.
     """
     body = bytearray()
     try:
@@ -55,10 +55,10 @@ async def read_body(request: Request, charge: Charge, timeout: float, max_bytes:
 
 
 async def while_client_stays(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client has gone.
+    """Return the result of `work`. Cancel `work` as soon as the client disconnects.
 
     Raises:
-        StreamClosedError: the client has gone.
+        StreamClosedError: the client has disconnected.
     """
     working = asyncio.create_task(work)
     listener = asyncio.create_task(client_left(receive))

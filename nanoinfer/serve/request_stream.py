@@ -1,4 +1,4 @@
-"""What the engine's thread hands to one HTTP request."""
+"""The stream of outputs from the engine's thread to one HTTP request."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Item = tuple[int, StreamOutput | RequestOutput]
 
 
 class StreamClosedError(Exception):
-    """The reader's own side was closed, as when the client has gone."""
+    """The reader closed the stream, for example because the client has disconnected."""
 
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """One prompt that has ended, for the statistics.
+    """A prompt that has ended, for the statistics.
 
     Attributes:
-        reasons: finish reason of each completion; "error" where the engine failed, "abort" where the client left.
-        time_to_first_token: seconds from the arrival of the HTTP request; None where there was none.
+        reasons: finish reason of each completion; "error" if the engine failed, "abort" if the client left.
+        time_to_first_token: seconds from the arrival of the HTTP request; None if there was no token.
         total_time: seconds from the arrival of the HTTP request to the end.
     """
 
@@ -34,13 +34,14 @@ class FinishedRequest:
 
 
 class RequestStream:
-    """Outputs of the prompts of one HTTP request. One asyncio task reads it; all methods are called on its loop.
+    """Outputs of the prompts of one HTTP request. One asyncio task reads them; call all methods on that task's loop.
 
     Attributes:
-        prompts: (text or None, token ids) of each prompt; items carry the place in this list.
-        wants_deltas: items are `StreamOutput`s, token by token; else one `RequestOutput` for each prompt, at its end.
-        arrival: `time.perf_counter` of the HTTP request.
-        has_started: the first token was read; of the engine's thread.
+        prompts: (text or None, token ids) of each prompt; each item has the index of its prompt in this list.
+        wants_deltas: True: the items are `StreamOutput`s, token by token. False: the items are `RequestOutput`s, one
+            for each prompt, at its end.
+        arrival: `time.perf_counter` at the arrival of the HTTP request.
+        has_started: whether the first token was read; used on the engine's thread.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RequestStream:
         return self._num_running == 0 or self._error is not None
 
     async def next(self) -> list[Item]:
-        """Everything that came since the last call, after a wait if that is nothing; [] when all prompts have ended.
+        """Return all items since the last call, and wait if there are none; [] when all prompts have ended.
 
         Raises:
             ApiError: the engine failed, or the server shut down before the end.
@@ -85,12 +86,12 @@ class RequestStream:
         self._wake()
 
     def start(self) -> None:
-        """It waits no longer."""
+        """Note that the request no longer waits."""
         if self._charge is not None:
             self._charge.release()
 
     def end_one(self) -> None:
-        """One of the prompts has ended."""
+        """Note that one of the prompts has ended."""
         if self.has_ended:
             return
         self._num_running -= 1
@@ -100,7 +101,7 @@ class RequestStream:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Ends the stream; what still runs of it is aborted. What came before is still read."""
+        """End the stream and abort its running requests. Items that came before can still be read."""
         if self.has_ended:
             return
         self._error = error
@@ -110,7 +111,7 @@ class RequestStream:
         self._wake()
 
     def close(self) -> None:
-        """Nobody reads any more: aborts what still runs. May be called again, and after the end."""
+        """Stop reading: abort the requests that still run. May be called again, and after the end."""
         self.fail(StreamClosedError())
 
     def _wake(self) -> None:

@@ -1,4 +1,4 @@
-"""Between a `RequestStream` and the client: waiting for the end, streaming, and noticing that the client has gone."""
+"""From a `RequestStream` to the client: wait for the end, or stream; notice when the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def error_response(error: ApiError) -> Response:
 
 @contextlib.asynccontextmanager
 async def closing_when_client_leaves(stream: RequestStream, receive: Receive) -> AsyncIterator[None]:
-    """Aborts the stream's requests as soon as the client has gone, and at the end of the block."""
+    """Abort the stream's requests as soon as the client disconnects, and at the end of the block."""
 
     async def wait() -> None:
         await client_left(receive)
@@ -37,11 +37,11 @@ async def closing_when_client_leaves(stream: RequestStream, receive: Receive) ->
 
 
 async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) -> Response:
-    """Waits for the last token.
+    """Wait for the last token and return the whole answer.
 
     Raises:
-        ApiError: as `RequestStream.next`.
-        StreamClosedError: the client has gone.
+        ApiError: as for `RequestStream.next`.
+        StreamClosedError: the client has disconnected.
     """
     outputs: list[RequestOutput | None] = [None] * len(stream.prompts)
     async with closing_when_client_leaves(stream, receive):
@@ -52,7 +52,7 @@ async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) 
 
 
 class EventStream(Response):
-    """Server-sent events: each output as soon as it is known, several in one write where they came together."""
+    """Server-sent events: each output is sent as soon as it is known. Outputs that came together share one write."""
 
     def __init__(self, stream: RequestStream, answer: Answer) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")

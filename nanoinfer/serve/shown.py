@@ -1,4 +1,4 @@
-"""What a client sent, as error messages show it."""
+"""How error messages show a value that a client sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def shown(value: Any) -> str:
 
 
 def _beginning(value: Any) -> str:
-    """The beginning of its `repr`, which for large values takes seconds."""
+    """Return the beginning of the value's `repr`; a whole `repr` of a large value would take seconds."""
     text = ""
     for part in _repr_parts(value):
         text += part

@@ -1,7 +1,7 @@
 """What a tokenizer's description says about long texts: how many tokens they have at least, and where to cut them.
 
-Both are proved from the parts of the tokenizer, or not claimed: a tokenizer with a part that is not known here has no
-bound, or no cuts.
+Both are claimed only if they follow from the parts of the tokenizer. A tokenizer with a part that is unknown here has
+no bound, or no cuts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PIECE_CHARS = 16_384  # 10 to 30 ms of work
-_NOT_OVERRIDDEN = ("encode", "_encode_plus")  # else the description does not say it all
-_SEARCHED_CHARS = 65_536  # at once: a search holds Python's lock
+_NOT_OVERRIDDEN = ("encode", "_encode_plus")  # if a subclass overrides these, the description is incomplete
+_SEARCHED_CHARS = 65_536  # in one search, because a search holds Python's lock
 
-# Letters of all versions of Unicode that NFC leaves as they are.
+# Characters that are letters in every version of Unicode and that NFC does not change.
 _LETTERS = "A-Za-zА-Яа-яぁ-ゖァ-ヺ一-龥가-힣"
-# No letters, and no marks that NFC would join with a letter before them. The apostrophe begins English endings.
+# Neither letters nor marks that NFC would join with the letter before. No apostrophe: it begins English endings.
 _OTHERS = ' \n\t0123456789_.,;:()<>={}*/+"#。，、；：！？'
 
-# Alternatives of the patterns by which GPT-2, Llama 3, Qwen, GPT-4o and their like find words. In none of them a letter
-# is followed by one of `_OTHERS`, and none looks back: with all letters, all space and all else matched by some
-# alternative, a word ends wherever a letter is followed by one of `_OTHERS`, whatever stands before or behind.
+# Alternatives of the patterns that GPT-2, Llama 3, Qwen, GPT-4o and similar tokenizers use to find words. None of them
+# matches a letter followed by one of `_OTHERS`, and none looks back. If all letters, all spaces and all other
+# characters are matched by some alternative, a word ends wherever a letter is followed by one of `_OTHERS`, whatever
+# comes before or after.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTER_WORDS = {
@@ -55,10 +56,10 @@ class TextPieces:
     """What is known about one tokenizer.
 
     Attributes:
-        token_chars: characters of a text that one token stands for, at most; None: not known.
+        token_chars: the most characters of a text that one token can stand for; None: not known.
         ascii_token_chars: the same for texts of ASCII characters only.
-        cut: matches the two characters between which a text may be cut: the tokens of the two pieces, without special
-            tokens, are those of the whole. None: no such place is known.
+        cut: matches two characters between which a text may be cut: the tokens of both pieces together, without special
+            tokens, are the tokens of the whole text. None: no such place is known.
         before, after: the special tokens around every text.
     """
 
@@ -73,10 +74,10 @@ class TextPieces:
         return 0 if longest is None else math.ceil(len(text) / longest)
 
     def end_of_piece(self, text: str, begin: int) -> int:
-        """The first place after `PIECE_CHARS` where the text may be cut, or its end."""
+        """Return the first index after `PIECE_CHARS` characters where the text may be cut, or the end of the text."""
         at = begin + PIECE_CHARS
         while self.cut is not None and at < len(text):
-            # One character more, so that no pair is missed between two searches.
+            # Begin one character earlier, so that no pair is missed between two searches.
             if found := self.cut.search(text, at - 1, at + _SEARCHED_CHARS):
                 return found.start() + 1
             at += _SEARCHED_CHARS
@@ -84,7 +85,7 @@ class TextPieces:
 
 
 def examine(tokenizer: PreTrainedTokenizerBase | None) -> TextPieces:
-    """Takes about half a second for a large vocabulary."""
+    """Find out what is known about a tokenizer. Takes about half a second for a large vocabulary."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return TextPieces()
     if any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in _NOT_OVERRIDDEN):
@@ -105,7 +106,7 @@ def examine(tokenizer: PreTrainedTokenizerBase | None) -> TextPieces:
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """What is put around every text; None where that cannot be told."""
+    """Return the special tokens before and after every text; None if they cannot be determined."""
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     places = [at for at in range(len(whole)) if bare and whole[at : at + len(bare)] == bare]
     if len(places) != 1:
@@ -114,7 +115,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[int, ...]
 
 
 class _Description:
-    """A tokenizer.json."""
+    """The content of a tokenizer.json."""
 
     def __init__(self, parts: dict[str, Any]) -> None:
         self.added_tokens: list[dict] = parts["added_tokens"]
@@ -125,12 +126,12 @@ class _Description:
 
     @property
     def normalizer_shrinks(self) -> int:
-        """So many characters, not all ASCII, may become one."""
-        # Those that NFC joins into one are those of its decomposition, 4 at most; the compatibility forms add none.
+        """The most characters, not all ASCII, that the normalizers may join into one."""
+        # NFC joins into one character at most the 4 characters of its decomposition; the compatibility forms add none.
         return 4 ** sum(part["type"] in ("NFC", "NFKC") for part in self._normalizers)
 
     def token_chars(self, added: list[str]) -> int | None:
-        """Characters of a normalised text that one token stands for, at most; None where it may be any number."""
+        """Return the most characters of a normalised text that one token can stand for; None if there is no limit."""
         takes_space = any(token["lstrip"] or token["rstrip"] for token in self.added_tokens)
         keeps_all = all(map(_keeps_length, self._normalizers)) and all(map(_keeps_text, self._words))
         if takes_space or not keeps_all or self._model["type"] != "BPE" or not self._every_character_counts():
@@ -138,7 +139,7 @@ class _Description:
         return max(map(len, (*self._model["vocab"], *added)))
 
     def _every_character_counts(self) -> bool:
-        """Whether none is dropped for not being in the vocabulary, nor fused with its neighbours."""
+        """Whether every character gets a token: none unknown is dropped or fused with its neighbours."""
         vocab, model = self._model["vocab"], self._model
         if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
             return False
@@ -149,31 +150,31 @@ class _Description:
         return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
 
     def cut(self, added: list[str]) -> re.Pattern[str] | None:
-        """Where a text may be cut, as in `TextPieces`."""
+        """Return the pattern of places where a text may be cut, as in `TextPieces`."""
         takes_neighbours = any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in self.added_tokens)
         if takes_neighbours or self._model["type"] != "BPE" or self._model.get("dropout"):
             return None
         if not {part["type"] for part in self._processors} <= {"ByteLevel", "TemplateProcessing"}:
             return None
         letters, others = self._between_words() or self._never_merged() or ("", "")
-        for content in added:  # found before all else, so never cut
+        for content in added:  # added tokens are found first, so they must never be cut
             others = others.translate(dict.fromkeys(map(ord, re.findall(f"(?<=[{_LETTERS}]).", content))))
         return re.compile(f"[{letters}][{others}]") if letters and others else None
 
     def _between_words(self) -> tuple[str, str] | None:
-        """For tokenizers that look for words first: letters, and what always ends a word that ends with one of them."""
+        """For tokenizers that split words first: return letters, and characters that always end a word after them."""
         if not self._words or any(part["type"] != "NFC" for part in self._normalizers):
             return None
         first, *rest = self._words
         if any(part["type"] not in ("ByteLevel", "Split", "Digits", "Punctuation") for part in rest):
             return None
         if first["type"] == "ByteLevel" and first.get("use_regex", True):
-            # A text that does not begin with a space may be given one.
+            # With add_prefix_space, a space is put before a text that does not begin with one.
             return _LETTERS, " " if first.get("add_prefix_space") else _OTHERS
         return (_LETTERS, _OTHERS) if _is_known_split(first) else None
 
     def _never_merged(self) -> tuple[str, str] | None:
-        """For tokenizers that write a space as "▁" and merge across words: letters that no token has before it."""
+        """For tokenizers that write a space as "▁" and merge across words: letters that no token has before "▁"."""
         model, vocab = self._model, self._model["vocab"]
         writes_space = [part for part in self._normalizers if part["type"] == "Replace"]
         is_written = any(part["pattern"] == {"String": " "} and part["content"] == "▁" for part in writes_space)
@@ -199,7 +200,7 @@ class _Description:
 
 
 def _flat(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
-    """The parts of a sequence of such, in their order."""
+    """Yield the parts of a nested "Sequence" in order; any other part is yielded itself."""
     if part is None:
         return
     if part["type"] == "Sequence":
@@ -210,7 +211,7 @@ def _flat(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _keeps_length(normalizer: dict[str, Any]) -> bool:
-    """Whether no character of a text is left out, but for those that NFC joins."""
+    """Whether the normalizer drops no character of a text, apart from those that NFC joins."""
     if normalizer["type"] == "Replace":
         pattern = normalizer["pattern"].get("String")
         return pattern is not None and 0 < len(pattern) <= len(normalizer["content"])
@@ -232,7 +233,7 @@ def _is_known_split(words: dict[str, Any]) -> bool:
 
 
 def _alternatives(pattern: str) -> Iterator[str]:
-    """What stands between the outermost bars."""
+    """Yield the parts of the pattern between its outermost bars ("|")."""
     depth, begin = 0, 0
     for at, character in enumerate(pattern):
         depth += (character in "([") - (character in ")]")

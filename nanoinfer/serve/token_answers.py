@@ -1,7 +1,7 @@
 """The answers of /tokenize and /detokenize.
 
-They are made on a tokenizer thread, as the larger ones take seconds. Python's lock is held all through one call of the
-`json` module, wherever it runs, and with it the event loop: what may be long is written piece by piece.
+They are made on a tokenizer thread, because large answers take seconds. One call of the `json` module holds Python's
+lock on any thread, which also blocks the event loop. So values that may be long are written piece by piece.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _PIECE = 16_384  # ids or characters, about a millisecond of work
 
 
 def tokenized(asked: TokenizeRequest, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> bytes:
-    """Token ids of a text or a conversation, however many.
+    """Return the token ids of a text or a conversation; their number is not limited.
 
     Raises:
-        RequestError: as `prompts.encode`, `prompts.conversation` and `prompts.encode_chat`.
-        BadRequestError: as `TokenizeRequest.conversation`.
+        RequestError: as for `prompts.encode`, `prompts.conversation` and `prompts.encode_chat`.
+        BadRequestError: as for `TokenizeRequest.conversation`.
     """
     if asked.messages is not None:
         tokens = encode_chat(tokenizer, asked.conversation(), **asked.template_arguments)
@@ -47,10 +47,10 @@ def detokenized(
     tokenizer: PreTrainedTokenizerBase | None,
     check_vocabulary: Callable[[list[int]], None],
 ) -> bytes:
-    """The text of token ids, special tokens included.
+    """Return the text of token ids, special tokens included.
 
     Raises:
-        RequestError: there is no tokenizer, or as `check_vocabulary`.
+        RequestError: there is no tokenizer, or as for `check_vocabulary`.
     """
     if tokenizer is None:
         raise RequestError("there is no tokenizer: start the server with one", field="prompt")

@@ -1,4 +1,4 @@
-"""Prompts to token ids and back, beside the event loop and the engine."""
+"""Convert prompts to token ids and back, on threads apart from the event loop and the engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nanoinfer.serve import text_pieces
 
 T = TypeVar("T")
 Prompt = tuple[str | None, list[int]]
-"""Its text, if it was given as such, and its token ids."""
-_LONG_PROMPT_CHARS = 20_000  # some 20 ms of work
+"""The prompt's text, if it was given as text, and its token ids."""
+_LONG_PROMPT_CHARS = 20_000  # about 20 ms of work
 _HUGE_PIECE_CHARS = 200_000
 _HUGE_BODY_BYTES = 2**20
 
@@ -25,17 +25,17 @@ _HUGE_BODY_BYTES = 2**20
 class PromptTokenizer:
     """Tokenises on threads, so that short prompts do not wait for long ones, which can take seconds.
 
-    Each thread does one thing after another. A long text comes in pieces where it may be cut, each queued when the one
-    before is done: several long texts take turns. Where no cut is known, a text is one piece, and huge ones have a
-    thread of their own. Work whose caller was cancelled is not begun. A further thread serves what is no part of a
-    generation, /tokenize and /detokenize, and two read large bodies.
+    Each thread does one piece of work after another. A long text is cut into pieces where that is possible, and each
+    piece is queued when the one before it is done, so several long texts take turns. If no cut is known, a text is one
+    piece, and huge texts have a separate thread. Work whose caller was cancelled is not begun. One more thread serves
+    /tokenize and /detokenize, which are no part of a generation, and two threads read large bodies.
 
     Args:
-        tokenizer: the engine's, which is copied: tokenizers of the Rust library refuse to be changed on one thread
-            while another uses them. None: prompts must be token ids.
+        tokenizer: the engine's tokenizer. It is copied, because tokenizers of the Rust library refuse to be changed on
+            one thread while another uses them. None: prompts must be token ids.
         check: returns token ids that the engine can use, or raises RequestError; called on these threads.
-        check_vocabulary: raises RequestError where one of the ids is no token; likewise.
-        max_model_len: tokens, of which a prompt must have fewer.
+        check_vocabulary: raises RequestError if an id is outside the vocabulary; called on these threads.
+        max_model_len: in tokens; a prompt must have fewer.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PromptTokenizer:
     ) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
         if self.tokenizer is not None:
-            self.tokenizer.encode("a")  # turns off truncation and padding, which no later call changes
+            self.tokenizer.encode("a")  # turns off truncation and padding; no later call changes that
         self._check, self.check_vocabulary, self._max_model_len = check, check_vocabulary, max_model_len
         self._known = text_pieces.examine(self.tokenizer)
         self._renders_first = _renders_plainly(self.tokenizer)
@@ -61,10 +61,10 @@ class PromptTokenizer:
         return self.tokenizer is not None
 
     async def tokenize(self, prompt: str | list[int]) -> Prompt:
-        """A prompt with its checked token ids.
+        """Return the prompt with its checked token ids.
 
         Raises:
-            RequestError: as `LLMEngine.tokenize`.
+            RequestError: as for `LLMEngine.tokenize`.
         """
         if isinstance(prompt, str):
             return prompt, await self._tokenize_text(prompt, lambda text: encode(self.tokenizer, text))
@@ -73,15 +73,15 @@ class PromptTokenizer:
     async def tokenize_chat(
         self, conversation: Callable[[], list[dict]], template_arguments: dict[str, Any], num_bytes: int
     ) -> Prompt:
-        """A conversation, through the tokenizer's chat template, with its checked token ids.
+        """Return a conversation as a prompt with checked token ids, through the tokenizer's chat template.
 
         Args:
-            conversation: returns messages as `prompts.conversation` does, or raises what it raises; called on a thread.
-            template_arguments: those of `encode_chat`.
-            num_bytes: of the conversation as it came.
+            conversation: returns messages like `prompts.conversation`, or raises its errors; called on a thread.
+            template_arguments: arguments for `encode_chat`.
+            num_bytes: size of the conversation as it was received.
 
         Raises:
-            RequestError: as `encode_chat` and `LLMEngine.tokenize`.
+            RequestError: as for `encode_chat` and `LLMEngine.tokenize`.
         """
 
         def whole() -> list[int]:
@@ -96,21 +96,21 @@ class PromptTokenizer:
         return None, await self._tokenize_text(text, self._encode_bare, is_bare=True)
 
     async def text_of(self, prompt: Prompt) -> str:
-        """The prompt as text; "" without a tokenizer."""
+        """Return the prompt as text; "" without a tokenizer."""
         text, token_ids = prompt
         if text is not None or self.tokenizer is None:
             return text or ""
         return await self._on(_lane(len(token_ids)), lambda: self.tokenizer.decode(token_ids))
 
     async def aside(self, work: Callable[[], T]) -> T:
-        """Runs work that no generation waits for, on a thread that no prompt waits for."""
+        """Run work that is no part of a generation, on a thread that no prompt waits for."""
         return await self._on("aside", work)
 
     async def read(self, num_bytes: int, work: Callable[[Callable[[], bool]], T]) -> T:
-        """Reads a large body on a thread that only such bodies wait for.
+        """Read a large body on a thread that serves only large bodies.
 
         Args:
-            work: gets a function that says whether the result is still wanted.
+            work: called with a function that tells whether the result is still wanted.
         """
         is_given_up = threading.Event()
         lane = "bodies" if num_bytes <= _HUGE_BODY_BYTES else "huge-bodies"
@@ -126,10 +126,10 @@ class PromptTokenizer:
     async def _tokenize_text(
         self, text: str, encode_whole: Callable[[str], list[int]], *, is_bare: bool = False
     ) -> list[int]:
-        """Checked token ids of a text, and no more work than it takes to see that it is too long.
+        """Return the checked token ids of a text. Stop as soon as it is clear that the text is too long.
 
         Args:
-            is_bare: without special tokens around it.
+            is_bare: True: without special tokens around the text.
         """
         if (num_tokens := self._known.num_tokens_at_least(text)) >= self._max_model_len:
             raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", self._max_model_len)
@@ -146,7 +146,7 @@ class PromptTokenizer:
         return await self._on("long", lambda: self._check(token_ids))
 
     async def _piece(self, text: str, begin: int) -> tuple[int, list[int]]:
-        """The end of the piece that begins there, and its token ids."""
+        """Return the end of the piece that begins at `begin`, and the piece's token ids."""
 
         def work() -> tuple[int, list[int] | None]:
             end = self._known.end_of_piece(text, begin)
@@ -169,6 +169,6 @@ def _lane(size: int) -> str:
 
 
 def _renders_plainly(tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Whether its chat template makes a text, which is then tokenised as any other."""
+    """Whether the chat template makes a text, which is then tokenised like any other text."""
     given = getattr(type(tokenizer), "apply_chat_template", None)
     return given is PreTrainedTokenizerBase.apply_chat_template

@@ -1,4 +1,4 @@
-"""All runs one after the other, and the verdict."""
+"""Perform all runs one after the other, and give the verdict."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from nanoinfer.verify.workload import Machine, Workload, choose_workload, worklo
 from offload import CpuRuntime, CudaRuntime, Runtime
 
 MAX_LOGITS_BYTES = 4 * 2**30
-# Without fixed splits logits may differ by this share of the row's largest: a few times what a type's rounding adds up
-# to over the layers, and far less than another block's keys would change.
+# Without fixed splits, logits may differ by this share of the row's largest logit. This is a few times the rounding
+# that accumulates over the layers in this dtype, and far less than the effect of the keys of a wrong block.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
-# Arguments that make the runs what they are.
+# Arguments that the runs set themselves.
 OWN_ARGUMENTS = (
     "capture_num_tokens",
     "cuda_graph_batch_sizes",
@@ -50,22 +50,22 @@ def verify(
     tell: Callable[[str], None] = lambda text: None,
     **engine_arguments: Any,
 ) -> Verdict:
-    """Runs the same requests in every mode, alone and beside others, and compares what they give.
+    """Runs the same requests in every mode, alone and beside others, and compares the results.
 
     Args:
         model: local directory of a Hugging Face checkpoint, or a hub id.
         num_requests: requests of several lengths; all but the last run at once.
         context: prompt tokens of the longest request. None: what resident mode can hold on this machine, at most 4096
             (1024 on the CPU).
-        output_len: generated tokens of each request but the first, which ends at half of it.
+        output_len: generated tokens of each request except the first, which generates half as many.
         seed: of prompts and sampling, and of random weights.
         make_runtime: makes a run's runtime from the run's name; None: the device's own, with poison.
         progress: show progress bars.
-        tell: gets the parts of the report as soon as they are known: the setting, and each run.
-        engine_arguments: fields of `nanoinfer.EngineConfig`, but for those that differ from run to run.
+        tell: called with each part of the report as soon as it is known: the setting, then each run.
+        engine_arguments: fields of `nanoinfer.EngineConfig`, except those that differ from run to run.
 
     Raises:
-        ValueError: an argument cannot be used, or what must run does not fit; says what to change.
+        ValueError: an argument cannot be used, or a required run does not fit. The message says what to change.
         MemoryError: the host has too little memory.
     """
     _check_arguments(num_requests, context, output_len, engine_arguments)
@@ -78,7 +78,7 @@ def verify(
     machine = Machine(config, device)
     workload = choose_workload(machine, arguments, num_requests, context, output_len, seed)
     common = arguments | workload_arguments(workload)
-    plan = machine.plan(common | dict(enable_cpu_offload=True))  # raises where not even this fits
+    plan = machine.plan(common | dict(enable_cpu_offload=True))  # raises if not even this fits
     kept_bytes = 4 * workload.num_tokens * machine.spec.vocab_size
     if kept_bytes > MAX_LOGITS_BYTES:
         raise ValueError(
@@ -100,7 +100,7 @@ def verify(
         if found is not None:
             report.is_reference = reference is None
             reference = reference or found
-            # The reference is compared with itself: that finds what is not finite.
+            # The reference is compared with itself, too: this finds logits that are not finite.
             compare(reference, found, report, None if machine.is_exact else rounding)
         tell("\n".join(report.lines(machine.is_exact)))
     return Verdict(setting=setting, runs=reports, is_exact=machine.is_exact)

@@ -1,4 +1,4 @@
-"""Plays one run: the requests through an engine of its own, with what they give."""
+"""Performs one run: sends the requests through the run's own engine and records the results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from offload import Runtime
 
 
 class LeftOut(Exception):
-    """This run says nothing on this machine; the text says why."""
+    """This run would prove nothing on this machine; the message says why."""
 
 
 def attempt(
@@ -35,7 +35,7 @@ def attempt(
     make_runtime: Callable[[str], Runtime],
     report: RunReport,
 ) -> list[Answer] | None:
-    """The run's tokens and logits; None where it was left out or failed, which the report says."""
+    """Return the run's tokens and logits; None if the run was left out or failed, which the report then says."""
     try:
         config = EngineConfig.from_arguments(arguments)
         try:
@@ -53,7 +53,7 @@ def attempt(
         report.left_out = str(error)
     except MemoryError:
         raise
-    except Exception as error:  # whatever a wrong block or a missing wait leads to; the other runs go on
+    except Exception as error:  # a wrong block or a missing wait may lead to any error; the other runs go on
         report.failure = f"{type(error).__name__}: {error}"
     finally:
         device = engine.runner.runtime.device
@@ -66,7 +66,7 @@ def attempt(
 
 
 def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) -> list[Answer]:
-    """Plays the workload through the engine."""
+    """Run the workload on the engine and return the answers."""
     num_blocks = engine.runner.kv_cache.gpu_blocks.num_blocks
     if num_blocks < run.min_gpu_blocks:
         raise LeftOut(
@@ -81,7 +81,7 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
     with tqdm(total=num_tokens, desc=run.name, unit="tok", disable=not engine.config.progress_bar) as bar:
         for number in range(num_passes):
             requests = []
-            recorder.rows.clear()  # of the last pass only
+            recorder.rows.clear()  # keep the logits of the last pass only
             while len(requests) < len(workload.prompts) or not all(request.is_finished for request in requests):
                 _add_requests(engine, workload, requests, run.num_completions, f"verify-{number}")
                 if switches is not None:
@@ -113,7 +113,7 @@ def _facts(stats: Stats, most_resident: int, switches: list[str]) -> list[str]:
 
 
 def _answers(requests: list[Request], recorder: LogitsRecorder) -> list[Answer]:
-    """The first completion of each request, and the others of those that are greedy: they must be the same."""
+    """Return the first completion of each request; of greedy requests all completions, which must be equal."""
     return [
         Answer(number, completion.token_ids, recorder.rows[request.request_id, completion.index])
         for number, request in enumerate(requests)
@@ -125,9 +125,9 @@ def _answers(requests: list[Request], recorder: LogitsRecorder) -> list[Answer]:
 def _add_requests(
     engine: LLMEngine, workload: Workload, requests: list[Request], num_completions: int, name: str
 ) -> None:
-    """The first two come together, each later one when the one before it has its first token.
+    """Add the first two requests together, and each later request when the one before it has its first token.
 
-    So some decode while others are in prefill, and requests end before others come.
+    So some requests decode while others are in prefill, and some end before others arrive.
     """
     while len(requests) < len(workload.prompts):
         number = len(requests)
@@ -138,7 +138,7 @@ def _add_requests(
 
 
 class _Switches:
-    """Enters offload mode while a prompt is in prefill, leaves it at half of the tokens, enters it again at 3/4."""
+    """Enters offload mode while a prompt is in prefill, leaves it at half of the tokens, and enters it again at 3/4."""
 
     def __init__(self, engine: LLMEngine, num_tokens: int) -> None:
         self._engine = engine

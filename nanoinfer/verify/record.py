@@ -1,4 +1,4 @@
-"""What is compared: tokens, and the logits they were chosen from."""
+"""The compared results: tokens, and the logits they were chosen from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoinfer.verify.report import Mismatch, RunReport
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion of request `request`: token ids, and for each token its logits, [vocab_size] float32 on the CPU."""
+    """A completion of request `request`: token ids, and the logits of each token, [vocab_size] float32 on the CPU."""
 
     request: int
     tokens: list[int]
@@ -22,9 +22,9 @@ def compare(reference: list[Answer], found: list[Answer], report: RunReport, tol
     """Notes in the report how much was compared and the first difference of each answer.
 
     Args:
-        reference: at least one answer to each request, of which the first counts.
-        tolerance: None compares bits. A number allows logits to differ by this share of the row's largest, and ends
-            the comparison of an answer, without a mismatch, where that makes it take another token.
+        reference: at least one answer to each request; the first one counts.
+        tolerance: None compares bits. A number allows logits to differ by this share of the row's largest logit. If
+            such a difference leads to another token, the comparison of the answer ends there without a mismatch.
     """
     first = {answer.request: answer for answer in reversed(reference)}
     for answer in found:
@@ -40,7 +40,7 @@ def compare(reference: list[Answer], found: list[Answer], report: RunReport, tol
             text = _difference(wanted_rows[position], row, report, tolerance)
             if text is None and wanted[position] != got[position]:
                 if tolerance is not None:
-                    break  # two tokens nearly tied; what follows has another context
+                    break  # two tokens were nearly tied; all later tokens have a different context
                 text = "the logits are equal"
             if text is not None:
                 if wanted[position] != got[position]:
@@ -50,7 +50,7 @@ def compare(reference: list[Answer], found: list[Answer], report: RunReport, tol
 
 
 def _difference(wanted: torch.Tensor, got: torch.Tensor, report: RunReport, tolerance: float | None) -> str | None:
-    """What is wrong with a row of logits, [vocab_size] float32; None if nothing."""
+    """Say what is wrong with a row of logits, [vocab_size] float32; None if nothing is."""
     broken = torch.nonzero(~torch.isfinite(got))
     if len(broken):
         advice = "; the reference itself: try another dtype, or memory was read after it was freed"

@@ -1,4 +1,4 @@
-"""What the runs gave, in words."""
+"""The results of the runs, in words."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Mismatch:
     """The first difference of an answer to one request.
 
     Attributes:
-        request: its number, from 0.
-        position: number of the generated token, from 0; None where the request as a whole differs.
-        text: both values.
+        request: number of the request, from 0.
+        position: number of the generated token, from 0; None if the request as a whole differs.
+        text: both values, in words.
     """
 
     request: int
@@ -26,16 +26,16 @@ class Mismatch:
 
 @dataclass(kw_only=True)
 class RunReport:
-    """One run.
+    """The report of one run.
 
     Attributes:
         what: what the run does.
-        is_reference: the first one that gave something; the others are compared with it.
-        facts: what it did: bytes streamed, blocks that stayed, switches.
-        left_out: why it was not run, or why it does not count.
-        failure: the error that ended it.
-        num_tokens, num_logits: how many were compared with the reference's, or given by the reference.
-        largest_difference: of a logit, as a share of its row's largest; 0 where all bits are equal.
+        is_reference: True for the first run with a result; all other runs are compared with it.
+        facts: what happened in the run: bytes streamed, blocks that stayed, switches.
+        left_out: why the run was left out, or why it does not count.
+        failure: the error that ended the run.
+        num_tokens, num_logits: how many were compared with the reference, or produced by the reference.
+        largest_difference: of a logit, as a share of its row's largest logit; 0 if all bits are equal.
     """
 
     name: str
@@ -65,7 +65,7 @@ class RunReport:
         return "identical" if is_exact else f"equal to rounding (up to {self.largest_difference:.1e} of the largest)"
 
     def lines(self, is_exact: bool) -> list[str]:
-        """The run in the report: its result, what it did, and each difference."""
+        """Return the lines of the run in the report: its result, what happened, and each difference."""
         lines = [f"{self.name:<10}{self.what}: {self.result(is_exact)}"]
         if self.facts and self.left_out is None:
             lines.append(f"{'':<10}{', '.join(self.facts)}")
@@ -74,11 +74,11 @@ class RunReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """All runs, and what they say.
+    """All runs, and the conclusion.
 
     Attributes:
         setting: the lines that describe model, requests and conditions.
-        is_exact: whether bits were compared; False where the attention backend has no fixed splits.
+        is_exact: whether bits were compared; False if the attention backend has no fixed splits.
     """
 
     setting: list[str]
@@ -90,7 +90,7 @@ class Verdict:
         return not any(run.is_wrong for run in self.runs)
 
     def line(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         wrong = [run.name for run in self.runs if run.is_wrong]
         if wrong:
             return f"DIFFERENT in {', '.join(wrong)}"
@@ -105,7 +105,7 @@ class Verdict:
         return f"{line} (left out: {', '.join(left_out)})" if left_out else line
 
     def report(self) -> str:
-        """Everything: what was compared, each run, each difference, and the verdict in the last line."""
+        """Return the whole report: what was compared, each run, each difference, and the verdict as the last line."""
         lines = [*self.setting, ""]
         for run in self.runs:
             lines += run.lines(self.is_exact)

@@ -11,23 +11,24 @@ from nanoinfer.verify.workload import Workload
 
 Stats = dict[str, Any]
 WIDE_ROWS = 24
-"""More rows than the kernels for few rows take."""
+"""More rows than the kernels for few rows accept."""
 MAX_CHUNKS = 40
-"""Of the longest prompt, where these are longer than two thirds of a block."""
+"""The most chunks of the longest prompt, if a chunk is longer than two thirds of a block."""
 MAX_CAPTURED_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class Run:
-    """One engine's arguments, and what is asked of it.
+    """The engine arguments of one run, and what the run does.
 
     Attributes:
-        is_required: where the engine refuses its arguments, that is the user's to know.
-        switches: the mode changes while requests run.
-        asks_twice: the prompts are asked again once all have been answered; these second answers are compared.
-        num_completions: of each request; the first of them is compared, and all of them where it is greedy.
-        min_gpu_blocks: smaller pools do not run it.
-        happened: whether the engine's `stats` show what the run is for; if not it says nothing, because of `otherwise`.
+        is_required: if the engine refuses the arguments, the error is raised instead of leaving the run out.
+        switches: whether the mode changes while requests run.
+        asks_twice: whether the prompts are sent again after all were answered; then the second answers are compared.
+        num_completions: completions of each request. The first one is compared; all of them if the request is greedy.
+        min_gpu_blocks: the run is left out if the GPU pool is smaller.
+        happened: tells from the engine's `stats` whether the run did what it is for. If not, it proves nothing, and
+            `otherwise` is the reason given.
     """
 
     name: str
@@ -43,16 +44,16 @@ class Run:
 
 
 def make_runs(workload: Workload, plan: MemoryPlan) -> list[Run]:
-    """All runs, the reference first.
+    """Return all runs, the reference first.
 
     Args:
-        plan: of offload mode, with the arguments that all runs have.
+        plan: the memory plan of offload mode, with the arguments that all runs share.
     """
     return [*_places(workload, plan), *_neighbours(workload, plan), *_reuse(workload, plan)]
 
 
 def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:
-    """Other places for the KV blocks, with the same steps."""
+    """Return runs with the same steps but other places for the KV blocks."""
     half = max(sum(workload.prompt_blocks[: workload.num_rows]) * plan.block_bytes // 2, plan.block_bytes)
     # Two requests fill the pool exactly, and it overflows when one of them grows. In offload mode a prefill chunk, its
     # tail and the other request's tail must have room.
@@ -92,7 +93,7 @@ def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:
 
 
 def _neighbours(workload: Workload, plan: MemoryPlan) -> list[Run]:
-    """Other steps: what is computed beside a request, and in how many pieces its prompt."""
+    """Return runs with other steps: other neighbours in the batch, or other chunks of the prompt."""
     home = _home(workload, plan)
     longest = max(map(len, workload.prompts))
     chunk = min(workload.prefill_tokens - 1, max(2 * workload.block_size // 3, longest // MAX_CHUNKS)) | 1
@@ -115,7 +116,7 @@ def _neighbours(workload: Workload, plan: MemoryPlan) -> list[Run]:
 
 
 def _reuse(workload: Workload, plan: MemoryPlan) -> list[Run]:
-    """KV that is found again, put aside or shared."""
+    """Return runs whose KV is found in the prefix cache, saved and restored, or shared."""
     home = _home(workload, plan) | dict(enable_prefix_caching=True)
     preempted = []
     if len(workload.prompts) > 1:
@@ -147,18 +148,18 @@ _STREAMED = dict(enable_cpu_offload=True, resident_kv_limit=0)
 
 
 def _home(workload: Workload, plan: MemoryPlan) -> dict[str, Any]:
-    """Where KV lies in the runs that are not about that: on the GPU, if it holds all."""
+    """Arguments for the place of the KV in runs that do not test it: on the GPU if all KV fits there."""
     return dict(enable_cpu_offload=False) if plan.num_gpu_blocks > workload.num_blocks else _STREAMED
 
 
 def _rows(count: int, padded: int | None = None) -> dict[str, Any]:
-    """So many requests at a time, in decode steps of as many rows, or of `padded`."""
+    """Arguments for `count` requests at a time, in decode steps of `count` rows, or of `padded` rows."""
     return dict(max_num_seqs=count, cuda_graph_batch_sizes=[padded or count])
 
 
 def _smallest_pool(workload: Workload) -> int:
-    """Blocks of a GPU pool, the scratch block included, that two prompts fill, so that it overflows when one grows."""
-    smallest = -(-workload.max_model_len // workload.block_size) + 2  # what an engine takes
+    """Return the blocks of a GPU pool, with the scratch block, that two prompts fill: it overflows when one grows."""
+    smallest = -(-workload.max_model_len // workload.block_size) + 2  # the smallest pool that an engine accepts
     blocks = workload.prompt_blocks
     sums = [1 + one + other for one, other in zip(blocks, blocks[1:], strict=False)]
     return min((count for count in sums if count >= smallest), default=smallest)

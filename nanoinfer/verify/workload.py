@@ -1,4 +1,4 @@
-"""The requests that every run gets, and what the machine can hold of them."""
+"""The requests of every run, and how long they can be on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.load import load_config
 from offload.memory.host_memory import memory_available_bytes
 
-# Prompt lengths as shares of the context: the first request decodes, and ends, while others are in prefill.
+# Prompt lengths as shares of the context. The first request decodes, and ends, while others are in prefill.
 LENGTH_SHARES = (0.25, 1.0, 0.5, 0.75)
 LONGEST_DEFAULT_CONTEXT = 4096
 LONGEST_DEFAULT_CONTEXT_CPU = 1024
@@ -33,7 +33,7 @@ class Workload:
 
     @property
     def num_rows(self) -> int:
-        """One less than there are requests: the last one takes over the blocks of the first one that ends."""
+        """Requests that run at once: all but the last, which reuses the blocks of the first request that ends."""
         return max(1, len(self.prompts) - 1)
 
     @property
@@ -52,7 +52,7 @@ class Workload:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that the requests of all rows can hold at once."""
+        """KV blocks that the running requests can need at once."""
         blocks = [
             -(-(len(prompt) + params.max_tokens) // self.block_size)
             for prompt, params in zip(self.prompts, self.params, strict=True)
@@ -68,10 +68,10 @@ class Workload:
 def make_workload(
     vocab_size: int, num_requests: int, context: int, output_len: int, block_size: int, seed: int
 ) -> Workload:
-    """Random prompts of several lengths up to `context` tokens; every request fills a block while it decodes.
+    """Make random prompts of several lengths up to `context` tokens. Every request fills a block while it decodes.
 
-    Every second request is sampled with a seed, the others are greedy; some have penalties. The first is the shortest
-    and ends at half of `output_len`.
+    Every second request is sampled with a seed, all others are greedy; some have penalties. The first request is the
+    shortest and ends at half of `output_len`.
     """
     shares = LENGTH_SHARES if num_requests > 1 else (1.0,)
     lengths, params = [], []
@@ -96,7 +96,7 @@ def make_workload(
 
 
 def workload_arguments(workload: Workload) -> dict[str, Any]:
-    """Engine arguments that all runs have, but for those that they are about."""
+    """Return the engine arguments that all runs share. A run overrides those that it tests."""
     return dict(
         max_num_seqs=workload.num_rows,
         max_model_len=workload.max_model_len,
@@ -106,7 +106,7 @@ def workload_arguments(workload: Workload) -> dict[str, Any]:
 
 
 class Machine:
-    """What model, settings and device allow, from the config alone.
+    """What model, settings and device allow, known from the config alone.
 
     Raises:
         ValueError: the model is not supported, or the attention backend cannot run offload mode.
@@ -119,7 +119,7 @@ class Machine:
         self.backend_name, self.is_exact = backend.name, backend.exact_splits
 
     def plan(self, arguments: dict[str, Any]) -> MemoryPlan:
-        """How an engine with these arguments spends the memory; raises ValueError where it is too small."""
+        """Return the memory plan of an engine with these arguments; raises ValueError if the memory is too small."""
         config, available = EngineConfig.from_arguments(arguments), memory_available_bytes()
         return make_plan(
             config,
@@ -134,7 +134,7 @@ class Machine:
 def choose_workload(
     machine: Machine, arguments: dict[str, Any], num_requests: int, context: int | None, output_len: int, seed: int
 ) -> Workload:
-    """The requests of `context` tokens; without one, the longest that resident mode can hold all at once."""
+    """Return the requests for `context` tokens; for None, the longest requests that fit together in resident mode."""
     block_size, spec = machine.config.block_size, machine.spec
     shortest, longest = 2 * block_size, spec.max_position - output_len
 

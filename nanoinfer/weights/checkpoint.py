@@ -1,9 +1,10 @@
 """What the fields of a checkpoint's config.json may hold.
 
-Checked before transformers reads the file, which works with the values before it looks at their types (a huge
-`num_hidden_layers` is a list as long), and once more after that, for the values that it worked out. What is accepted
-here can be built, or is refused by what it does not fit: kernels, weights, or memory. Upper bounds lie far above the
-models there are, and low enough that numbers made from them stay exact.
+The fields are checked before transformers reads the file, because transformers uses the values before it checks their
+types (a huge `num_hidden_layers` makes a list of that length). They are checked once more afterwards, for the values
+that transformers derived. Accepted values can be built, or are refused later by the part that they do not fit: kernels,
+weights, or memory. Upper bounds lie far above those of existing models, but low enough that numbers computed from them
+stay exact.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from transformers import PretrainedConfig
 from nanoinfer.common.errors import shown
 from nanoinfer.models.base import DecoderModel
 
-# float32, in which angles are computed, holds every position up to here.
+# Angles are computed in float32, which represents every position up to here exactly.
 MAX_POSITIONS = 2**24
 MAX_VOCAB_SIZE = 2**24
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -28,19 +29,19 @@ _LISTED_LAYER_TYPES = " and ".join(LAYER_TYPES)
 
 @dataclass(frozen=True)
 class Rule:
-    """allowed: in words, behind "must be"."""
+    """allowed: the allowed values in words, as they follow "must be" in an error message."""
 
     allowed: str
     accepts: Callable[[Any], bool]
 
     def check(self, where: str, name: str, value: Any) -> None:
-        """Raises ValueError where the value is not allowed; `where` says whose field it is."""
+        """Raises ValueError if the value is not allowed; `where` says whose field it is."""
         if not self.accepts(value):
             raise ValueError(f"{where}: {name} is {shown(value)}, it must be {self.allowed}")
 
 
 def _count(least: int, most: int) -> Rule:
-    # type(), not isinstance(): true and false are whole numbers to Python
+    # type(), not isinstance(): bool is a subclass of int in Python
     return Rule(
         f"a whole number from {least:,} to {most:,}", lambda value: type(value) is int and least <= value <= most
     )
@@ -116,7 +117,7 @@ _FIELDS = {
     "rope_scaling": _optional(_OBJECT),
     "original_max_position_embeddings": _optional(_count(1, MAX_POSITIONS)),
     "eos_token_id": TOKEN_IDS,
-    # transformers makes a list as long
+    # transformers makes a list of this length
     "num_labels": _count(0, 2**16),
     "per_layer_config": Rule("left out: all layers have the same sizes here", lambda value: value in (None, {})),
     "quantization_config": _optional(_OBJECT),
@@ -134,15 +135,15 @@ _ROPE_FIELDS = {
 
 
 def check_architectures(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises ValueError where the names of the architectures are no list of names."""
+    """Raises ValueError if `architectures` is not a list of names."""
     _ARCHITECTURES.check(_where(path), "architectures", values.get("architectures"))
 
 
 def check_fields(path: Path, values: Mapping[str, Any], model_class: type[DecoderModel]) -> None:
-    """Checks what a config.json of a model of that class holds.
+    """Checks the fields of a config.json for a model of class `model_class`.
 
     Raises:
-        ValueError: a value is not allowed; names the file, the field, the value and what is.
+        ValueError: a value is not allowed. The message names the file, the field, the value and the allowed values.
     """
     where = _where(path)
     if values.get("model_type") != model_class.model_type:
@@ -165,7 +166,7 @@ def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decode
 
 
 def check_config(path: Path, hf_config: PretrainedConfig, model_class: type[DecoderModel]) -> None:
-    """Checks what transformers made of the file, as `check_fields`: it works values out of others."""
+    """Checks the config that transformers made of the file, like `check_fields`: some values are derived."""
     values = {name: value for name, value in vars(hf_config).items() if name in _FIELDS and name != "dtype"}
     check_fields(path, values | {"model_type": hf_config.model_type}, model_class)
 

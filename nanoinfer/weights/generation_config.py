@@ -1,4 +1,4 @@
-"""generation_config.json: a checkpoint's end tokens, and how its makers would sample."""
+"""generation_config.json: a checkpoint's end tokens, and the sampling parameters that its authors recommend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoinfer.weights.load import read_json_object
 
 FILE = "generation_config.json"
 # The fields that vLLM reads, with their names in SamplingParams. Like vLLM we do not read do_sample: checkpoints often
-# leave it at false beside a temperature that is meant.
+# leave it at false although they give a temperature that is meant to be used.
 _SAMPLING_FIELDS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -25,20 +25,20 @@ _SAMPLING_FIELDS = {
 
 
 def read(model_dir: Path) -> dict[str, Any]:
-    """The file's content; {} where there is none.
+    """Return the content of the file, or {} if there is no file.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: the file is not a JSON object.
     """
     path = model_dir / FILE
     return read_json_object(path) if path.exists() else {}
 
 
 def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int]:
-    """Tokens that end a completion: those of generation_config.json if it names some, else of config.json.
+    """Return the tokens that end a completion: from generation_config.json if it names some, else from config.json.
 
     Raises:
-        ValueError: what it names are no token ids.
+        ValueError: the values are not token ids.
     """
     found = read(model_dir).get("eos_token_id", getattr(hf_config, "eos_token_id", None))
     TOKEN_IDS.check(str(model_dir / FILE), "eos_token_id", found)
@@ -48,10 +48,10 @@ def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int
 
 
 def sampling_defaults(model_dir: Path) -> dict[str, Any]:
-    """Values for fields of SamplingParams that a request leaves out; null in the file is as good as absent.
+    """Return the values for fields of SamplingParams that a request leaves out. null in the file means absent.
 
     Raises:
-        ValueError: SamplingParams does not take a value.
+        ValueError: SamplingParams does not accept a value.
     """
     content = read(model_dir)
     defaults = {name: content[theirs] for theirs, name in _SAMPLING_FIELDS.items() if content.get(theirs) is not None}

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model on its device: find it, read its config, check it, and fill the weights."""
+"""From a checkpoint to a model on its device: find the files, read the config, check both, and fill the weights."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from nanoinfer.weights.read import TensorEntry, read_tensors
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
-# Not *.safetensors: some repositories hold the weights a second time in another layout (consolidated.safetensors).
+# Not *.safetensors: some repositories contain the weights a second time in another layout (consolidated.safetensors).
 _WEIGHTS = ["model*.safetensors"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-# Of quantised weights, which are not cast.
+# Dtypes of quantised weights, which are not cast.
 _PACKED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
-# Models that come along with the package, by name.
+# Models that are part of the package, by name.
 PACKAGED = {"recall": Path(__file__).parent.parent / "recall" / "checkpoint"}
-# Far more than any file of a checkpoint has, and little enough for all that goes through it step by step.
+# Far deeper than any file of a checkpoint, and shallow enough for recursive code that walks through it.
 _MAX_JSON_DEPTH = 32
-# File systems take no longer ones.
+# File systems do not allow longer names.
 _MAX_NAME_BYTES = 255
-# A progress bar for less than this would only flicker.
+# A progress bar that is shown for less than this would only flicker.
 _PROGRESS_DELAY_S = 2.0
 
 
 def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] = ()) -> Path:
-    """The local directory of a checkpoint: `model` itself, one that comes along, or the download of a hub id.
+    """Return the local directory of a checkpoint: `model` itself, a packaged model, or the download of a hub id.
 
     Args:
-        weights: False downloads config and tokenizer only.
-        names: what the caller takes in place of a checkpoint.
+        weights: False downloads only the config and the tokenizer.
+        names: names that the caller accepts in place of a checkpoint.
 
     Raises:
-        ValueError: no such directory, or the hub does not give it; names the nearest name.
+        ValueError: there is no such directory, or the hub does not provide it. The message gives the nearest name.
     """
     path = Path(model).expanduser()
     packaged = PACKAGED.get(str(model))
-    # A directory of that name that is no checkpoint, such as one with the results of an evaluation, hides nothing.
+    # A directory of that name without a checkpoint, such as the results of an evaluation, must not hide the model.
     if packaged is not None and packaged.is_dir() and not (path / "config.json").is_file():
         return packaged
     if path.is_dir():
@@ -69,7 +69,7 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
     try:
         patterns = _CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
         return Path(snapshot_download(str(model), allow_patterns=patterns))
-    except Exception as error:  # the client's own errors and those of its HTTP library share no base
+    except Exception as error:  # the client's errors and those of its HTTP library have no common base class
         raise ValueError(
             f"model {str(model)!r} is no directory here, and the Hugging Face hub does not give it "
             f"({type(error).__name__}: {error}). Check the name, the network and your access, or give a directory"
@@ -77,7 +77,7 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
 
 
 def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedConfig:
-    """The checkpoint's config, read by transformers; no code of the checkpoint runs.
+    """Return the checkpoint's config, as transformers reads it. No code of the checkpoint runs.
 
     names: as in `find_model`.
 
@@ -96,19 +96,19 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
         raise ValueError(f"{path}: {error}") from error
     check_fields(path, raw, model_class)
     try:
-        # By its full name, which transformers imports now and not with this module: it takes seconds.
+        # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.
         hf_config = transformers.AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-    except Exception as error:  # its checks of values come after its work with them, which fails in any way
+    except Exception as error:  # transformers uses values before it checks them, so any error is possible
         raise ValueError(f"{path} is no valid config: {error}") from error
     check_config(path, hf_config, model_class)
     return hf_config
 
 
 def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpec:
-    """The numbers of a config's model, computed in `dtype` (as in `resolve_dtype`).
+    """Return the spec of a config's model, computed in `dtype` (as in `resolve_dtype`).
 
     Raises:
-        ValueError: the config asks for something that is not supported; names the file.
+        ValueError: the config asks for something that is not supported; the message names the file.
     """
     try:
         return resolve(hf_config).spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
@@ -117,10 +117,10 @@ def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpe
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file of a checkpoint.
+    """Return the content of a JSON file of a checkpoint.
 
     Raises:
-        ValueError: it cannot be read, or holds something else than an object.
+        ValueError: the file cannot be read, or its content is not an object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -146,10 +146,11 @@ def _is_deeper_than(depth: int, content: Any) -> bool:
 
 
 def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
-    """All tensors of a checkpoint by name. Reads the headers alone: milliseconds for any size.
+    """Return all tensors of a checkpoint by name. Only the headers are read: milliseconds for any size.
 
     Raises:
-        ValueError: no safetensors, a shard is missing, cut short or corrupt, or holds no floating-point weights.
+        ValueError: there are no safetensors, or a shard is missing, cut short, corrupt, or has no floating-point
+            weights.
     """
     model_dir = Path(model_dir)
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
@@ -172,7 +173,7 @@ def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name to file name."""
+    """Return a dict from tensor name to file name."""
     try:
         shard_of = read_json_object(path)["weight_map"]
         invalid = [shard for shard in shard_of.values() if not _is_file_name(shard)]
@@ -187,7 +188,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _is_file_name(shard: Any) -> bool:
-    """A plain name: an index must not lead out of its directory."""
+    """Whether `shard` is a plain file name: an index must not lead out of its directory."""
     if not isinstance(shard, str) or shard in ("", "..") or Path(shard).name != shard or "\0" in shard:
         return False
     return len(shard.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
@@ -196,7 +197,7 @@ def _is_file_name(shard: Any) -> bool:
 def _read_header(path: Path) -> list[TensorEntry]:
     try:
         with safe_open(path, framework="pt"):
-            pass  # it checked the header: the tensors' ranges fit their shapes and dtypes, and fill the file
+            pass  # opening checks the header: the tensors' ranges fit their shapes and dtypes, and fill the file
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(header_bytes))
@@ -221,10 +222,10 @@ def _read_header(path: Path) -> list[TensorEntry]:
 
 
 def resolve_dtype(dtype: str | torch.dtype, hf_config: PretrainedConfig) -> torch.dtype:
-    """The dtype to compute in: a name or dtype as it is, "auto" as the config says, float32 where it says nothing.
+    """Return the dtype to compute in: the given name or dtype; for "auto" the config's, or float32 if it gives none.
 
     Raises:
-        ValueError: not bfloat16, float16 or float32.
+        ValueError: the dtype is not bfloat16, float16 or float32.
     """
     wanted = dtype
     if dtype == "auto":
@@ -246,16 +247,18 @@ def load_model(
     max_position: int | None = None,
     progress: bool = True,
 ) -> DecoderModel:
-    """Builds the model on `device` and fills it. Each weight is allocated once, there, and cast to `dtype` on the way;
-    the host holds pieces of the files only, 64 MiB at a time.
+    """Builds the model on `device` and fills its weights.
 
-    load_format: "auto" reads safetensors; "dummy" takes random weights, the same for the same seed and device kind.
-    max_position: positions to make the position tables for; None: the config's.
-    progress: show a bar where loading takes more than 2 s.
+    Each weight is allocated once, on the device, and cast to `dtype` while it is loaded. The host holds only pieces of
+    the files, 64 MiB at a time.
+
+    load_format: "auto" reads safetensors; "dummy" makes random weights, the same for the same seed and device kind.
+    max_position: number of positions in the position tables; None: the config's.
+    progress: show a bar if loading takes more than 2 s.
 
     Raises:
-        ValueError: the config or the files do not make a supported model: nothing lies on the device then. Or a file
-            cannot be read to its end, although its header could.
+        ValueError: the config or the files do not make a supported model; nothing lies on the device then. Or a file
+            cannot be read to its end, although its header could be read.
     """
     model_class, spec = resolve(hf_config), read_spec(hf_config, dtype)
     max_position = spec.max_position if max_position is None else max_position
@@ -273,7 +276,7 @@ def load_model(
 
 
 def _check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_dir: str | Path) -> None:
-    """Compares names and shapes with those of `model`, which may lie on the meta device."""
+    """Compares names and shapes of the tensors with those of `model`, which may lie on the meta device."""
     views = model.checkpoint_views()
     missing = [name for name in views if name not in entries]
     if missing:
@@ -304,7 +307,7 @@ def _check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_d
 
 
 def _check_head_repeats_embeddings(head: TensorEntry, embeddings: TensorEntry) -> None:
-    """A tied checkpoint may repeat the embeddings as its head, but not hold another head."""
+    """Refuse a tied checkpoint whose head differs from its embeddings; a copy of the embeddings is allowed."""
     same = head.shape == embeddings.shape
     with safe_open(head.path, framework="pt") as head_file, safe_open(embeddings.path, framework="pt") as other_file:
         head_rows, embedding_rows = head_file.get_slice(head.name), other_file.get_slice(embeddings.name)
@@ -331,7 +334,10 @@ def _fill_from_files(model: DecoderModel, entries: dict[str, TensorEntry], progr
 
 
 def _fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:
-    """Normal with a standard deviation of 0.02, around what leaves x as it is for norms and around 0 for others."""
+    """Fill the weights with normal noise, standard deviation 0.02.
+
+    The mean is 0; for norms it is the value that leaves the norm's input unscaled.
+    """
     generator = None
     modules = list(model.modules())
     for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
@@ -348,6 +354,6 @@ def _fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:
 
 
 def _listed(items: list[str]) -> str:
-    """At most 8 of the items: a wrong checkpoint lacks hundreds."""
+    """List at most 8 of the items: a wrong checkpoint may lack hundreds."""
     rest = f" and {len(items) - 8} more" if len(items) > 8 else ""
     return ", ".join(items[:8]) + rest

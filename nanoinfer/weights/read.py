@@ -1,8 +1,8 @@
-"""Reads tensors out of safetensors files into memory on the device: in pieces, with several threads.
+"""Reads tensors from safetensors files into device memory: in pieces, with several threads.
 
-Tensor after tensor out of a memory map, the one core that copies is the limit: about 5 GB/s into an H200 with the files
-in the page cache. Here each thread reads pieces into pinned buffers of its own and copies them on a stream of its own,
-so that cores, disk and link work at the same time: about 20 GB/s there.
+Copying one tensor after the other from a memory map is limited by the single core that copies: about 5 GB/s into an
+H200 with the files in the page cache. Here each thread reads pieces into its own pinned buffers and copies them on its
+own stream, so that cores, disk and link work at the same time: about 20 GB/s on the same machine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor
 
 from offload.memory.pinned import HostArena, PinError
 
-# Large enough for disks and for the link, small enough that all buffers together (64 MiB) are no matter.
+# Large enough for disks and for the link; small enough that all buffers together (64 MiB) do not matter.
 PIECE_BYTES = 4 * 2**20
 MAX_THREADS = 8
-# A thread fills one while the other is copied.
+# A thread fills one buffer while the other is copied.
 _BUFFERS_PER_THREAD = 2
-# How often the calling thread looks up to report what was read.
+# How often the calling thread wakes up to report what was read.
 _REPORT_S = 0.1
 
 
@@ -36,7 +36,7 @@ _REPORT_S = 0.1
 class TensorEntry:
     """Where a tensor lies, from the header of its file.
 
-    offset: of its first byte from the beginning of the file. Its values follow without gaps, in row-major order.
+    offset: of the tensor's first byte in the file. The values follow without gaps, in row-major order.
     """
 
     name: str
@@ -52,7 +52,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A run of a tensor's values: `offset` is its first byte in the file, `target` [n] where they go."""
+    """Consecutive values of a tensor: `offset` is the first byte in the file, `target` [n] is the destination."""
 
     entry: TensorEntry
     offset: int
@@ -72,15 +72,15 @@ def read_tensors(
 ) -> None:
     """Fills each target with the tensor of its entry, as `target.copy_(tensor)` would, cast to the target's dtype.
 
-    When this returns the values are there, for any stream; those of a target that is not contiguous for the current
-    one. If it raises, some of them are, and no thread goes on.
+    When this function returns, any stream can read the values of a contiguous target; the values of a non-contiguous
+    target can be read on the current stream. If it raises, some values were written, and no thread is left running.
 
     Args:
-        targets: all on one device, each of its entry's shape, such as rows of a larger tensor. One that is not
-            contiguous costs memory of its size there meanwhile.
-        piece_bytes: read and copied at a time. Each thread takes two buffers of this size in host memory, pinned where
-            the system allows it, and one on the device if values are cast there.
-        num_threads: None: 8, and on the CPU no more than it has cores.
+        targets: all on one device, each with the shape of its entry, such as rows of a larger tensor. A non-contiguous
+            target needs device memory of its own size during the call.
+        piece_bytes: bytes read and copied at a time. Each thread uses two host buffers of this size, pinned if the
+            system allows it, and one buffer on the device if values are cast there.
+        num_threads: None: 8; on the CPU at most the number of cores.
         report: called in this thread, now and then, with the bytes read since the last call.
 
     Raises:
@@ -93,7 +93,7 @@ def read_tensors(
             strided.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
             target = strided[-1][1]
         contiguous.append((entry, target))
-    # In the order of the files: disks like it, and so does the system's read-ahead.
+    # Read in file order: this is faster for disks and for the system's read-ahead.
     contiguous.sort(key=lambda pair: (pair[0].path, pair[0].offset))
     pieces = [piece for entry, target in contiguous for piece in _cut(entry, target, piece_bytes)]
     if pieces:
@@ -107,7 +107,7 @@ def read_tensors(
 
 
 def _cut(entry: TensorEntry, target: Tensor, piece_bytes: int) -> Iterator[_Piece]:
-    """Whole values in each piece, so that it can be cast alone."""
+    """Cut a tensor into pieces. Each piece has whole values, so that it can be cast by itself."""
     size = max(1, piece_bytes // entry.dtype.itemsize)
     flat = target.detach().view(-1)
     for begin in range(0, flat.numel(), size):
@@ -122,13 +122,13 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _has_streams(device: torch.device) -> bool:
-    """Whether copies run on streams, later than they are launched, and from pinned memory."""
+    """Whether copies run asynchronously on streams, from pinned memory."""
     return device.type == "cuda"
 
 
 def _default_threads(device: torch.device) -> int:
-    # On the CPU threads have all the copying to do, and more than cores are slower: half as fast with 8 on 2 cores.
-    # For CUDA some wait for the disk or the link, and keep these busy meanwhile.
+    # On the CPU the threads do all the copying, and more threads than cores are slower: half as fast with 8 on 2 cores.
+    # With CUDA some threads wait for the disk or the link, and keep both busy.
     return MAX_THREADS if _has_streams(device) else min(MAX_THREADS, os.cpu_count() or 1)
 
 
@@ -140,19 +140,19 @@ def _unreadable(path: Path, error: OSError, name: str = "") -> ValueError:
 
 
 class _Readers:
-    """The threads of one `read_tensors` and what they share.
+    """The threads of one `read_tensors` call and what they share.
 
-    files: open; one descriptor serves all threads, since a read names its own place.
+    files: open files. One descriptor serves all threads, because each read gives its own offset.
     """
 
     def __init__(self, pieces: list[_Piece], files: dict[Path, BinaryIO], num_threads: int) -> None:
         self._device = pieces[0].target.device
         assert all(piece.target.device == self._device for piece in pieces), "the targets lie on several devices"
-        self._pieces = deque(pieces)  # taking from it is atomic
+        self._pieces = deque(pieces)  # removing an item is atomic
         self._files = files
         self._num_threads = num_threads
         self._buffer_bytes = max(piece.num_bytes for piece in pieces)
-        self._num_read = [0] * num_threads  # bytes; each thread writes its own
+        self._num_read = [0] * num_threads  # bytes; each thread writes its own entry
         self._stop = threading.Event()
         self._cast_buffers: list[Tensor | None] = [None] * num_threads
         self._begin = None
@@ -162,18 +162,18 @@ class _Readers:
             stride = -(-self._buffer_bytes // 16) * 16  # aligned for every dtype
             buffers = torch.empty(num_threads, stride, dtype=torch.uint8, device=self._device)
             self._cast_buffers = list(buffers)
-        # First rule of order: a thread's stream waits for this event before it writes. The targets, and the buffers
-        # above, may be memory that earlier work on the caller's stream still reads or writes: the allocator hands
-        # memory out again at once, in the order of the stream that it was freed on.
+        # First rule of order: a thread's stream waits for this event before it writes. Earlier work on the caller's
+        # stream may still read or write the memory of the targets and of the buffers above: the allocator reuses freed
+        # memory at once, in the order of the stream that it was freed on.
         self._begin = torch.cuda.Event()
         self._begin.record(torch.cuda.current_stream(self._device))
 
     def run(self, report: Callable[[int], object]) -> None:
-        """Reads everything, or ends all threads and raises what went wrong first."""
+        """Reads everything. After an error, ends all threads and raises the first error."""
         reported = 0
         with (
             _host_buffers(self._num_threads * _BUFFERS_PER_THREAD, self._buffer_bytes, self._device) as buffers,
-            ThreadPoolExecutor(self._num_threads, "read-weights") as pool,  # its end waits for the threads
+            ThreadPoolExecutor(self._num_threads, "read-weights") as pool,  # leaving the block waits for the threads
         ):
             try:
                 unfinished = {pool.submit(self._work, number, buffers) for number in range(self._num_threads)}
@@ -185,14 +185,14 @@ class _Readers:
                     for future in finished:
                         future.result()
             finally:
-                self._stop.set()  # after an error or Ctrl-C the others end with the piece that they are at
+                self._stop.set()  # after an error or Ctrl-C the other threads end with their current piece
 
     def _work(self, number: int, buffers: list[Tensor]) -> None:
-        """One thread. buffers: [buffer_bytes] uint8 each, of all threads."""
+        """The work of one thread. buffers: those of all threads, [buffer_bytes] uint8 each."""
         own = buffers[number * _BUFFERS_PER_THREAD : (number + 1) * _BUFFERS_PER_THREAD]
-        # Weights made in inference mode can be written in that mode only, and a thread begins outside.
+        # Weights made in inference mode can be written only in that mode, and a new thread is not in it.
         with torch.inference_mode(), self._own_stream() as stream:
-            # Yielding, as events do by default, would take cores from the threads that read.
+            # Blocking events: the default, which yields in a loop, would take cores from the threads that read.
             events = [torch.cuda.Event(blocking=True) if stream is not None else None for _ in own]
             turn = 0
             while not self._stop.is_set():
@@ -202,7 +202,7 @@ class _Readers:
                     return
                 buffer, is_copied = own[turn], events[turn]
                 if is_copied is not None:
-                    is_copied.synchronize()  # the copy out of this buffer; at once where there was none yet
+                    is_copied.synchronize()  # the copy out of this buffer; returns at once if there was none yet
                 self._read(piece, buffer)
                 self._copy(piece, buffer, self._cast_buffers[number])
                 if is_copied is not None:
@@ -212,7 +212,7 @@ class _Readers:
 
     @contextmanager
     def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:
-        """A stream of this thread to copy on, as the current one; None on the CPU."""
+        """Make a copy stream for this thread and set it as the current stream; None on the CPU."""
         if self._begin is None:
             yield None
             return
@@ -222,16 +222,16 @@ class _Readers:
             with torch.cuda.stream(stream):
                 yield stream
         finally:
-            # Second rule of order: a thread ends when its copies have. So whatever the caller launches next, on any
-            # stream, finds the values; and no copy is left that reads a buffer being freed.
+            # Second rule of order: a thread ends only after its copies have ended. So work that the caller launches
+            # next, on any stream, finds the values; and no copy still reads a buffer that is being freed.
             stream.synchronize()
 
     def _read(self, piece: _Piece, buffer: Tensor) -> None:
-        """The bytes of the piece into the beginning of `buffer`."""
+        """Read the bytes of the piece into the beginning of `buffer`."""
         entry, num_bytes = piece.entry, piece.num_bytes
         descriptor, view = self._files[entry.path].fileno(), memoryview(buffer.numpy())
         done = 0
-        while done < num_bytes:  # one call may give less than was asked for
+        while done < num_bytes:  # one call may return fewer bytes than requested
             try:
                 got = os.preadv(descriptor, [view[done:num_bytes]], piece.offset + done)
             except OSError as error:
@@ -247,8 +247,8 @@ class _Readers:
     def _copy(self, piece: _Piece, buffer: Tensor, cast_buffer: Tensor | None) -> None:
         values = buffer[: piece.num_bytes].view(piece.entry.dtype)
         if cast_buffer is not None and values.dtype != piece.target.dtype:
-            # In the order of the stream, so one buffer is enough. From the host to another dtype on the device, torch
-            # would cast on the host and make the stream wait.
+            # Copies are ordered by the stream, so one cast buffer is enough. If host and device dtypes differed in one
+            # copy, torch would cast on the host and make the stream wait.
             on_device = cast_buffer[: piece.num_bytes].view(piece.entry.dtype)
             on_device.copy_(values, non_blocking=True)
             values = on_device
@@ -257,13 +257,13 @@ class _Readers:
 
 @contextmanager
 def _host_buffers(count: int, num_bytes: int, device: torch.device) -> Iterator[list[Tensor]]:
-    """`count` buffers [num_bytes] uint8 in host memory: pinned for CUDA, or pageable where the system refuses."""
-    # Not bounded by what is left, of which they are no part worth a refusal.
+    """Make `count` host buffers [num_bytes] uint8: pinned for CUDA, or pageable if the system refuses to pin."""
+    # The available memory is not checked: the buffers are too small to be worth a refusal.
     sizes = dict(num_segments=count, segment_bytes=num_bytes, background=False, available_bytes=2**62)
     with torch.cuda.device(device) if _has_streams(device) else nullcontext():
         try:
             arena = HostArena(**sizes, pin=_has_streams(device), require_pin=True)
-        except PinError:  # slower, and as correct
+        except PinError:  # slower, but equally correct
             arena = HostArena(**sizes, pin=False)
     with arena:
         yield [arena.segment(index) for index in range(count)]

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: transformers' own, once its files are known to be harmless."""
+"""A checkpoint's tokenizer, loaded by transformers after its files were checked to be harmless."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from nanoinfer.weights.load import read_json_object
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _FILES_WITH_IDS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json")
-# A value of more digits than any model's ids have. Finding none takes a tenth of the time of reading the JSON.
+# A value with more digits than the ids of any model. This search takes a tenth of the time of reading the JSON.
 _LARGE_VALUE = re.compile(rb":\s*\d{8}")
 
 
 def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or None where it is not wanted or the checkpoint has none. No code of the checkpoint runs.
+    """Return the tokenizer, or None if it is not wanted or the checkpoint has none. No code of the checkpoint runs.
 
     Raises:
-        ValueError: there is one that cannot be loaded.
+        ValueError: the checkpoint has a tokenizer that cannot be loaded.
     """
     if config.skip_tokenizer_init:
         return None
@@ -34,9 +34,9 @@ def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizer
     source = config.tokenizer or model_dir
     try:
         _check_ids(Path(source))
-        # By its full name, which transformers imports now and not with this module: it takes seconds.
+        # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.
         return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # of two libraries, which do not look at the files before they work with them
+    except Exception as error:  # errors of two libraries that do not check the files before they use them
         raise ValueError(
             f"tokenizer {str(source)!r} cannot be loaded ({type(error).__name__}: {error}): check its files, or set "
             "skip_tokenizer_init=True to work on token ids"
@@ -44,7 +44,7 @@ def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizer
 
 
 def _check_ids(directory: Path) -> None:
-    """Raises ValueError for token ids beyond any vocabulary: transformers' time and memory grow with them."""
+    """Raises ValueError for token ids beyond any vocabulary: transformers' time and memory grow with the ids."""
     for name in _FILES_WITH_IDS:
         path, has_keys = directory / name, name == "tokenizer_config.json"  # a small file whose ids are keys
         if not path.is_file() or not (has_keys or _LARGE_VALUE.search(path.read_bytes())):
@@ -55,7 +55,7 @@ def _check_ids(directory: Path) -> None:
 
 
 def _token_ids(name: str, content: dict[str, Any]) -> Iterable[Any]:
-    """What stands where a file has token ids; not all of it need be one."""
+    """Return the values at the places where a file has token ids. Not every value need be a token id."""
     if name == "tokenizer.json":
         added = content.get("added_tokens")
         tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []

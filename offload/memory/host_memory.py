@@ -1,4 +1,4 @@
-"""How much host memory can still be taken: of the machine, and of each control group that this process counts in."""
+"""How much host memory can still be taken, on the machine and in each control group that counts this process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import psutil
 
 @dataclass(frozen=True)
 class _Version:
-    """The files of one version of control groups. Those of a group count the groups below it, too.
+    """The files of one version of control groups. The files of a group count the groups below it, too.
 
     Attributes:
-        limits: files with what a group may use; beyond "high" its processes are made to wait for the kernel.
-        cache: entries of memory.stat: files in the page cache. The kernel gives them back before it refuses anything.
-            tmpfs and locked pages, which it cannot give back, are in other entries.
-        unwritten: entries of memory.stat: the part of `cache` that must be written to a disk first. A limit that is
-            reached sooner than the disk is done kills the process.
+        limits: files with the bytes that a group may use. Beyond "high" the kernel makes the group's processes wait.
+        cache: entries of memory.stat for files in the page cache. The kernel gives them back before it refuses
+            anything. tmpfs and locked pages, which it cannot give back, are in other entries.
+        unwritten: entries of memory.stat for the part of `cache` that must be written to a disk first. If the limit is
+            reached before the disk is done, the process is killed.
     """
 
     filesystem: str
@@ -48,8 +48,9 @@ _V2 = _Version(
 def memory_available_bytes(root: Path = Path("/")) -> int:
     """Host memory that can still be taken without pushing anything out to swap.
 
-    What the kernel reports of the machine, or what the tightest control group above this process leaves if that is
-    less: its limit, less what it uses, plus the files in its page cache, such as weights that were read.
+    This is what the kernel reports of the machine, or what the tightest control group above this process leaves, if
+    that is less. A group leaves its limit, less what it uses, plus the files in its page cache, such as weights that
+    were read.
 
     root: the directory that holds /proc and /sys.
     """
@@ -58,7 +59,7 @@ def memory_available_bytes(root: Path = Path("/")) -> int:
 
 
 def _left(directory: Path, version: _Version) -> int | None:
-    """What one group leaves; None where it has no limit, or says nothing of memory."""
+    """Return the bytes that one group leaves, or None if it has no limit or does not report its memory."""
     limits = [limit for name in version.limits if (limit := _number(directory / name)) is not None]
     used = _number(directory / version.used)
     if not limits or used is None:
@@ -85,10 +86,10 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
 
 
 def _places(mounts: list[tuple[str, str]], group: PurePosixPath) -> list[tuple[str, PurePosixPath]]:
-    """Where a group lies: (mount point, path below it).
+    """Return where a group lies: (mount point, path below it).
 
-    A process in a group outside of what it sees ("/..", or another group's directory is mounted) gets the mount points
-    themselves: the best that is known.
+    If the group lies outside of what the process sees ("/..", or another group's directory is mounted), return the
+    mount points themselves: the best that is known.
     """
     seen = [] if ".." in group.parts else [mount for mount in mounts if group.is_relative_to(mount[0])]
     if seen:
@@ -112,12 +113,12 @@ def _mounts(root: Path, version: _Version) -> list[tuple[str, str]]:
 
 
 def _unescaped(text: str) -> str:
-    r"""Spaces and the like are written as \040."""
+    r"""Decode escaped characters, such as \040 for a space."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _number(path: Path) -> int | None:
-    """None: no such file, or "max"."""
+    """Return the number in a file, or None if there is no such file or it says "max"."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].isdigit() else None
 

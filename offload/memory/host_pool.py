@@ -25,9 +25,9 @@ class HostPool:
     """Blocks in host memory. The last segment may hold fewer than the others.
 
     Segment g holds `blocks_per_segment` blocks for all layers as
-    `[num_layers, blocks_per_segment, 2, block_size, num_kv_heads, head_dim]`: within a segment, neighbouring blocks of
-    a layer are one contiguous range, so one copy moves a run of them; and a segment is usable as soon as it is pinned,
-    while the ones behind it still are not.
+    `[num_layers, blocks_per_segment, 2, block_size, num_kv_heads, head_dim]`. Within a segment, neighbouring blocks of
+    a layer are one contiguous range, so one copy moves a run of them. A segment is usable as soon as it is pinned, even
+    while later segments are not.
     """
 
     def __init__(self, layout: KVLayout, arena: Arena, num_blocks: int, blocks_per_segment: int) -> None:
@@ -46,7 +46,7 @@ class HostPool:
         """Waits until the first segment is pinned.
 
         Raises:
-            PinError: it cannot be, so no block of the pool can be used.
+            PinError: the segment cannot be pinned, so no block of the pool can be used.
         """
         self.run(0, 0, 0, 0)
 

@@ -51,7 +51,8 @@ class HostArena:
         progress: called from the background with (segments ready, segments in all).
         background: False returns only when everything is ready.
         available_bytes: host memory that may be taken; None asks the system.
-        register, unregister: pin (address, bytes) and return None or what went wrong; unpin an address.
+        register: pins (address, bytes) and returns None or what went wrong.
+        unregister: unpins an address.
 
     Raises:
         MemoryError: more than is available, or than the system maps; nothing was mapped.

@@ -23,7 +23,7 @@ class Event(ABC):
 
     @abstractmethod
     def query(self, rule: str) -> bool:
-        """True when all work before the newest record has run (and if it was never recorded); `rule` as in `wait`."""
+        """Whether all work before the newest record has run; True if nothing was recorded. `rule`: as in `wait`."""
 
     @abstractmethod
     def synchronize(self, rule: str) -> None:
@@ -100,13 +100,13 @@ class Runtime(ABC):
 
     @abstractmethod
     def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
-        """Marks `tensor` as released: a runtime that poisons fills it with NaN there."""
+        """Marks `tensor` as released: a runtime that poisons fills it with NaN at this point of the stream."""
 
     @abstractmethod
     def synchronize(self) -> None:
         """Blocks the host until every stream of this runtime is idle. Never called inside a step."""
 
     def settle(self) -> bool:
-        """Blocks likewise after an exception in the middle of anything; False if enqueued work was lost with it."""
+        """Block as `synchronize` does, after an exception at any point. Return False if enqueued work was lost."""
         self.synchronize()
         return True

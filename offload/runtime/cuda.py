@@ -125,7 +125,7 @@ class CudaRuntime(Runtime):
             stream.copy(tensor, self._nan_like(stream, tensor))
 
     def _nan_like(self, stream: CudaStream, tensor: torch.Tensor) -> torch.Tensor:
-        """NaN in the shape of `tensor` on the device. Each stream has its own, so its order alone suffices."""
+        """Return NaN in the shape of `tensor`, on the device. Each stream has its own buffer and needs no wait."""
         key = stream, tensor.dtype
         if key not in self._nan or self._nan[key].numel() < tensor.numel():
             with torch.cuda.stream(stream.stream):

@@ -1,4 +1,4 @@
-"""What each stream did and when, for one step: taken only where somebody asks, since every mark costs the host time."""
+"""What each stream did and when, for one step. Recorded only on request, since every mark costs the host time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Span:
 
 
 class NoTimeline:
-    """Takes no times: what an untimed step gets, so that nobody has to ask."""
+    """Records nothing. An untimed step gets this object, so that the engine need not check."""
 
     def begin(self, stream: Stream, lane: str) -> None:
         pass
@@ -102,9 +102,9 @@ class StepTimes:
     """What the streams did in a step, in seconds.
 
     Attributes:
-        copy_seconds: the link was busy with fills that the step enqueued.
-        wait_seconds: compute waited for fills.
-        compute_seconds: compute had work, the time in which the host had not launched it yet included.
+        copy_seconds: time in which the link was busy with fills that the step enqueued.
+        wait_seconds: time in which compute waited for fills.
+        compute_seconds: time in which compute had work, including work that the host had not launched yet.
     """
 
     copy_seconds: float

@@ -1,7 +1,8 @@
-"""`nanoinfer bench exactness`: whether a request's bits depend on what runs beside it, or how it was asked.
+"""`nanoinfer bench exactness`: do a request's bits depend on the other requests in the batch, or on how it is sent?
 
-The same requests are asked one after the other, and then in batches, in every mode and through a server; each answer is
-compared with the request's alone. With `--base-url` another server is asked alone and in batches, for a side by side.
+The same requests are sent one after the other, and then in batches, in every mode and through a server. Each answer is
+compared with the answer to the request alone. With `--base-url` another server gets the same requests alone and in
+batches, for a comparison side by side.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from nanoinfer.options.parser import in_options
 from nanoinfer.weights.load import load_config
 
 LocalServer = Callable[[dict[str, Any], int], AbstractContextManager[str]]
-"""Opens a server in this process: arguments of its engine and the most requests that wait -> its address."""
+"""Opens a server in this process: (arguments of its engine, the most requests that may wait) -> its address."""
 DEFAULT_VOCAB_SIZE = 1000
 MAX_LOGITS_BYTES = 4 * 2**30
-# Options of an engine that mean something to a server as well, or to the benchmark itself.
+# Engine options that also apply to another server, or to the benchmark itself.
 _FOR_SERVERS = (
     "api_key base_url batch benchmark block_size checkpoint command model no_progress output_json output_len parser "
     "requests seed vocab_size"
@@ -55,7 +56,7 @@ _FOR_SERVERS = (
 
 
 def run(options: argparse.Namespace, command: str, local_server: LocalServer) -> dict:
-    """Asks everything, prints the report and returns its figures; `identical` says what was found.
+    """Run the benchmark, print the report and return its figures; `identical` is the result.
 
     Raises:
         ValueError: an option cannot be used, a server does not answer, or nothing could be compared.
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace, command: str, local_server: LocalServer) ->
     else:
         device = resolve_device(options.device)
         title, conditions = _ask_engines(options, sizes, names, device, local_server)
-    # What was left out, and why, comes in the words of the Python API.
+    # The reasons why conditions were left out are written in the terms of the Python API.
     print(f"{title}\nhow many differ from each request alone:\n\n{in_options(table(conditions), options.parser)}\n")
     if all(condition.left_out for condition in conditions):
         raise ValueError("nothing was compared: the table says why")
@@ -123,7 +124,7 @@ def _ask_server(options: argparse.Namespace, sizes: list[int]) -> tuple[str, lis
     workload = make_workload(options.requests, vocab_size, options.block_size, options.output_len, options.seed)
     asker.leave_out_what_is_refused(workload.asked[0])
     wanted, conditions = None, []
-    # Twice alone: what differs there is no matter of who else is asked.
+    # Twice alone: a difference between these two does not come from other requests.
     for name, size in [("alone", 1), ("alone, again", 1), *((f"among {size}", size) for size in sizes if size > 1)]:
         _progress(options, name)
         answers = all_answers(workload, size, asker.ask)
@@ -169,7 +170,7 @@ def _ask_engines(
 def _ask_base(
     options: argparse.Namespace, common: dict[str, Any], workload: Workload, sizes: list[int], names: list[str]
 ) -> tuple[list[Answer], list[Condition]]:
-    """The answers to each request alone, and what is asked of the same engine."""
+    """Return the answers to each request alone, and the other conditions that use the same engine."""
     conditions = []
     with open_engine(common) as asker:
 
@@ -206,7 +207,7 @@ def _ask_own_server(
     sizes: list[int],
     wanted: list[Answer],
 ) -> list[Condition]:
-    """The requests through HTTP, with prefix caching as the server has it, one at a time and among others."""
+    """Send the requests through HTTP, one at a time and among others, with the server's default of prefix caching."""
     conditions: list[Condition] = []
     try:
         with with_server() as url:
@@ -217,7 +218,7 @@ def _ask_own_server(
                 conditions.append(Condition(name, size))
                 try:
                     conditions[-1].compare(wanted, all_answers(workload, size, asker.ask))
-                except ValueError as error:  # the engine has given these answers before
+                except ValueError as error:  # not fatal: the same engine has answered without HTTP before
                     conditions[-1].failure = str(error)
     except ModuleNotFoundError as error:
         left_out = f"{error.name} is not installed: pip install 'nanoinfer[serve]'"
@@ -229,7 +230,7 @@ def _ask_own_server(
 
 def _check_kept(workload: Workload, vocab_size: int) -> None:
     num_tokens = sum(asked.params.max_tokens for asked in workload.asked)
-    # Those of the requests alone, and those that are compared with them.
+    # The logits of the requests alone, and the logits that are compared with them.
     num_bytes = 2 * 4 * num_tokens * vocab_size
     if num_bytes > MAX_LOGITS_BYTES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What an answer is, how many of its parts differ from another one's, and the table of that."""
+"""Answers, the number of differences between two answers, and the table of these numbers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from nanoinfer.common.units import counted
 from nanoinfer.measure.report import aligned
 
-# Of the most likely tokens. OpenAI's limit for /v1/completions, so that servers give as many.
+# Most likely tokens per token. This is OpenAI's limit for /v1/completions, so that servers return as many.
 NUM_LOGPROBS = 5
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for a request. None: it was not asked for, or cannot be had.
+    """The answer to a request. None: not requested, or not available.
 
     Attributes:
-        tokens: generated token ids, or their texts where a server gives no ids.
-        text: of all of them.
+        tokens: generated token ids, or the tokens' texts if a server gives no ids.
+        text: the text of all tokens.
         logits: for each token the raw logits that it was chosen from, [vocab_size] float32, CPU.
-        logprobs: for each token its own log-probability, then those of the most likely ones.
+        logprobs: for each token its own log-probability, then those of the most likely tokens.
     """
 
     tokens: list[int] | list[str] | None
@@ -33,13 +33,16 @@ class Answer:
 
 
 def token_logprobs(own: float, others: Iterable[float]) -> list[float]:
-    """The log-probabilities of one token that are compared: as many for each, also where it is a likely one itself."""
+    """Return the compared log-probabilities of one token.
+
+    Their number does not depend on whether the token itself is among the most likely ones.
+    """
     return [own, *sorted(others, reverse=True)[:NUM_LOGPROBS]]
 
 
 @dataclass
 class Count:
-    """How many were compared, and how many of these differ."""
+    """The number of compared items, and how many of them differ."""
 
     compared: int = 0
     different: int = 0
@@ -57,11 +60,11 @@ class Condition:
     """One line of the table.
 
     Attributes:
-        at_once: requests in one step of the engine, at most, or open at a server.
-        requests: of these differ whose text, tokens, logits or log-probabilities do, anywhere.
-        facts: what it did.
-        left_out: why it was not asked, or says nothing.
-        failure: what went wrong while it was asked; what came of it is compared all the same.
+        at_once: the most requests that ran at once in the engine, or were open at a server.
+        requests: a request differs if its text, tokens, logits or log-probabilities differ anywhere.
+        facts: what happened under this condition.
+        left_out: why the condition was left out, or proves nothing.
+        failure: what went wrong. The answers that came are compared all the same.
     """
 
     name: str
@@ -83,7 +86,7 @@ class Condition:
         return asdict(self)
 
     def compare(self, wanted: list[Answer], found: list[Answer]) -> None:
-        """Counts what differs, also what follows a token that differs, and so has another context."""
+        """Count the differences, including those behind a differing token, where the context differs, too."""
         for one, other in zip(wanted, found, strict=True):
             before = self._num_different()
             if one.text is not None and other.text is not None:
@@ -109,7 +112,7 @@ def _compare_logits(count: Count, wanted: list[Tensor] | None, found: list[Tenso
     if wanted is None or found is None:
         return
     length, size = max(len(wanted), len(found)), len(wanted[0])
-    # As integers: bits count, so -0.0 is not 0.0.
+    # Compare as integers: bits count, so -0.0 is not 0.0.
     pairs = zip(wanted, found, strict=False)
     same = sum(int((a.view(torch.int32) == b.view(torch.int32)).sum()) for a, b in pairs)
     count.add(length * size, length * size - same)
@@ -126,7 +129,7 @@ _PARTS = {"texts": "texts", "tokens": "tokens", "logits": "logits", "logprobs": 
 
 
 def table(conditions: list[Condition]) -> str:
-    """One line per condition; columns of what nobody gave are left out."""
+    """Return one line per condition. Columns without any value are left out."""
     columns = {"condition": lambda c: c.name, "at once": lambda c: "-" if c.left_out else f"{c.at_once:,}"}
     columns["requests"] = lambda c: str(c.requests)
     for name, title in _PARTS.items():
@@ -145,7 +148,7 @@ def is_identical(conditions: list[Condition]) -> bool:
 
 
 def verdict(conditions: list[Condition]) -> str:
-    """The last line."""
+    """Return the last line of the report."""
     done = [condition for condition in conditions if not condition.left_out]
     left_out = [condition.name for condition in conditions if condition.left_out]
     note = f" (left out: {', '.join(left_out)})" if left_out else ""

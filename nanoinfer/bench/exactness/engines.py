@@ -1,4 +1,4 @@
-"""Asking engines of this process: the settings that are tried, and the answers with their raw logits."""
+"""Send requests to engines of this process: the tested settings, and the answers with their raw logits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from nanoinfer.measure.logits import LogitsRecorder
 from nanoinfer.measure.run import free_memory
 from nanoinfer.outputs import CompletionOutput
 
-# Requests at once where the engine is what differs.
+# Requests at once in conditions that differ in the engine.
 CROWD = 16
 
 
 class EngineAsker:
-    """Asks an engine, and keeps the logits of what is compared.
+    """Sends requests to an engine, and keeps the logits of the compared requests.
 
     Attributes:
-        at_once: most requests that have run in one step since this was last set to 0.
-        failures: what requests that are compared have failed with; their answers end early.
+        at_once: the most requests that ran at once since the attribute was last set to 0.
+        failures: errors of compared requests, whose answers end early.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -36,7 +36,7 @@ class EngineAsker:
         self._num_asked = 0
 
     def ask(self, crowd: Crowd, *, with_logprobs: bool = False) -> dict[int, Answer]:
-        """Runs the requests of a crowd together; the answers of those that are compared, by their numbers."""
+        """Run the requests of a crowd together. Return the answers to the compared requests, by request number."""
         self._num_asked += 1
         requests = []
         for place, (number, asked) in enumerate(crowd):
@@ -60,12 +60,12 @@ class EngineAsker:
         return found
 
     def take_failure(self) -> str | None:
-        """The first failure since it was last asked for."""
+        """Return the first failure since the last call, and forget all failures."""
         failures, self.failures = self.failures, []
         return failures[0] if failures else None
 
     def close(self) -> None:
-        """Lets go of the engine, its weights included, although somebody may hold the asker yet."""
+        """Release the engine with its weights, even if this object is still referenced."""
         self.engine.close()
         del self.engine, self._recorder
 
@@ -79,7 +79,7 @@ def _logprobs(completion: CompletionOutput) -> list[list[float]] | None:
 
 @contextmanager
 def open_engine(arguments: dict[str, Any]) -> Iterator[EngineAsker]:
-    """An engine with these arguments, whose memory is given back afterwards."""
+    """Open an engine with these arguments; free its memory afterwards."""
     asker = EngineAsker(LLMEngine(EngineConfig.from_arguments(arguments)))
     try:
         yield asker
@@ -90,12 +90,13 @@ def open_engine(arguments: dict[str, Any]) -> Iterator[EngineAsker]:
 
 @dataclass(frozen=True)
 class Setting:
-    """An engine that is compared with that of the reference.
+    """An engine setting that is compared with the reference's engine.
 
     Attributes:
-        arguments: in which it differs.
-        times: how often it is asked the same.
-        what_it_did: facts for the report from its statistics, and None or why it says nothing.
+        arguments: engine arguments that differ from the reference.
+        times: how often the same requests are sent.
+        what_it_did: returns facts for the report, from the engine's statistics, and the reason why the setting proves
+            nothing; None: it does.
     """
 
     name: str
@@ -104,7 +105,7 @@ class Setting:
     what_it_did: Callable[[LLMEngine], tuple[list[str], str | None]] = lambda engine: ([], None)
 
     def conditions(self, common: dict[str, Any], workload: Workload, wanted: list[Answer]) -> list[Condition]:
-        """Asks all requests at once; one condition for each time."""
+        """Send all requests, `CROWD` at once, `times` times; return one condition for each time."""
         names = [self.name, *(f"{self.name}, again" for _ in range(self.times - 1))]
         found: list[Condition] = []
         try:
@@ -128,14 +129,14 @@ class Setting:
 
 
 def make_settings(names: list[str], workload: Workload) -> list[Setting]:
-    """Those of the settings that are named."""
+    """Return the settings with the given names."""
     rows = min(CROWD, len(workload.asked))
     block_size = workload.block_size
-    # Odd, and two or three for the longest prompt.
+    # Prefill chunk: an odd number of tokens, so that the longest prompt has two or three chunks.
     chunk = max(block_size // 2, workload.longest_prompt // 3) | 1
     step = -(-workload.longest_prompt // block_size)
-    # A third of what the requests need, or the least with which a chunk and the tail of each row have room;
-    # few rows, so that it is little.
+    # Blocks of the pool for "auto": a third of what the requests need, but at least a chunk and the tail of each row.
+    # With few rows this minimum is small.
     few = -(-rows // 2)
     pool = max(workload.num_blocks // 3, step + 2 + few)
     streams = dict(max_num_seqs=rows, max_num_batched_tokens=step * block_size, resident_kv_limit=0)
@@ -169,7 +170,7 @@ def _hits(engine: LLMEngine) -> tuple[list[str], str | None]:
 
 
 def check_finite(answers: list[Answer]) -> None:
-    """Raises ValueError where the reference's logits are no numbers: these would be equal whatever is wrong."""
+    """Raises ValueError if the reference's logits are not finite: such logits are equal whatever is wrong."""
     for answer in answers:
         if not all(bool(torch.isfinite(row).all()) for row in answer.logits):
             raise ValueError("logits of a request alone are not finite: try another --dtype, or check the checkpoint")

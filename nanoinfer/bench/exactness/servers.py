@@ -1,4 +1,4 @@
-"""Asking a server with OpenAI's API: any, or our own in this process."""
+"""Send requests to a server with OpenAI's API: any server, or our own in this process."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from nanoinfer.bench.exactness.workload import Asked, Crowd
 from nanoinfer.common.errors import did_you_mean, shown
 
 TIMEOUT_SECONDS = 600  # for one answer
-# What some servers do not know, in the order in which it is left out.
+# Request fields that some servers do not know, in the order in which they are left out.
 _EXTRAS = ("return_token_ids", "ignore_eos", "logprobs")
 _REFUSED = (400, 422)
 
 
 class ServerAsker:
-    """Asks a server, every request of a crowd over a connection of its own.
+    """Sends requests to a server; every request of a crowd has its own connection.
 
     Args:
         base_url: with or without "/v1".
-        model: a name that it serves; None: the first one.
+        model: a model name that the server offers; None: the first one.
 
     Attributes:
-        left_out: fields of a request that the server refuses.
+        left_out: request fields that the server refuses.
 
     Raises:
-        ValueError: the address cannot be used, nobody answers there, or the model is not served.
+        ValueError: the address cannot be used, no server answers there, or the server does not offer the model.
     """
 
     def __init__(self, base_url: str, model: str | None = None, api_key: str | None = None) -> None:
@@ -39,7 +39,7 @@ class ServerAsker:
         try:
             is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
             self._host, self._port = parts.hostname, parts.port
-        except ValueError:  # of the port
+        except ValueError:  # an invalid port
             is_address = False
         if not is_address:
             raise ValueError(f"--base-url {base_url!r} is no address: give one such as http://127.0.0.1:8000")
@@ -53,10 +53,10 @@ class ServerAsker:
         self.model = self._served(model)
 
     def ask(self, crowd: Crowd) -> dict[int, Answer]:
-        """Sends the requests of a crowd at once; the answers of those that are compared, by their numbers.
+        """Send the requests of a crowd at once. Return the answers to the compared requests, by request number.
 
         Raises:
-            ValueError: the server refused one, or gave no answer.
+            ValueError: the server refused a request, or gave no answer.
         """
         connections: list[http.client.HTTPConnection] = []
         with ThreadPoolExecutor(len(crowd)) as pool:
@@ -64,13 +64,13 @@ class ServerAsker:
                 connections += (self._connect() for _ in crowd)
                 answers = list(pool.map(self._complete, connections, (asked for _, asked in crowd)))
             except BaseException:
-                for connection in connections:  # the pool waits for those that are under way
+                for connection in connections:  # the pool waits for requests that are under way
                     _hang_up(connection)
                 raise
         return {number: answer for (number, _), answer in zip(crowd, answers, strict=True) if number is not None}
 
     def leave_out_what_is_refused(self, asked: Asked) -> None:
-        """Finds, with one request, which fields the server does not take."""
+        """Find out with one request which fields the server does not accept."""
         for name in (*_EXTRAS, None):
             status, answer = self._send(self._connect(), "POST", "/completions", self._body(asked))
             if status not in _REFUSED or name is None:
@@ -123,7 +123,7 @@ class ServerAsker:
         return model or names[0]
 
     def _connect(self) -> http.client.HTTPConnection:
-        """An open connection, so that all requests of a crowd are sent at one time."""
+        """Return an open connection. It is opened early, so that all requests of a crowd are sent at one time."""
         connection = self._kind(self._host, self._port, timeout=TIMEOUT_SECONDS)
         try:
             connection.connect()
@@ -134,7 +134,7 @@ class ServerAsker:
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: dict | None = None
     ) -> tuple[int, bytes]:
-        """Status and body of the answer."""
+        """Return status and body of the answer."""
         content = None if body is None else json.dumps(body).encode()
         with closing(connection):
             try:
@@ -152,12 +152,12 @@ class ServerAsker:
             found = found.get("error", found)
             text = found["message"] if isinstance(found, dict) else str(found)
         except (ValueError, LookupError, AttributeError):
-            pass  # no JSON, or of another shape: as it is
+            pass  # not JSON, or in another format: show the text as it is
         return f"{self.base_url} answered with status {status}: {' '.join(text.split())[:300]}"
 
 
 def _hang_up(connection: http.client.HTTPConnection) -> None:
-    """Ends the exchange that another thread waits for."""
+    """End the exchange for which another thread waits."""
     sock = connection.sock
     if sock is not None:
         with suppress(OSError):

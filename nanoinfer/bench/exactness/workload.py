@@ -1,4 +1,4 @@
-"""The requests whose answers are compared, what else runs beside them, and who is asked at once."""
+"""The requests whose answers are compared, the other requests beside them, and which requests run at once."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import dataclass
 
 from nanoinfer.sampling_params import SamplingParams
 
-# Token ids from here on: those before are often special.
+# The smallest token id in prompts: smaller ids are often special tokens.
 _FIRST_ID = 3
 MAX_PROMPT_BLOCKS = 3
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, and what is wanted for it."""
+    """A prompt and its sampling parameters."""
 
     prompt: list[int]
     params: SamplingParams
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt with its output."""
+        """Tokens of the prompt with its output."""
         return len(self.prompt) + self.params.max_tokens
 
 
-# Who is asked at once: the number of a request that is compared, or None, and the request.
+# Requests that run at once: (number of a compared request, or None for other requests; the request).
 Crowd = list[tuple[int | None, Asked]]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that are compared; others are drawn as they are needed."""
+    """The compared requests. Other requests are drawn as needed."""
 
     asked: list[Asked]
     vocab_size: int
@@ -42,7 +42,7 @@ class Workload:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that the longest request can have, those of others included."""
+        """Tokens of the longest possible request, compared or not."""
         return max(*(asked.num_tokens for asked in self.asked), self.block_size + self.output_len)
 
     @property
@@ -51,11 +51,14 @@ class Workload:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that all of them need at once."""
+        """KV blocks that all compared requests need at once."""
         return sum(-(-asked.num_tokens // self.block_size) for asked in self.asked)
 
     def crowds(self, size: int) -> list[Crowd]:
-        """All requests in crowds of `size`, filled up with others, in random order; the same for the same size."""
+        """Divide all requests into crowds of `size` and fill the last one up with other requests.
+
+        The order is random, but the same for the same size.
+        """
         generator = random.Random(self.seed * 1_000_003 + size)
         order = list(range(len(self.asked)))
         generator.shuffle(order)
@@ -75,12 +78,12 @@ class Workload:
 
 
 def make_workload(num_requests: int, vocab_size: int, block_size: int, output_len: int, seed: int) -> Workload:
-    """Prompts of unequal lengths up to three blocks, half of them with a beginning that others have, too.
+    """Make prompts of different lengths up to three blocks; half of them share their beginning with others.
 
-    Every second request is sampled with a seed, the others are greedy; some have penalties, some end earlier.
+    Every second request is sampled with a seed, all others are greedy; some have penalties, some end earlier.
     """
     generator = random.Random(seed)
-    # One ends inside of a block, the other one at its edge.
+    # One beginning ends inside a block, the other at a block edge.
     beginnings = [_tokens(generator, vocab_size, length) for length in (block_size + block_size // 2, 2 * block_size)]
     asked = []
     for i in range(num_requests):
@@ -105,7 +108,7 @@ def _tokens(generator: random.Random, vocab_size: int, count: int) -> list[int]:
 
 
 def all_answers(workload: Workload, size: int, ask: Callable[[Crowd], dict]) -> list:
-    """Asks every request among `size` at once; one answer per request, in their order."""
+    """Send all requests in crowds of `size`; return one answer per request, in the order of the requests."""
     found: dict = {}
     for crowd in workload.crowds(size):
         found |= ask(crowd)

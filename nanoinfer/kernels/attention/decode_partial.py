@@ -43,20 +43,20 @@ def attend_masked(
 @triton.jit
 def attend_item(
     q_tile, k_head, v_head,  # as in `attend_masked`
-    kv_rows, k_row, head,  # descriptor of the buffer, the item's first row in it, and the head; with TMA
+    kv_rows, k_row, head,  # with TMA: descriptor of the buffer, the item's first row in it, and the KV head
     begin, end,  # keys of the item that the query sees
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     TO_LOG2: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     TMA: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    BY_TILE: tl.constexpr,  # each tile by itself, and folded; else one after the other
+    BY_TILE: tl.constexpr,  # attend to each tile separately and fold it; else the online softmax over the tiles
 ):  # fmt: skip
-    """Sums over the item's keys: acc [BLOCK_M, BLOCK_D], their peak m and weight l [BLOCK_M]."""
+    """Return the sums over the item's keys: acc [BLOCK_M, BLOCK_D], their peak m [BLOCK_M] and weight l [BLOCK_M]."""
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     if TMA:
-        # Tiles that are seen as a whole come through the copy unit, which takes no mask; the first or the last may
-        # be cut, by a window or by the sequence's end. The order of tiles is the same as below.
+        # Tiles that the query sees as a whole are loaded by the copy unit, which takes no mask. The first tile may be
+        # cut by a window, the last by the sequence's end. The order of tiles is the same as without TMA.
         full = tl.minimum(tl.cdiv(begin, BLOCK_N) * BLOCK_N, end)
         full_end = tl.maximum(end // BLOCK_N * BLOCK_N, full)
         if WINDOWED:
@@ -89,13 +89,13 @@ def attend_item(
 
 @triton.jit
 def dealt(program, number, programs):
-    """The place of a program's item in a round."""
+    """Return the position of a program's item in round `number`; odd rounds are dealt out backwards."""
     return tl.where(number % 2 == 1, programs - 1 - program, program)
 
 
 @triton.jit
 def read_item(item, seq_lens, partials_per_block, listed):
-    """(batch row, number in the row, block in kv, partial index), the row's length, and its partials of a block."""
+    """Read (batch row, number in the row, block in kv, partial index), the row's length and its partials per block."""
     row = tl.load(item, mask=listed, other=0)
     number = tl.load(item + 1, mask=listed, other=0)
     block = tl.load(item + 2, mask=listed, other=0)
@@ -112,14 +112,14 @@ def read_item(item, seq_lens, partials_per_block, listed):
 def decode_partial_kernel(
     q,  # [B, num_q_heads, HEAD_DIM], rows q_stride apart
     kv,  # [num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
-    kv_rows,  # the same as a descriptor of [num_blocks * 2 * BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM], with TMA
+    kv_rows,  # kv as a descriptor of [num_blocks * 2 * BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM], with TMA
     items,  # [capacity, 4] int32: batch row, number among all items of the row, block in kv, partial index
     num_items,  # [1] int32
-    partials_per_block,  # [B] int32: as many as a block has tiles, or 1
+    partials_per_block,  # [B] int32: the number of tiles in a block, or 1
     seq_lens,  # [B] int32
     out,  # [capacity, num_q_heads, HEAD_DIM] float32
     lse,  # [capacity, num_q_heads] float32
-    weight,  # the same, written for tiles apart
+    weight,  # [capacity, num_q_heads] float32, written only for items that are tiles
     q_stride,
     window,
     NUM_KV_HEADS: tl.constexpr,
@@ -147,13 +147,13 @@ def decode_partial_kernel(
     in_q = (rows < GROUP_SIZE)[:, None] & (columns < HEAD_DIM)[None, :]
     q_heads = head * GROUP_SIZE + rows
 
-    # The longest items come first and every other round is dealt out backwards, so that whoever got a longer one in the
-    # round before gets a shorter one now.
+    # The longest items come first. Every other round is dealt out backwards, so that a program that got a longer item
+    # in one round gets a shorter one in the next.
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     rounds = count // programs
     rounds += (dealt(program, rounds, programs) < count - rounds * programs).to(tl.int32)
-    # Each item is read while the one before it is computed, the first while the kernel in front still runs.
+    # Each item is read while the previous item is computed, the first item while the previous kernel still runs.
     item = items + program * 4
     next_row, next_number, next_block, next_partial, next_len, next_partials = read_item(
         item, seq_lens, partials_per_block, rounds > 0
@@ -176,7 +176,7 @@ def decode_partial_kernel(
         q_row = q + row * tl.multiple_of(q_stride, 16)
         q_tile = tl.load(q_row + q_heads[:, None] * HEAD_DIM + columns[None, :], mask=in_q, other=0.0)
         # int64: a pool holds more than 2^31 values
-        first = number_in_row * span  # key of the sequence, and where it lies in the block
+        first = number_in_row * span  # the item's first key in the sequence; modulo BLOCK_SIZE, in the block
         k_row = block * (2 * BLOCK_SIZE) + first % BLOCK_SIZE
         k_head = kv + k_row.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM) + head * HEAD_DIM
         v_head = k_head + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
@@ -184,7 +184,7 @@ def decode_partial_kernel(
         # Offsets in the item of the keys that the query at seq_len - 1 sees: [begin, end)
         begin = tl.maximum(seq_len - window - first, 0)
         end = tl.maximum(tl.minimum(seq_len - first, span), 0)
-        # A row of few blocks, whose tiles another batch may have apart.
+        # In a short row tiles are folded: in another batch they may be separate items, with the same bits.
         num_blocks = tl.cdiv(seq_len, BLOCK_SIZE) - tl.maximum(seq_len - window, 0) // BLOCK_SIZE
         if num_blocks <= SHORT_BLOCKS:
             acc, m, l = attend_item(
@@ -223,16 +223,17 @@ def decode_partial(
     shape: KernelShape,
     num_programs: int,
 ) -> None:
-    """Attend to the listed items, whole blocks or tiles of keys apart, and write each one's partial.
+    """Attend to the listed items, which are whole blocks or separate tiles, and write the partial of each item.
 
-    A block of a row that reads few of them (`SHORT_BLOCKS`) is its tiles, each attended to by itself, folded in
-    ascending order; in longer rows the online softmax runs over the tiles, which is a little faster. A whole block
-    leaves the mean in `out` and its log-sum-exp (natural) in `lse`; a tile apart leaves sums in `out` and `weight` and
-    their peak (base 2) in `lse`, and `merge` folds it. Products and sums are not fused: what would be differs between
-    here and there.
+    In a row that reads at most `SHORT_BLOCKS` blocks, each tile of a block is attended to separately, and the tiles
+    are folded in ascending order. In longer rows the online softmax runs over the tiles, which is a little faster.
+
+    A whole block leaves the mean in `out` and its natural log-sum-exp in `lse`. A separate tile leaves sums in `out`
+    and `weight` and their peak (base 2) in `lse`; `merge` folds it. Products and sums are not fused, because the
+    compiler would fuse other ones here than in `merge`.
 
     q: [B, num_q_heads, head_dim]; kv: one layer's pool or one ring slot; items: [capacity, 4] int32; num_items: [1]
-    int32; partials_per_block: [B] int32, items of a block, as many as it has tiles or 1; weight: as lse. num_programs
+    int32; partials_per_block: [B] int32, items per block: its number of tiles, or 1; weight: shape as lse. num_programs
     changes which program computes an item, never its bits.
     """
     tiles = decode_tiles(shape)

@@ -1,6 +1,6 @@
-"""When the tiles of a block lie apart. Known without triton."""
+"""Limits on when the tiles of a block are separate items. Can be imported without triton."""
 
 SHORT_BLOCKS = 6
-"""Of a row that reads so many blocks at most, the tiles may be attended to apart."""
+"""The tiles of a row may be separate items if the row reads at most this many blocks."""
 MAX_TILES_APART = 128
-"""They are while a step has no more of them than these; else all rows are attended to block by block."""
+"""Most separate tiles in a step. If there would be more, all rows are attended to block by block."""

@@ -1,10 +1,13 @@
 """Combine the partials of each row by their log-sum-exps (Flash-Decoding's reduction step).
 
-Two steps, each in one order for every batch: the tiles of a block are folded one after the other, where
-`decode_partial` has not done it already; then 32 lanes add up every 32nd block each, and each other, the second half
-onto the first until one is left. Lanes without a block hold zeros, so a row of few blocks has the same bits from as
-many lanes as it needs. The kernel is compiled without fusing products and sums, since what is fused would depend on how
-a program's tile lies in its threads.
+The merge has two steps, and each has the same order in every batch:
+
+1. The tiles of a block are folded one after the other, where `decode_partial` has not done so already.
+2. Each of 32 lanes adds up every 32nd block. Then the second half of the lanes is added onto the first half, until one
+   lane is left.
+
+Lanes without a block hold zeros, so a row of few blocks gets the same bits from fewer lanes. The kernel is compiled
+without fusing products and sums: what the compiler fuses would depend on how a program's tile lies in its threads.
 """
 
 from dataclasses import dataclass
@@ -20,18 +23,18 @@ from nanoinfer.kernels.launch.sizes import next_power_of_2
 LANES = 32
 """Lane l adds up the blocks l, l + 32, l + 64, ... in this order."""
 TILED_LANES = tl.constexpr(8)
-"""Enough for the blocks of a row whose tiles lie apart."""
+"""Lanes for a row whose tiles are separate items; enough for all its blocks."""
 FEW_BLOCKS = tl.constexpr(4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a program, which is one warp, takes of a row; no bit depends on it.
+    """The part of a row that one program (one warp) takes. No bit of the result depends on it.
 
     Attributes:
-        heads: how many.
-        columns: its share of each.
-        chunk: columns at a time, where there are more than `FEW_BLOCKS` blocks.
+        heads: query heads per program.
+        columns: columns of each head per program.
+        chunk: columns computed at a time in rows of more than `FEW_BLOCKS` blocks.
         ahead: blocks of each lane that are read together in long rows, 1 or 4.
     """
 
@@ -42,9 +45,12 @@ class Form:
 
 
 def form(num_row_heads: int, num_q_heads: int, block_d: int) -> Form:
-    """From an H200: few programs wait for memory, so they share a head and read ahead; 1,024 are at a time on the GPU
-    with all registers that a whole head takes; more wait for their launch, so there are less, and most rows have few
-    blocks."""
+    """Choose what one program takes, from measurements on an H200.
+
+    Few programs wait for memory, so they share a head and read ahead. With the registers that a whole head takes, 1,024
+    programs are on the GPU at a time. More programs wait for their launch, so fewer are launched, each with more heads;
+    most rows have few blocks.
+    """
     narrow = min(block_d, 32)
     if num_row_heads <= 512:
         return Form(heads=1, columns=narrow, chunk=narrow, ahead=4)
@@ -58,7 +64,7 @@ def form(num_row_heads: int, num_q_heads: int, block_d: int) -> Form:
 def read_partials(
     lse_row, out_row, numbers, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """partials [LANES, HEADS, COLUMNS] and lse [LANES, HEADS]: 0 and -inf from `count` on."""
+    """Read partials [LANES, HEADS, COLUMNS] and lse [LANES, HEADS]; from number `count` on they are 0 and -inf."""
     at = numbers[:, None] * NUM_Q_HEADS + heads[None, :]
     listed = (numbers < count)[:, None]
     lse = tl.load(lse_row + at, mask=listed, other=float("-inf"))
@@ -75,13 +81,13 @@ def read_tiles(
     lse_row, out_row, weight_row, blocks, count, heads, columns,
     NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The same of blocks whose tiles lie apart: they are folded here."""
+    """Like `read_partials`, for blocks whose tiles are separate items: fold the tiles of each block."""
     first = blocks * TILES
     at = first[:, None] * NUM_Q_HEADS + heads[None, :]
     parts, peak = read_partials(lse_row, out_row, first, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
     weight = tl.load(weight_row + at, mask=(first < count)[:, None], other=0.0)
     for number in tl.static_range(1, TILES):
-        # The last block's tiles end with it: none of another block is taken for one of it.
+        # The row's last block may have fewer tiles: `count` masks what lies behind them.
         other, other_peak = read_partials(
             lse_row, out_row, first + number, count, heads, columns, NUM_Q_HEADS, HEAD_DIM
         )
@@ -94,7 +100,7 @@ def read_tiles(
 
 @triton.jit
 def add_lanes(x):
-    """[LANES, HEADS, COLUMNS] -> [HEADS, COLUMNS]: the second half of the lanes onto the first, until one is left."""
+    """[LANES, HEADS, COLUMNS] -> [HEADS, COLUMNS]: add the second half onto the first until one is left."""
     for _ in tl.static_range(8):
         if x.shape[0] > 2:
             x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2])), 0)
@@ -103,20 +109,20 @@ def add_lanes(x):
 
 @triton.jit
 def weights_of(lse, peak):
-    """[LANES, HEADS] -> [LANES, HEADS, 1]."""
+    """Return exp(lse - peak): [LANES, HEADS] -> [LANES, HEADS, 1]."""
     return tl.exp2((lse - peak[None, :]) * 1.4426950408889634)[:, :, None]
 
 
 @triton.jit
 def add_once(parts, lse):
-    """A block at most for each lane: their weighted sum [HEADS, COLUMNS], and that of the weights [HEADS, 1]."""
+    """Sum at most one block per lane: return the weighted sum [HEADS, COLUMNS] and the sum of weights [HEADS, 1]."""
     weights = weights_of(lse, finite(tl.max(lse, 0)))
     return add_lanes(weights * parts), add_lanes(weights)
 
 
 @triton.jit
 def add_more(acc, total, parts, lse, peak):
-    """One block more for each lane: acc [LANES, HEADS, COLUMNS], total [LANES, HEADS, 1]."""
+    """Add one more block per lane to acc [LANES, HEADS, COLUMNS] and total [LANES, HEADS, 1]."""
     weights = weights_of(lse, peak)
     return acc + weights * parts, total + weights
 
@@ -125,7 +131,7 @@ def add_more(acc, total, parts, lse, peak):
 def read_once(
     lse_row, out_row, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """`add_once` of up to `LANES` blocks."""
+    """Read up to `LANES` blocks and sum them with `add_once`."""
     parts, lse = read_partials(lse_row, out_row, tl.arange(0, LANES), count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
     return add_once(parts, lse)
 
@@ -135,7 +141,7 @@ def add_long(
     lse_row, out_row, count, heads, columns, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     LANES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The same of any number of blocks."""
+    """Like `read_once`, for any number of blocks."""
     lanes = tl.arange(0, LANES)
     many = tl.arange(0, 4 * LANES)
     peak = tl.full([heads.shape[0]], float("-inf"), tl.float32)
@@ -150,7 +156,7 @@ def add_long(
         at = start + lanes
         parts0, lse0 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
         if AHEAD == 4:
-            # Loads that wait for nothing but each other.
+            # These loads are in flight together: none of them waits for a sum.
             at += LANES
             parts1, lse1 = read_partials(lse_row, out_row, at, count, heads, columns, NUM_Q_HEADS, HEAD_DIM)
             at += LANES
@@ -167,8 +173,8 @@ def add_long(
 
 @triton.jit
 def store_mean(target, columns, total, weight, HEAD_DIM: tl.constexpr):
-    """total [HEADS, COLUMNS] / weight [HEADS, 1], at the heads' pointers [HEADS]."""
-    # A zero's sign would tell of how many lanes it is the sum.
+    """Store total [HEADS, COLUMNS] / weight [HEADS, 1] at `target`, a pointer per head [HEADS]."""
+    # + 0.0 turns -0.0 into 0.0: the sign of a zero would depend on the number of lanes.
     mean = total / tl.where(weight == 0.0, 1.0, weight) + 0.0
     inside = (columns < HEAD_DIM)[None, :]
     tl.store(target[:, None] + columns[None, :], mean.to(target.dtype.element_ty), mask=inside)
@@ -180,7 +186,7 @@ def store_mean(target, columns, total, weight, HEAD_DIM: tl.constexpr):
 def merge_kernel(
     partial_out,  # [capacity, NUM_Q_HEADS, HEAD_DIM] float32
     partial_lse,  # [capacity, NUM_Q_HEADS] float32, natural log
-    partial_weight,  # the same, of tiles apart
+    partial_weight,  # [capacity, NUM_Q_HEADS] float32, of items that are tiles
     ranges,  # [B + 1] int32
     partials_per_block,  # [B] int32
     out,  # [B, NUM_Q_HEADS, HEAD_DIM]
@@ -189,7 +195,7 @@ def merge_kernel(
     HEADS: tl.constexpr,  # of one program
     COLUMNS: tl.constexpr,  # of one program
     CHUNK: tl.constexpr,  # columns at a time
-    TILES: tl.constexpr,  # of a block, where they lie apart
+    TILES: tl.constexpr,  # items per block in rows whose tiles are separate items
     LANES: tl.constexpr,
     AHEAD: tl.constexpr,  # blocks of a lane read together, in long rows: 1 or 4
     PDL: tl.constexpr,
@@ -238,12 +244,12 @@ def merge(
     *,
     tiles: int,
 ) -> None:
-    """out[b] = softmax-weighted mean of the partials ranges[b]:ranges[b + 1]; zeros where there is none.
+    """out[b] = softmax-weighted mean of the partials ranges[b]:ranges[b + 1]; zeros for an empty range.
 
     partial_out, partial_lse, partial_weight: as `decode_partial` writes them, [capacity, num_q_heads, head_dim] and
-    [capacity, num_q_heads]; ranges: [B + 1] int32; partials_per_block: [B] int32, 1, or for a row of at most
-    `TILED_LANES` blocks `tiles`, of each block but its last; out: [B, num_q_heads, head_dim], contiguous. tiles: 1
-    where no row is cut.
+    [capacity, num_q_heads]; ranges: [B + 1] int32; partials_per_block: [B] int32, 1 or `tiles`; out: [B, num_q_heads,
+    head_dim], contiguous. tiles: items per block of a row whose blocks are cut, 1 if no row's are. Such a row has at
+    most `TILED_LANES` blocks, and its last block may have fewer items.
     """
     batch_size, num_q_heads, head_dim = out.shape
     if batch_size == 0:

@@ -36,11 +36,11 @@ def finite(peak):
 
 @triton.jit
 def fold(acc, m, l, tile_acc, tile_m, tile_l):
-    """One tile of keys more: sums acc [..., D] and l [...] of exponentials relative to the peak m [...], base 2,
-    float32.
+    """Fold one more tile of keys into the running state.
 
-    The running state and the tile are of one kind, so who folds them, and where they lay in between, changes no bit;
-    and a tile without a key (zeros, -inf) changes none either.
+    State and tile: sums acc [..., D] and l [...] of exponentials relative to the peak m [...], base 2, float32. Both
+    have the same form, so no bit depends on which kernel folds them or where they lay in between. A tile without a key
+    (zeros, -inf) changes no bit either.
     """
     m_new = tl.maximum(m, tile_m)
     m_finite = finite(m_new)
@@ -53,7 +53,7 @@ def fold(acc, m, l, tile_acc, tile_m, tile_l):
 
 @triton.jit
 def finished(acc, m, l):
-    """The mean that the sums stand for, and its log-sum-exp, natural: 0 and -inf without a key."""
+    """Return the mean that the sums stand for and its natural log-sum-exp; 0 and -inf without a key."""
     l_safe = tl.where(l == 0.0, 1.0, l)
     natural = tl.where(l == 0.0, float("-inf"), (m + tl.log2(l_safe)) * 0.6931471805599453)
     return acc * tl.expand_dims(1.0 / l_safe, -1), natural
@@ -61,7 +61,7 @@ def finished(acc, m, l):
 
 @triton.jit
 def attend_tile(acc, m, l, logits, v, TO_LOG2: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """Attends to one tile by itself and folds it: logits [M, N] are -inf where masked; v [N, D]."""
+    """Attend to one tile separately and fold it: logits [M, N] are -inf where masked; v [N, D]."""
     tile_m = tl.max(logits, 1) * TO_LOG2
     p = tl.exp2(tl.fma(logits, tl.full(logits.shape, TO_LOG2, tl.float32), -finite(tile_m)[:, None]))
     return fold(acc, m, l, dot(p.to(v.dtype), v, PRECISION, WIDEN), tile_m, tl.sum(p, 1))

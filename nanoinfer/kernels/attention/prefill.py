@@ -1,8 +1,8 @@
-"""Prefill attention over paged KV (FlashAttention-2, Dao 2023, algorithm 1), which may stop and go on between buffers.
+"""Prefill attention over paged KV (FlashAttention-2, Dao 2023, algorithm 1), which can pause between buffers.
 
-Resident prefill is one piece; offload prefill may be many. Both run this one binary: whether state is loaded or
-stored is a run-time value. A tile of keys is treated by its absolute position alone, and the state (acc, m, l) is
-spilled in the float32 it is computed in, so a cut at a block boundary does not change a bit.
+Resident prefill is one piece; offload prefill may be many pieces. Both run the same binary: whether the state is loaded
+or stored is a run-time value. How a tile of keys is treated depends on its absolute position alone, and the state
+(acc, m, l) is stored in the float32 it is computed in, so a cut at a block boundary does not change a bit.
 """
 
 import triton
@@ -72,7 +72,7 @@ def attend_tiles(
 def prefill_kernel(
     q,  # [num_tokens, num_q_heads, HEAD_DIM], rows q_stride apart
     kv,  # [num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
-    kv_rows,  # the same as a descriptor of [num_blocks * 2 * BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM], with TMA
+    kv_rows,  # kv as a descriptor of [num_blocks * 2 * BLOCK_SIZE, NUM_KV_HEADS * HEAD_DIM], with TMA
     out,  # [num_tokens, num_q_heads, HEAD_DIM]
     state_acc, state_m, state_l,  # [num_tokens, num_q_heads, HEAD_DIM], [num_tokens, num_q_heads] twice; float32
     cu_seqlens_q, query_pos, first_block, kv_end, load_state,  # [S + 1], then [S] each; int32
@@ -109,7 +109,7 @@ def prefill_kernel(
     m = tl.load(state_m + token_head, mask=in_state, other=float("-inf"))
     l = tl.load(state_l + token_head, mask=in_state, other=0.0)
 
-    # Keys that some query of this tile sees: [begin, end). Keys that every one sees: whole tiles in [full, full_end).
+    # Keys that some query of this tile sees: [begin, end). Keys that every query sees: whole tiles in [full, full_end).
     positions = pos + rows
     first_query = pos + tile * BLOCK_M
     last_query = pos + tl.minimum(tile * BLOCK_M + BLOCK_M, q_len) - 1

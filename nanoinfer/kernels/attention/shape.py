@@ -16,8 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanoinfer.kernels.launch.sizes import largest_tile, next_power_of_2
 
 NO_WINDOW = 1 << 30
-"""Stands for full attention in the kernels. Positions stay below
-it, and position - NO_WINDOW still fits an int32."""
+"""Stands for full attention in the kernels. Positions stay below it, and position - NO_WINDOW still fits an int32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +31,10 @@ class KernelShape:
     softcap: float | None
     dtype: torch.dtype
     tma: bool = False
-    """Tiles of KV come through Hopper's copy unit (the tensor memory accelerator)."""
+    """Whether tiles of KV are loaded by Hopper's copy unit (the tensor memory accelerator)."""
     interpreted: bool
-    """Runs under Triton's interpreter, whose matrix product knows no bfloat16: operands are widened first, after
-    they were rounded where the GPU rounds them."""
+    """Whether the kernels run under Triton's interpreter. Its matrix product knows no bfloat16, so operands are rounded
+    where the GPU rounds them and then widened."""
 
     @property
     def block_d(self) -> int:
@@ -76,12 +75,15 @@ class Tiles:
 
 
 def can_use_tma(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether a tile of KV is a box that the copy unit takes: it knows no mask, so heads must be powers of two."""
+    """Whether the copy unit can load a tile of KV. It takes no mask, so head_dim must be a power of two."""
     return capability >= (9, 0) and head_dim in (64, 128, 256) and dtype.itemsize <= 2
 
 
 def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescriptor | None:
-    """[num_blocks, 2, block_size, num_kv_heads, head_dim] as rows of tokens, cut into boxes of block_n x head_dim."""
+    """Describe kv as rows of tokens, cut into boxes of block_n x head_dim; None without TMA.
+
+    kv: [num_blocks, 2, block_size, num_kv_heads, head_dim].
+    """
     if not shape.tma:
         return None
     row = shape.num_kv_heads * shape.head_dim
@@ -89,12 +91,12 @@ def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescrip
 
 
 def decode_tiles(shape: KernelShape) -> Tiles:
-    """Key tiles in a few stages: decode is bound by bytes in flight, not by the matrix units.
+    """Choose key tiles with a few stages: decode is bound by bytes in flight, not by the matrix units.
 
-    At head_dim 128 in bf16 a stage of 32 keys takes 16 KiB of shared memory: four programs of three stages lie on a
-    Hopper SM. Tiles of 64 keys in two stages, of which three programs fit, leave 3% of the memory's rate unused at 32k
-    tokens; they need half as many dependent steps for a block, which 8 rows of 1k feel (a layer's attention takes 12
-    instead of 14 microseconds), and fewer rows not, since their tiles lie apart.
+    At head_dim 128 in bf16 a stage of 32 keys takes 16 KiB of shared memory, so four programs of three stages fit on a
+    Hopper SM. With tiles of 64 keys in two stages, three programs fit, and 3% of the memory's rate stays unused at 32k
+    tokens. Tiles of 64 keys need half as many dependent steps per block: 8 rows of 1k tokens gain from that (a layer's
+    attention takes 12 instead of 14 microseconds). Fewer rows do not, since their tiles are separate items.
     """
     group = shape.num_q_heads // shape.num_kv_heads
     rows = max(16, next_power_of_2(group))  # tl.dot takes no side below 16
@@ -106,7 +108,7 @@ def decode_tiles(shape: KernelShape) -> Tiles:
 
 
 def decode_programs(shape: KernelShape, num_sms: int, shared_memory_per_sm: int) -> int:
-    """Programs per KV head of the persistent decode grid: as many as are on the GPU at once, 4 an SM at most."""
+    """Programs per KV head of the persistent decode grid: as many as are on the GPU at once, at most 4 per SM."""
     tiles = decode_tiles(shape)
     stage_bytes = 2 * tiles.block_n * shape.block_d * shape.dtype.itemsize  # K and V
     program_bytes = tiles.num_stages * stage_bytes + 1024  # CUDA keeps 1 KiB of each program's shared memory
@@ -115,9 +117,9 @@ def decode_programs(shape: KernelShape, num_sms: int, shared_memory_per_sm: int)
 
 
 def prefill_tiles(shape: KernelShape, shared_memory_per_program: int) -> Tiles:
-    """By head size and by the shared memory that one program may take.
+    """Choose tiles by head size and by the shared memory that one program may take.
 
-    That is 99 KiB on sm_86 and sm_89, 163 KiB on sm_80 and 227 KiB on sm_90.
+    One program may take 99 KiB on sm_86 and sm_89, 163 KiB on sm_80 and 227 KiB on sm_90.
     """
     large = shared_memory_per_program >= 160 * 1024
     if shape.dtype == torch.float32:  # no matrix units for IEEE float32: small tiles, for exactness and not speed

@@ -1,4 +1,4 @@
-"""Kernels compiled before they are needed, many at a time: one after the other they take most of a cold start."""
+"""Compile kernels before they are needed, many at a time: one after the other they take most of a cold start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that also load what they compiled and make its launcher, for which triton may call a C compiler."""
+    """Threads that compile a kernel, load it and make its launcher, for which triton may call a C compiler."""
 
     def __init__(self, device: torch.device) -> None:
         select = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
@@ -36,7 +36,7 @@ class _Compilers(ThreadPoolExecutor):
 
 @dataclass(frozen=True)
 class _Triton:
-    """What is needed of triton. Most of it is private, and other versions may lack it."""
+    """The parts of triton that compiling ahead needs. Most are private, and other versions may lack them."""
 
     mode: type
     active_mode: ContextVar
@@ -45,7 +45,7 @@ class _Triton:
 
     @classmethod
     def find(cls) -> _Triton:
-        """Raises ImportError or AttributeError where something is missing."""
+        """Find the parts. Raise ImportError or AttributeError if one is missing."""
         import triton
         from triton.runtime._async_compile import FutureKernel, active_mode
         from triton.runtime.jit import JITFunction
@@ -57,14 +57,15 @@ class _Triton:
 
 @contextmanager
 def compile_ahead(device: torch.device) -> Iterator[None]:
-    """Inside, this thread's launch of a Triton kernel begins to compile it, and runs nothing; at the end all can run.
+    """Inside the context, this thread's launch of a Triton kernel starts its compilation and runs nothing.
 
-    What a launch would have written keeps what it holds. Most of a compilation runs without Python's lock, so threads
-    help. A kernel that does not compile says so when it is launched outside. What is raised inside, a Ctrl-C too, goes
-    on when the kernels that compile just now are done; the others are compiled when they are launched.
+    At the end of the context all these kernels are ready to run. Tensors that a launch would have written are
+    unchanged. Most of a compilation runs without Python's lock, so threads help. A kernel that does not compile raises
+    its error when it is launched outside. An exception raised inside, such as Ctrl-C, propagates once the kernels that
+    are being compiled are done; the other kernels are compiled when they are launched.
 
-    Where triton lacks what this takes, launches inside compile and run, one after the other: what is launched must be
-    allowed to run.
+    If triton lacks a part that this needs, launches inside compile and run one after the other. So every kernel that is
+    launched inside must be allowed to run.
 
     Args:
         device: where the kernels will run.
@@ -103,8 +104,9 @@ def _compiling(triton: _Triton, device: torch.device) -> Iterator[None]:
         yield
         mode.__exit__(None, None, None)  # waits for every kernel
     finally:
-        # Not left to the mode: it would wait for kernels that nobody wants after an interruption (for good, if they
-        # are cancelled), and triton 3.6 and 3.7 stay in it where the wait is interrupted: no launch would run again.
+        # The cleanup is not left to the mode. After an interruption the mode would wait for kernels that nobody wants
+        # (forever, if they are cancelled). Triton 3.6 and 3.7 even stay in the mode if this wait is interrupted: no
+        # launch would run again.
         triton.active_mode.set(mode_before)
         triton.function.run = run
         for function in launched:
@@ -113,7 +115,7 @@ def _compiling(triton: _Triton, device: torch.device) -> Iterator[None]:
 
 
 def _forget_unfinished(function, future_kernel: type) -> None:
-    """The next launch compiles what is not ready, instead of asking a future that was cancelled or failed."""
+    """Drop kernels not ready. The next launch compiles them, instead of asking a failed or cancelled future."""
     for kernels, *_ in getattr(function, "device_caches", {}).values():
         for key in [key for key, kernel in kernels.items() if isinstance(kernel, future_kernel)]:
             kernels.pop(key, None)

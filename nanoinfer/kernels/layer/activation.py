@@ -44,7 +44,10 @@ def act_and_mul_kernel(
 
 
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up: [N, 2 * size], gate first; activation: one of `ACTIVATIONS`. Returns [N, size]."""
+    """Compute activation(gate) * up.
+
+    gate_up: [N, 2 * size], gate first; activation: one of `ACTIVATIONS`. Returns [N, size].
+    """
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "values of a row must be packed"
     assert activation in ACTIVATIONS, f"no kernel for {activation!r}"

@@ -1,5 +1,7 @@
-"""From the fused QKV output to the KV cache, in one pass: head norms (where the model has them), rotation, and the
-keys' and values' way into their slots. A launch for each would cost more than its work."""
+"""Head norms (where the model has them), rotation and the store of keys and values into their slots, in one kernel.
+
+It takes the fused QKV output. A launch for each of these would cost more than its work.
+"""
 
 import triton
 import triton.language as tl
@@ -104,7 +106,7 @@ def norm_rope_store(
     slots: Tensor,
     q: Tensor,
 ) -> None:
-    """Norm and rotation of the query and key heads; queries go to `q`, keys and values into their slots of `kv`.
+    """Apply norm and rotation to query and key heads; write queries to `q`, keys and values to their slots of `kv`.
 
     qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim], heads packed; weights: of the query and the key norm, [head_dim]
     each; table: [max_position, head_dim] cosines and sines; positions: [N] int64; kv: [num_blocks, 2, block_size,

@@ -1,4 +1,4 @@
-"""RMS norm of rows, with the sums that come before it: one pass instead of eight small kernels.
+"""RMS norm of rows, with the residual sum before it: one pass instead of eight small kernels.
 
 One program takes one row, so a row's result depends on nothing else. Rounding follows `nanoinfer.layers`.
 """
@@ -29,7 +29,7 @@ def rms_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    OFFSET: tl.constexpr,  # the weight counts from 1, and the product is rounded once
+    OFFSET: tl.constexpr,  # the factor is 1 + weight, and the product is rounded once
     ADD: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
@@ -61,10 +61,10 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None) -> Tensor:
-    """The norm of x, [N, size]; with `other` x becomes x + other first, in place.
+    """Return the norm of x, [N, size]. With `other`, x becomes x + other first, in place.
 
-    x: [N, size], rows at any stride; weight: [size]; other: [N, size] likewise, all of one dtype, or the parts of it as
-    [splits, N, size] float32, packed.
+    x: [N, size], rows at any stride; weight: [size]; other: [N, size] likewise, all of one dtype; or `other` as the
+    parts of a sum, [splits, N, size] float32, packed.
     """
     num_rows, size = x.shape
     assert x.stride(1) == 1 and (other is None or other.stride(-1) == 1), "values of a row must be packed"

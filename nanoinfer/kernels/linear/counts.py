@@ -1,14 +1,14 @@
-"""How products are cut and padded: by the shape of a weight, and to numbers of rows that everybody agrees on."""
+"""How matrix products are cut (by the shape of the weight) and padded (to a few agreed numbers of rows)."""
 
 MAX_ROWS = 512
-"""Products of more rows are the library's, at counts where it keeps our order of sums."""
+"""The library computes products of more rows than this, at row counts where it keeps our order of sums."""
 LONG_SIZE = 4096
-"""From this size on, sums that are added to the residual are made of `NUM_PARTS`."""
+"""Sums over this many columns or more that are added to the residual are computed in `NUM_PARTS` parts."""
 NUM_PARTS = 2
 
 
 def padded_rows(num_rows: int) -> int:
-    """The number of rows that so many are padded to: above `MAX_ROWS` one of few, each of which is checked at start."""
+    """Return what `num_rows` rows are padded to: above `MAX_ROWS` one of a few counts, each checked at start."""
     if num_rows <= MAX_ROWS:
         return num_rows
     step = 256 if num_rows <= 4096 else 512 if num_rows <= 8192 else 1024
@@ -16,14 +16,15 @@ def padded_rows(num_rows: int) -> int:
 
 
 def padded_counts(max_rows: int) -> list[int]:
-    """All that `padded_rows` gives for more than `MAX_ROWS`, up to `max_rows`, rows."""
+    """Return all values of `padded_rows` for more than `MAX_ROWS` and up to `max_rows` rows."""
     return sorted({padded_rows(count) for count in range(MAX_ROWS + 1, max_rows + 1)})
 
 
 def num_parts(size: int) -> int:
-    """Parts of equal size of a sum over `size` columns, added up in float32, ascending, before it is rounded.
+    """Return into how many equal parts a sum over `size` columns is cut.
 
-    One core adds up a column of the matrix units in `size / 16` dependent steps: for a long sum of few rows that lasts
-    longer than reading the weight. The cut depends on the weight alone, so every number of rows has the same bits.
+    The parts are added in float32, in ascending order, before the sum is rounded. The matrix units of one core take
+    `size / 16` dependent steps for a sum: for a long sum and few rows, that lasts longer than reading the weight. The
+    cut depends on the weight alone, so the bits are the same for any number of rows.
     """
     return NUM_PARTS if size >= LONG_SIZE and size % (NUM_PARTS * 128) == 0 else 1

@@ -1,12 +1,15 @@
-"""Matrix products whose bits depend on the weight and on a row of x, and not on how many rows there are.
+"""Matrix products whose bits depend on the weight and a row of x, not on the number of rows.
 
-Every product adds up in one order: K ascending, in one float32 accumulator of the matrix units, rounded once. Tile
-sizes, the number of rows and a row's place change nothing of that order, so `rows_linear` (few rows, bound by the bytes
-of the
-weight: each program streams a few rows of it, several loads ahead), `tile_linear` (more rows, tiled over both) and the
-library (many rows), wherever it keeps the order, give the same bits. The library is asked at `library_counts` rows
-alone, each of which was compared with our own order when the engine started (`nanoinfer.execution.products`). Long sums
-that are added to the residual are cut into parts, by the weight's shape alone (`counts.num_parts`).
+Every product is summed in one order: K ascending, in one float32 accumulator of the matrix units, rounded once. Tile
+sizes, the number of rows and a row's place do not change that order. So these give the same bits:
+
+- `rows_linear`, for few rows: bound by the bytes of the weight, so each program streams a few rows of the weight,
+  several loads ahead.
+- `tile_linear`, for more rows: tiled over the rows of x and of the weight.
+- The library, for many rows, wherever it keeps the order. It is called only at `library_counts` rows, and each of these
+  counts was compared with our own order when the engine started (`nanoinfer.execution.products`).
+
+Long sums that are added to the residual are cut into parts, by the weight's shape alone (`counts.num_parts`).
 
 Rounding follows `nanoinfer.layers`.
 """
@@ -28,20 +31,20 @@ from nanoinfer.kernels.linear.tiles import finished_product, tile_linear
 
 FEW_ROWS = 16
 FEW_GATED_ROWS = 32
-"""Up to so many rows `rows_linear` wins over `tile_linear`."""
+"""Up to this many rows (`FEW_ROWS` without a gate) `rows_linear` is faster than `tile_linear`."""
 LARGE_OUTPUT = 2**15
-"""More rows of a weight make programs enough with twice as many each."""
+"""A weight of more rows than this gives enough programs even if each of them takes more rows."""
 LONG_PART = 4608
-"""Programs of so many columns and more keep more bytes ahead with narrower tiles."""
+"""Programs that sum over this many columns or more keep more bytes in flight with narrower tiles."""
 FLOAT32_ROWS = 128
-"""float32 has no matrix units: the library computes it, always with as many rows."""
+"""float32 has no matrix units, so the library computes it, always with this many rows at a time."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def rows_linear_kernel(
     x,  # [num_tokens, SIZE]
     weight,  # [GATED ? 2 * num_rows : num_rows, SIZE], gate first
-    bias,  # as many values as weight has rows, read with BIAS
+    bias,  # one value per row of weight, read with BIAS
     out,  # [num_tokens, num_rows], or [parts, num_tokens, num_rows] float32 where PART_SIZE < SIZE
     num_tokens,
     num_rows,
@@ -96,7 +99,7 @@ def rows_linear_kernel(
 def rows_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, num_parts: int = 1
 ) -> Tensor:
-    """`linear` or `linear_parts` for up to `FEW_GATED_ROWS` rows; out: as those give it."""
+    """Compute `linear` or `linear_parts` for up to `FEW_GATED_ROWS` rows; out: shape and dtype of their result."""
     num_tokens, size = x.shape
     gated = activation is not None
     num_rows = weight.shape[0] // (2 if gated else 1)
@@ -115,7 +118,7 @@ def rows_linear(
 
 
 def row_tiles(num_rows: int, part_size: int, block_m: int, gated: bool) -> tuple[int, int, int, int]:
-    """(BLOCK_N, BLOCK_K, warps, stages) from an H200: enough bytes ahead, a share for every core."""
+    """Return (BLOCK_N, BLOCK_K, warps, stages), tuned on an H200: enough bytes in flight, and work for every core."""
     if gated:
         return 32, 128, 2, 3
     if num_rows > LARGE_OUTPUT:
@@ -167,9 +170,9 @@ def linear(
 
 
 def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: Collection[int] = ()) -> Tensor:
-    """x @ weight.T as parts of a sum, which `rms_norm` adds up: [n, N, num_rows] float32.
+    """Compute x @ weight.T as parts of a sum, which `rms_norm` adds up: [n, N, num_rows] float32.
 
-    n is num_parts, which divides the size of x in multiples of 128, or 1 where they are added up already.
+    n is num_parts, or 1 if the parts are added up already. num_parts must cut the columns of x into multiples of 128.
     """
     _check(x, weight)
     (num_tokens, size), num_rows = x.shape, len(weight)
@@ -184,7 +187,7 @@ def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: C
 
 
 def library_sum(x: Tensor, weight: Tensor, num_parts: int) -> Tensor:
-    """The library's x @ weight.T in so many parts, ascending: [N, num_rows] float32."""
+    """Compute x @ weight.T with the library in `num_parts` parts, added in ascending order: [N, num_rows] float32."""
     columns = x.shape[1] // num_parts
     total = None
     for begin in range(0, x.shape[1], columns):
@@ -197,7 +200,7 @@ def library_sum(x: Tensor, weight: Tensor, num_parts: int) -> Tensor:
 
 
 def padded(x: Tensor, count: int) -> Tensor:
-    """x with `count` rows; what is in those behind its own reaches no result."""
+    """Return x padded to `count` rows. The padding is uninitialised and reaches no result."""
     if len(x) == count:
         return x
     result = x.new_empty(count, *x.shape[1:])

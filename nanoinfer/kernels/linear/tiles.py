@@ -1,9 +1,8 @@
-"""Products of more than a few rows, tiled over rows and weight, with what comes before and after them.
+"""Matrix products of more than a few rows, tiled over the rows of x and of the weight, with bias, activation and gate.
 
-For so few rows the library splits K by their number, begins only when the kernel in front has ended, leaves cores
-without work, and the gate needs a launch of its own. These kernels add up in ascending order of K alone, are cut
-so that there is about one program for each core, and start early (see `pdl`). On Hopper tiles come through the copy
-unit.
+For this many rows the library splits K by the number of rows, starts only when the previous kernel has ended, leaves
+cores without work, and needs another launch for the gate. These kernels always sum K in ascending order, are cut into
+about one program per core, and start early (see `pdl`). On Hopper the copy unit loads the tiles.
 
 Rounding follows `nanoinfer.layers`.
 """
@@ -23,15 +22,15 @@ from nanoinfer.kernels.layer.activation import activate
 from nanoinfer.kernels.layer.rms_norm import rounded
 
 PROGRAMS = 132
-"""About as many run at a time where one fills a core's shared memory."""
+"""About this many programs run at a time if one fills a core's shared memory."""
 
 
 @triton.jit
 def biased(result, bias, inside):
-    """result [M, N] with a bias for each column, pointers [N].
+    """Add a bias to each column of result [M, N]; bias: pointers [N].
 
-    As a product with one: the compiler would make a sum with the result of a single `tl.dot` the start of its
-    accumulator, which rounds in another order.
+    The sum is an fma with a factor of one. The compiler would turn a plain sum with the result of a single `tl.dot`
+    into the start value of the accumulator, which rounds in another order.
     """
     value = tl.load(bias, mask=inside, other=0.0).to(tl.float32)
     return tl.fma(result, tl.full(result.shape, 1.0, tl.float32), tl.broadcast_to(value[None, :], result.shape))
@@ -41,7 +40,7 @@ def biased(result, bias, inside):
 def finished_product(
     acc, up, bias, row, inside, num_rows, out, BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr
 ):  # fmt: skip
-    """What becomes of the sums [M, N], with `up` those of the gated half: bias, activation and gate, each rounded."""
+    """Apply bias, activation and gate to the sums acc [M, N], each rounded; up: the sums of the half that is gated."""
     if BIAS:
         acc = biased(acc, bias + row, inside)
     if GATED:
@@ -56,8 +55,10 @@ def load_tile(
     rows, x, first_row, column, num_rows, end,
     SIZE: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_R, BLOCK_K] of x [num_rows, SIZE] from (first_row, column) on; zeros beyond its rows and from column `end`
-    on."""
+    """Load [BLOCK_R, BLOCK_K] of x [num_rows, SIZE] from (first_row, column) on.
+
+    Values are 0 beyond the rows of x and from column `end` on.
+    """
     if TMA:
         return rows.load([first_row, column])
     row = first_row + tl.arange(0, BLOCK_R)
@@ -74,7 +75,7 @@ def tile_linear_kernel(
     weight,  # [GATED ? 2 * num_rows : num_rows, SIZE], gate first
     x_rows,  # x as a descriptor of boxes of BLOCK_M x BLOCK_K, with TMA
     weight_rows,  # weight as a descriptor of boxes of BLOCK_N x BLOCK_K, with TMA
-    bias,  # as many values as weight has rows, read with BIAS
+    bias,  # one value per row of weight, read with BIAS
     out,  # [num_tokens, num_rows], or [parts, num_tokens, num_rows] float32 where PART_SIZE < SIZE
     num_tokens,
     num_rows,
@@ -91,7 +92,7 @@ def tile_linear_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Programs of the same rows of the weight follow each other: one of them reads these from memory.
+    # Programs that share rows of the weight follow each other, so only one of them reads these rows from memory.
     first_token = tl.program_id(0) * BLOCK_M
     first_row = tl.program_id(1) * BLOCK_N
     all_rows = 2 * num_rows if GATED else num_rows
@@ -124,7 +125,7 @@ def tile_linear_kernel(
 def tile_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, num_parts: int = 1
 ) -> Tensor:
-    """`linear.linear` or `linear.linear_parts` for any number of rows; out: as those give it."""
+    """Compute `rows.linear` or `rows.linear_parts` for any number of rows; out: shape and dtype of their result."""
     num_tokens, size = x.shape
     gated = activation is not None
     num_rows = weight.shape[0] // (2 if gated else 1)
@@ -145,18 +146,17 @@ def tile_linear(
 
 
 def takes_descriptors(device: torch.device, size: int, itemsize: int) -> bool:
-    """Whether tiles come through the copy unit (the tensor memory accelerator): rows must begin at multiples of 16
-    bytes.
+    """Whether the copy unit (the tensor memory accelerator) loads tiles. Rows must begin at multiples of 16 bytes.
 
-    Of the GPUs that have one those with 227 KiB of shared memory, which its larger tiles need.
+    Of the GPUs with a copy unit only those with 227 KiB of shared memory use it: its larger tiles need as much.
     """
     return device.type == "cuda" and _capability(device)[0] in (9, 10) and size * itemsize % 16 == 0
 
 
 def tiles(num_tokens: int, num_rows: int, num_parts: int, gated: bool, tma: bool) -> tuple[int, int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) from an H200: the largest tiles of which each core gets one at least.
+    """Return (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages), tuned on an H200: the largest tiles that occupy every core.
 
-    Without descriptors for 99 KiB of shared memory, which is what the smallest GPUs have.
+    Without the copy unit the tiles fit 99 KiB of shared memory, which is what the smallest GPUs have.
     """
 
     def fit(block_m: int, block_n: int) -> bool:

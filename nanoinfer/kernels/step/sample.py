@@ -1,13 +1,14 @@
-"""Sampling in four launches, whatever the rows ask for, so that it can be the tail of a captured step.
+"""Sampling in four launches, whatever the rows' settings, so that it can be the tail of a captured step.
 
-`nanoinfer.sampling.reference` is the reference and says what the settings mean. Nothing is sorted: the last token that
-top_k or top_p keeps is found by its score, three bits at a time from the highest, each time with one pass over those
-tiles of the row that reach that far. Rows that keep every token need neither that launch nor the one behind it.
+`nanoinfer.sampling.reference` is the reference and says what the settings mean. No row is sorted. Instead, the score of
+the last token that top_k or top_p keeps is found three bits at a time, from the highest. Each three bits take one pass
+over the row, without the tiles whose scores all lie below what is known. Rows that keep every token skip the work of
+launches 2 and 3.
 
-    1. largest score of each tile, after penalties and bans; the sum of its weights, where every token is kept
-    2. one program a row: the score, and among equals the token id, down to which tokens are kept
-    3. the sum of each tile's weights among those
-    4. one program a row: the tile, then the token in it; the row's state moves on
+    1. one program per tile: its largest score, after penalties and bans; if every token is kept, the sum of its weights
+    2. one program per row: the lowest score that is kept, and the last token id kept among equal scores
+    3. for each tile the sum of the weights of its kept tokens
+    4. one program per row: draw the tile, then the token in it, and advance the row's state
 """
 
 import torch
@@ -19,7 +20,8 @@ from nanoinfer.kernels.launch.sizes import next_power_of_2
 from nanoinfer.sampling import reference as sampler
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
-# Of a row in the launch that weighs tiles behind a cut: those of rows without one end at once, but must begin.
+# Programs per row in launch 3, which weighs tiles after a cut. In rows without a cut they end at once, but still have
+# to start.
 CUT_PROGRAMS = 32
 
 
@@ -39,7 +41,7 @@ def _fmix32(x):
 
 @triton.jit
 def noise_bits(seed, step, token_ids):
-    """seed, step: uint64 scalars; token_ids: uint32 [n]. Returns uint32 [n], as sampler._noise_bits has them."""
+    """seed, step: uint64 scalars; token_ids: uint32 [n]. Returns uint32 [n], the bits of sampler._noise_bits."""
     key = _splitmix64(_splitmix64(seed) + (step + 1) * 0x9E3779B97F4A7C15)
     bits = _fmix32(token_ids * 0x9E3779B1 + key.to(tl.uint32))
     return _fmix32(bits ^ (key >> 32).to(tl.uint32))
@@ -62,7 +64,7 @@ def load_scores(
     """Scores of token ids after repetition penalty (Keskar et al., 2019, section 4.1), frequency and presence penalty
     and bans; -inf beyond the vocabulary and for NaN.
 
-    logits: of one batch row; the others: the row's state.
+    logits: pointer to one batch row; the other arguments: the row's state.
     """
     inside = ids < VOCAB_SIZE
     score = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
@@ -72,7 +74,7 @@ def load_scores(
         score = tl.where(is_seen, tl.where(score > 0, score / penalty, score * penalty), score)
     if counted != 0:
         count = tl.load(counts + row * VOCAB_SIZE + ids, mask=inside, other=0)
-        # One rounding or two is not left to the compiler: every launch must find the same score.
+        # The fma keeps the compiler from choosing between one rounding and two: every launch must find the same score.
         score = tl.fma(count.to(tl.float32), -tl.load(frequency_penalty + row), score)
         score = tl.where(count > 0, score - tl.load(presence_penalty + row), score)
     if step < banned_until:
@@ -83,23 +85,27 @@ def load_scores(
 
 @triton.jit
 def order(score):
-    """float32 -> int32, in the same order."""
+    """Map float32 to int32 so that the order stays the same."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def guesses(found, shift):
-    """The eight values of the three bits at `shift`, put into `found` (int64 in [0, 2^32)): int32, in `order`'s
-    range."""
+    """Put each of the eight values of the three bits at `shift` into `found`.
+
+    found: int64 in [0, 2^32). Returns int32 [8], in `order`'s range.
+    """
     values = found | (tl.arange(0, 8).to(tl.int64) << shift)
     return tl.where(values < 4294967296, values - 2147483648, 2147483647).to(tl.int32)
 
 
 @triton.jit
 def scaled_by(score, high, temperature):
-    """(score - the row's or tile's largest) / temperature, as sampler._scaled has it: a division per row and not per
-    score."""
+    """(score - high) / temperature as in sampler._scaled, with one division per row instead of one per score.
+
+    high: the largest score of the row or tile.
+    """
     return tl.where(score == high, 0.0, (score - high) * tl.div_rn(1.0, temperature))
 
 
@@ -109,8 +115,11 @@ def weigh(
     step, banned_until, banned_ids, num_banned, peak, temperature, min_p, least,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr,
 ):  # fmt: skip
-    """(order, weight) of token ids: weights are probabilities relative to the peak's in units of 2^-40, int64, and 0
-    where min_p drops a token or its order is below `least`."""
+    """Return (order, weight) of token ids.
+
+    Weights are probabilities relative to the peak's, in units of 2^-40, int64. A weight is 0 if min_p drops the token
+    or its order is below `least`.
+    """
     score = load_scores(
         logits, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
         step, banned_until, banned_ids, num_banned, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
@@ -135,7 +144,7 @@ def keeps_all(top_k, top_p, min_p, VOCAB_SIZE: tl.constexpr):
 
 @triton.jit
 def keeps(score, ids, peak, temperature, min_p, last, last_id):
-    """Whether the cuts leave a token. peak: the row's largest score; last, last_id: what `_cut_kernel` found."""
+    """Whether the cuts keep a token. peak: the row's largest score; last, last_id: what `_cut_kernel` found."""
     place = order(score)
     by_rank = (place > last) | ((place == last) & (ids <= last_id))
     return by_rank & (tl.exp(scaled_by(score, peak, temperature)) >= min_p)
@@ -143,7 +152,7 @@ def keeps(score, ids, peak, temperature, min_p, last, last_id):
 
 @triton.jit
 def winner(arrival, ids, last):
-    """Whose arrival is the largest: the lowest id among equals; `last` where all are NaN."""
+    """Return the id with the largest arrival, the lowest id among equals; `last` if all are NaN."""
     return tl.min(tl.where(arrival == tl.max(arrival, 0), ids, last), 0)
 
 
@@ -161,7 +170,7 @@ def _tile_kernel(
     step, banned_until, banned_ids, num_banned,
     temperature, top_k, top_p, min_p,
     tile_max,  # [B, num_tiles] float32, out
-    tile_weight,  # [B, num_tiles] float32, out, of rows that keep every token: relative to the tile's largest
+    tile_weight,  # [B, num_tiles] float32, out, for rows that keep every token: relative to the tile's largest score
     num_tiles,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
     GREEDY: tl.constexpr,
@@ -221,8 +230,8 @@ def _cut_kernel(
         peaks = tile_max + index * num_tiles
         last_id = tl.full([], VOCAB_SIZE, tl.int32)
         if wants_k:
-            # The largest value that k scores or more reach. A tile that does not reach even what is known is skipped:
-            # the tiles' own largest scores bound it from the start.
+            # Find the largest value that at least k scores reach. A tile whose scores all lie below what is known is
+            # skipped. The tiles' own largest scores give a bound from the start.
             tiles = tl.arange(0, TILES)
             places = order(tl.load(peaks + tiles, mask=tiles < num_tiles, other=-float("inf")))
             ordered = tl.sort(tl.where(tiles < num_tiles, places, -2147483648), descending=True)
@@ -263,7 +272,7 @@ def _cut_kernel(
                     total += weight
             limit = tl.ceil(p.to(tl.float64) * tl.sum(total, 0).to(tl.float64)).to(tl.int64)
             limit = tl.maximum(limit, 1)
-            # The largest value down to which the weights reach the limit.
+            # Find the largest value such that the weights of scores at or above it reach the limit.
             found = tl.full([], 0, tl.int64)
             for digit in range(11):
                 guess = guesses(found, 30 - 3 * digit)
@@ -280,7 +289,7 @@ def _cut_kernel(
                 best = tl.max(tl.where(tl.sum(weights, 1) >= limit, eight, 0), 0)
                 found = found | (best.to(tl.int64) << (30 - 3 * digit))
             last = (found - 2147483648).to(tl.int32)
-            # Of those with the last score as many as it takes, lower ids first.
+            # Of the tokens with the last score, keep as many as it takes to reach the limit, lower ids first.
             above = tl.zeros([TILE], tl.int64)
             each = tl.zeros([TILE], tl.int64)
             for tile in range(num_tiles):
@@ -321,7 +330,7 @@ def _cut_weight_kernel(
     step, banned_until, banned_ids, num_banned,
     temperature, top_k, top_p, min_p,
     tile_max, peak, cut, cut_id,
-    tile_weight,  # [B, num_tiles] float32, out, of rows with a cut: relative to the row's largest score
+    tile_weight,  # [B, num_tiles] float32, out, for rows with a cut: relative to the row's largest score
     num_tiles,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
     GREEDY: tl.constexpr,
@@ -413,7 +422,7 @@ def _choose_kernel(
 
 
 def workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What the launches hand to each other, for batches of up to `max_batch` rows."""
+    """Allocate what the launches pass to each other, for batches of up to `max_batch` rows."""
     num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -437,11 +446,11 @@ def sample_rows(
     row_tokens: torch.Tensor,
     row_lengths: torch.Tensor,
 ) -> None:
-    """The next token of each row, into tokens and row_tokens; the rows' step, seen tokens and counts move on.
+    """Sample the next token of each row into tokens and row_tokens; advance the rows' step, seen tokens and counts.
 
     logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); space: `workspace`;
-    tokens: [B] int64; row_tokens: [rows] int64; row_lengths: [rows] int32, counted up but for the last row, which is
-    for padding.
+    tokens: [B] int64; row_tokens: [rows] int64; row_lengths: [rows] int32, incremented except for the last row, which
+    is for padding.
     """
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and rows.dtype == torch.int32 and tokens.is_contiguous()

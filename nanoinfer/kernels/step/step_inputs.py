@@ -40,7 +40,7 @@ def step_inputs(
     slots: Tensor,
     block_size: int,
 ) -> None:
-    """For each row of the batch: its token, its length with that token, and the token's position and slot.
+    """Write for each batch row its token, its length with that token, and the token's position and slot.
 
     batch_rows: [size] int32, rows of row_tokens [rows] int64, row_lengths [rows] int32 and block_table [rows, width]
     int32; tokens, positions, slots: [size] int64; lengths: [size] int32.

@@ -14,7 +14,7 @@ def update_rows_kernel(
     row_lengths,  # [rows] int32
     block_table,  # [rows, width] int32
     width,
-    KEPT: tl.constexpr,  # stands for a token that is in the row already
+    KEPT: tl.constexpr,  # in place of a token: the row keeps the token that it has
     TILE: tl.constexpr,
 ):
     line = lines + tl.program_id(0).to(tl.int64) * (3 + width)
@@ -30,10 +30,10 @@ def update_rows_kernel(
 
 
 def update_rows(lines: Tensor, row_tokens: Tensor, row_lengths: Tensor, block_table: Tensor, kept: int) -> None:
-    """Writes lines [n, 3 + width] int32 (row, token, length, block table) into the rows; none is listed twice.
+    """Write lines [n, 3 + width] int32 (row, token, length, block table) into the rows. No row is listed twice.
 
-    row_tokens: [rows] int64; row_lengths: [rows] int32; block_table: [rows, width] int32. A token `kept` leaves the
-    row's.
+    row_tokens: [rows] int64; row_lengths: [rows] int32; block_table: [rows, width] int32. With `kept` in place of a
+    token, the row keeps the token that it has.
     """
     width = block_table.shape[1]
     assert lines.shape[1] == 3 + width and lines.is_contiguous() and block_table.is_contiguous(), "lines must be packed"

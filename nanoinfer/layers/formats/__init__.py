@@ -1,1 +1,1 @@
-"""How weights lie in memory. A format is a class here; a model asks nothing else about the bytes of its projections."""
+"""Formats: how weights lie in memory. Each is a class, and a model knows nothing else about its projections' bytes."""

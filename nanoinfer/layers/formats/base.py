@@ -14,13 +14,13 @@ from nanoinfer.layers.norm import RMSNorm
 class WeightFormat(ABC):
     """How the weights of a model's projections lie on the device, are filled from a checkpoint and are multiplied.
 
-    One object serves all projections: what belongs to one of them lies in its module, as parameters that `allocate`
-    registers. Nobody else touches these. What a projection returns depends, row by row, on its row, the weight and the
-    bias alone, to the bit. A module is a `layers.linear.Linear`: its `bias` is None or [num_rows].
+    One object serves all projections. What belongs to one projection lies in its module, as parameters that `allocate`
+    registers and that only the format touches. The bits of each row that a projection returns depend on its row of x,
+    the weight and the bias alone. A module is a `layers.linear.Linear`: its `bias` is None or [num_rows].
     """
 
     name: str
-    """As `quant_method` in a config's quantization_config; "dense" where there is none."""
+    """The `quant_method` of a config's quantization_config; "dense" if it has none."""
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         """settings: the config's quantization_config. Raises ValueError for those that are not supported."""
@@ -29,12 +29,12 @@ class WeightFormat(ABC):
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
         """Registers the parameters of a weight of [num_rows, in_features], not yet filled.
 
-        dtype: in which the projection takes and returns rows.
+        dtype: of the rows that the projection takes and returns.
         """
 
     @abstractmethod
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor]:
-        """What a checkpoint's tensors of rows [begin, end) fill, by the end of their name, such as "weight".
+        """Return what a checkpoint's tensors fill of rows [begin, end), by the end of their name, such as "weight".
 
         Values of another floating-point type are cast on the way; others must have the type of their view.
         """
@@ -52,9 +52,9 @@ class WeightFormat(ABC):
         raise NotImplementedError(f"{self.name} has no rows to look up")
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
-        """activation(gate) * up, of a weight that holds the rows of gate and then those of up; None: ask `project`."""
+        """activation(gate) * up, for a weight that holds the rows of gate, then the rows of up. None: use `project`."""
         return None
 
     def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
-        """The norm of x, to which the projection of y was added, in place."""
+        """Add the projection of y to x, in place, and return the norm of x."""
         return norm.after_sum(x, self.project(module, y))

@@ -49,7 +49,7 @@ class Dense(WeightFormat):
         )
 
     def num_parts(self, module: nn.Module) -> int:
-        """Parts of the sums of `project_add_norm` on CUDA, in bfloat16 and float16."""
+        """Return the number of parts of the sums in `project_add_norm` on CUDA, in bfloat16 and float16."""
         return 1 if module.bias is not None else num_parts(module.weight.shape[1])
 
 

@@ -1,4 +1,4 @@
-"""`quant_method`, as a config's quantization_config gives it, to weight format."""
+"""Map the `quant_method` of a config's quantization_config to a weight format."""
 
 from __future__ import annotations
 
