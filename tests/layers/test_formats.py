@@ -71,6 +71,7 @@ def settle(path, quantization) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled("0")
 def test_a_quantised_model_has_the_bits_of_its_dequantised_weights_in_every_mode(checkpoints, seed):
     quantised, dense = checkpoints
     prompts, params = random_prompts(4, 20, 90, seed=seed), some_params(4, logprobs=3)

@@ -73,6 +73,7 @@ def path(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", [None, *range(5)])
+@pytest.mark.sampled("None", "0", "3")
 def test_streamed_weights_change_no_bit(path, seed):
     prompts, params = random_prompts(4, 20, 90), some_params(4, logprobs=3)
     wanted = run(make_engine(path), prompts, params)
