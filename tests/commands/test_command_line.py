@@ -51,6 +51,7 @@ def test_an_interrupted_command_says_so_in_one_line(command, name):
     assert said.splitlines()[-1] == f"{name}: interrupted" and "Traceback" not in said
 
 
+@pytest.mark.sampled()
 def test_interrupted_text_ends_its_line_first():
     process = start(
         [*NANOINFER, "generate", "recall", "--device", "cpu", "--prompt", "Records.", "--max-tokens", "2000"]

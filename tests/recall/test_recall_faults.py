@@ -95,7 +95,7 @@ def blocks_of_facts(tokenizer):
 
 
 @pytest.mark.parametrize("fault", ["another document's block", "block table read one entry early", "stale ring slot"])
-@pytest.mark.sampled("stale ring slot")
+@pytest.mark.sampled()
 def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, exam, whole, monkeypatch, fault):
     places = blocks_of_facts(tokenizer)
     middle = next(iter(places[len(places) // 4]))  # a block with facts of depth 0.5
@@ -138,12 +138,14 @@ def first_document(tokenizer):
     return Exam(tokenizer, replace(GRID, num_questions=5))
 
 
+@pytest.mark.sampled()
 def test_positions_of_generated_tokens_off_by_a_block_show_in_every_cell(first_document, whole, monkeypatch):
     shift_positions_of_decode_steps(monkeypatch, BLOCK_SIZE)
     found = run(first_document)
     assert whole.lowest == 1 and max(max(row) for row in found.accuracy) <= 0.1
 
 
+@pytest.mark.sampled()
 def test_positions_off_by_one_show_in_the_log_probabilities_where_answers_stay_right(
     first_document, whole, monkeypatch
 ):

@@ -23,6 +23,7 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(PACKAGED["recall"])
 
 
+@pytest.mark.sampled()
 def test_both_modes_and_transformers_answer_rightly(tokenizer):
     end = tokenizer.eos_token_id
     exam = Exam(tokenizer, GRID)

@@ -209,6 +209,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(path, capsys):
     assert main(["serve", str(path), "--shutdown-timeout", "-1"]) == 2
 
 
+@pytest.mark.sampled()
 def test_a_short_load_finds_nothing(tmp_path, capfd):
     spec = importlib.util.spec_from_file_location("serve_load", ROOT / "tools" / "serve_load.py")
     serve_load = importlib.util.module_from_spec(spec)
