@@ -26,7 +26,7 @@ class Engine(Protocol):
 
 def counters(engine: Engine) -> dict[str, int | float | str | dict]:
     """Return counters since the engine was made, and the state of both pools; see `LLMEngine.stats`."""
-    runner, times, counters = engine.runner, engine.times, engine.runner.decode_program.counters
+    runner, times, decoded = engine.runner, engine.times, engine.runner.decode_program.counters
     decode, prefill = engine.meter.times, engine.runner.prefill_program.pieces.counters
     gpu_blocks, offload = runner.kv_cache.gpu_blocks, runner.offload
     host_blocks = None if offload is None else offload.host.blocks
@@ -65,9 +65,9 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
         "num_decode_steps": decode.num_steps,
         "num_decode_tokens": times.num_decode_tokens,
         "decode_seconds": decode.seconds,
-        "graph_replays": counters.graph_replays,
-        "eager_steps": counters.eager_steps,
-        "padded_rows": counters.padded_rows,
+        "graph_replays": decoded.graph_replays,
+        "eager_steps": decoded.eager_steps,
+        "padded_rows": decoded.padded_rows,
         "graph_bytes": 0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
         "products_in_own_tiles": {
             "x".join(map(str, check.shape)): list(check.differing) for check in runner.product_checks if check.differing

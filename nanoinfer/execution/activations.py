@@ -59,9 +59,8 @@ class Activations:
             # activations, which could then never be given back.
             some = torch.ones(16, 16, dtype=self._model.spec.dtype, device=device)
             torch.nn.functional.linear(some, some)
-            from nanoinfer.kernels.launch.compile_ahead import (
-                compile_ahead,  # triton comes with CUDA builds of torch only
-            )
+            # Not at the top: triton comes with CUDA builds of torch only.
+            from nanoinfer.kernels.launch.compile_ahead import compile_ahead
 
             with compile_ahead(device):
                 self._run_prefill(min(128, plan.max_num_batched_tokens))

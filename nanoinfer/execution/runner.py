@@ -228,9 +228,8 @@ class ModelRunner:
 
         if is_cuda:
             if self.graph_memory is None:  # later, in another mode, few kernels are new
-                from nanoinfer.kernels.launch.compile_ahead import (
-                    compile_ahead,  # triton comes with CUDA builds of torch only
-                )
+                # Not at the top: triton comes with CUDA builds of torch only.
+                from nanoinfer.kernels.launch.compile_ahead import compile_ahead
 
                 with self.compute.current(), compile_ahead(self.runtime.device):
                     program.run_each_kind()

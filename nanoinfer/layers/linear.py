@@ -35,8 +35,6 @@ class Linear(nn.Module):
         self.weights = weights
         weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
         self.bias = empty_weight(self.num_rows, dtype=dtype, device=device) if bias else None
-        self.library_counts: frozenset[int] = frozenset()
-        """Row counts at which the library gives our kernels' bits on CUDA; see `nanoinfer.execution.products`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weights.project(self, x)
@@ -61,7 +59,7 @@ class Linear(nn.Module):
         return found
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
-        """Random weights."""
+        """Fill weight and bias with random values."""
         self.weights.fill_with_noise(self, generator)
         if self.bias is not None:
             self.bias.normal_(0.0, 0.02, generator=generator)
@@ -85,4 +83,4 @@ class Embedding(Head):
         super().__init__(hidden_size, vocab_size, dtype=dtype, device=device)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.weights.lookup(self, token_ids)
+        return DENSE.lookup(self, token_ids)

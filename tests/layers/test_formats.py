@@ -110,6 +110,12 @@ def test_what_a_format_does_not_have_is_refused(checkpoints):
         make_engine(checkpoints[0])
 
 
+@pytest.mark.parametrize("method", [None, 8, ["int8-rows"], {"int8-rows": 1}])
+def test_a_method_that_is_no_name_is_refused(method):
+    with pytest.raises(ValueError, match="quant_method=.*quantized checkpoints are not supported"):
+        registry.format_of({"quant_method": method, "bits": 8})
+
+
 def test_integers_are_not_taken_for_numbers(checkpoints):
     settle(checkpoints[0], None)
     with pytest.raises(ValueError, match="has no place for: .*weight_scale"):

@@ -27,7 +27,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
-        """Registers the parameters of a weight of [num_rows, in_features], not yet filled.
+        """Register the parameters of a weight of [num_rows, in_features], not yet filled.
 
         dtype: of the rows that the projection takes and returns.
         """
@@ -41,15 +41,11 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
-        """Random weights with a standard deviation of about 0.02."""
+        """Fill the weight with random values whose standard deviation is about 0.02."""
 
     @abstractmethod
     def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias: [N, in_features] -> [N, num_rows], in `out` if that is given."""
-
-    def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
-        """Rows of the weight, for embeddings: [N] -> [N, in_features]."""
-        raise NotImplementedError(f"{self.name} has no rows to look up")
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
         """activation(gate) * up, for a weight that holds the rows of gate, then the rows of up. None: use `project`."""

@@ -14,12 +14,17 @@ from nanoinfer.layers.weight import empty_weight
 
 
 class Dense(WeightFormat):
-    """weight: [num_rows, in_features] in the model's dtype."""
+    """weight: [num_rows, in_features] in the model's dtype.
+
+    `library_counts` of a module are the row counts at which the library gives our kernels' bits on CUDA; see
+    `nanoinfer.execution.products`.
+    """
 
     name = "dense"
 
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
         module.weight = empty_weight(num_rows, in_features, dtype=dtype, device=device)
+        module.library_counts = frozenset()
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor]:
         return {"weight": module.weight[begin:end]}
@@ -31,6 +36,7 @@ class Dense(WeightFormat):
         return product(x, module.weight, module.bias, out=out, library_counts=module.library_counts)
 
     def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
+        """Return rows of the weight, for embeddings: [N] -> [N, in_features]."""
         return torch.nn.functional.embedding(ids, module.weight)
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:

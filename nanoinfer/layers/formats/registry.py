@@ -34,7 +34,7 @@ def format_of(quantization: Mapping[str, Any] | None) -> WeightFormat:
     if not quantization:
         return DENSE
     method = quantization.get("quant_method")
-    if method in _FORMATS:
+    if isinstance(method, str) and method in _FORMATS:
         return _FORMATS[method](dict(quantization))
     raise ValueError(
         f"the config has a quantization_config with quant_method={shown(method)}, and quantized checkpoints are not "
