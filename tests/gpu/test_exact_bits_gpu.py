@@ -100,7 +100,10 @@ def run(
                 engine.abort(f"x{number}")
     recorder.collect(keep=0)
     torch.cuda.synchronize()
-    return {number: answer(recorder, request) for number, request in running.items()}
+    answers = {number: answer(recorder, request) for number, request in running.items()}
+    # The next run frees the recorded rows to its own stream, which would overwrite them while they are stacked here.
+    torch.cuda.synchronize()
+    return answers
 
 
 def answer(recorder: LogitsRecorder, request) -> tuple[list, list[torch.Tensor]]:
