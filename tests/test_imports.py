@@ -17,7 +17,8 @@ LAYERS = (
     "nanoinfer.attention nanoinfer.layers",
     "nanoinfer.models",
     "nanoinfer.options nanoinfer.weights",
-    "nanoinfer.kv nanoinfer.step",
+    "nanoinfer.step",
+    "nanoinfer.kv",
     "nanoinfer.memory",
     "nanoinfer.execution",
     "nanoinfer.engine",
@@ -112,6 +113,13 @@ def test_offload_knows_nothing_of_a_model():
         for other in IMPORTS[module]
         if other.startswith("nanoinfer")
     ]
+
+
+def test_execution_knows_steps_and_no_sequence():
+    """What plans a step and what carries it out could run in two processes."""
+    above = ("nanoinfer.engine", "nanoinfer.kv", "nanoinfer.requests")
+    found = {other for module in MODULES if module.startswith("nanoinfer.execution") for other in IMPORTS[module]}
+    assert "nanoinfer.step.plan" in found and not [other for other in found if other.startswith(above)]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

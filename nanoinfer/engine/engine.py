@@ -5,29 +5,30 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import stats
+from nanoinfer.engine.batch import Batch
 from nanoinfer.engine.meter import StepMeter, StepTotals
+from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import BuiltEngine, build
 from nanoinfer.engine.trace import Trace
 from nanoinfer.execution.read_back import PendingTokens
-from nanoinfer.execution.read_counts import count_blocks_read
-from nanoinfer.execution.sampling_state import MAX_BANNED
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt, encode, too_long, unpack
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence, SequenceState
+from nanoinfer.sampling.settings import MAX_BANNED
 from nanoinfer.sampling_params import Advised, SamplingParams
-from nanoinfer.step.batch import DecodeBatch, PrefillBatch
-from offload import Runtime, Timeline
+from offload import OffloadEngine, Runtime, Timeline
 from offload.memory.pinned import PinError
 
 MODES = ("resident", "offload")
@@ -37,7 +38,8 @@ MODES = ("resident", "offload")
 class _InFlight:
     """A step that was launched and not read yet."""
 
-    batch: PrefillBatch | DecodeBatch
+    batch: Batch
+    sampled: list[Sequence]  # in the order of the tokens
     tokens: PendingTokens
     launched: float  # time.perf_counter
     streamed_bytes: int
@@ -49,17 +51,28 @@ class LLMEngine:
 
     Args:
         runtime: streams, events and graphs; None: make the one that fits the device.
+
+    Attributes:
+        on_logits: called in each step that samples, with the sequences that get a token and a function that returns
+            their logits, [len(sequences), vocab_size], for work on the compute stream in this step. None: no call.
+        may_spill: whether the engine may enter offload mode by itself: "auto", and not all full-length rows fit.
     """
 
     @torch.inference_mode()
     def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
         built: BuiltEngine = build(config, runtime)
         self.config, self.plan, self.tokenizer, self.runner = config, built.plan, built.tokenizer, built.runner
+        self.kv_cache = built.kv_cache
         self.vocab_size = built.runner.model.spec.vocab_size
+        rows, blocks_per_row = self.kv_cache.gpu_table.shape
+        fits = rows * blocks_per_row <= self.kv_cache.gpu_blocks.num_blocks
+        self.may_spill = config.enable_cpu_offload == "auto" and not fits
+        self.planner = StepPlanner(self.kv_cache, built.end_token_ids)
+        self.on_logits: Callable[[list[Sequence], Callable[[], torch.Tensor]], None] | None = None
         self.scheduler = Scheduler(
-            built.runner.kv_cache,
+            self.kv_cache,
             built.plan.max_num_batched_tokens,
-            self._enter_offload if built.runner.may_spill else None,
+            self._enter_offload if self.may_spill else None,
             max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
         )
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
@@ -77,11 +90,11 @@ class LLMEngine:
         self._is_recovering = False
         try:
             if config.enable_cpu_offload is True:
-                self.runner.switch_mode("offload", [])
+                self._switch("offload")
             else:
-                if self.runner.may_spill:
+                if self.may_spill:
                     self._prepare_offload()
-                self.runner.capture()
+                self.runner.capture(self.may_spill)
         except BaseException:
             self.runner.close()
             raise
@@ -237,7 +250,7 @@ class LLMEngine:
         launched = self._launch(batch)
         if before is not None:
             self._take(before, launched)
-        if any(sequence.params.logprobs is not None for sequence in launched.tokens.sequences):
+        if any(sequence.params.logprobs is not None for sequence in launched.sampled):
             # The log-probabilities of a whole step are too large to keep until the next step.
             self._take(launched)
         elif any(not sequence.is_finished for sequence in batch.sequences):
@@ -272,7 +285,7 @@ class LLMEngine:
             try:
                 self._read_tokens(step)
             except Exception:
-                self._at_risk = [*self._at_risk, *step.tokens.sequences]
+                self._at_risk = [*self._at_risk, *step.sampled]
         if not is_sound:
             self._at_risk = [s for s in self._sequences() if s.state is not SequenceState.WAITING or s.num_pending]
         for sequence in [*self._at_risk, *(s for s in self._sequences() if s.num_pending)]:
@@ -283,7 +296,9 @@ class LLMEngine:
             if sequence.finish_reason is not None:
                 sequence.state, sequence.row, sequence.saved = SequenceState.FINISHED, None, None
         self._requests = {name: request for name, request in self._requests.items() if not request.is_finished}
-        self.runner.recover(self.scheduler.running, keeps_prefixes=is_sound)
+        self.kv_cache.recover(self.scheduler.running, self.runner.offload, keeps_prefixes=is_sound)
+        self.planner.forget()
+        self.runner.forget()
         self._at_risk = []
         self._is_recovering = False
         self._is_whole = True
@@ -321,18 +336,23 @@ class LLMEngine:
             if request.is_finished:
                 self._requests.pop(request.request_id, None)
 
-    def _launch(self, batch: PrefillBatch | DecodeBatch) -> _InFlight:
+    def _launch(self, batch: Batch) -> _InFlight:
         begin, streamed_before = time.perf_counter(), self._streamed_bytes()
-        is_decode = isinstance(batch, DecodeBatch)
+        is_decode, sampled = not batch.chunks, batch.sampled
         if not is_decode:  # a request's first step is never a decode step
             for sequence in batch.sequences:
                 self._requests[sequence.request_id].mark_scheduled()
-        count_blocks_read(self.runner.kv_cache, batch.sequences)
         timeline = self.meter.timeline(is_decode)
-        tokens = self.runner.decode(batch, timeline) if is_decode else self.runner.prefill(batch, timeline)
+        plan = self.planner.begin_step(batch)
+        on_logits = None if self.on_logits is None else partial(self.on_logits, sampled)
+        tokens = self.runner.execute(plan, timeline, on_logits)
+        self.planner.end_step(batch, plan)
+        if tokens.streamed_bytes is not None:
+            for sequence, num_bytes in zip(batch.sequences, tokens.streamed_bytes.tolist(), strict=True):
+                sequence.streamed_bytes += num_bytes
         self.meter.resident_share = stats.resident_share(self)
         self._trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
-        return _InFlight(batch, tokens, begin, self._streamed_bytes() - streamed_before, timeline)
+        return _InFlight(batch, sampled, tokens, begin, self._streamed_bytes() - streamed_before, timeline)
 
     def _trace_host(self, name: str, begin: float) -> None:
         if self.meter.trace is not None:
@@ -344,16 +364,16 @@ class LLMEngine:
         If this fails, the requests of the step are at risk, and so are those of the step `behind` it, which depends on
         its tokens.
         """
-        self._at_risk = [*step.tokens.sequences, *([] if behind is None else behind.batch.sequences)]
+        self._at_risk = [*step.sampled, *([] if behind is None else behind.batch.sequences)]
         self._in_flight = None
         self._read_tokens(step)
         begin = time.perf_counter()
-        sequences = step.tokens.sequences
+        sequences = step.sampled
         names = {sequence.request_id for sequence in sequences if sequence.finish_reason is not None}
         self._remove_ended([self._requests[name] for name in names if name in self._requests])
         for sequence in sequences:
             if sequence.row is not None:
-                self.runner.kv_cache.publish(sequence)
+                self.kv_cache.publish(sequence)
         self._trace_host("give back and publish", begin)
 
     def _read_tokens(self, step: _InFlight) -> None:
@@ -363,7 +383,7 @@ class LLMEngine:
         read = time.perf_counter()
         self._trace_host("wait for tokens", begin)
         self._count(step, read, read - begin)
-        found = zip(step.tokens.sequences, sampled.tokens, sampled.logprobs, sampled.errors, strict=True)
+        found = zip(step.sampled, sampled.tokens, sampled.logprobs, sampled.errors, strict=True)
         for sequence, token_id, logprobs, error in found:
             sequence.num_pending -= 1
             if sequence.finish_reason is not None:
@@ -384,7 +404,7 @@ class LLMEngine:
 
     @property
     def mode(self) -> str:
-        return self.runner.mode
+        return "resident" if self.kv_cache.offload is None else "offload"
 
     @torch.inference_mode()
     def switch_mode(self, mode: str) -> None:
@@ -405,21 +425,46 @@ class LLMEngine:
                 f"mode's pool holds {capacity}: raise "
                 f"{'host_memory_limit' if mode == 'offload' else 'gpu_memory_limit'} or wait until it has ended"
             )
-        self.runner.check_switch(mode, self.scheduler.running)  # refuse here, before anything has changed
+        self._check_switch(mode)  # refuse here, before anything has changed
         with self._changing():
-            self.runner.switch_mode(mode, self.scheduler.running)
+            self._switch(mode)
+
+    def _switch(self, mode: str) -> None:
+        """Move the blocks of the running sequences and go on in the other mode.
+
+        Raises:
+            ValueError, MemoryError, PinError: the other pool cannot hold or be used for them; nothing changes.
+        """
+        self._check_switch(mode)
+        with self.runner.compute.current():
+            if mode == "offload":
+                self.kv_cache.switch_to_offload(self._get_offload(), self.scheduler.running)
+            else:
+                self.kv_cache.switch_to_resident(self.scheduler.running)
+            self.runner.capture(mode == "offload" or self.may_spill)
+
+    def _check_switch(self, mode: str) -> None:
+        """Raise what `_switch` raises if the switch is impossible, without changing anything."""
+        if mode == "offload":
+            self.kv_cache.check_offload(self._get_offload(), self.scheduler.running)
+        else:
+            self.kv_cache.check_resident(self.scheduler.running)
+
+    def _get_offload(self) -> OffloadEngine:
+        self.runner.check_offload()
+        return self.runner.get_offload(self.kv_cache.gpu_blocks)
 
     def _prepare_offload(self) -> None:
         """For "auto": begins to map and pin the host pool. If that fails, the engine stays in resident mode."""
         try:
-            self.runner.prepare_offload()
+            self._get_offload()
         except (MemoryError, PinError) as error:
             self._note_no_offload(error)
 
     def _enter_offload(self) -> bool:
         """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did."""
         try:
-            self.runner.switch_mode("offload", self.scheduler.running)
+            self._switch("offload")
         except (ValueError, MemoryError, PinError) as error:
             self._note_no_offload(error)
             return False
@@ -437,7 +482,7 @@ class LLMEngine:
         block_size = self.config.block_size
         if mode == "offload":
             return self.plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
-        return self.runner.kv_cache.gpu_blocks.num_blocks * block_size
+        return self.kv_cache.gpu_blocks.num_blocks * block_size
 
     def _streamed_bytes(self) -> int:
         return 0 if self.runner.offload is None else self.runner.offload.counters.streamed_bytes
@@ -447,17 +492,17 @@ class LLMEngine:
         times, batch = self.times, step.batch
         seconds = now - max(step.launched, times.last_read)
         times.last_read = now
-        if isinstance(batch, PrefillBatch):
+        if batch.chunks:
             times.prefill += seconds
             times.num_prefill_steps += 1
             times.num_prefill_tokens += sum(chunk.end - chunk.begin for chunk in batch.chunks)
             times.num_mixed_steps += bool(batch.decoding)
             times.num_mixed_tokens += len(batch.decoding)
             return
-        times.num_decode_tokens += len(batch.sequences)
+        times.num_decode_tokens += len(batch.decoding)
         self.meter.count(seconds, seconds - wait_seconds, step.streamed_bytes, step.timeline)
         copy_wait = seconds * self.meter.times.wait_fraction
-        for sequence in batch.sequences if copy_wait else ():
+        for sequence in batch.decoding if copy_wait else ():
             sequence.copy_wait_seconds += copy_wait
 
     def stats(self) -> dict[str, int | float | str | list[str]]:
@@ -502,4 +547,4 @@ class LLMEngine:
         self._requests.clear()
         self._in_flight = None
         self.runner.close()
-        del self.runner, self.scheduler
+        del self.runner, self.scheduler, self.planner, self.kv_cache

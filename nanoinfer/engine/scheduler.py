@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from nanoinfer.engine.batch import Batch, PrefillChunk
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.requests.sequence import Sequence, SequenceState
-from nanoinfer.step.batch import DecodeBatch, PrefillBatch, PrefillChunk
 
 
 class Scheduler:
@@ -62,12 +62,12 @@ class Scheduler:
         sequence.saved = None
         sequence.state = SequenceState.FINISHED
 
-    def schedule(self) -> PrefillBatch | DecodeBatch | None:
+    def schedule(self) -> Batch | None:
         """Return the next step, with the blocks that it writes to already allocated; None when nothing can run."""
         wanting = [sequence for sequence in self.running if _wants_token(sequence)]
         if not (wanting and self._last_was_prefill):
             may_mix = 0 < len(wanting) < self.max_mixed_tokens and self._wants_prefill
-            num_preemptions = self.num_preemptions
+            num_preemptions, num_running = self.num_preemptions, len(self.running)
             # Running sequences get their blocks before new ones are admitted. A sequence that was preempted must not be
             # admitted again in this step, because the host has not read all of its tokens.
             decoding = self._make_room(wanting) if may_mix else []
@@ -76,11 +76,12 @@ class Scheduler:
                 num_tokens = len(decoding) + sum(chunk.end - chunk.begin for chunk in chunks)
                 is_mixed = bool(decoding) and num_tokens <= self.max_mixed_tokens
                 self._last_was_prefill = not is_mixed
-                return PrefillBatch(chunks, decoding if is_mixed else [])
-            wanting = [sequence for sequence in self.running if _wants_token(sequence)]  # some were admitted again
+                return Batch(chunks, decoding if is_mixed else [])
+            if (num_preemptions, num_running) != (self.num_preemptions, len(self.running)):  # some were admitted again
+                wanting = [sequence for sequence in self.running if _wants_token(sequence)]
         self._last_was_prefill = False
         sequences = self._make_room(wanting)
-        return DecodeBatch(sequences) if sequences else None
+        return Batch([], sequences) if sequences else None
 
     @property
     def _wants_prefill(self) -> bool:
@@ -116,7 +117,7 @@ class Scheduler:
         if end <= begin:
             return 0
         self._kv_cache.grow(sequence, end)
-        chunks.append(PrefillChunk(sequence, begin, end))
+        chunks.append(PrefillChunk(sequence, begin, end, is_last=end == sequence.num_tokens))
         return end - begin
 
     def _make_room(self, wanting: list[Sequence]) -> list[Sequence]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.kv.cache import KVCache
 from nanoinfer.memory.machine import reserved_bytes, resolve_device
 from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.memory.sizes import attention_spec, spec_and_layout
@@ -24,6 +25,7 @@ from offload.memory.host_memory import memory_available_bytes
 class BuiltEngine:
     plan: MemoryPlan
     runner: ModelRunner
+    kv_cache: KVCache
     tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
@@ -75,5 +77,17 @@ def build(
         progress=config.progress_bar,
     )
     model.spec = spec  # the spec with the KV cache's dtype, which the checkpoint does not contain
-    runner = ModelRunner(config, plan, runtime, model, backend, layout, end_ids, memory_before)
-    return BuiltEngine(plan, runner, tokenizer, end_ids, defaults)
+    runner = ModelRunner(config, plan, runtime, model, backend, layout, memory_before)
+    kv_cache = KVCache(
+        layout,
+        runner.num_gpu_blocks,
+        runner.block_copies,
+        max_num_seqs=plan.max_num_seqs,
+        max_blocks_per_seq=-(-plan.max_model_len // layout.block_size),
+        max_splits=plan.max_splits,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_resident_blocks=plan.max_resident_blocks,
+        window=max((window for window in spec.windows if window is not None), default=None),
+        only_if_faster=config.enable_cpu_offload == "auto",
+    )
+    return BuiltEngine(plan, runner, kv_cache, tokenizer, end_ids, defaults)

@@ -9,6 +9,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.meter import DecodeTimes, StepMeter, StepTotals
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.kv.cache import KVCache
 from nanoinfer.memory.plan import MemoryPlan
 
 
@@ -19,6 +20,8 @@ class Engine(Protocol):
     mode: str
     plan: MemoryPlan
     runner: ModelRunner
+    kv_cache: KVCache
+    may_spill: bool
     scheduler: Scheduler
     meter: StepMeter
     times: StepTotals
@@ -28,7 +31,7 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
     """Return counters since the engine was made, and the state of both pools; see `LLMEngine.stats`."""
     runner, times, decoded = engine.runner, engine.times, engine.runner.decode_program.counters
     decode, prefill = engine.meter.times, engine.runner.prefill_program.pieces.counters
-    gpu_blocks, offload = runner.kv_cache.gpu_blocks, runner.offload
+    gpu_blocks, offload = engine.kv_cache.gpu_blocks, runner.offload
     host_blocks = None if offload is None else offload.host.blocks
     transfer = None if offload is None else offload.counters
     return {
@@ -44,10 +47,10 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
         "host_blocks_used": 0 if host_blocks is None else host_blocks.num_used,
         "host_blocks_free": 0 if host_blocks is None else host_blocks.num_free,
         "host_blocks_cached": 0 if host_blocks is None else host_blocks.num_cached,
-        "prefix_cache_queried_tokens": runner.kv_cache.prefixes.num_queried_tokens,
-        "prefix_cache_hit_tokens": runner.kv_cache.prefixes.num_hit_tokens,
-        "kv_blocks_resident": runner.kv_cache.num_resident,
-        "kv_blocks_streamed": runner.kv_cache.num_streamed,
+        "prefix_cache_queried_tokens": engine.kv_cache.prefixes.num_queried_tokens,
+        "prefix_cache_hit_tokens": engine.kv_cache.prefixes.num_hit_tokens,
+        "kv_blocks_resident": engine.kv_cache.num_resident,
+        "kv_blocks_streamed": engine.kv_cache.num_streamed,
         "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
         "discarded_prefetch_bytes": 0 if transfer is None else transfer.discarded_bytes,
         "written_bytes": 0 if transfer is None else transfer.written_bytes,
@@ -92,7 +95,7 @@ def report(engine: Engine) -> dict[str, int | float | str | list[str]]:
 
 def resident_share(engine: Engine) -> float:
     """Return the share of the full KV blocks of all running sequences that lies on the GPU."""
-    kv_cache = engine.runner.kv_cache
+    kv_cache = engine.kv_cache
     num_resident = kv_cache.num_resident
     total = num_resident + kv_cache.num_streamed
     return num_resident / total if total else 1.0
@@ -131,7 +134,7 @@ def notes(engine: Engine) -> list[str]:
     """Return one sentence for each setting that had no effect."""
     config, found = engine.config, []
     offload = engine.runner.offload
-    if config.enable_cpu_offload == "auto" and not engine.runner.may_spill:
+    if config.enable_cpu_offload == "auto" and not engine.may_spill:
         found.append('enable_cpu_offload="auto" has no effect: all that can run at once fits on the GPU')
     if config.enable_cpu_offload is True and engine.meter.times.num_steps and not offload.counters.streamed_bytes:
         found.append("enable_cpu_offload=True has had no effect so far: all KV fits on the GPU")

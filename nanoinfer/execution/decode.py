@@ -8,7 +8,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -19,14 +19,13 @@ import torch
 from nanoinfer.attention.base import AttentionBackend, DecodeWork, Partials
 from nanoinfer.execution.graphs import Graphs
 from nanoinfer.execution.sampling_state import SamplingState
+from nanoinfer.execution.splits import NO_SPLITS, SplitLists, resident_key, split_lists
 from nanoinfer.execution.tables import ChunkRecords, DeviceTable, RowState, SplitTables
 from nanoinfer.kernels.attention.limits import MAX_TILES_APART, SHORT_BLOCKS
 from nanoinfer.kernels.linear.counts import MAX_ROWS
-from nanoinfer.kv.cache import KVCache
-from nanoinfer.kv.splits import NO_SPLITS, SplitLists, resident_key, split_lists
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.models.base import DecoderModel
-from nanoinfer.requests.sequence import Sequence
+from nanoinfer.step.plan import StepPlan
 from offload import Chunk, Ring, Runtime, Stream, StreamPlan, pack
 from offload.layout import runs
 
@@ -47,6 +46,7 @@ class DecodeProgram:
     Args:
         max_batch: largest padded batch.
         batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
+        gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         max_blocks: blocks that all rows together may attend to; a block that several rows share counts once per row.
     """
 
@@ -56,7 +56,8 @@ class DecodeProgram:
         compute: Stream,
         model: DecoderModel,
         backend: AttentionBackend,
-        kv_cache: KVCache,
+        gpu_kv: torch.Tensor,
+        block_size: int,
         rows: RowState,
         ring: Ring,
         sampling: SamplingState,
@@ -75,7 +76,8 @@ class DecodeProgram:
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._runtime, self._compute, self._sampling = runtime, compute, sampling
-        self._model, self._backend, self._kv_cache, self._ring = model, backend, kv_cache, ring
+        self._model, self._backend, self._ring = model, backend, ring
+        self._gpu_kv, self._block_size = gpu_kv, block_size
         self._kind = [self.windows.index(window) for window in spec.windows]  # layer -> index into windows
         heads = (max_batch, spec.num_q_heads, spec.head_dim)
         self._x = torch.zeros(max_batch, spec.hidden_size, dtype=spec.dtype, device=device)
@@ -133,7 +135,7 @@ class DecodeProgram:
         if index == len(self._kind):
             self._finish(size, normed)
             return x
-        target = KVSlots(self._kv_cache.gpu_kv[index], self._slots[:size], self._q[:size])
+        target = KVSlots(self._gpu_kv[index], self._slots[:size], self._q[:size])
         q = model.before_attention(index, normed, self._positions[:size], target)
         self.attend_gpu(index, q, attention, whole_rows)
         return x
@@ -146,7 +148,7 @@ class DecodeProgram:
                 `out`, otherwise `merge` does.
         """
         backend, count = self._backend, len(q)
-        kv, window, lengths = self._kv_cache.gpu_kv[layer], self._model.spec.windows[layer], self._lengths[:count]
+        kv, window, lengths = self._gpu_kv[layer], self._model.spec.windows[layer], self._lengths[:count]
         if whole_rows:
             backend.decode_rows(q, kv, self._block_table[:count], lengths, out, window)
         else:
@@ -201,7 +203,7 @@ class DecodeProgram:
 
     def _prepare(self, size: int, whole_rows: bool) -> None:
         """Fill in the tokens, lengths, positions and slots of the batch."""
-        rows, state, block_size = self._batch_rows.tensor[:size], self.rows, self._kv_cache.block_size
+        rows, state, block_size = self._batch_rows.tensor[:size], self.rows, self._block_size
         if whole_rows:
             self._block_table[:size].copy_(state.block_table.index_select(0, rows))
         if rows.is_cuda:
@@ -291,31 +293,32 @@ class DecodeProgram:
         """The smallest captured batch size that holds `count` rows, or `count` itself beyond the largest."""
         return next((size for size in self.batch_sizes if size >= count), count)
 
-    def begin(
-        self, sequences: list[Sequence], write_through: list[tuple[int, int]], beside: StreamPlan | None = None
-    ) -> DecodeStep:
-        """Upload what changed and plan the step.
+    def begin(self, step: StepPlan, beside: StreamPlan | None = None) -> DecodeStep:
+        """Upload what changed and plan what the rows that decode attend to.
 
         Args:
             beside: what the prefill step of the same mixed step streams; its blocks are attended to from its chunks.
 
         In resident mode the lists of splits change only when a row comes, goes or begins a split (a block, or a part of
-        one in short rows). Until then the host time of a step does not depend on the context length.
+        one in short rows). Until then they are not made again.
         """
-        rows_changed = self.rows.update(self._compute, sequences, self._kv_cache)
-        size = self.padded_size(len(sequences))
-        rows = np.array([sequence.row for sequence in sequences], dtype=np.int32)
-        lengths = np.array([sequence.num_tokens for sequence in sequences])
+        assert np.all(step.ends - step.begins == 1), "a decoding row computes one token"
+        self.rows.update(self._compute, step.changed_rows)
+        rows, lengths, first = step.rows, step.ends, len(step.chunks)
+        size = self.padded_size(len(rows))
+        self.counters.num_rows += 0 if step.chunks else len(rows)
+        self.counters.padded_rows += 0 if step.chunks else size - len(rows)
         padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
-        resident = None
-        if self._kv_cache.offload is None:
+        resident, write_through = None, [] if step.chunks else step.write_through
+        if not step.may_stream:
             partials_per_block = partial(self._partials_per_block, size)
-            resident = resident_key(size, rows, lengths, self.windows, self._kv_cache.block_size, partials_per_block)
-        if resident is not None and resident == self._last_splits and not rows_changed:
+            resident = resident_key(size, rows, lengths, self.windows, self._block_size, partials_per_block)
+        if resident is not None and resident == self._last_splits and not len(step.changed_rows):
             return DecodeStep(self, size, self._no_stream, self._no_stream, write_through)
         self._last_splits = None
-        lists = self._split_lists(size, rows, lengths)
+        host_blocks = step.host_blocks[first:]
+        lists = self._split_lists(size, step.gpu_blocks[first:], host_blocks, lengths)
         plan = self._stream_plan(lists, beside)
         for index, found in enumerate(lists):
             num_splits = found.ranges[-1]
@@ -324,23 +327,23 @@ class DecodeProgram:
             chunks = [chunk for part in (plan, beside) if part for chunk in part.chunks[self._kind.index(index)]]
             self._records[index].set(self._compute, found, chunks)
         self._last_splits = resident
-        num_streamed = self._kv_cache.residency.num_streamed
-        promoted = self._kv_cache.promote(rows.tolist())
-        # If no sequence comes or goes, the next step streams the same blocks, except those that are promoted now.
-        have_come = self._kv_cache.residency.num_streamed < num_streamed
-        changes = have_come or beside is not None
-        ahead = self._stream_plan(self._split_lists(size, rows, lengths)) if changes else plan
+        # If no sequence comes or goes, the next step streams the same blocks, except those that have come meanwhile.
+        ahead, later = plan, step.later_gpu_blocks
+        if later is not None:
+            ahead = self._stream_plan(self._split_lists(size, later, host_blocks, lengths))
+        elif beside is not None:
+            ahead = self._stream_plan(lists)
         readers = [(found.on_host[:, 0], found.on_host[:, 2]) for found in lists]
-        return DecodeStep(self, size, plan, ahead, write_through, promoted, readers)
+        return DecodeStep(self, size, plan, ahead, write_through, step.promoted, readers)
 
-    def _split_lists(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> list[SplitLists]:
-        """Return for each window where the splits of the rows lie."""
-        block_size = self._kv_cache.block_size
-        width = -(-int(lengths.max()) // block_size)
-        gpu_rows, host_rows = self._kv_cache.gpu_table[rows, :width], self._kv_cache.host_table[rows, :width]
+    def _split_lists(
+        self, size: int, gpu_blocks: np.ndarray, host_blocks: np.ndarray, lengths: np.ndarray
+    ) -> list[SplitLists]:
+        """Return for each window where the splits of the rows lie. The block tables: [rows, any number of blocks]."""
         partials_per_block = partial(self._partials_per_block, size)
         return [
-            split_lists(gpu_rows, host_rows, lengths, window, block_size, partials_per_block) for window in self.windows
+            split_lists(gpu_blocks, host_blocks, lengths, window, self._block_size, partials_per_block)
+            for window in self.windows
         ]
 
     def _partials_per_block(self, size: int, num_blocks: np.ndarray) -> np.ndarray:
@@ -384,7 +387,7 @@ class DecodeProgram:
 
     def keep(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
         """Copy promoted blocks, which stay on the GPU from now on, from the ring slot into the GPU pool."""
-        kv, slot = self._kv_cache.gpu_kv[layer], self._ring.slots[ring_slot]
+        kv, slot = self._gpu_kv[layer], self._ring.slots[ring_slot]
         pairs = [(promoted[block], place) for place, block in enumerate(chunk.blocks) if block in promoted]
         for gpu_block, place, count in runs(pairs):
             self._compute.copy(kv[gpu_block : gpu_block + count], slot[place : place + count])
@@ -403,7 +406,7 @@ class DecodeStep:
     size: int
     plan: StreamPlan
     ahead: StreamPlan
-    write_through: list[tuple[int, int]]
+    write_through: Sequence[tuple[int, int]]
     promoted: dict[int, int] = field(default_factory=dict)
     readers: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 

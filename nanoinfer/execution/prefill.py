@@ -8,7 +8,7 @@ that several sequences of a step share passes through the ring once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,13 +16,11 @@ import torch
 
 from nanoinfer.attention.base import AttentionBackend, PrefillPiece, PrefillState
 from nanoinfer.execution.segments import PADDING, PrefillPieces, StepTensors
+from nanoinfer.execution.splits import first_visible_block
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
-from nanoinfer.kv.cache import NO_BLOCK, KVCache
-from nanoinfer.kv.splits import first_visible_block
 from nanoinfer.models.base import DecoderModel
-from nanoinfer.requests.sequence import Sequence
-from nanoinfer.step.batch import PrefillChunk
+from nanoinfer.step.plan import NO_BLOCK, PromptChunk, StepPlan
 from offload import Chunk, Ring, Runtime, Stream, StreamPlan, pack_together
 from offload.layout import runs
 
@@ -35,6 +33,7 @@ class PrefillProgram:
         max_tokens: tokens of one step.
         max_seqs: sequences of one step.
         max_blocks_per_seq: logical blocks of one sequence.
+        max_blocks: blocks of all sequences together.
     """
 
     def __init__(
@@ -43,17 +42,20 @@ class PrefillProgram:
         compute: Stream,
         model: DecoderModel,
         backend: AttentionBackend,
-        kv_cache: KVCache,
+        gpu_kv: torch.Tensor,
+        block_size: int,
         ring: Ring,
         *,
         max_tokens: int,
         max_seqs: int,
         max_blocks_per_seq: int,
+        max_blocks: int,
         capture_num_tokens: list[int],
     ) -> None:
         assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the tables"
         self.compute = compute
-        self.model, self.backend, self.kv_cache, self.ring = model, backend, kv_cache, ring
+        self.model, self.backend, self.ring = model, backend, ring
+        self.gpu_kv, self.block_size = gpu_kv, block_size
         windows = list(dict.fromkeys(model.spec.windows))
         self.windows = windows
         self.kind = [windows.index(window) for window in model.spec.windows]
@@ -61,45 +63,46 @@ class PrefillProgram:
         # The table holds tokens, positions and slots; then per sequence the offsets and ranges; then block tables and
         # ring chunks. Every sequence of the step may have a history on the host (a shared prefix, a switch), with each
         # of its blocks in a separate ring slot.
-        blocks = min(kv_cache.max_splits, self.max_seqs * max_blocks_per_seq)
+        blocks = min(max_blocks, self.max_seqs * max_blocks_per_seq)
         num_rows = padded_rows(max_tokens) if runtime.device.type == "cuda" else max_tokens
         size = 3 * num_rows + (6 + len(windows)) * self.max_seqs + 1 + self.max_seqs * max_blocks_per_seq
         size += 3 * (9 + 2 * len(windows))  # each part begins at a multiple of 4
         size += 3 * len(windows) * blocks
         self._table = DeviceTable(runtime, size)
-        self.pieces = PrefillPieces(runtime, compute, model, kv_cache, self._table, capture_num_tokens)
+        self.pieces = PrefillPieces(runtime, compute, model, gpu_kv, self._table, capture_num_tokens)
         self._slot_places = torch.arange(ring.blocks_per_slot, dtype=torch.int32, device=runtime.device).view(1, -1)
 
-    def begin(
-        self, chunks: list[PrefillChunk], write_through: list[tuple[int, int]], decoding: list[Sequence]
-    ) -> PrefillStep:
-        """Upload the step's tables and plan the step.
+    def begin(self, step: StepPlan) -> PrefillStep:
+        """Upload the tables of the step's chunks and plan what the chunks attend to.
 
-        Args:
-            decoding: sequences whose last tokens follow the chunks' tokens; `MixedStep` fills them in and attends.
+        The last tokens of decoding rows follow the chunks' tokens; `MixedStep` fills them in and attends.
         """
-        packer = Packer()
-        tokens = [packer.add(values) for values in self._tokens(chunks, len(decoding))]  # first: graphs read them there
+        packer, chunks, num_decoding, block_size = Packer(), step.chunks, len(step.rows), self.block_size
+        gpu_blocks, host_blocks = step.gpu_blocks[: len(chunks)], step.host_blocks[: len(chunks)]
+        tokens = [packer.add(values) for values in self._tokens(chunks, gpu_blocks, num_decoding)]  # graphs read them
         lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
         cu_seqlens = packer.add(np.concatenate([[0], np.cumsum(lengths)]))
         finished = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         num_tokens = int(lengths.sum())
-        last = packer.add(np.concatenate([np.cumsum(lengths)[finished] - 1, num_tokens + np.arange(len(decoding))]))
-        last_rows = packer.add([sequence.row for sequence in [chunks[i].sequence for i in finished] + decoding])
+        last = packer.add(np.concatenate([np.cumsum(lengths)[finished] - 1, num_tokens + np.arange(num_decoding)]))
+        last_rows = packer.add(step.sampled_rows)
         query_pos = packer.add([chunk.begin for chunk in chunks])
         kv_end = packer.add([chunk.end for chunk in chunks])
-        first_blocks = [self._first_gpu_block(chunk) for chunk in chunks]
+        num_blocks = [-(-chunk.end // block_size) for chunk in chunks]
+        first_blocks = [_first_gpu_block(blocks[:count]) for blocks, count in zip(gpu_blocks, num_blocks)]
         first_block = packer.add(first_blocks)
-        block_size = self.kv_cache.block_size
-        width = max(-(-chunk.end // block_size) - f for chunk, f in zip(chunks, first_blocks, strict=True))
-        block_table = packer.add(self._block_table(chunks, first_blocks, width))
+        width = max(count - first for count, first in zip(num_blocks, first_blocks, strict=True))
+        table = np.zeros((len(chunks), width), dtype=np.int32)
+        for line, blocks, first, count in zip(table, gpu_blocks, first_blocks, num_blocks, strict=True):
+            line[: count - first] = blocks[first:count]
+        block_table = packer.add(table)
         load_state, histories = [], []
         for window in self.windows:
-            history = self._history(chunks, first_blocks, window, packer)
+            history = self._history(chunks, host_blocks, first_blocks, window, packer)
             load_state.append(packer.add([int(first < end) for first, end in zip(history.firsts, first_blocks)]))
             histories.append(history)
         packer.upload(self._table, self.compute)
-        if decoding:
+        if num_decoding:
             self._table.forget()  # `MixedStep` writes there, too
         view = self._view
         gpu_pieces = [
@@ -118,11 +121,11 @@ class PrefillProgram:
         ]
         return PrefillStep(
             program=self,
-            chunks=chunks,
-            write_through=write_through,
+            num_chunks=len(chunks),
+            write_through=step.write_through,
             plan=StreamPlan(tuple(histories[kind].chunks for kind in self.kind)),
             num_tokens=num_tokens,
-            tensors=self.pieces.begin(num_tokens + len(decoding), tokens),
+            tensors=self.pieces.begin(num_tokens + num_decoding, tokens),
             last=view(last),
             last_rows=view(last_rows),
             gpu_pieces=gpu_pieces,
@@ -163,15 +166,17 @@ class PrefillProgram:
             )
         return pieces
 
-    def _tokens(self, chunks: list[PrefillChunk], num_decoding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _tokens(
+        self, chunks: Sequence[PromptChunk], gpu_blocks: np.ndarray, num_decoding: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return token ids, positions and slots of the chunks' tokens, with padding for all further rows."""
-        block_size = self.kv_cache.block_size
+        block_size = self.block_size
         positions = [np.arange(chunk.begin, chunk.end) for chunk in chunks]
         slots = [
-            self.kv_cache.gpu_table[chunk.sequence.row, at // block_size] * block_size + at % block_size
-            for chunk, at in zip(chunks, positions, strict=True)
+            blocks[at // block_size] * block_size + at % block_size
+            for blocks, at in zip(gpu_blocks, positions, strict=True)
         ]
-        token_ids = [chunk.sequence.token_ids[chunk.begin : chunk.end] for chunk in chunks]
+        token_ids = [chunk.token_ids for chunk in chunks]
         num_tokens = sum(map(len, positions))
         num_padding = self.pieces.padded_count(num_tokens + num_decoding) - num_tokens
         return tuple(
@@ -179,24 +184,18 @@ class PrefillProgram:
             for parts, value in zip((token_ids, positions, slots), PADDING, strict=True)
         )
 
-    def _first_gpu_block(self, chunk: PrefillChunk) -> int:
-        """Return the logical block from which on all blocks lie on the GPU; the blocks before it lie on the host."""
-        row = self.kv_cache.gpu_table[chunk.sequence.row, : -(-chunk.end // self.kv_cache.block_size)]
-        missing = np.flatnonzero(row == NO_BLOCK)
-        return int(missing[-1]) + 1 if len(missing) else 0
-
-    def _block_table(self, chunks: list[PrefillChunk], first_blocks: list[int], width: int) -> np.ndarray:
-        table = np.zeros((len(chunks), width), dtype=np.int32)
-        for line, chunk, first in zip(table, chunks, first_blocks, strict=True):
-            blocks = self.kv_cache.gpu_table[chunk.sequence.row, first : -(-chunk.end // self.kv_cache.block_size)]
-            line[: len(blocks)] = blocks
-        return table
-
-    def _history(self, chunks: list[PrefillChunk], ends: list[int], window: int | None, packer: Packer) -> _History:
+    def _history(
+        self,
+        chunks: Sequence[PromptChunk],
+        host_blocks: np.ndarray,
+        ends: list[int],
+        window: int | None,
+        packer: Packer,
+    ) -> _History:
         """Return the host blocks before logical block `ends[i]` that a query of chunk i sees, as ring chunks."""
-        block_size = self.kv_cache.block_size
+        block_size = self.block_size
         firsts = [int(first_visible_block(np.array(chunk.begin), window, block_size)) for chunk in chunks]
-        lists = [self.kv_cache.host_table[chunk.sequence.row, :end] for chunk, end in zip(chunks, ends, strict=True)]
+        lists = [blocks[:end] for blocks, end in zip(host_blocks, ends, strict=True)]
         assert all(np.all(blocks[first:] != NO_BLOCK) for blocks, first in zip(lists, firsts, strict=True)), (
             "a block lies neither on the GPU nor on the host"
         )
@@ -211,6 +210,12 @@ class PrefillProgram:
         blocks = [blocks[first:] for blocks, first in zip(lists, firsts, strict=True)]
         readers = np.repeat(np.arange(len(blocks)), [len(part) for part in blocks]), np.concatenate(blocks)
         return _History(found, firsts, readers, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T))
+
+
+def _first_gpu_block(blocks: np.ndarray) -> int:
+    """Return the place from which on all of a row's blocks lie on the GPU; the blocks before it lie on the host."""
+    missing = np.flatnonzero(blocks == NO_BLOCK)
+    return int(missing[-1]) + 1 if len(missing) else 0
 
 
 @dataclass(frozen=True)
@@ -238,14 +243,14 @@ class PrefillStep:
         tensors: what the pieces read and leave; dropped by the last piece.
         last: [n] index in the step of each token after which a token is sampled: the last tokens of chunks that end
             their prompt, then the tokens of decoding sequences.
-        last_rows: [n] the rows of these sequences.
+        last_rows: [n] the rows of these tokens.
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
         readers: for each window two parallel arrays, the number of a chunk and a host block that it reads.
     """
 
     program: PrefillProgram
-    chunks: list[PrefillChunk]
-    write_through: list[tuple[int, int]]
+    num_chunks: int
+    write_through: Sequence[tuple[int, int]]
     plan: StreamPlan
     num_tokens: int
     tensors: StepTensors | None
@@ -287,7 +292,7 @@ class PrefillStep:
             self._attend(layer, piece, program.ring.slots[ring_slot])
 
     def _attend_gpu(self, layer: int) -> None:
-        kv = self.program.kv_cache.gpu_kv[layer]
+        kv = self.program.gpu_kv[layer]
         self._attend(layer, self.gpu_pieces[self.program.kind[layer]], kv)
 
     def _attend(self, layer: int, piece: PrefillPiece, kv: torch.Tensor) -> None:

@@ -5,43 +5,49 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from nanoinfer.requests.sequence import Sequence
 from offload import Event
 
 
 class PendingTokens:
     """The tokens that a launched step samples, on their way to the host.
 
+    Args:
+        count: number of tokens.
+        tokens: [at least count] int64, pinned, valid once `done` was reached.
+        logprobs: what `logprobs_of` returns for the places in `wanted`.
+
     Attributes:
-        sequences: the sequences that get a token; `num_pending` of each counts the token until it is read.
-        check: returns for each sequence, once the step has run, why its token is unusable, or None.
+        check: returns for each token, once the step has run, why it is unusable, or None.
+        streamed_bytes: [parts of the step] int64, the bytes that the step streams for each part; None: nothing streams.
     """
 
-    def __init__(self, sequences: list[Sequence], tokens: torch.Tensor, logprobs: list[torch.Tensor], done: Event):
-        self.sequences = sequences
-        self._tokens, self._logprobs, self._done = tokens, logprobs, done
-        self.check: Callable[[], list[Exception | None]] = lambda: [None] * len(sequences)
+    def __init__(
+        self, count: int, tokens: torch.Tensor, logprobs: list[torch.Tensor], wanted: list[int], done: Event
+    ) -> None:
+        self._count, self._tokens, self._logprobs, self._wanted, self._done = count, tokens, logprobs, wanted, done
+        self.check: Callable[[], list[Exception | None]] = lambda: [None] * count
+        self.streamed_bytes: np.ndarray | None = None
 
     def read(self) -> SampledTokens:
         """Wait until the step has run, and return what it sampled."""
         self._done.synchronize("host.read_after_step")
-        logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * len(self.sequences)
-        wanted = [i for i, sequence in enumerate(self.sequences) if sequence.params.logprobs is not None]
-        if wanted:
-            for i, *values in zip(wanted, *(tensor.tolist() for tensor in self._logprobs), strict=True):
-                logprobs[i] = tuple(values)
-        return SampledTokens(self._tokens[: len(self.sequences)].tolist(), logprobs, self.check())
+        logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * self._count
+        if self._wanted:
+            for place, *values in zip(self._wanted, *(tensor.tolist() for tensor in self._logprobs), strict=True):
+                logprobs[place] = tuple(values)
+        return SampledTokens(self._tokens[: self._count].tolist(), logprobs, self.check())
 
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What a step sampled, one entry per sequence.
+    """What a step sampled, one entry for each sampled row.
 
     Attributes:
-        logprobs: per sequence, None or (log-probability of the token, its rank, top values, top ids).
-        errors: per sequence, why its token is unusable, or None.
+        logprobs: per row, None or (log-probability of the token, its rank, top values, top ids).
+        errors: per row, why its token is unusable, or None.
     """
 
     tokens: list[int]

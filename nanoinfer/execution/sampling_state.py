@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from collections.abc import Sequence as Several
 
 import numpy as np
 import torch
 
 from nanoinfer.execution.tables import RowState
-from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling.reference import sample
 from nanoinfer.sampling.settings import (
     BANNED_COLUMNS,
@@ -36,7 +36,6 @@ class SamplingState:
 
     Args:
         max_batch: largest padded batch.
-        end_token_ids: the model's end tokens, which `min_tokens` bans with the row's stop tokens.
 
     Attributes:
         temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: [rows] float32.
@@ -54,11 +53,10 @@ class SamplingState:
         rows: RowState,
         vocab_size: int,
         max_batch: int,
-        end_token_ids: Iterable[int] = (),
     ) -> None:
         num_rows, device = len(rows.token), runtime.device
         self.vocab_size = vocab_size
-        self._rows, self._end_token_ids = rows, frozenset(end_token_ids)
+        self._rows = rows
         for name in FLOATS:
             fill = 1.0 if name in ("top_p", "repetition_penalty") else 0.0
             setattr(self, name, torch.full((num_rows,), fill, dtype=torch.float32, device=device))
@@ -69,7 +67,6 @@ class SamplingState:
         self.banned_ids = torch.zeros(num_rows, MAX_BANNED, dtype=torch.int32, device=device)
         self.seen = torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
         self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device)
-        self._owners: list[Sequence | None] = [None] * num_rows
         self._updates = torch.zeros(num_rows * NUM_COLUMNS, dtype=torch.int32, device=device)
         self._staging = Staging(runtime, num_rows * NUM_COLUMNS, torch.int32)
         self._seen_updates = torch.zeros_like(self.seen)
@@ -84,34 +81,10 @@ class SamplingState:
                 logits, batch_rows, self, space, tokens, rows.token, rows.length
             )
 
-    def update(self, stream: Stream, sequences: list[Sequence]) -> None:
-        """Upload the settings of sequences that got their row, the first or another one, since the last upload."""
-        changed = [sequence for sequence in sequences if self._owners[sequence.row] is not sequence]
-        if not changed:
+    def update(self, stream: Stream, settings: Several[tuple[int, RowSampling]]) -> None:
+        """Upload settings, each with its row, for all work enqueued on `stream` from here on."""
+        if not settings:
             return
-        for sequence in changed:
-            assert not sequence.num_pending, "a token that only the device knows is missing in what is uploaded"
-            self._owners[sequence.row] = None  # first: if the upload fails half-way, nobody owns the row
-        self._upload(stream, [(sequence.row, self.row_sampling(sequence)) for sequence in changed])
-        for sequence in changed:
-            self._owners[sequence.row] = sequence
-
-    def forget(self) -> None:
-        """Have all rows uploaded again: after an exception, those on the device may hold anything."""
-        self._owners = [None] * len(self._owners)
-
-    def row_sampling(self, sequence: Sequence) -> RowSampling:
-        """How the sequence is sampled from here on."""
-        return RowSampling.from_params(
-            sequence.params,
-            seed=sequence.seed,
-            step=sequence.num_sampled,
-            penalty_token_ids=sequence.token_ids,
-            output_token_ids=sequence.output_token_ids,
-            end_token_ids=self._end_token_ids.union(sequence.params.stop_token_ids or ()),
-        )
-
-    def _upload(self, stream: Stream, settings: list[tuple[int, RowSampling]]) -> None:
         lines = np.zeros((len(settings), NUM_COLUMNS), dtype=np.int32)
         for line, (row, given) in zip(lines, settings, strict=True):
             self._write_line(line, row, given)

@@ -21,7 +21,6 @@ from torch import Tensor
 from nanoinfer.execution.graphs import Graphs
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
-from nanoinfer.kv.cache import KVCache
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.models.base import DecoderModel, ModelSpec
 from offload import Runtime, Stream
@@ -147,14 +146,14 @@ class PrefillPieces:
         runtime: Runtime,
         compute: Stream,
         model: DecoderModel,
-        kv_cache: KVCache,
+        gpu_kv: Tensor,
         table: DeviceTable,
         capture_num_tokens: list[int],
     ) -> None:
         self.capture_num_tokens = capture_num_tokens
         self.counters = PrefillCounters()
         self._runtime, self._compute, self._table = runtime, compute, table
-        self._model, self._kv_cache = model, kv_cache
+        self._model, self._gpu_kv = model, gpu_kv
         self._pads = runtime.device.type == "cuda"
         self.buffers = FixedBuffers(model.spec, max(capture_num_tokens, default=0), runtime.device)
         self._fixed = {
@@ -222,7 +221,7 @@ class PrefillPieces:
         if index == model.spec.num_layers:
             tensors.keep(normed)
             return
-        target = KVSlots(self._kv_cache.gpu_kv[index], tensors.slots, tensors.q)
+        target = KVSlots(self._gpu_kv[index], tensors.slots, tensors.q)
         tensors.q = model.before_attention(index, normed, tensors.positions, target)
 
     @staticmethod

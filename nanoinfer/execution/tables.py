@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanoinfer.kv.cache import KVCache
-from nanoinfer.kv.splits import SplitLists, slot_records, work_table
-from nanoinfer.requests.sequence import Sequence
+from nanoinfer.execution.splits import SplitLists, slot_records, work_table
+from nanoinfer.step.plan import NUM_HEAD_COLUMNS, ON_DEVICE
 from offload import Chunk, Runtime, Staging, Stream
-
-ON_DEVICE = -1
 
 
 class DeviceTable:
@@ -120,29 +117,18 @@ class RowState:
         self.token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.length = torch.ones(max_num_seqs + 1, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(max_num_seqs + 1, max_blocks_per_seq, dtype=torch.int32, device=device)
-        self._width = 3 + max_blocks_per_seq
+        self._width = NUM_HEAD_COLUMNS + max_blocks_per_seq
         self._updates = torch.zeros(max_num_seqs * self._width, dtype=torch.int32, device=device)
         self._staging = Staging(runtime, max_num_seqs * self._width, torch.int32)
 
-    def update(self, stream: Stream, sequences: list[Sequence], kv_cache: KVCache) -> bool:
-        """Upload the rows of `sequences` that changed since their last upload. Return whether there were any."""
-        if not kv_cache.changed_rows:
-            return False
-        changed = [sequence for sequence in sequences if sequence.row in kv_cache.changed_rows]
-        if not changed:
-            return False
-        count = len(changed)
-        host = self._staging.acquire().numpy()[: count * self._width].reshape(count, self._width)
-        for line, sequence in zip(host, changed, strict=True):
-            # A pending token is known to the device only, which has put it into the row already.
-            token = ON_DEVICE if sequence.num_pending else sequence.token_ids[-1]
-            line[:3] = sequence.row, token, sequence.num_tokens
-            np.maximum(kv_cache.gpu_table[sequence.row], 0, out=line[3:])
-        updates = self._updates[: count * self._width]
+    def update(self, stream: Stream, lines: np.ndarray) -> None:
+        """Upload rows for all work enqueued on `stream` from here on. lines: as `StepPlan.changed_rows`."""
+        if not len(lines):
+            return
+        self._staging.acquire().numpy()[: lines.size] = lines.reshape(-1)
+        updates = self._updates[: lines.size]
         self._staging.upload(stream, updates)
-        stream.run(lambda: self._apply(updates.view(count, self._width)))
-        kv_cache.changed_rows.difference_update(sequence.row for sequence in changed)
-        return True
+        stream.run(lambda: self._apply(updates.view(lines.shape)))
 
     def _apply(self, lines: torch.Tensor) -> None:
         if lines.is_cuda:

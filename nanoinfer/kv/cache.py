@@ -17,19 +17,18 @@ until their room is wanted, for the next sequence with the same beginning.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-import torch
 
 from nanoinfer.common.units import format_gib
 from nanoinfer.kv.prefix_cache import PrefixCache
 from nanoinfer.kv.residency import MAX_PROMOTED, Residency, promotion_margin
 from nanoinfer.requests.sequence import Sequence
-from offload import BlockPool, KVLayout, OffloadEngine, Runtime, Stream
+from nanoinfer.step.plan import NO_BLOCK
+from offload import BlockPool, KVLayout, OffloadEngine
 from offload.engine import STORE_GROUP
 from offload.memory.saved_kv import SavedKV
-
-NO_BLOCK = -1
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,24 @@ class _Refusal:
         return self.next_key is None or pool.published(self.next_key) is None
 
 
+class GPUBlockCopies(Protocol):
+    """Acts on blocks of the GPU pool between two steps."""
+
+    def save(self, blocks: list[int]) -> SavedKV:
+        """Copy blocks to the host. Raise MemoryError if there is no room for them."""
+
+    def restore(self, saved: SavedKV, first: int, blocks: list[int]) -> None:
+        """Copy saved blocks, from number `first` on, to `blocks`."""
+
+    def poison(self, blocks: list[int]) -> None:
+        """Overwrite blocks that nobody holds any more, in runtimes that look for wrong reads."""
+
+
 class KVCache:
     """Hands out rows and blocks to sequences, shares equal prefixes, and moves blocks between the pools.
 
     Args:
-        gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`. Block 0 is scratch: padding
-            rows write there.
+        num_gpu_blocks: blocks of the GPU pool. Block 0 is scratch: padding rows write there.
         max_num_seqs: number of rows.
         max_blocks_per_seq: logical blocks of a row.
         max_splits: blocks that all rows together may attend to; a shared block counts once for each of its rows.
@@ -70,14 +81,17 @@ class KVCache:
         window: the widest sliding window of the layers that have one, in tokens.
         only_if_faster: in offload mode, a sequence whose blocks find no room on the GPU is admitted only if that does
             not lower the tokens per second of all sequences together.
+
+    Attributes:
+        gpu_table, host_table: [max_num_seqs, max_blocks_per_seq] int32, where each row's blocks lie (or `NO_BLOCK`).
+        table_versions: [max_num_seqs] int64, changes when the part of a row's GPU table does that decode steps need.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
-        compute: Stream,
         layout: KVLayout,
-        gpu_kv: torch.Tensor,
+        num_gpu_blocks: int,
+        copies: GPUBlockCopies,
         *,
         max_num_seqs: int,
         max_blocks_per_seq: int,
@@ -90,14 +104,12 @@ class KVCache:
         self.layout = layout
         self.max_splits = max_splits
         self.block_size = layout.block_size
-        self.gpu_kv = gpu_kv
-        self.gpu_blocks = BlockPool(gpu_kv.shape[1], first=1)
+        self.gpu_blocks = BlockPool(num_gpu_blocks, first=1)
         self.gpu_table = np.full((max_num_seqs, max_blocks_per_seq), NO_BLOCK, dtype=np.int32)
         self.host_table = np.full((max_num_seqs, max_blocks_per_seq), NO_BLOCK, dtype=np.int32)
-        self.changed_rows: set[int] = set()  # rows whose table on the device is out of date
+        self.table_versions = np.zeros(max_num_seqs, dtype=np.int64)
         self.offload: OffloadEngine | None = None  # set while in offload mode
-        self._runtime = runtime
-        self._compute = compute
+        self._copies = copies
         self.prefixes = PrefixCache(layout.block_size, enable_prefix_caching)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_reserved_host = 0
@@ -258,7 +270,7 @@ class KVCache:
 
     def _take_row(self, sequence: Sequence) -> int:
         sequence.row = self._free_rows.pop()
-        self.changed_rows.add(sequence.row)
+        self.table_versions[sequence.row] += 1
         self._num_reserved_splits += self._num_blocks(sequence.max_num_tokens)
         return sequence.row
 
@@ -322,7 +334,7 @@ class KVCache:
             return
         self._rows_without_tail.discard(row)
         self.gpu_table[row, missing] = self._take_gpu(len(missing))
-        self.changed_rows.add(row)
+        self.table_versions[row] += 1
 
     def _take_gpu(self, count: int) -> list[int]:
         """Hands out GPU blocks; in offload mode drops full ones and waits for copies, if need be."""
@@ -387,7 +399,7 @@ class KVCache:
         for row, block, gpu_block in self.residency.join(rows):
             self.gpu_blocks.share(gpu_block)
             self.gpu_table[row, block] = gpu_block
-            self.changed_rows.add(row)
+            self.table_versions[row] += 1
         count = min(MAX_PROMOTED, self.gpu_room - promotion_margin(len(rows)))
         if self._max_resident_blocks is not None:
             count = min(count, self._max_resident_blocks - self.num_resident)
@@ -403,7 +415,7 @@ class KVCache:
             else:
                 result[host_block] = next(new)
             self.gpu_table[row, block] = result[host_block]
-            self.changed_rows.add(row)
+            self.table_versions[row] += 1
         return result
 
     def fill(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
@@ -459,7 +471,7 @@ class KVCache:
             self.offload.release_host(on_host)
         else:
             assert not on_host, "resident mode holds no host blocks"
-            self._poison_gpu(self.gpu_blocks.release(on_gpu))
+            self._copies.poison(self.gpu_blocks.release(on_gpu))
         self.gpu_table[row] = NO_BLOCK
         self.host_table[row] = NO_BLOCK
         self._num_given_back += len(on_gpu) + len(on_host) + sequence.num_reserved_host
@@ -469,13 +481,7 @@ class KVCache:
         sequence.row = None
         self._rows_without_tail.discard(row)
         self.residency.clear(row)
-        self.changed_rows.discard(row)
         self._free_rows.append(row)
-
-    def _poison_gpu(self, blocks: list[int]) -> None:
-        for block in blocks if self._runtime.poisons else []:
-            for layer in range(self.layout.num_layers):
-                self._runtime.poison(self._compute, self.gpu_kv[layer, block])
 
     # Preemption: the KV moves to plain host memory and comes back unchanged
 
@@ -487,8 +493,7 @@ class KVCache:
         """
         assert self.offload is None, "offload mode promises every block at admission and never preempts"
         blocks = self.gpu_table[sequence.row, : self._num_blocks(sequence.num_computed)].tolist()
-        self._runtime.synchronize()
-        sequence.saved = SavedKV.save(self.layout, self.gpu_kv, blocks)
+        sequence.saved = self._copies.save(blocks)
         sequence.num_published = 0
         self.release(sequence)
 
@@ -509,9 +514,7 @@ class KVCache:
                 self.gpu_table[row, num_full] = self._take_gpu(1)[0]
             else:
                 self._promise_tail(row)
-            self._runtime.synchronize()
-            host = self.offload.host
-            sequence.saved.restore(0, num_full, lambda layer, place: host.block(layer, host_blocks[place]))
+            self.offload.restore(sequence.saved, host_blocks)
         else:
             # One block to spare for each running row, or the sequence would be preempted again at once.
             num_running = len(self.gpu_table) - len(self._free_rows)
@@ -520,11 +523,7 @@ class KVCache:
                 return False
             row, num_full = self._take_row(sequence), 0
             self.gpu_table[row, :missing] = self.gpu_blocks.allocate(missing)
-            self._runtime.synchronize()
-        sequence.saved.restore(
-            num_full, num_saved, lambda layer, place: self.gpu_kv[layer, int(self.gpu_table[row, place])]
-        )
-        self._runtime.synchronize()
+        self._copies.restore(sequence.saved, num_full, self.gpu_table[row, num_full:num_saved].tolist())
         return True
 
     # The switch
@@ -559,7 +558,7 @@ class KVCache:
             row = sequence.row
             self._reserve_host(sequence, sequence.max_num_tokens // self.block_size - full[row])
             self._note_residency(row, first=0, num_computed=sequence.num_computed)
-            self.changed_rows.add(row)
+            self.table_versions[row] += 1
             sequence.num_published = 0
         for sequence in sequences:
             if self._lacks_tail(sequence):
@@ -622,7 +621,7 @@ class KVCache:
         offload.load(pairs)
         for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
             self.gpu_table[row] = table
-            self.changed_rows.add(row)
+            self.table_versions[row] += 1
         self.offload = self._refusal = None
         for sequence in sequences:
             offload.release_host(_present(self.host_table[sequence.row]))
@@ -682,7 +681,6 @@ class KVCache:
         if self.offload is not None:
             self._drop(-self.gpu_room)
             self._limit_residency()
-        self.changed_rows = set(rows)
 
     def _recover_row(self, sequence: Sequence) -> None:
         """Rebuild a row's promises and residency from its tables and the sequence's number of computed tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.requests.sequence import Sequence
 from offload import Event
 
@@ -22,11 +22,11 @@ class LogitsRecorder:
         rows: (request id, number of the completion) -> one row per sampled token, [vocab_size] float32, CPU.
     """
 
-    def __init__(self, runner: ModelRunner, is_wanted: Callable[[str], bool] = lambda request_id: True) -> None:
+    def __init__(self, engine: LLMEngine, is_wanted: Callable[[str], bool] = lambda request_id: True) -> None:
         self.rows: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
-        self._runner, self._is_wanted = runner, is_wanted
+        self._runner, self._is_wanted = engine.runner, is_wanted
         self._unread: deque[tuple[list[Sequence], list[torch.Tensor], Event]] = deque()
-        runner.on_logits = self._observe
+        engine.on_logits = self._observe
 
     def _observe(self, sequences: list[Sequence], logits: Callable[[], torch.Tensor]) -> None:
         """Copies the step's logits on the compute stream, before the next step overwrites them."""

@@ -67,13 +67,13 @@ def attempt(
 
 def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) -> list[Answer]:
     """Run the workload on the engine and return the answers."""
-    num_blocks = engine.runner.kv_cache.gpu_blocks.num_blocks
+    num_blocks = engine.kv_cache.gpu_blocks.num_blocks
     if num_blocks < run.min_gpu_blocks:
         raise LeftOut(
             f"the requests need {run.min_gpu_blocks} KV blocks on the GPU, {num_blocks} fit: raise gpu_memory_limit "
             "or lower the context"
         )
-    recorder = LogitsRecorder(engine.runner)
+    recorder = LogitsRecorder(engine)
     switches = _Switches(engine, workload.num_tokens) if run.switches else None
     num_passes, most_resident = 2 if run.asks_twice else 1, 0
     requests: list[Request] = []
@@ -88,7 +88,7 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
                     switches.before_step(requests)
                 bar.update(sum(len(output.token_ids_delta) for output in engine.step()))
                 recorder.collect(keep=1)
-                most_resident = max(most_resident, engine.runner.kv_cache.num_resident)
+                most_resident = max(most_resident, engine.kv_cache.num_resident)
             recorder.collect(keep=0)
     stats = engine.stats()
     if not run.happened(stats):

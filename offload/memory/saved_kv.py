@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload import KVLayout
+from offload.layout import KVLayout
 
 
 @dataclass(frozen=True)

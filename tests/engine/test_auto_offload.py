@@ -40,7 +40,7 @@ def auto_engine(path, num_gpu_blocks: int, seed: int | None = None, **arguments)
     arguments = dict(enable_cpu_offload="auto", num_gpu_blocks_override=num_gpu_blocks) | arguments
     engine = make_engine(path, SimulatedRuntime(seed), **(ARGUMENTS | arguments))
     assert engine.mode == "resident"
-    assert engine.runner.kv_cache.gpu_blocks.num_blocks < num_gpu_blocks, "the pool is not as small as it should be"
+    assert engine.kv_cache.gpu_blocks.num_blocks < num_gpu_blocks, "the pool is not as small as it should be"
     return engine
 
 
@@ -76,7 +76,7 @@ def grown(path):
 def test_growth_to_three_times_the_pool_preempts_nobody_and_changes_no_bit(path, grown, seed):
     wanted, batches = grown
     engine = auto_engine(path, 18, seed)
-    assert engine.runner.may_spill
+    assert engine.may_spill
     captured, modes = count_captures(engine), []
     ours = record_batches(engine)
     assert run(engine, GROWING, GROWING_PARAMS, lambda engine, step: modes.append(engine.mode)) == wanted
@@ -150,8 +150,8 @@ def test_a_request_saved_by_a_preemption_comes_back_in_offload_mode(path):
     wanted = tokens_of(run(make_engine(path, **ARGUMENTS), prompts, params))
     engine = auto_engine(path, 12, host_memory_limit=24 * BLOCK_BYTES)
     saved_in = []
-    admit = engine.runner.kv_cache._admit_saved
-    engine.runner.kv_cache._admit_saved = lambda sequence: admit(sequence) and not saved_in.append(engine.mode)
+    admit = engine.kv_cache._admit_saved
+    engine.kv_cache._admit_saved = lambda sequence: admit(sequence) and not saved_in.append(engine.mode)
     with pytest.warns(UserWarning, match="so requests are preempted: .* the host pool has 24 free"):
         assert tokens_of(run(engine, prompts, params)) == wanted
     assert engine.scheduler.num_preemptions > 0 and "offload" in saved_in and engine.mode == "offload"
@@ -186,7 +186,7 @@ def test_blocks_that_rows_share_are_counted_once_when_offload_mode_is_entered(pa
     requests = [engine.add_request(str(i), [*prefix, 7 + i], greedy(20)) for i in range(4)]
     while any(request.first_token is None for request in requests):
         engine.step()
-    kv_cache, pool = engine.runner.kv_cache, engine.runner.kv_cache.gpu_blocks
+    kv_cache, pool = engine.kv_cache, engine.kv_cache.gpu_blocks
     num_free = pool.num_free
     engine.switch_mode("offload")
     assert engine.runner.offload.num_deferred_gpu == 0 and pool.num_free == num_free
@@ -219,7 +219,7 @@ def test_a_block_below_shared_ones_is_not_reused_while_it_is_stored(path):
         requests["E"] = engine.add_request("E", prompts["E"], greedy(24))
         while requests["E"].first_token is None:
             engine.step()  # the next step is F's: no row that runs waits for the host's copies before it
-        kv_cache, (d,) = engine.runner.kv_cache, requests["D"].sequences
+        kv_cache, (d,) = engine.kv_cache, requests["D"].sequences
         references = [kv_cache.gpu_blocks.references(block) for block in kv_cache.gpu_table[d.row, :3].tolist()]
         assert references == [1, 2, 2], "D's first block is its own, the next two are E's as well"
         engine.switch_mode("offload")
@@ -257,7 +257,7 @@ def test_a_released_host_block_that_is_taken_up_again_is_not_promised_to_others(
 def test_nothing_is_prepared_where_everything_fits(path, grown):
     engine = make_engine(path, **ARGUMENTS, enable_cpu_offload="auto")
     captured = count_captures(engine)
-    assert not engine.runner.may_spill and engine.runner.offload is None
+    assert not engine.may_spill and engine.runner.offload is None
     wanted = grown[0]
     assert run(engine, GROWING, GROWING_PARAMS) == wanted and engine.mode == "resident" and not captured
     assert engine.runner.offload is None
@@ -300,7 +300,7 @@ def test_an_abort_in_the_step_that_enters_offload_mode_and_after_it(path, grown)
 def test_a_request_may_grow_to_what_the_host_holds_and_no_further(path):
     engine = auto_engine(path, 9, host_memory_limit=20 * BLOCK_BYTES, max_model_len=None)
     limit = engine.plan.max_model_len
-    assert limit >= 20 * 16 > engine.runner.kv_cache.gpu_blocks.num_blocks * 16
+    assert limit >= 20 * 16 > engine.kv_cache.gpu_blocks.num_blocks * 16
     before = engine.stats()
     with pytest.raises(ValueError, match=f"the prompt has {limit} tokens, max_model_len is {limit}"):
         engine.add_request("too long", [5] * limit, greedy(10))

@@ -8,7 +8,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.requests.sequence import SequenceState
 
 BOTH_MODES = pytest.mark.parametrize("enable_cpu_offload", [False, True], ids=["resident", "offload"])
@@ -50,7 +49,7 @@ def test_preemption_loses_nothing(path, penalties):
     arguments = dict(max_model_len=128, enable_prefix_caching=False)
     wanted = [[c[0] for c in completions] for completions in run(make_engine(path, **arguments), prompts, params)]
     engine = make_engine(path, **arguments)
-    pool = engine.runner.kv_cache.gpu_blocks
+    pool = engine.kv_cache.gpu_blocks
     taken = pool.allocate(pool.num_free - 20)
     outcomes = run(engine, prompts, params)
     assert engine.scheduler.num_preemptions > 0
@@ -297,15 +296,15 @@ def test_what_was_read_before_a_failure_is_returned_by_the_next_step(path, monke
     engine.step()
     engine.step()
     engine.add_request("fails", [6] * 9, SamplingParams(temperature=0, max_tokens=5, logprobs=1))
-    read = PendingTokens.read
+    read_tokens = engine._read_tokens
 
-    def failing(self):
-        if any(sequence.request_id == "fails" for sequence in self.sequences):
+    def failing(step):
+        if any(sequence.request_id == "fails" for sequence in step.sampled):
             raise RuntimeError("out of luck")
-        return read(self)
+        read_tokens(step)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
-        patch.setattr(PendingTokens, "read", failing)
+        patch.setattr(engine, "_read_tokens", failing)
         engine.step()
     assert engine.has_work
     (output,) = engine.step()

@@ -219,8 +219,8 @@ def test_an_interrupted_recovery_is_work_that_the_next_step_does(path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
-        patches.setattr(engine.runner, "prefill", interrupted)  # the request fails
-        patches.setattr(engine.runner, "recover", interrupted)
+        patches.setattr(engine.runner, "execute", interrupted)  # the request fails
+        patches.setattr(engine.kv_cache, "recover", interrupted)
         engine.step()
     assert engine.has_work and not engine.scheduler.has_work
     while engine.has_work:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.requests.detokenizer import Detokenizer
 from nanoinfer.requests.request import Request
@@ -85,7 +86,7 @@ def test_a_preempted_request_can_be_aborted(path, computed):
 
 # Name: whose method it is, and at which of its calls it fails.
 PLACES = {
-    "planning": (ModelRunner, "_fill", (1, 3, 6, 10, 17)),
+    "planning": (StepPlanner, "begin_step", (1, 3, 6, 10, 17)),
     "reading the tokens": (ModelRunner, "_read_back", (1, 3, 6, 10, 17)),
     "write-through": (OffloadEngine, "_write_through", (1, 2, 4, 7)),
     "a ring fill": (OffloadEngine, "_fill", (1, 2, 7, 30)),
@@ -146,7 +147,7 @@ def test_preemption_without_host_memory_ends_the_call_and_frees_everything(path,
             raise MemoryError("no host memory left")
 
         with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no host memory left"):
-            patch.setattr(llm.engine.runner.kv_cache, "save", no_memory)
+            patch.setattr(llm.engine.kv_cache, "save", no_memory)
             llm.generate(prompts, params, use_tqdm=False)
         assert llm.generate(prompts, params, use_tqdm=False)[3].finished and llm.stats()["num_preemptions"] > 0
         give_back()

@@ -65,7 +65,7 @@ def test_a_failing_step_ends_its_requests_only_and_each_reader_is_told(llm, monk
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "decode", broken)
+        patch.setattr(llm.engine.runner, "execute", broken)
         ((_, *end),) = read(one).values()
     ((_, *other_end),) = read(two).values()
     assert end == other_end == ["error", "out of luck"]
@@ -81,7 +81,7 @@ def test_tokens_read_before_a_step_failed_are_not_lost(llm, monkeypatch):
     next(long)
     begin = next(short).token_ids_delta
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "decode", lambda *_: (_ for _ in ()).throw(RuntimeError("out of luck")))
+        patch.setattr(llm.engine.runner, "execute", lambda *_: (_ for _ in ()).throw(RuntimeError("out of luck")))
         assert next(reversed(list(long))).finish_reason == "error"
     ((rest, reason, _),) = read(short).values()
     assert begin + rest == wanted and reason == "length"
@@ -94,7 +94,7 @@ def test_generate_is_not_harmed_by_a_request_of_a_stream_that_can_never_run(path
         def refuse(*_):
             raise MemoryError("cannot pin")
 
-        llm.engine.runner.switch_mode = refuse
+        llm.engine._switch = refuse
         wanted = tokens_of(llm, PROMPTS[:1])
         stream = llm.generate_stream([PROMPTS[1], random_prompts(1, 300, 300)[0]], GREEDY)
         next(stream)

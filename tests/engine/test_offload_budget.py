@@ -82,7 +82,7 @@ class Watch:
         self.engine = engine
         self.promoted, self.dropped, self.states = [], [], []
         self.filled = {"PrefillStep": Counter(), "DecodeStep": Counter()}
-        residency, offload, step = engine.runner.kv_cache.residency, engine.runner.offload, engine.step
+        residency, offload, step = engine.kv_cache.residency, engine.runner.offload, engine.step
         promote, drop = residency.promote, residency.drop
         residency.promote = lambda *args: self._note(self.promoted, promote(*args))
         residency.drop = lambda *args: self._note(self.dropped, drop(*args))
@@ -171,9 +171,10 @@ def test_blocks_leave_as_sequences_grow_and_come_back_when_others_end(path_of):
         stats = engine.stats()
         names = ("kv_blocks_resident", "kv_blocks_streamed", "streamed_bytes", "graph_replays")
         stated.append(tuple(stats[name] for name in names))
-        kv_cache, rows = engine.runner.kv_cache, engine.runner.decode_program.rows
+        kv_cache, rows = engine.kv_cache, engine.runner.decode_program.rows
         for sequence in engine.scheduler.running:
-            if watch.promoted and sequence.num_generated and sequence.row not in kv_cache.changed_rows:
+            is_sent = engine.planner._versions[sequence.row] == kv_cache.table_versions[sequence.row]
+            if watch.promoted and sequence.num_generated and is_sent:
                 held = kv_cache.gpu_table[sequence.row]
                 assert rows.block_table[sequence.row].numpy()[held >= 0].tolist() == held[held >= 0].tolist()
                 num_checked += 1
@@ -271,7 +272,7 @@ def test_blocks_that_rows_share_when_offload_mode_begins_can_leave_one_by_one(pa
 
         def at_step(engine, step):
             if step == 20:
-                held = engine.runner.kv_cache.gpu_blocks.num_used
+                held = engine.kv_cache.gpu_blocks.num_used
                 assert sum(s.num_computed // 16 for s in engine.scheduler.running) > held - 90, "nothing is shared"
                 engine.switch_mode("offload")
 
@@ -408,7 +409,7 @@ def tokens_and_reasons(engine, pairs, logprobs=None):
     num_ahead = 0
     while engine.has_work:
         engine.step()
-        num_ahead += engine._in_flight is not None and len(engine._in_flight.tokens.sequences)
+        num_ahead += engine._in_flight is not None and len(engine._in_flight.sampled)
     assert (num_ahead == 0) == (logprobs is not None)
     assert_pools_as_before(engine)
     return [
@@ -511,8 +512,8 @@ def test_a_sequence_preempted_with_a_token_that_was_not_read_goes_on_with_that_t
     wanted = [run(plain, [prompt], [param])[0][0][0] for prompt, param in zip(prompts, params, strict=True)]
     engine = engine_with(path_of("qwen3"), "resident", enable_prefix_caching=False)
     give_back = shrink_gpu_pool(engine, 14)
-    save, pending = engine.runner.kv_cache.save, []
-    engine.runner.kv_cache.save = lambda sequence: pending.append(sequence.num_pending) or save(sequence)
+    save, pending = engine.kv_cache.save, []
+    engine.kv_cache.save = lambda sequence: pending.append(sequence.num_pending) or save(sequence)
     assert [completions[0][0] for completions in run(engine, prompts, params)] == wanted
     assert 1 in pending, "nobody was preempted with a token in flight"
     give_back()

@@ -28,6 +28,7 @@ from tiny_models import make_checkpoint
 
 import nanoinfer.execution.runner
 from nanoinfer import LLMEngine, SamplingParams
+from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.execution.decode import DecodeProgram
 from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.execution.runner import ModelRunner
@@ -134,7 +135,7 @@ def assert_goes_on_as_before(
 
 # Name: whose function it is, and at which of its calls it fails.
 PLACES = {
-    "planning": (ModelRunner, "_fill", (1, 11, 30)),
+    "planning": (StepPlanner, "begin_step", (1, 11, 30)),
     "taking promoted blocks": (KVCache, "promote", (1, 4, 20)),
     "ring fill": (OffloadEngine, "_fill", (1, 2, 9)),
     "promotion copy": (DecodeProgram, "keep", (1, 2, 5)),
@@ -242,8 +243,8 @@ def test_a_request_is_preempted_and_that_step_fails(path, alone, place, monkeypa
     engine, give_back = start(path, "resident")
     requests = add_all(engine)
     owner, name, _ = PLACES[place]
-    original, save, num_pending = getattr(owner, name), engine.runner.kv_cache.save, []
-    engine.runner.kv_cache.save = lambda sequence: num_pending.append(sequence.num_pending) or save(sequence)
+    original, save, num_pending = getattr(owner, name), engine.kv_cache.save, []
+    engine.kv_cache.save = lambda sequence: num_pending.append(sequence.num_pending) or save(sequence)
 
     def failing(*args):
         if engine.scheduler.num_preemptions:

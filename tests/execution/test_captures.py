@@ -28,7 +28,7 @@ def test_the_bytes_of_all_graphs_are_kept_over_switches_that_capture_nothing(
     assert at_start > 0 and engine.stats()["graph_bytes"] == 10 * at_start
     with monkeypatch.context() as once:
         once.setattr(engine.runner, "_capture", lambda *_: pytest.fail("there is nothing to capture"))
-        engine.runner.capture()
+        engine.runner.capture(engine.mode == "offload")
     engine.switch_mode("resident" if engine.mode == "offload" else "offload")
     assert (runtime.num_captures > at_start) == (enable_cpu_offload is False), "offload mode has graphs of its own"
     assert engine.stats()["graph_bytes"] == 10 * runtime.num_captures
@@ -50,7 +50,7 @@ def test_a_graph_that_is_missing_is_captured(path, missing):
         for key in removed:
             del captured[key]
         with torch.inference_mode():
-            engine.runner.capture()
+            engine.runner.capture(engine.mode == "offload")
         assert set(keys) <= captured.keys()
 
 
@@ -63,10 +63,10 @@ def test_a_switch_there_and_back_between_two_steps_changes_no_bit(path):
     def there_and_back(engine, step):
         nonlocal num_moved
         if step % 3 == 0 and engine.mode == "resident":
-            before = engine.runner.kv_cache.gpu_table.copy()
+            before = engine.kv_cache.gpu_table.copy()
             engine.switch_mode("offload")
             engine.switch_mode("resident")
-            num_moved += int((engine.runner.kv_cache.gpu_table != before).sum())
+            num_moved += int((engine.kv_cache.gpu_table != before).sum())
 
     assert run(engine_with_graphs(path, SimulatedRuntime(poison=True)), CHUNKED, params, there_and_back) == wanted
     assert num_moved > 0, "every block came back to its place, which shows nothing"

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params
 from simulated import SimulatedRuntime, SimulatedStream
 from tiny_models import make_checkpoint
@@ -75,20 +74,3 @@ def test_rows_whose_upload_failed_are_uploaded_again(tmp_path, enable_cpu_offloa
         assert any(request.is_finished for request in requests)
         assert run(engine, prompts, params) == wanted
         assert_pools_as_before(engine)
-
-
-def test_a_row_update_that_failed_leaves_its_rows_changed(tmp_path):
-    engine = make_engine(make_checkpoint("qwen3", tmp_path, **SMALL))
-    kv_cache, rows = engine.runner.kv_cache, engine.runner.decode_program.rows
-    request = engine.add_request("0", [5, 6, 7], some_params(1)[0])
-    while not request.sequences[0].num_generated:
-        engine.step()
-    (sequence,) = request.sequences
-    kv_cache.changed_rows.add(sequence.row)
-    rows._staging.upload = failing(rows._staging.upload, 1, after=False)
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="out of luck"):
-        rows.update(engine.runner.compute, [sequence], kv_cache)
-    assert kv_cache.changed_rows == {sequence.row}
-    with torch.inference_mode():
-        assert rows.update(engine.runner.compute, [sequence], kv_cache)
-    assert not kv_cache.changed_rows

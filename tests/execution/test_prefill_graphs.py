@@ -133,7 +133,7 @@ def test_a_capture_between_two_steps_leaves_running_sequences_alone(path):
     def recapture(engine, _):
         pieces_of(engine).graphs.captured.clear()
         with torch.inference_mode():
-            engine.runner.capture()
+            engine.runner.capture(engine.mode == "offload")
 
     assert run(engine_with_graphs(path), CHUNKED, some_params(5), recapture) == wanted
 
@@ -164,7 +164,7 @@ def test_nothing_in_the_padding_reaches_a_result(path, enable_cpu_offload, monke
 def test_padding_is_stored_nowhere_in_the_pool(path):
     """Not even in the scratch block, where it could do no harm today."""
     engine = engine_with_graphs(path)
-    pool = engine.runner.kv_cache.gpu_kv
+    pool = engine.runner.gpu_kv
     pool[:, 0] = 7.0  # padding of decode, run before its capture, has left there what padding of ours would
     before = pool.clone()
     run(engine, [EVERY_LENGTH[16]], [FIRST_TOKEN])
@@ -242,7 +242,7 @@ def test_each_piece_of_each_count_is_captured_once(path):
     engine = engine_with_graphs(path, runtime)
     assert runtime.num_captures - plain.num_captures == NUM_PIECES * len(COUNTS)
     num_captures = runtime.num_captures
-    engine.runner.capture()
+    engine.runner.capture(engine.mode == "offload")
     assert runtime.num_captures == num_captures
     assert list(pieces_of(engine).graphs.captured) == COUNTS[::-1], (
         "the largest first: later ones find room in its memory"
@@ -372,7 +372,9 @@ def test_a_finished_step_holds_no_activations(path, monkeypatch):
     """Logits come after it, and are planned to find the memory free."""
     engine, steps = engine_with_graphs(path), []
     sample = engine.runner._sample_prefill
-    monkeypatch.setattr(engine.runner, "_sample_prefill", lambda step, *args: steps.append(step) or sample(step, *args))
+    monkeypatch.setattr(
+        engine.runner, "_sample_prefill", lambda plan, step, *args: steps.append(step) or sample(plan, step, *args)
+    )
     run(engine, [EVERY_LENGTH[3]], [FIRST_TOKEN])
     run(engine, [CHUNKED[0][:60]], [FIRST_TOKEN])
     assert [(step.num_tokens, step.tensors, step._state) for step in steps] == [(4, None, None), (60, None, None)]

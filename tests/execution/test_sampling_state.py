@@ -15,20 +15,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from nanoinfer.execution.sampling_state import MAX_COUNT, SamplingState
 from nanoinfer.execution.tables import RowState
-from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling import reference as sampler
 from nanoinfer.sampling.reference import RowSampling
 from nanoinfer.sampling.settings import state_bytes
-from nanoinfer.sampling_params import SamplingParams
 
 VOCAB_SIZE = 40
 
 
-def make_sequence(row: int, output: list[int], prompt: tuple = (1, 2, 3, 3), **params) -> Sequence:
-    sequence = Sequence(0, "r", 0, list(prompt), SamplingParams(**params), seed=0, max_tokens=50, row=row)
-    for token in output:
-        sequence.append(token)
-    return sequence
+def row_settings(row: int, output: list[int], **params) -> tuple[int, RowSampling]:
+    return row, RowSampling(output_token_ids=output, **params)
 
 
 def counted(*tokens: int) -> list[int]:
@@ -91,29 +86,21 @@ def test_a_row_begins_at_zero_and_a_sequence_that_comes_back_with_its_output(see
     state, _ = make_state([RowSampling()] * 6, VOCAB_SIZE, runtime=runtime)
     stream = runtime.stream("compute")
     on = dict(presence_penalty=0.5)
-    new, plain = make_sequence(0, [], **on), make_sequence(1, [4, 5])
-    back = [make_sequence(row, [row, 7, 7], frequency_penalty=-1) for row in (2, 3, 4)]
+    new, plain = row_settings(0, [], **on), row_settings(1, [4, 5])
+    back = [row_settings(row, [row, 7, 7], frequency_penalty=-1) for row in (2, 3, 4)]
     state.update(stream, [new, plain, *back])
     runtime.synchronize()
     assert state.counts[0].tolist() == counted() and set(state.counts[1].tolist()) == {-99}
     assert [state.counts[row].tolist() for row in (2, 3, 4)] == [counted(row, 7, 7) for row in (2, 3, 4)]
     assert state.is_counted.tolist() == [1, 0, 1, 1, 1, 0, 0]
     # Rows change hands: one's counts are not the next one's.
-    again, other = make_sequence(3, [9] * 5, **on), make_sequence(2, [], **on)
+    again, other = row_settings(3, [9] * 5, **on), row_settings(2, [], **on)
     state.update(stream, [new, again, other])
     runtime.synchronize()
     assert [state.counts[row].tolist() for row in (3, 2)] == [counted(*[9] * 5), counted()]
-    state.update(stream, [make_sequence(0, [])])
+    state.update(stream, [row_settings(0, [])])
     runtime.synchronize()
     assert state.is_counted[0] == 0
-
-
-def test_a_sequence_with_a_token_that_only_the_device_knows_cannot_move():
-    state, _ = make_state([RowSampling()], VOCAB_SIZE)
-    sequence = make_sequence(0, [4], presence_penalty=1)
-    sequence.num_pending = 1
-    with pytest.raises(AssertionError, match="only the device knows"):
-        state.update(SimulatedRuntime().stream("compute"), [sequence])
 
 
 def test_kernels_penalise_as_the_reference_in_any_combination(fuzz, monkeypatch):

@@ -49,7 +49,7 @@ def make(shape: str, directory, **arguments) -> tuple[LLM, LogitsRecorder]:
     else:
         write_shape(shape, directory)
     llm = LLM(directory, **(COMMON | arguments))
-    return llm, OnDevice(llm.engine.runner, lambda request_id: request_id.startswith("r"))
+    return llm, OnDevice(llm.engine, lambda request_id: request_id.startswith("r"))
 
 
 def draw_requests(vocab_size: int, count: int, generator: random.Random) -> list[tuple[list[int], SamplingParams]]:

@@ -105,7 +105,7 @@ def test_any_share_of_the_kv_on_the_gpu_gives_the_same_bits(model, expected):
     for blocks in (1, 5, 12, 25):
         arguments = COMMON | dict(resident_kv_limit=blocks * 4 * 2 * 32 * 2 * 256 * 2, ring_slot_bytes="128KiB")
         with LLM(model, **arguments, enable_cpu_offload=True) as llm:
-            residency = llm.engine.runner.kv_cache.residency
+            residency = llm.engine.kv_cache.residency
             taken, promote = [], residency.promote
             residency.promote = lambda count, rows, p=promote, t=taken: t.append(p(count, rows)) or t[-1]
             assert run(llm) == expected and llm.stats()["streamed_bytes"] > 0
@@ -315,7 +315,7 @@ def test_peak_memory_stays_under_the_limit_for_a_prompt_beyond_the_gpu_pool(tmp_
         progress_bar=False,
     ) as llm:
         kv_bytes = 36000 * 16 * 2 * 2 * 128 * 2
-        assert kv_bytes > 2 * (llm.engine.runner.kv_cache.gpu_kv.nbytes)
+        assert kv_bytes > 2 * (llm.engine.runner.gpu_kv.nbytes)
         generator = random.Random(0)
         prompt = [generator.randrange(4000) for _ in range(36000)]
         output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)

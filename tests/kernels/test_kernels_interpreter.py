@@ -195,7 +195,7 @@ def test_step_inputs_are_those_of_the_torch_code_at_block_edges(block_size):
 
     want, got = outputs(), outputs()
     want.rows, want._batch_rows = rows, SimpleNamespace(tensor=batch_rows)
-    want._kv_cache = SimpleNamespace(block_size=block_size)
+    want._block_size = block_size
     DecodeProgram._prepare(want, size, whole_rows=False)
     step_inputs(batch_rows, rows.token, lengths, table, got._next, got._lengths, got._positions, got._slots, block_size)
     for name in ("_next", "_lengths", "_positions", "_slots"):

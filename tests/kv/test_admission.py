@@ -43,7 +43,7 @@ def finish(engine: LLMEngine) -> list[int]:
 def test_the_limit_of_splits_counts_what_sequences_can_grow_to(path, enable_cpu_offload):
     """Two prompts of two blocks that grow to five: together more than eight, one after the other not."""
     engine = make_engine(path, **ARGUMENTS, enable_cpu_offload=enable_cpu_offload)
-    engine.runner.kv_cache.max_splits = 8
+    engine.kv_cache.max_splits = 8
     prompts = random_prompts(3, 20, 30)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, greedy(80 - len(prompt)))
@@ -61,7 +61,7 @@ def test_a_preempted_sequence_returns_only_where_the_others_can_grow_a_little(pa
     prompts = random_prompts(4, 33, 46, seed=4)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, greedy(30 + 12 * i))
-    cache, num_refused = engine.runner.kv_cache, 0
+    cache, num_refused = engine.kv_cache, 0
     admit_saved = cache._admit_saved
 
     def admit(sequence):
@@ -108,9 +108,9 @@ def test_who_waits_is_looked_up_again_when_more_of_its_prefix_is_known(path):
     engine.add_request("B", prompt[:96] + [7] * 20, greedy(3))
     engine.step()
     engine.step()
-    assert engine.runner.kv_cache._refusal is not None and [
-        sequence.request_id for sequence in engine.scheduler.running
-    ] == ["A"]
+    assert engine.kv_cache._refusal is not None and [sequence.request_id for sequence in engine.scheduler.running] == [
+        "A"
+    ]
     step_until_running(engine, "AB")
     finish(engine)
 

@@ -83,12 +83,12 @@ def test_a_row_that_is_used_again_at_the_same_length_reads_the_blocks_of_its_new
     def at_step(engine, step):
         (sequence,) = engine.scheduler.running or [None]
         if sequence is not None and step == 3:
-            row = engine.runner.kv_cache.gpu_table[sequence.row]
+            row = engine.kv_cache.gpu_table[sequence.row]
             held.append({int(block) for block in row if block >= 0})
 
     for prompt in prompts:
         outcomes += run(engine, [prompt], params, at_step)
-        pool = engine.runner.kv_cache.gpu_blocks
+        pool = engine.kv_cache.gpu_blocks
         taken = pool.allocate(3)  # the next one gets others
     pool.release(taken)
     assert held[0] and held[1] and not held[0] & held[1]

@@ -64,7 +64,7 @@ def test_a_block_that_is_taken_back_and_dropped_still_waits_for_its_write_throug
     for seed in range(8):
         engine = make_engine(path, SimulatedRuntime(seed), **ROOMY)
         play(engine, [BEGINNING + ENDS[0]], params=replace(PARAMS, max_tokens=13))
-        offload, pool = engine.runner.offload, engine.runner.kv_cache.gpu_blocks
+        offload, pool = engine.runner.offload, engine.kv_cache.gpu_blocks
         waiting = [deferred for deferred in offload._deferred_gpu if not deferred.events[0].is_reached]
         for block in [deferred.blocks[0] for deferred in waiting[:1]]:
             num_free, num_deferred = pool.num_free, num_deferred + 1
@@ -82,13 +82,13 @@ def test_only_what_lost_its_room_streams_the_oldest_blocks_first(path):
     wanted, _ = play(make_engine(path), prompts)
     engine = make_engine(path, **ROOMY | dict(num_gpu_blocks_override=24))
     found = []
-    admit = engine.runner.kv_cache._find_copies
-    engine.runner.kv_cache._find_copies = lambda *args: found.append(admit(*args)) or found[-1]
+    admit = engine.kv_cache._find_copies
+    engine.kv_cache._find_copies = lambda *args: found.append(admit(*args)) or found[-1]
     outcomes, streamed = play(engine, prompts)
     assert outcomes == wanted and streamed[:2] == [0, 0] and streamed[2] > 0
     assert found[:2] == [[], []] and 0 < len(found[2]) < 10
     whole = make_engine(path, **ROOMY | dict(num_gpu_blocks_override=24))
-    whole.runner.kv_cache._find_copies = lambda *args: []
+    whole.kv_cache._find_copies = lambda *args: []
     assert play(whole, prompts)[1][2] > streamed[2]
     assert_pools_as_before(engine)
 
@@ -101,7 +101,7 @@ def test_sequences_that_run_beside_each_other_share_a_copy(path):
     held = []
 
     def at_step(engine, step):
-        pool = engine.runner.kv_cache.gpu_blocks
+        pool = engine.kv_cache.gpu_blocks
         held.extend(pool.references(block) for block in list(pool._references))
 
     got += run(engine, prompts[1:], [PARAMS] * 2, at_step)
@@ -118,7 +118,7 @@ def test_what_a_failed_step_leaves_is_not_taken_up(path, monkeypatch):
         patch.setattr(engine.runner.offload, "run", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
-    assert engine.runner.kv_cache.gpu_blocks.num_cached == 0
+    assert engine.kv_cache.gpu_blocks.num_cached == 0
     outcomes, streamed = play(engine, prompts[1:])
     assert outcomes == wanted and streamed[0] > 0 and engine.stats()["prefix_cache_hit_tokens"] == 160
     assert_pools_as_before(engine)
@@ -143,7 +143,7 @@ def test_a_copy_is_one_of_the_block_that_the_host_has(path, seed):
         run(engine, [BEGINNING + ENDS[0], BEGINNING + ENDS[1]], beside)
         assert_pools_as_before(engine)  # compares all copies with the host's
         if not takes_copies:
-            engine.runner.kv_cache._find_copies = lambda host_blocks: []
+            engine.kv_cache._find_copies = lambda host_blocks: []
         outcomes.append(play(engine, [BEGINNING + ENDS[2]])[0])
     assert outcomes[0] == outcomes[1]
 
@@ -163,7 +163,7 @@ def test_the_limit_of_what_stays_on_the_gpu_holds_for_copies_too(path):
     prompts = [BEGINNING + end for end in ENDS]
     wanted, _ = play(make_engine(path), prompts)
     engine = make_engine(path, **ROOMY | dict(resident_kv_limit=4 * BLOCK_BYTES))
-    residency = engine.runner.kv_cache.residency
+    residency = engine.kv_cache.residency
     assert play(engine, prompts[:2])[0] == wanted[:2]
     other = engine.add_request("other", random_prompts(1, 150, 150, seed=8)[0], PARAMS)
     while other.sequences[0].num_generated < 2:
@@ -184,7 +184,7 @@ def test_with_a_window_nothing_is_kept(tmp_path):
     prompts = [BEGINNING + end for end in ENDS[:3]]
     wanted, _ = play(make_engine(path), prompts)
     engine = make_engine(path, **ROOMY)
-    kv_cache = engine.runner.kv_cache
+    kv_cache = engine.kv_cache
     outcomes, streamed = play(engine, prompts[:2])
     assert outcomes == wanted[:2] and streamed[1] > 0, "the second one's beginning came back through the ring"
     assert kv_cache.gpu_blocks.num_cached == 0
@@ -222,7 +222,7 @@ def test_copies_that_were_taken_up_are_in_the_cache_of_resident_mode(path):
 def test_rows_that_share_blocks_behind_one_of_their_own_share_them_in_offload_mode_too(path):
     """Of two beginnings in the GPU pool one may begin with blocks of another sequence: the shared ones come later."""
     engine = make_engine(path, **ROOMY | dict(num_gpu_blocks_override=70, max_num_batched_tokens=256))
-    kv_cache, long = engine.runner.kv_cache, replace(PARAMS, max_tokens=180, logprobs=None)
+    kv_cache, long = engine.kv_cache, replace(PARAMS, max_tokens=180, logprobs=None)
     engine.switch_mode("resident")
     for number in range(2):
         engine.add_request(str(number), BEGINNING + ENDS[number], long)
@@ -233,9 +233,9 @@ def test_rows_that_share_blocks_behind_one_of_their_own_share_them_in_offload_mo
     assert first == second, "the beginning is shared"
     (own,) = pool.allocate(1)
     with torch.inference_mode():
-        kv_cache.gpu_kv[:, own] = kv_cache.gpu_kv[:, first]
+        engine.runner.gpu_kv[:, own] = engine.runner.gpu_kv[:, first]
     kv_cache.gpu_table[rows[1], 0] = own
-    kv_cache.changed_rows.add(rows[1])
+    kv_cache.table_versions[rows[1]] += 1
     pool.release([first])
     engine.switch_mode("offload")
     held, (a, b) = kv_cache.gpu_table[rows], rows

@@ -25,7 +25,7 @@ from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
-from nanoinfer.kv.cache import NO_BLOCK
+from nanoinfer.step.plan import NO_BLOCK
 
 FAMILIES = {"qwen3": SMALL, "gemma3": SMALL | dict(sliding_window=24)}
 ARGUMENTS = dict(max_model_len=256, max_num_batched_tokens=64, enable_prefix_caching=True)
@@ -66,7 +66,7 @@ def tree_of_prompts(generator: random.Random, count: int) -> list[list[int]]:
 
 def check_references(engine) -> int:
     """Each block of both pools is held once for each place in the tables; returns how many GPU blocks rows share."""
-    kv_cache, offload = engine.runner.kv_cache, engine.runner.offload
+    kv_cache, offload = engine.kv_cache, engine.runner.offload
     held = Counter(kv_cache.gpu_table[kv_cache.gpu_table != NO_BLOCK].tolist())
     num_shared = sum(count > 1 for count in held.values())
     if offload is not None:
@@ -110,7 +110,7 @@ def tree_engine(generator: random.Random, path, seed: int):
         num_ring_slots=generator.choice([2, 3]),
         resident_kv_limit=generator.choice([None, None, None, 0, 3 * BLOCK_BYTES, 9 * BLOCK_BYTES]),
     )
-    pool = engine.runner.kv_cache.gpu_blocks
+    pool = engine.kv_cache.gpu_blocks
     engine.taken = pool.allocate(max(0, pool.num_free - generator.randint(17 if mode else 20, 40)))
     return engine
 
@@ -150,7 +150,7 @@ def test_beginnings_drawn_from_a_tree(paths, alone, first_seed, fuzz):
                 is_whole = (tokens, reason) == (wanted_tokens, wanted_reason)
                 is_beginning = i in aborted and tokens == wanted_tokens[: len(tokens)]
                 assert is_whole or is_beginning, f"seed {seed}, request {i}"
-        engine.runner.kv_cache.gpu_blocks.release(engine.taken)
+        engine.kv_cache.gpu_blocks.release(engine.taken)
         assert_pools_as_before(engine)
         total_shared += num_shared
     assert total_shared, "no two rows shared a block of the GPU"
@@ -198,7 +198,7 @@ def test_every_budget_ring_and_order_of_streams_gives_the_bits_of_resident_mode(
             num_ring_slots=generator.randint(2, 4),
             ring_slot_bytes=generator.randint(1, 5) * LAYER_BLOCK_BYTES,
         )
-        free = engine.runner.kv_cache.gpu_blocks
+        free = engine.kv_cache.gpu_blocks
         engine.taken = free.allocate(free.num_free - pool) if pool else []
         step = engine.step
 
@@ -359,7 +359,7 @@ def test_with_auto_a_question_about_what_streams_already_is_admitted(paths, alon
     first = engine.add_request("first", prompts[0], greedy(30))
     while not first.sequences[0].num_generated:
         engine.step()
-    assert engine.mode == "offload" and engine.runner.kv_cache.num_streamed > 4
+    assert engine.mode == "offload" and engine.kv_cache.num_streamed > 4
     requests = [first, *(engine.add_request(str(i), prompts[i], greedy(8)) for i in (1, 2))]
     engine.step()
     engine.step()
@@ -381,7 +381,7 @@ def shared_engine(path, num_free: int | None, runtime=None, **arguments):
     engine = make_engine(path, runtime or SimulatedRuntime(), **STREAMED | dict(resident_kv_limit=None) | arguments)
     run(engine, [DOCUMENT[:165]], [greedy(2)])
     engine.runner.offload.drain()
-    pool = engine.runner.kv_cache.gpu_blocks
+    pool = engine.kv_cache.gpu_blocks
     for key in [key for key in pool._block_of if isinstance(key, int)]:
         pool.forget(key)  # what the first one left on the GPU
     engine.give_back = (lambda: None) if num_free is None else shrink_gpu_pool(engine, num_free)
@@ -397,7 +397,7 @@ def add_questions(engine, count: int, max_tokens: int = 7, prefix: str = "q"):
 def test_one_gpu_block_comes_back_for_all_rows(paths, limit):
     """10 shared blocks, 6 rows, 20 GPU blocks: all of it comes back, 8 blocks in a step, and streams no more."""
     engine = shared_engine(paths["qwen3"], 20, resident_kv_limit=limit)
-    kv_cache, link = engine.runner.kv_cache, Link(engine)
+    kv_cache, link = engine.kv_cache, Link(engine)
     add_questions(engine, 6)
     while engine.has_work:
         engine.step()
@@ -413,7 +413,7 @@ def test_one_gpu_block_comes_back_for_all_rows(paths, limit):
 @pytest.mark.parametrize("limit", [None, 12 * BLOCK_BYTES])
 def test_who_comes_later_takes_up_the_copies_of_running_rows(paths, limit):
     engine = shared_engine(paths["qwen3"], 20, resident_kv_limit=limit)
-    kv_cache, link = engine.runner.kv_cache, Link(engine)
+    kv_cache, link = engine.kv_cache, Link(engine)
     add_questions(engine, 2)
     while kv_cache.num_streamed or not engine.scheduler.running:
         engine.step()
@@ -431,7 +431,7 @@ def test_who_comes_later_takes_up_the_copies_of_running_rows(paths, limit):
 
 def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(paths):
     engine = shared_engine(paths["qwen3"], 20)
-    kv_cache, offload = engine.runner.kv_cache, engine.runner.offload
+    kv_cache, offload = engine.kv_cache, engine.runner.offload
     requests = add_questions(engine, 2)
     while kv_cache.num_streamed or not engine.scheduler.running:
         engine.step()
@@ -459,7 +459,7 @@ def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(path
 def test_a_dropped_copy_is_free_whoever_shared_it(paths, alone, seed):
     """Rows that grow want every GPU block that the shared beginning has: what was promised must be there."""
     engine = shared_engine(paths["qwen3"], 16, SimulatedRuntime(seed))
-    kv_cache = engine.runner.kv_cache
+    kv_cache = engine.kv_cache
     requests, num_dropped, drop = add_questions(engine, 4, max_tokens=60), 0, kv_cache._drop
 
     def checked_drop(count):
@@ -484,7 +484,7 @@ def test_a_dropped_copy_is_free_whoever_shared_it(paths, alone, seed):
 def test_a_step_that_fails_leaves_no_block_without_content_to_rows_outside_of_it(paths, alone, monkeypatch):
     """One row's prompt is half computed while the others decode: the copies of their step never come."""
     engine = shared_engine(paths["qwen3"], 30, max_num_batched_tokens=48)
-    kv_cache = engine.runner.kv_cache
+    kv_cache = engine.kv_cache
     add_questions(engine, 2, max_tokens=12)
     while not all(sequence.num_generated > 2 for sequence in engine.scheduler.running) or not engine.scheduler.running:
         engine.step()

@@ -95,7 +95,7 @@ def test_the_pool_has_as_many_blocks_as_the_plan_and_a_longest_request_runs(tmp_
     path = make_checkpoint("qwen3", tmp_path, num_layers=2)
     engine = make_engine(path, gpu_memory_limit="2MiB", max_model_len=None, max_num_seqs=2, enable_cpu_offload=True)
     made = engine.plan
-    assert engine.runner.kv_cache.gpu_kv.shape[1] == made.num_gpu_blocks
+    assert engine.runner.gpu_kv.shape[1] == made.num_gpu_blocks
     assert made.fixed_bytes + made.pool_bytes <= 3 * 2**20
     longest = made.max_model_len - 2
     request = engine.add_request("r", random_prompts(1, longest, longest)[0], SamplingParams(max_tokens=2))

@@ -64,7 +64,7 @@ def test_ring_and_pools(engine_of, num_ring_slots, ring_slot_bytes, kv_cache_dty
     engine = engine_of("qwen3", fields, **ring, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
     runner, plan = engine.runner, engine.plan
     assert held_bytes(runner.ring) == plan.ring_bytes
-    assert runner.kv_cache.gpu_kv.nbytes == plan.num_gpu_blocks * plan.block_bytes
+    assert runner.gpu_kv.nbytes == plan.num_gpu_blocks * plan.block_bytes
     host, num_blocks = runner.offload.host, plan.num_host_blocks
     assert plan.host_bytes == sum(host.block(layer, block).nbytes for layer in range(3) for block in range(num_blocks))
 
@@ -72,7 +72,7 @@ def test_ring_and_pools(engine_of, num_ring_slots, ring_slot_bytes, kv_cache_dty
 def buffers(engine: LLMEngine) -> tuple[int, int]:
     """Bytes of all else that the engine holds, and what is planned for it."""
     runner, plan = engine.runner, engine.plan
-    kv = [runner.ring, *runner.ring.slots, runner.kv_cache.gpu_kv, runner.offload, runner._arena]
+    kv = [runner.ring, *runner.ring.slots, runner.gpu_kv, runner.offload, runner._arena]
     on_host = [buffer for buffer, _ in runner._tokens_host]
     kernels = workspace(len(runner.decode_program.logits), runner.model.spec.vocab_size, torch.device("cpu"))
     held = held_bytes(runner, kernels, without=[runner.model, *kv, *on_host])
@@ -179,7 +179,7 @@ def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
     model, num_tokens = meta_model(family, **SHAPES[shape]), 64
     table = torch.empty(3, num_tokens, dtype=torch.int32, device="meta")
     tensors = StepTensors(table.view(-1), [slice(i * num_tokens, (i + 1) * num_tokens) for i in range(3)])
-    pieces = SimpleNamespace(_model=model, _kv_cache=SimpleNamespace(gpu_kv=meta_pool(model)))
+    pieces = SimpleNamespace(_model=model, _gpu_kv=meta_pool(model))
     backend = TorchBackend(attention_spec(model.spec, 16), "meta")
     with LiveBytes() as live:
         state = backend.prefill_state(num_tokens)

@@ -55,5 +55,5 @@ def test_a_pool_on_the_cpu_takes_memory_only_as_it_is_used():
     """Else the first call of a machine without a GPU would begin with writing zeros for many seconds."""
     before = psutil.Process().memory_info().rss
     with LLM("recall", device="cpu", gpu_memory_limit="4GiB", enable_cpu_offload=True, progress_bar=False) as llm:
-        assert llm.engine.runner.kv_cache.gpu_kv.nbytes > 3 * 2**30
+        assert llm.engine.runner.gpu_kv.nbytes > 3 * 2**30
         assert psutil.Process().memory_info().rss - before < 2**30

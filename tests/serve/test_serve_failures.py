@@ -27,7 +27,7 @@ def test_a_failed_step_ends_its_requests_and_no_others(path, place):
             wanted = await served.complete([40], max_tokens=20)
             engine = served.engine
             owner, name = {
-                "launch": (engine.runner, "decode"),
+                "launch": (engine.runner, "execute"),
                 "read": (engine, "_read_tokens"),
                 "schedule": (engine.scheduler, "schedule"),
             }[place]
@@ -66,14 +66,14 @@ def test_tokens_read_before_a_failed_launch_are_delivered(path):
     async def ask():
         async with serving(path) as served:
             wanted = await served.complete([40], max_tokens=3)
-            original = served.engine.runner.decode
+            begin_step = served.engine.planner.begin_step
 
-            def broken(batch, timeline):
-                if [sequence.prompt_token_ids for sequence in batch.sequences] == [[20]]:
+            def broken(batch):
+                if not batch.chunks and [sequence.prompt_token_ids for sequence in batch.decoding] == [[20]]:
                     raise RuntimeError("out of luck")  # the other's last token is in flight
-                return original(batch, timeline)
+                return begin_step(batch)
 
-            served.engine.runner.decode = broken
+            served.engine.planner.begin_step = broken
             bodies = [dict(prompt=[20], max_tokens=9), dict(prompt=[40], max_tokens=3)]
             failed, fine = await asyncio.gather(
                 *(served.post(temperature=0, ignore_eos=True, **body) for body in bodies)
@@ -94,7 +94,7 @@ def test_a_lost_device_ends_everything_and_is_seen_by_the_probe(path):
             def lost(*_):
                 raise RuntimeError("the device is lost")
 
-            served.engine.runner.decode = served.engine.runner.settle = lost
+            served.engine.runner.execute = served.engine.runner.settle = lost
             for response in await asyncio.gather(*running):
                 assert response.status_code == 503 and "the device is lost" in response.json()["error"]["message"]
             assert (await served.client.get("/health")).status_code == 503

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
-from nanoinfer.kv.cache import NO_BLOCK
+from nanoinfer.step.plan import NO_BLOCK
 from offload import Runtime
 
 # The smallest model: float32, and blocks of 16 tokens with K and V of one head of 16.
@@ -108,7 +108,7 @@ def switching(modes: dict[int, str]) -> Callable[[LLMEngine, int], None]:
 
 def assert_pools_as_before(engine: LLMEngine) -> None:
     """Nobody holds anything: rows, blocks of both pools and promises are all back."""
-    kv_cache, offload = engine.runner.kv_cache, engine.runner.offload
+    kv_cache, offload = engine.kv_cache, engine.runner.offload
     assert not engine.scheduler.running and not engine.scheduler.waiting and not engine._requests
     if offload is not None:
         offload.drain()
@@ -117,7 +117,7 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
         assert offload.num_deferred_gpu == offload.num_deferred_host == 0
         for key, on_gpu in kv_cache.gpu_blocks._block_of.items():
             if isinstance(key, int):  # a number of a host block, of which it is a copy; others are digests of tokens
-                pairs = [(kv_cache.gpu_kv[i, on_gpu], offload.host.block(i, key)) for i in range(len(kv_cache.gpu_kv))]
+                pairs = [(layer[on_gpu], offload.host.block(i, key)) for i, layer in enumerate(engine.runner.gpu_kv)]
                 assert all(torch.equal(copy.cpu(), block) for copy, block in pairs), f"host block {key} is another one"
     assert kv_cache.gpu_blocks.num_used == 0 and kv_cache.gpu_blocks.num_free == kv_cache.gpu_blocks.num_blocks
     assert kv_cache.num_free_rows == len(kv_cache.gpu_table)

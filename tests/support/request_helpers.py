@@ -13,7 +13,6 @@ from engines import outcome
 
 from nanoinfer import LLMEngine, SamplingParams
 from nanoinfer.requests.request import Request
-from nanoinfer.step.batch import PrefillBatch
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Played:
 
 def shrink_gpu_pool(engine: LLMEngine, num_free: int) -> Callable[[], None]:
     """Leaves `num_free` free blocks in the GPU pool, of which nobody may hold any; the result gives the others back."""
-    pool = engine.runner.kv_cache.gpu_blocks
+    pool = engine.kv_cache.gpu_blocks
     assert pool.num_free >= num_free, f"{pool.num_free} blocks are free, {num_free} are to be left"
     first = pool._first
     pool._first = pool._num_blocks - num_free
@@ -72,11 +71,11 @@ def record_batches(engine: LLMEngine) -> list:
 
     def recorded():
         batch = schedule()
-        if isinstance(batch, PrefillBatch):
+        if batch is not None and batch.chunks:
             chunks = [(chunk.begin, chunk.end) for chunk in batch.chunks]
             batches.append((chunks, len(batch.decoding)) if batch.decoding else chunks)
         elif batch is not None:
-            batches.append(len(batch.sequences))
+            batches.append(len(batch.decoding))
         return batch
 
     engine.scheduler.schedule = recorded

@@ -56,7 +56,7 @@ def make_state(
     runtime.synchronize()
     stream = runtime.stream("compute")
     if settings:
-        state._upload(stream, list(enumerate(settings)))
+        state.update(stream, list(enumerate(settings)))
     runtime.synchronize()
     if kernels is not None:
         space = kernels.workspace(max(1, len(settings)), vocab_size, runtime.device)

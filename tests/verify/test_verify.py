@@ -261,7 +261,7 @@ def test_a_dropped_wait_is_found_and_named(paths, only, rule):
 def collect_while_a_step_runs(path, seed, dropped_rule=None):
     """Rows of logits after a few steps, the newest of which the engine has not read; in order: what they are."""
     engine = make_engine(path, SimulatedRuntime(seed, dropped_rule))
-    recorder = LogitsRecorder(engine.runner)
+    recorder = LogitsRecorder(engine)
     engine.add_request("r", [5, 6, 7], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     for _ in range(4):
         engine.step()
@@ -304,7 +304,7 @@ def test_freed_blocks_hold_nan_without_a_seed(paths, enable_cpu_offload):
     while engine.has_work:
         engine.step()
     engine.stats()  # reclaims what the last step released
-    offload, kv = engine.runner.offload, engine.runner.kv_cache.gpu_kv
+    offload, kv = engine.runner.offload, engine.runner.gpu_kv
     num_freed = torch.isnan(kv).flatten(2).all(dim=2).sum(dim=1)  # of each layer
     assert num_freed.tolist() == [5] * 3
     if offload is not None:

@@ -32,7 +32,7 @@ class EngineAsker:
     def __init__(self, engine: LLMEngine) -> None:
         self.engine, self.at_once = engine, 0
         self.failures: list[str] = []
-        self._recorder = LogitsRecorder(engine.runner, lambda name: name.startswith("compared"))
+        self._recorder = LogitsRecorder(engine, lambda name: name.startswith("compared"))
         self._num_asked = 0
 
     def ask(self, crowd: Crowd, *, with_logprobs: bool = False) -> dict[int, Answer]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nanoinfer.kv.splits import shares, slot_records, split_lists
+from nanoinfer.execution.splits import shares, slot_records, split_lists
 from offload import Chunk, pack
 
 BLOCK_SIZE = 16

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanoinfer.kv.cache import NO_BLOCK
+from nanoinfer.step.plan import NO_BLOCK
 from offload import Chunk
 
 

@@ -1,0 +1,146 @@
+"""Turn a batch of sequences into a step plan, and note what the launched step has done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from nanoinfer.engine.batch import Batch
+from nanoinfer.kv.cache import KVCache
+from nanoinfer.requests.sequence import Sequence, SequenceState
+from nanoinfer.sampling.settings import RowSampling
+from nanoinfer.step.plan import NUM_HEAD_COLUMNS, ON_DEVICE, PromptChunk, StepPlan
+
+UNKNOWN = -1
+
+
+class StepPlanner:
+    """Plans steps, and knows which rows and settings on the device are out of date.
+
+    Args:
+        end_token_ids: the model's own end tokens, which `min_tokens` bans with the request's stop tokens.
+    """
+
+    def __init__(self, kv_cache: KVCache, end_token_ids: Iterable[int]) -> None:
+        self._kv_cache = kv_cache
+        self._end_token_ids = frozenset(end_token_ids)
+        self._number = 0
+        # For each row, what the device has: the version of the block table, and whose sampling settings.
+        self._versions = np.full(len(kv_cache.gpu_table), UNKNOWN, dtype=np.int64)
+        self._settings_of = [UNKNOWN] * len(kv_cache.gpu_table)
+
+    def forget(self) -> None:
+        """Send every row again: after an exception, the device may hold anything."""
+        self._versions[:] = UNKNOWN
+        self._settings_of = [UNKNOWN] * len(self._settings_of)
+
+    def begin_step(self, batch: Batch) -> StepPlan:
+        """Take the host blocks and GPU copies that the step needs, and describe the step.
+
+        Every part already has the GPU blocks that the step writes to (`KVCache.grow`).
+        """
+        kv_cache, chunks, decoding, sampled = self._kv_cache, batch.chunks, batch.decoding, batch.sampled
+        rows = np.array([sequence.row for sequence in decoding], dtype=np.int32)
+        ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
+        write_through = [pair for chunk in chunks for pair in kv_cache.fill(chunk.sequence, chunk.end)]
+        if kv_cache.offload is not None:
+            write_through += [pair for sequence in decoding for pair in kv_cache.fill(sequence, sequence.num_tokens)]
+            self._count_blocks_read(batch.sequences)
+        changed = self._changed_lines(decoding, rows)
+        sampling = self._changed_settings(sampled)
+        all_rows = np.concatenate([np.array([chunk.sequence.row for chunk in chunks], dtype=np.int32), rows])
+        longest = max([*(chunk.end for chunk in chunks), int(ends.max(initial=0))])
+        width = -(-longest // kv_cache.block_size)
+        gpu_blocks, host_blocks = kv_cache.gpu_table[all_rows, :width], kv_cache.host_table[all_rows, :width]
+        num_streamed = kv_cache.residency.num_streamed
+        promoted = kv_cache.promote(rows.tolist())
+        have_come = kv_cache.residency.num_streamed < num_streamed
+        plan = StepPlan(
+            number=self._number,
+            chunks=tuple(
+                PromptChunk(
+                    row=chunk.sequence.row,
+                    begin=chunk.begin,
+                    end=chunk.end,
+                    token_ids=np.array(chunk.sequence.token_ids[chunk.begin : chunk.end], dtype=np.int32),
+                    is_last=chunk.is_last,
+                )
+                for chunk in chunks
+            ),
+            rows=rows,
+            begins=ends - 1,
+            ends=ends,
+            gpu_blocks=gpu_blocks,
+            host_blocks=host_blocks,
+            later_gpu_blocks=kv_cache.gpu_table[rows, :width] if have_come else None,
+            may_stream=kv_cache.offload is not None,
+            changed_rows=changed,
+            sampling=sampling,
+            sampled_rows=all_rows[[*(chunk.is_last for chunk in chunks), *[True] * len(rows)]] if chunks else rows,
+            num_logprobs={
+                place: sequence.params.logprobs
+                for place, sequence in enumerate(sampled)
+                if sequence.params.logprobs is not None
+            },
+            write_through=tuple(write_through),
+            promoted=promoted,
+        )
+        self._number += 1
+        return plan
+
+    def end_step(self, batch: Batch, plan: StepPlan) -> None:
+        """Note that the step was launched: whatever reads KV later reads what it writes."""
+        for chunk in batch.chunks:
+            self._kv_cache.commit(chunk.sequence, chunk.end)
+            if chunk.is_last:
+                chunk.sequence.state = SequenceState.DECODE
+                self._versions[chunk.sequence.row] = UNKNOWN  # length and token, too, are not those on the device
+        for sequence, end in zip(batch.decoding, plan.ends.tolist(), strict=True):
+            self._kv_cache.commit(sequence, end)
+        for sequence in batch.sampled:
+            sequence.num_pending += 1
+
+    def _changed_lines(self, sequences: list[Sequence], rows: np.ndarray) -> np.ndarray:
+        """Return `StepPlan.changed_rows` for these sequences, whose rows are `rows`, and count them as sent."""
+        table, versions = self._kv_cache.gpu_table, self._kv_cache.table_versions
+        changed = np.flatnonzero(self._versions[rows] != versions[rows])
+        lines = np.zeros((len(changed), NUM_HEAD_COLUMNS + table.shape[1]), dtype=np.int32)
+        for line, place in zip(lines, changed.tolist(), strict=True):
+            sequence = sequences[place]
+            # A pending token is known to the device only, which has put it into the row already.
+            token = ON_DEVICE if sequence.num_pending else sequence.token_ids[-1]
+            line[:NUM_HEAD_COLUMNS] = sequence.row, token, sequence.num_tokens
+            np.maximum(table[sequence.row], 0, out=line[NUM_HEAD_COLUMNS:])
+        self._versions[rows] = versions[rows]
+        return lines
+
+    def _changed_settings(self, sequences: list[Sequence]) -> tuple[tuple[int, RowSampling], ...]:
+        """Return the settings of the sequences whose row last sampled for another one, and count them as sent."""
+        found = []
+        for sequence in sequences:
+            if self._settings_of[sequence.row] != sequence.sequence_id:
+                assert not sequence.num_pending, "a token that only the device knows is missing in what is uploaded"
+                found.append((sequence.row, self.row_sampling(sequence)))
+                self._settings_of[sequence.row] = sequence.sequence_id
+        return tuple(found)
+
+    def row_sampling(self, sequence: Sequence) -> RowSampling:
+        """Return how the sequence is sampled from here on."""
+        params = sequence.params
+        return RowSampling.from_params(
+            params,
+            seed=sequence.seed,
+            step=sequence.num_sampled,
+            penalty_token_ids=tuple(sequence.token_ids) if params.repetition_penalty != 1 else (),
+            output_token_ids=sequence.output_token_ids,
+            end_token_ids=self._end_token_ids.union(params.stop_token_ids or ()),
+        )
+
+    def _count_blocks_read(self, sequences: list[Sequence]) -> None:
+        """Add to each sequence's counts how many full blocks the step reads, and how many of them lie on the GPU."""
+        residency = self._kv_cache.residency
+        for sequence in sequences:
+            first, full = int(residency.first[sequence.row]), int(residency.full[sequence.row])
+            sequence.num_blocks_read += full
+            sequence.num_resident_read += full - first

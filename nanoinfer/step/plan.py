@@ -1,0 +1,104 @@
+"""A step as data: whole numbers and arrays, no live objects. Planning makes it, execution carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nanoinfer.sampling.settings import RowSampling
+
+ON_DEVICE = -1
+"""In place of a token id: the device sampled the token and has it in the row already."""
+NO_BLOCK = -1
+NUM_HEAD_COLUMNS = 3  # of a line of `StepPlan.changed_rows`, before the block table
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Tokens [begin, end) of one row, whose ids the host knows.
+
+    Attributes:
+        token_ids: [end - begin] int32.
+        is_last: whether the row's next token is sampled after this chunk.
+    """
+
+    row: int
+    begin: int
+    end: int
+    token_ids: np.ndarray
+    is_last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What one step computes, where its KV lies, and what changes on the device.
+
+    A step has chunks of prompts, rows that decode, or both. Its *parts* are the chunks, then the decoding rows.
+
+    Attributes:
+        number: counts up from 0, without gaps.
+        chunks: prompts' tokens to compute.
+        rows: [d] int32, the rows that decode; their tokens lie on the device.
+        begins, ends: [d] int64; row i computes its tokens [begins[i], ends[i]), one token for now.
+        gpu_blocks, host_blocks: [parts, width] int32, the parts' block tables (or `NO_BLOCK`) when the step begins.
+        later_gpu_blocks: [d, width] int32, the decoding rows' GPU blocks when the step ends; None: as at its beginning.
+        may_stream: whether blocks may lie in the host pool only.
+        changed_rows: [n, 3 + max_blocks_per_seq] int32, a line for each decoding row whose state on the device is out
+            of date: row, last token (or `ON_DEVICE`), length, and its GPU blocks (0, the scratch block, for none).
+        sampling: the settings of rows that sample and whose settings on the device are out of date.
+        sampled_rows: [s] int32, the rows that get a token, in the order of the tokens: chunks that end their prompt, then
+            the decoding rows.
+        num_logprobs: place in `sampled_rows` -> how many log-probabilities are wanted there.
+        write_through: (GPU block, host block) of each block that this step makes full.
+        promoted: host block -> GPU block that takes over its content as it passes through the ring.
+    """
+
+    number: int
+    chunks: tuple[PromptChunk, ...]
+    rows: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+    gpu_blocks: np.ndarray
+    host_blocks: np.ndarray
+    later_gpu_blocks: np.ndarray | None
+    may_stream: bool
+    changed_rows: np.ndarray
+    sampling: tuple[tuple[int, RowSampling], ...]
+    sampled_rows: np.ndarray
+    num_logprobs: dict[int, int] = field(default_factory=dict)
+    write_through: tuple[tuple[int, int], ...] = ()
+    promoted: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.chunks) + len(self.rows)
+
+    def __str__(self) -> str:
+        """Describe the step in a line for each part and each kind of change."""
+        names = [name for name, there in (("prefill", self.chunks), ("decode", len(self.rows))) if there]
+        lines = [f"step {self.number}: {' and '.join(names)}{', may stream' if self.may_stream else ''}"]
+        sampled = self.sampled_rows.tolist()
+        spans = [(chunk.row, chunk.begin, chunk.end) for chunk in self.chunks]
+        spans += zip(self.rows.tolist(), self.begins.tolist(), self.ends.tolist(), strict=True)
+        for (row, begin, end), gpu, host in zip(spans, self.gpu_blocks, self.host_blocks, strict=True):
+            samples = ", then samples" if row in sampled else ""
+            lines.append(f"  row {row}: tokens {begin} to {end - 1}{samples}; blocks {_places(gpu, host)}")
+        changes = (
+            ("uploads rows", self.changed_rows[:, 0].tolist()),
+            ("sets the sampling of rows", [row for row, _ in self.sampling]),
+            ("writes through", _pairs(self.write_through, "GPU {} to host {}")),
+            ("keeps on the GPU", _pairs(self.promoted.items(), "host {} as GPU {}")),
+        )
+        lines += [f"  {what} {', '.join(map(str, values))}" for what, values in changes if values]
+        return "\n".join(lines)
+
+
+def _pairs(pairs, text: str) -> list[str]:
+    return [text.format(*pair) for pair in pairs]
+
+
+def _places(gpu: np.ndarray, host: np.ndarray) -> str:
+    """Say where a row's blocks lie: `g3` in the GPU pool, `h7` in the host pool only."""
+    pairs = zip(gpu.tolist(), host.tolist(), strict=True)
+    return " ".join(f"h{h}" if g == NO_BLOCK else f"g{g}" for g, h in pairs if (g, h) != (NO_BLOCK, NO_BLOCK))
