@@ -37,8 +37,9 @@ class EngineConfig:
             block. None: what the budget leaves.
         num_gpu_blocks_override: upper limit of the KV blocks in the GPU pool, the scratch block included, whatever the
             budget leaves; for tests and experiments.
-        host_memory_limit: bytes of pinned host memory for KV blocks. None: what `max_num_seqs` sequences can need, but
-            at most 60 % of the available memory.
+        host_memory_limit: bytes of host memory for KV blocks: pinned ones where offloading is enabled, else those of
+            requests that were preempted. None: what `max_num_seqs` sequences can need, but at most 60 % of the
+            available memory; without offloading, as much as the system gives.
         block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so a different block
             size changes the rounding of the results.
         enable_cpu_offload: True starts in offload mode: host memory holds every full KV block, the GPU keeps as many as

@@ -28,6 +28,7 @@ class BlockPool:
         self._free = list(range(first, num_blocks))  # a heap
         self._references: dict[int, int] = {}
         self._num_references = 0
+        self._stamps: dict[int, int] = {}  # how often each block was handed out
         self._key_of: dict[int, Hashable] = {}
         self._block_of: dict[Hashable, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -73,6 +74,7 @@ class BlockPool:
                 block, _ = self._cached.popitem(last=False)
                 self._forget(block)
             self._references[block] = 1
+            self._stamps[block] = self._stamps.get(block, 0) + 1
             blocks.append(block)
         self._num_references += count
         return blocks
@@ -154,6 +156,15 @@ class BlockPool:
                 heapq.heappush(self._free, block)
                 freed.append(block)
         return freed
+
+    def grow(self, count: int) -> None:
+        """Add `count` free blocks, with the next higher numbers."""
+        first, self._num_blocks = self._num_blocks, self._num_blocks + count
+        self._free += range(first, self._num_blocks)  # still a heap: all others are smaller
+
+    def stamped(self, block: int) -> tuple[int, int]:
+        """Return (block, how often it was handed out): the name of its content, once that is complete."""
+        return block, self._stamps.get(block, 0)
 
     def references(self, block: int) -> int:
         """Return the reference count of the block."""

@@ -23,7 +23,6 @@ import torch
 from offload.blocks import BlockPool
 from offload.layout import runs
 from offload.memory.host_pool import HostPool
-from offload.memory.saved_kv import SavedKV
 from offload.plan import StreamPlan, host_runs
 from offload.ring import Attend, Compute, Fill, Ring, ring_schedule
 from offload.runtime.base import Event, Runtime, Stream
@@ -284,11 +283,6 @@ class OffloadEngine:
                 self.copy.copy(on_gpu, on_host)
                 self.counters.streamed_bytes += on_host.nbytes
         self.copy.synchronize()
-
-    def restore(self, saved: SavedKV, blocks: list[int]) -> None:
-        """Copy the first saved blocks to these host blocks, between steps."""
-        self.runtime.synchronize()
-        saved.restore(0, len(blocks), lambda layer, place: self.host.block(layer, blocks[place]))
 
     def drain(self) -> None:
         """Waits until no copy is in flight, drops the prefetch and reclaims every released block."""

@@ -62,7 +62,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
         built: BuiltEngine = build(config, runtime)
         self.config, self.plan, self.tokenizer, self.runner = config, built.plan, built.tokenizer, built.runner
-        self.kv_cache = built.kv_cache
+        self.kv_cache, self.mover, self.admission = built.kv_cache, built.mover, built.admission
         self.vocab_size = built.runner.model.spec.vocab_size
         rows, blocks_per_row = self.kv_cache.gpu_table.shape
         fits = rows * blocks_per_row <= self.kv_cache.gpu_blocks.num_blocks
@@ -71,6 +71,8 @@ class LLMEngine:
         self.on_logits: Callable[[list[Sequence], Callable[[], torch.Tensor]], None] | None = None
         self.scheduler = Scheduler(
             self.kv_cache,
+            self.admission,
+            self.mover,
             built.plan.max_num_batched_tokens,
             self._enter_offload if self.may_spill else None,
             max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
@@ -294,9 +296,11 @@ class LLMEngine:
         self.scheduler.recover([s for s in self._sequences() if s.finish_reason is None])
         for sequence in self._sequences():
             if sequence.finish_reason is not None:
-                sequence.state, sequence.row, sequence.saved = SequenceState.FINISHED, None, None
+                sequence.state, sequence.row, sequence.kept_blocks = SequenceState.FINISHED, None, None
         self._requests = {name: request for name, request in self._requests.items() if not request.is_finished}
-        self.kv_cache.recover(self.scheduler.running, self.runner.offload, keeps_prefixes=is_sound)
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        self.mover.recover(running, waiting, self.runner.offload, keeps_prefixes=is_sound)
+        self.admission.forget()
         self.planner.forget()
         self.runner.forget()
         self._at_risk = []
@@ -438,17 +442,18 @@ class LLMEngine:
         self._check_switch(mode)
         with self.runner.compute.current():
             if mode == "offload":
-                self.kv_cache.switch_to_offload(self._get_offload(), self.scheduler.running)
+                self.mover.switch_to_offload(self._get_offload(), self.scheduler.running)
             else:
-                self.kv_cache.switch_to_resident(self.scheduler.running)
+                self.mover.switch_to_resident(self.scheduler.running)
+            self.admission.forget()
             self.runner.capture(mode == "offload" or self.may_spill)
 
     def _check_switch(self, mode: str) -> None:
         """Raise what `_switch` raises if the switch is impossible, without changing anything."""
         if mode == "offload":
-            self.kv_cache.check_offload(self._get_offload(), self.scheduler.running)
+            self.mover.check_offload(self._get_offload(), self.scheduler.running)
         else:
-            self.kv_cache.check_resident(self.scheduler.running)
+            self.mover.check_resident(self.scheduler.running)
 
     def _get_offload(self) -> OffloadEngine:
         self.runner.check_offload()
@@ -547,4 +552,4 @@ class LLMEngine:
         self._requests.clear()
         self._in_flight = None
         self.runner.close()
-        del self.runner, self.scheduler, self.planner, self.kv_cache
+        del self.runner, self.scheduler, self.planner, self.kv_cache, self.mover, self.admission

@@ -54,7 +54,7 @@ class StepPlanner:
         width = -(-longest // kv_cache.block_size)
         gpu_blocks, host_blocks = kv_cache.gpu_table[all_rows, :width], kv_cache.host_table[all_rows, :width]
         num_streamed = kv_cache.residency.num_streamed
-        promoted = kv_cache.promote(rows.tolist())
+        promoted = kv_cache.copies.promote(rows.tolist())
         have_come = kv_cache.residency.num_streamed < num_streamed
         plan = StepPlan(
             number=self._number,

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Callable
 
 from nanoinfer.engine.batch import Batch, PrefillChunk
+from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.mover import Mover
 from nanoinfer.requests.sequence import Sequence, SequenceState
 
 
@@ -32,6 +34,8 @@ class Scheduler:
     def __init__(
         self,
         kv_cache: KVCache,
+        admission: Admission,
+        mover: Mover,
         max_num_batched_tokens: int,
         enter_offload: Callable[[], bool] | None = None,
         max_mixed_tokens: int = 0,
@@ -39,7 +43,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # admitted, oldest first
         self.num_preemptions = 0
-        self._kv_cache = kv_cache
+        self._kv_cache, self._admission, self._mover = kv_cache, admission, mover
         self._max_num_batched_tokens = max_num_batched_tokens
         self._enter_offload = enter_offload
         self.max_mixed_tokens = max_mixed_tokens
@@ -59,7 +63,7 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        sequence.saved = None
+        self._mover.forget(sequence)
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> Batch | None:
@@ -95,13 +99,13 @@ class Scheduler:
                 budget -= self._add_chunk(sequence, budget, chunks)
         while self.waiting and budget:
             sequence = self.waiting[0]
-            if not self._kv_cache.admit(sequence):
+            if not self._admission.admit(sequence):
                 # If nothing else runs, a prompt that the GPU pool cannot hold would wait for ever.
-                if self.running or not self._spill() or not self._kv_cache.admit(sequence):
+                if self.running or not self._spill() or not self._admission.admit(sequence):
                     break
             self.running.append(sequence)  # append before popleft, so that an interrupt cannot lose the sequence
             self.waiting.popleft()
-            sequence.saved = None
+            self._mover.forget(sequence)
             sequence.state = _state(sequence)
             if sequence.state is SequenceState.PREFILL:
                 budget -= self._add_chunk(sequence, budget, chunks)
@@ -141,7 +145,7 @@ class Scheduler:
 
     def _preempt_youngest(self) -> None:
         victim = self.running[-1]
-        self._kv_cache.save(victim)  # raises if host memory is short; nothing has changed by then
+        self._mover.give_way(victim)  # raises if host memory is short; nothing has changed by then
         victim.state = SequenceState.WAITING
         self.waiting.appendleft(victim)
         self.running.pop()
@@ -150,17 +154,17 @@ class Scheduler:
     def recover(self, sequences: list[Sequence]) -> None:
         """After an exception at any point, sort the surviving `sequences` into running and waiting ones.
 
-        A sequence is running if it has a row and no saved KV. A sequence that was being admitted or preempted waits.
+        A sequence is running if it has a row and no kept blocks. A sequence that was being admitted or preempted waits.
         May be interrupted and called again.
         """
         alive = set(sequences)
         in_order = [sequence for sequence in dict.fromkeys([*self.running, *self.waiting]) if sequence in alive]
-        has_row = {s for s in self.running if s.row is not None and s.saved is None}
+        has_row = {s for s in self.running if s.row is not None and s.kept_blocks is None}
         self.running = [sequence for sequence in in_order if sequence in has_row]
         self.waiting = deque(sequence for sequence in in_order if sequence not in has_row)
         for sequence in self.waiting:
             sequence.state, sequence.row = SequenceState.WAITING, None
-            if sequence.saved is None:
+            if sequence.kept_blocks is None:
                 sequence.num_computed = sequence.num_cached = 0
         for sequence in self.running:
             sequence.state = _state(sequence)

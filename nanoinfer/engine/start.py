@@ -10,7 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.gpu_copies import GPUCopies
+from nanoinfer.kv.mover import Mover
+from nanoinfer.kv.tables import BlockTables
 from nanoinfer.memory.machine import reserved_bytes, resolve_device
 from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.memory.sizes import attention_spec, spec_and_layout
@@ -26,6 +30,8 @@ class BuiltEngine:
     plan: MemoryPlan
     runner: ModelRunner
     kv_cache: KVCache
+    admission: Admission
+    mover: Mover
     tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
@@ -78,16 +84,14 @@ def build(
     )
     model.spec = spec  # the spec with the KV cache's dtype, which the checkpoint does not contain
     runner = ModelRunner(config, plan, runtime, model, backend, layout, memory_before)
+    max_blocks = -(-plan.max_model_len // layout.block_size)
+    tables = BlockTables(layout.block_size, runner.num_gpu_blocks, plan.max_num_seqs, max_blocks)
+    window = max((window for window in spec.windows if window is not None), default=None)
+    copies = GPUCopies(tables, plan.max_resident_blocks, window)
     kv_cache = KVCache(
-        layout,
-        runner.num_gpu_blocks,
-        runner.block_copies,
-        max_num_seqs=plan.max_num_seqs,
-        max_blocks_per_seq=-(-plan.max_model_len // layout.block_size),
-        max_splits=plan.max_splits,
-        enable_prefix_caching=config.enable_prefix_caching,
-        max_resident_blocks=plan.max_resident_blocks,
-        window=max((window for window in spec.windows if window is not None), default=None),
-        only_if_faster=config.enable_cpu_offload == "auto",
+        tables, copies, enable_prefix_caching=config.enable_prefix_caching, poison=runner.block_copies.poison
     )
-    return BuiltEngine(plan, runner, kv_cache, tokenizer, end_ids, defaults)
+    mover = Mover(kv_cache, runner.kept, runner.block_copies, layout.block_bytes)
+    only_if_faster = config.enable_cpu_offload == "auto"
+    admission = Admission(kv_cache, mover, max_splits=plan.max_splits, only_if_faster=only_if_faster)
+    return BuiltEngine(plan, runner, kv_cache, admission, mover, tokenizer, end_ids, defaults)

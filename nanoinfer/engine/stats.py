@@ -49,8 +49,8 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
         "host_blocks_cached": 0 if host_blocks is None else host_blocks.num_cached,
         "prefix_cache_queried_tokens": engine.kv_cache.prefixes.num_queried_tokens,
         "prefix_cache_hit_tokens": engine.kv_cache.prefixes.num_hit_tokens,
-        "kv_blocks_resident": engine.kv_cache.num_resident,
-        "kv_blocks_streamed": engine.kv_cache.num_streamed,
+        "kv_blocks_resident": engine.kv_cache.copies.num_resident,
+        "kv_blocks_streamed": engine.kv_cache.copies.num_streamed,
         "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
         "discarded_prefetch_bytes": 0 if transfer is None else transfer.discarded_bytes,
         "written_bytes": 0 if transfer is None else transfer.written_bytes,
@@ -96,8 +96,8 @@ def report(engine: Engine) -> dict[str, int | float | str | list[str]]:
 def resident_share(engine: Engine) -> float:
     """Return the share of the full KV blocks of all running sequences that lies on the GPU."""
     kv_cache = engine.kv_cache
-    num_resident = kv_cache.num_resident
-    total = num_resident + kv_cache.num_streamed
+    num_resident = kv_cache.copies.num_resident
+    total = num_resident + kv_cache.copies.num_streamed
     return num_resident / total if total else 1.0
 
 
@@ -139,7 +139,7 @@ def notes(engine: Engine) -> list[str]:
     if config.enable_cpu_offload is True and engine.meter.times.num_steps and not offload.counters.streamed_bytes:
         found.append("enable_cpu_offload=True has had no effect so far: all KV fits on the GPU")
     if not config.may_offload and offload is None:
-        for name in ("host_memory_limit", "resident_kv_limit", "num_ring_slots", "ring_slot_bytes", "pin_host_memory"):
+        for name in ("resident_kv_limit", "num_ring_slots", "ring_slot_bytes", "pin_host_memory"):
             value = getattr(config, name)
             if value != type(config).__dataclass_fields__[name].default:
                 found.append(f"{name}={value!r} has no effect without enable_cpu_offload")

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend
-from nanoinfer.common.units import GIB
+from nanoinfer.common.units import GIB, parse_bytes
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.activations import Activations
 from nanoinfer.execution.block_copies import BlockCopies
@@ -30,6 +30,7 @@ from nanoinfer.models.base import DecoderModel
 from nanoinfer.sampling.reference import logprobs_of
 from nanoinfer.step.plan import StepPlan
 from offload import BlockPool, HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream, Timeline
+from offload.memory.pageable_pool import PageablePool
 from offload.memory.pinned import HostArena
 from offload.runtime.timeline import COMPUTE, NoTimeline
 
@@ -45,6 +46,7 @@ class ModelRunner:
 
     Attributes:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
+        kept: the KV of sequences that gave way.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class ModelRunner:
             self.num_gpu_blocks -= blocks_over_plan
         max_blocks = -(-plan.max_model_len // layout.block_size)
         self.gpu_kv = _zeros(layout.pool_shape(self.num_gpu_blocks), layout.dtype, runtime.device)
-        self.block_copies = BlockCopies(runtime, self.compute, layout, self.gpu_kv)
+        self.kept = PageablePool(layout, _kept_limit(config))
+        self.block_copies = BlockCopies(runtime, self.compute, layout, self.gpu_kv, self.kept)
         rows = RowState(runtime, plan.max_num_seqs, max_blocks)
         sizes = config.graph_batch_sizes(plan.max_num_seqs)
         max_batch = max(sizes[-1], plan.max_num_seqs)
@@ -330,7 +333,7 @@ class ModelRunner:
     def close(self) -> None:
         """Give back device and host memory at once; the runner cannot be used afterwards."""
         self.runtime.synchronize()
-        del self.decode_program, self.prefill_program, self.gpu_kv, self.block_copies, self.ring, self.model
+        del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
         del self._activations
         self._offload = None
         if self._arena is not None:
@@ -340,6 +343,13 @@ class ModelRunner:
     def peak_bytes(self) -> int | None:
         """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""
         return self._activations.peak_bytes()
+
+
+def _kept_limit(config: EngineConfig) -> int | None:
+    """Return the most bytes that sequences that gave way may take; with offloading, the limit is the host pool's."""
+    if config.may_offload or config.host_memory_limit is None:
+        return None
+    return parse_bytes(config.host_memory_limit, "host_memory_limit")
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

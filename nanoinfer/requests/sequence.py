@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from nanoinfer.outputs import Logprob
 from nanoinfer.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from offload.memory.saved_kv import SavedKV
 
 
 class SequenceState(enum.Enum):
@@ -31,7 +27,7 @@ class Sequence:
 
     Attributes:
         row: place in the persistent device tables, kept from admission to the end.
-        saved: KV of a preempted sequence, in host memory.
+        kept_blocks: where the KV of a sequence that gave way lies (see `nanoinfer.kv.mover`); None: it did not.
         num_cached: prompt tokens taken from the prefix cache.
     """
 
@@ -54,7 +50,7 @@ class Sequence:
     num_resident_read: int = 0  # the part of `num_blocks_read` that lay on the GPU
     copy_wait_seconds: float = 0.0  # estimate
     num_reserved_host: int = 0  # host blocks reserved at admission and not allocated yet
-    saved: SavedKV | None = None
+    kept_blocks: list[int] | None = None
     block_keys: list[bytes] = field(default_factory=list)  # prefix cache keys of the full blocks
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0

@@ -11,7 +11,8 @@ from nanoinfer.sampling.settings import RowSampling
 ON_DEVICE = -1
 """In place of a token id: the device sampled the token and has it in the row already."""
 NO_BLOCK = -1
-NUM_HEAD_COLUMNS = 3  # of a line of `StepPlan.changed_rows`, before the block table
+NUM_HEAD_COLUMNS = 3
+"""Columns of a line of `StepPlan.changed_rows` before the block table."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class StepPlan:
         changed_rows: [n, 3 + max_blocks_per_seq] int32, a line for each decoding row whose state on the device is out
             of date: row, last token (or `ON_DEVICE`), length, and its GPU blocks (0, the scratch block, for none).
         sampling: the settings of rows that sample and whose settings on the device are out of date.
-        sampled_rows: [s] int32, the rows that get a token, in the order of the tokens: chunks that end their prompt, then
-            the decoding rows.
+        sampled_rows: [s] int32, the rows that get a token, in the order of the tokens: chunks that end their prompt,
+            then the decoding rows.
         num_logprobs: place in `sampled_rows` -> how many log-probabilities are wanted there.
         write_through: (GPU block, host block) of each block that this step makes full.
         promoted: host block -> GPU block that takes over its content as it passes through the ring.

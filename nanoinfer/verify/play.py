@@ -88,7 +88,7 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
                     switches.before_step(requests)
                 bar.update(sum(len(output.token_ids_delta) for output in engine.step()))
                 recorder.collect(keep=1)
-                most_resident = max(most_resident, engine.kv_cache.num_resident)
+                most_resident = max(most_resident, engine.kv_cache.copies.num_resident)
             recorder.collect(keep=0)
     stats = engine.stats()
     if not run.happened(stats):

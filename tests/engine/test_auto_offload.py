@@ -150,8 +150,8 @@ def test_a_request_saved_by_a_preemption_comes_back_in_offload_mode(path):
     wanted = tokens_of(run(make_engine(path, **ARGUMENTS), prompts, params))
     engine = auto_engine(path, 12, host_memory_limit=24 * BLOCK_BYTES)
     saved_in = []
-    admit = engine.kv_cache._admit_saved
-    engine.kv_cache._admit_saved = lambda sequence: admit(sequence) and not saved_in.append(engine.mode)
+    admit = engine.admission._admit_kept
+    engine.admission._admit_kept = lambda sequence: admit(sequence) and not saved_in.append(engine.mode)
     with pytest.warns(UserWarning, match="so requests are preempted: .* the host pool has 24 free"):
         assert tokens_of(run(engine, prompts, params)) == wanted
     assert engine.scheduler.num_preemptions > 0 and "offload" in saved_in and engine.mode == "offload"
@@ -190,8 +190,8 @@ def test_blocks_that_rows_share_are_counted_once_when_offload_mode_is_entered(pa
     num_free = pool.num_free
     engine.switch_mode("offload")
     assert engine.runner.offload.num_deferred_gpu == 0 and pool.num_free == num_free
-    assert kv_cache.num_resident == 6, "the rows share the 6 full blocks"
-    assert kv_cache.num_obtainable == num_free + 6
+    assert kv_cache.copies.num_resident == 6, "the rows share the 6 full blocks"
+    assert kv_cache.copies.num_obtainable == num_free + 6
     while engine.has_work:
         engine.step()
     assert_pools_as_before(engine)

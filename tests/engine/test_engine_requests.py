@@ -67,7 +67,7 @@ def test_a_preempted_sequence_comes_back_with_the_same_bits(path):
         if step == 5:
             victim = engine.scheduler.running[0]
             engine.scheduler._preempt_youngest()
-            assert victim.saved is not None and victim.row is None
+            assert victim.kept_blocks is not None and victim.row is None
         if step == 7:
             engine.switch_mode("offload")
         if step == 12:

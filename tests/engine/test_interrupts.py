@@ -220,7 +220,7 @@ def test_an_interrupted_recovery_is_work_that_the_next_step_does(path, monkeypat
 
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
         patches.setattr(engine.runner, "execute", interrupted)  # the request fails
-        patches.setattr(engine.kv_cache, "recover", interrupted)
+        patches.setattr(engine.mover, "recover", interrupted)
         engine.step()
     assert engine.has_work and not engine.scheduler.has_work
     while engine.has_work:

@@ -21,8 +21,7 @@ from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.requests.detokenizer import Detokenizer
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import SequenceState
-from offload import KVLayout, OffloadEngine
-from offload.memory.saved_kv import SavedKV
+from offload import OffloadEngine
 
 BOTH_MODES = pytest.mark.parametrize("enable_cpu_offload", [False, True], ids=["resident", "offload"])
 LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4  # K and V, 16 tokens, 2 heads of 16, float32
@@ -73,8 +72,8 @@ def test_a_preempted_request_can_be_aborted(path, computed):
         engine.step()
     num_generated = victim.num_generated
     engine.scheduler._preempt_youngest()
-    assert victim.saved is not None and victim.state is SequenceState.WAITING and victim.row is None
-    assert engine.abort("r1") and victim.saved is None
+    assert victim.kept_blocks is not None and victim.state is SequenceState.WAITING and victim.row is None
+    assert engine.abort("r1") and victim.kept_blocks is None
     while engine.has_work:
         engine.step()
     assert outcome(requests[1])[0][0] == wanted[1][0][0][:num_generated]
@@ -132,12 +131,6 @@ def test_an_error_anywhere_in_a_step_frees_what_it_held_and_nothing_else(path, p
         assert run(engine, prompts, params) == wanted, "the engine goes on as if nothing had happened"
 
 
-def test_kv_for_which_the_host_has_no_room_is_a_memory_error():
-    layout = KVLayout(num_layers=1, block_size=16, num_kv_heads=2**20, head_dim=2**20, dtype=torch.float32)
-    with pytest.raises(MemoryError, match="no host memory for the KV of a preempted sequence"):
-        SavedKV.save(layout, torch.empty(0), [0] * 100)
-
-
 def test_preemption_without_host_memory_ends_the_call_and_frees_everything(path, monkeypatch):
     prompts, params = random_prompts(4, 40, 60, seed=7), some_params(4, max_tokens=60)
     with make_llm(path, enable_prefix_caching=False) as llm:
@@ -147,7 +140,7 @@ def test_preemption_without_host_memory_ends_the_call_and_frees_everything(path,
             raise MemoryError("no host memory left")
 
         with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no host memory left"):
-            patch.setattr(llm.engine.kv_cache, "save", no_memory)
+            patch.setattr(llm.engine.mover, "give_way", no_memory)
             llm.generate(prompts, params, use_tqdm=False)
         assert llm.generate(prompts, params, use_tqdm=False)[3].finished and llm.stats()["num_preemptions"] > 0
         give_back()

@@ -126,9 +126,9 @@ def test_settings_without_effect_are_named(path, capsys):
         assert llm.stats()["notes"] == ["enable_cpu_offload=True has had no effect so far: all KV fits on the GPU"]
     with LLM(path, **COMMON | dict(enable_cpu_offload="auto", resident_kv_limit=None)) as llm:
         assert 'enable_cpu_offload="auto" has no effect' in llm.stats()["notes"][0]
-    with LLM(path, **COMMON | dict(host_memory_limit="8MiB", progress_bar=True)) as llm:
+    with LLM(path, **COMMON | dict(ring_slot_bytes="3MiB", progress_bar=True)) as llm:
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
-        assert any("host_memory_limit='8MiB' has no effect" in note for note in llm.stats()["notes"])
+        assert any("ring_slot_bytes='3MiB' has no effect" in note for note in llm.stats()["notes"])
         line = capsys.readouterr().err.strip().splitlines()[-1]
         assert line.startswith("nanoinfer: bound by ") and "resident_kv_limit=0 has no effect" in line
 

@@ -512,8 +512,8 @@ def test_a_sequence_preempted_with_a_token_that_was_not_read_goes_on_with_that_t
     wanted = [run(plain, [prompt], [param])[0][0][0] for prompt, param in zip(prompts, params, strict=True)]
     engine = engine_with(path_of("qwen3"), "resident", enable_prefix_caching=False)
     give_back = shrink_gpu_pool(engine, 14)
-    save, pending = engine.kv_cache.save, []
-    engine.kv_cache.save = lambda sequence: pending.append(sequence.num_pending) or save(sequence)
+    save, pending = engine.mover.give_way, []
+    engine.mover.give_way = lambda sequence: pending.append(sequence.num_pending) or save(sequence)
     assert [completions[0][0] for completions in run(engine, prompts, params)] == wanted
     assert 1 in pending, "nobody was preempted with a token in flight"
     give_back()

@@ -33,7 +33,9 @@ from nanoinfer.execution.decode import DecodeProgram
 from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.execution.sampling_state import SamplingState
+from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.requests.detokenizer import Detokenizer
 from nanoinfer.requests.request import Request
 from offload import OffloadEngine
@@ -136,7 +138,7 @@ def assert_goes_on_as_before(
 # Name: whose function it is, and at which of its calls it fails.
 PLACES = {
     "planning": (StepPlanner, "begin_step", (1, 11, 30)),
-    "taking promoted blocks": (KVCache, "promote", (1, 4, 20)),
+    "taking promoted blocks": (GPUCopies, "promote", (1, 4, 20)),
     "ring fill": (OffloadEngine, "_fill", (1, 2, 9)),
     "promotion copy": (DecodeProgram, "keep", (1, 2, 5)),
     "write-through": (OffloadEngine, "_write_through", (1, 2, 6, 12)),
@@ -210,12 +212,16 @@ def test_completions_of_one_request_fail_together(path, alone, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["resident", "offload", "auto"])
 def test_an_error_before_a_step_is_launched_ends_nobody(path, alone, mode, fuzz, monkeypatch):
-    for name, calls in (("_take_gpu", (1, 3)), ("admit", (1, 4)), ("grow", (1, 12)), ("without_slot", (1, 20))):
+    places = (
+        (GPUCopies, "take", (1, 3)), (Admission, "admit", (1, 4)), (KVCache, "grow", (1, 12)),
+        (KVCache, "without_slot", (1, 20)),
+    )  # fmt: skip
+    for owner, name, calls in places:
         for call in calls if fuzz else [calls[mode != "resident"]]:
             engine, give_back = start(path, mode)
             requests = add_all(engine)
             with monkeypatch.context() as patch, pytest.raises(MemoryError, match="out of luck"):
-                patch.setattr(KVCache, name, fail_at(call, getattr(KVCache, name), MemoryError))
+                patch.setattr(owner, name, fail_at(call, getattr(owner, name), MemoryError))
                 finish(engine)
             finish(engine)
             assert not assert_only_aborted_ones_differ(requests, alone)
@@ -243,8 +249,8 @@ def test_a_request_is_preempted_and_that_step_fails(path, alone, place, monkeypa
     engine, give_back = start(path, "resident")
     requests = add_all(engine)
     owner, name, _ = PLACES[place]
-    original, save, num_pending = getattr(owner, name), engine.kv_cache.save, []
-    engine.kv_cache.save = lambda sequence: num_pending.append(sequence.num_pending) or save(sequence)
+    original, save, num_pending = getattr(owner, name), engine.mover.give_way, []
+    engine.mover.give_way = lambda sequence: num_pending.append(sequence.num_pending) or save(sequence)
 
     def failing(*args):
         if engine.scheduler.num_preemptions:

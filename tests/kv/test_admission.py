@@ -8,7 +8,7 @@ from request_helpers import record_batches, shrink_gpu_pool
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
-from nanoinfer.kv import cache as kv_cache
+from nanoinfer.kv import admission
 from offload import BlockPool
 
 ARGUMENTS = dict(
@@ -43,7 +43,7 @@ def finish(engine: LLMEngine) -> list[int]:
 def test_the_limit_of_splits_counts_what_sequences_can_grow_to(path, enable_cpu_offload):
     """Two prompts of two blocks that grow to five: together more than eight, one after the other not."""
     engine = make_engine(path, **ARGUMENTS, enable_cpu_offload=enable_cpu_offload)
-    engine.kv_cache.max_splits = 8
+    engine.admission.max_splits = 8
     prompts = random_prompts(3, 20, 30)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, greedy(80 - len(prompt)))
@@ -62,17 +62,17 @@ def test_a_preempted_sequence_returns_only_where_the_others_can_grow_a_little(pa
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, greedy(30 + 12 * i))
     cache, num_refused = engine.kv_cache, 0
-    admit_saved = cache._admit_saved
+    admit_kept = engine.admission._admit_kept
 
     def admit(sequence):
         nonlocal num_refused
         num_running, num_free = len(engine.scheduler.running), cache.gpu_blocks.num_free
-        admitted = admit_saved(sequence)
+        admitted = admit_kept(sequence)
         assert not admitted or cache.gpu_blocks.num_free >= num_running
         num_refused += not admitted and -(-sequence.num_tokens // 16) <= num_free
         return admitted
 
-    cache._admit_saved = admit
+    engine.admission._admit_kept = admit
     finish(engine)
     assert num_refused, "whoever was refused would not have fitted anyway"
     assert engine.scheduler.num_preemptions <= len(prompts), "they drive each other out again and again"
@@ -108,7 +108,7 @@ def test_who_waits_is_looked_up_again_when_more_of_its_prefix_is_known(path):
     engine.add_request("B", prompt[:96] + [7] * 20, greedy(3))
     engine.step()
     engine.step()
-    assert engine.kv_cache._refusal is not None and [sequence.request_id for sequence in engine.scheduler.running] == [
+    assert engine.admission._refusal is not None and [sequence.request_id for sequence in engine.scheduler.running] == [
         "A"
     ]
     step_until_running(engine, "AB")
@@ -174,9 +174,9 @@ def test_what_is_not_looked_up_again_would_have_been_refused_again(path, fuzz, m
         for remembers in (True, False):
             with monkeypatch.context() as patch:
                 held = []
-                holds = kv_cache._Refusal.holds
+                holds = admission._Refusal.holds
                 patch.setattr(
-                    kv_cache._Refusal,
+                    admission._Refusal,
                     "holds",
                     lambda *given: remembers and (holds(*given) and not held.append(1)),
                 )

@@ -1,6 +1,7 @@
 """Who gives way when the GPU pool is full, in which order they come back, and that they find what is theirs."""
 
 import pytest
+import torch
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run
 from request_helpers import Script, play, record_batches, shrink_gpu_pool
 from tiny_models import make_checkpoint
@@ -35,7 +36,7 @@ def test_who_came_first_gives_way_last_and_comes_back_first(path):
         finished += [output.request_id for output in engine.step() if output.finished]
         queue = [sequence.request_id for sequence in [*engine.scheduler.running, *engine.scheduler.waiting]]
         assert queue == sorted(queue), "who came first stands first"
-        num_saved = max(num_saved, sum(sequence.saved is not None for sequence in engine.scheduler.waiting))
+        num_saved = max(num_saved, sum(sequence.kept_blocks is not None for sequence in engine.scheduler.waiting))
     assert finished == ["0", "1", "2", "3", "4"] and num_saved == 2
     give_back()
     assert_pools_as_before(engine)
@@ -94,3 +95,78 @@ def test_a_row_that_is_used_again_at_the_same_length_reads_the_blocks_of_its_new
     assert held[0] and held[1] and not held[0] & held[1]
     fresh = [run(make_engine(path, **arguments), [prompt], params)[0] for prompt in prompts]
     assert outcomes == fresh and tokens_of(fresh)[0] != tokens_of(fresh)[1]
+
+
+def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
+    """Each of its blocks lies once on the host, however many gave way, and once on the GPU when they come back."""
+    engine = make_engine(path, max_num_batched_tokens=256)
+    (document,) = random_prompts(1, 96, 96, seed=6)
+    prompts = [document + end for end in random_prompts(3, 5, 12, seed=7)]
+    params = [greedy(30)] * 3
+    wanted = run(make_engine(path, enable_prefix_caching=False), prompts, params)
+    requests = [engine.add_request("0", prompts[0], params[0])]
+    engine.step()
+    requests += [engine.add_request(str(i), prompts[i], params[i]) for i in (1, 2)]
+    for _ in range(4):
+        engine.step()
+    table, kept = engine.kv_cache.gpu_table, engine.mover.kept
+    rows = [sequence.row for sequence in engine.scheduler.running]
+    assert len(rows) == 3 and all((table[row, :6] == table[rows[0], :6]).all() for row in rows)
+    with torch.inference_mode():
+        engine.scheduler._preempt_youngest()
+        engine.scheduler._preempt_youngest()
+    waiting = [sequence.kept_blocks for sequence in engine.scheduler.waiting]
+    assert waiting[0][:6] == waiting[1][:6] and not set(waiting[0][6:]) & set(waiting[1][6:])
+    assert kept.num_bytes == len({*waiting[0], *waiting[1]}) * kept.layout.block_bytes
+    while engine.scheduler.waiting:
+        engine.step()
+    rows = [sequence.row for sequence in engine.scheduler.running]
+    assert len(rows) == 3 and all((table[row, :6] == table[rows[0], :6]).all() for row in rows)
+    while engine.has_work:
+        engine.step()
+    assert [request.sequences[0].output_token_ids for request in requests] == tokens_of(wanted)
+    assert_pools_as_before(engine)
+
+
+def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
+    """The one who shared it has ended, and another one has written to it."""
+    engine = make_engine(path, max_num_batched_tokens=256)
+    (document,) = random_prompts(1, 96, 96, seed=8)
+    wanted = run(make_engine(path, enable_prefix_caching=False), [document + [5], document + [6]], [greedy(8)] * 2)
+    first = engine.add_request("first", document + [5], greedy(8))
+    engine.step()
+    second = engine.add_request("second", document + [6], greedy(8))
+    while len(engine.scheduler.running) < 2:
+        engine.step()
+    with torch.inference_mode():
+        engine.scheduler._preempt_youngest()
+    assert engine.mover._gpu_copies
+    waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
+    while not first.is_finished:
+        engine.step()
+    engine.kv_cache.gpu_blocks.allocate(engine.kv_cache.gpu_blocks.num_free)  # every cached block goes
+    held = list(engine.kv_cache.gpu_blocks._references)
+    with torch.inference_mode():
+        engine.runner.gpu_kv[:, held] = torch.nan
+    (sequence,) = waiting
+    assert engine.mover.num_missing(sequence) == 7, "none of its blocks is there"
+    engine.kv_cache.gpu_blocks.release(held)
+    engine.scheduler.waiting = waiting
+    while engine.has_work:
+        engine.step()
+    found = [request.sequences[0].output_token_ids for request in (first, second)]
+    assert found == tokens_of(wanted)
+    assert_pools_as_before(engine)
+
+
+def test_sequences_give_way_within_host_memory_limit(path):
+    """Who finds no room on the host fails with the step, and says what to raise; all others go on."""
+    engine = make_engine(path, host_memory_limit=3 * 2**13, enable_prefix_caching=False)
+    assert engine.mover.kept.max_bytes == 3 * 2**13
+    shrink_gpu_pool(engine, 9)
+    for i, prompt in enumerate(random_prompts(3, 40, 44, seed=9)):
+        engine.add_request(str(i), prompt, greedy(60))
+    with pytest.raises(MemoryError, match="raise it"):
+        while engine.has_work:
+            engine.step()
+    assert engine.mover.kept.num_bytes <= 3 * 2**13

@@ -82,13 +82,13 @@ def test_only_what_lost_its_room_streams_the_oldest_blocks_first(path):
     wanted, _ = play(make_engine(path), prompts)
     engine = make_engine(path, **ROOMY | dict(num_gpu_blocks_override=24))
     found = []
-    admit = engine.kv_cache._find_copies
-    engine.kv_cache._find_copies = lambda *args: found.append(admit(*args)) or found[-1]
+    admit = engine.kv_cache.copies.find
+    engine.kv_cache.copies.find = lambda *args: found.append(admit(*args)) or found[-1]
     outcomes, streamed = play(engine, prompts)
     assert outcomes == wanted and streamed[:2] == [0, 0] and streamed[2] > 0
     assert found[:2] == [[], []] and 0 < len(found[2]) < 10
     whole = make_engine(path, **ROOMY | dict(num_gpu_blocks_override=24))
-    whole.kv_cache._find_copies = lambda *args: []
+    whole.kv_cache.copies.find = lambda *args: []
     assert play(whole, prompts)[1][2] > streamed[2]
     assert_pools_as_before(engine)
 
@@ -143,7 +143,7 @@ def test_a_copy_is_one_of_the_block_that_the_host_has(path, seed):
         run(engine, [BEGINNING + ENDS[0], BEGINNING + ENDS[1]], beside)
         assert_pools_as_before(engine)  # compares all copies with the host's
         if not takes_copies:
-            engine.kv_cache._find_copies = lambda host_blocks: []
+            engine.kv_cache.copies.find = lambda host_blocks: []
         outcomes.append(play(engine, [BEGINNING + ENDS[2]])[0])
     assert outcomes[0] == outcomes[1]
 
@@ -244,9 +244,9 @@ def test_rows_that_share_blocks_behind_one_of_their_own_share_them_in_offload_mo
     is_shared = (kv_cache.gpu_table[a] == kv_cache.gpu_table[b]) & (kv_cache.gpu_table[a] >= 0)
     assert is_shared.sum() == 9 and not is_shared[0]
     assert np.array_equal(kv_cache.host_table[a][is_shared], kv_cache.host_table[b][is_shared])
-    num_free, num_resident = pool.num_free + engine.runner.offload.num_deferred_gpu, kv_cache.num_resident
-    assert kv_cache.num_obtainable == num_free + num_resident - len(kv_cache._rows_without_tail)
-    kv_cache._drop(num_resident)  # really free, whoever shared them
+    num_free, num_resident = pool.num_free + engine.runner.offload.num_deferred_gpu, kv_cache.copies.num_resident
+    assert kv_cache.copies.num_obtainable == num_free + num_resident - len(kv_cache.tables.rows_without_tail)
+    kv_cache.copies.drop(num_resident)  # really free, whoever shared them
     assert pool.num_free + engine.runner.offload.num_deferred_gpu == num_free + num_resident
     while engine.has_work:
         engine.step()

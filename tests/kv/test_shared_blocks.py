@@ -87,11 +87,11 @@ def check_references(engine) -> int:
         assert np.all(kv_cache.gpu_table[row, first[row] : full[row]] != NO_BLOCK)
         assert np.all(kv_cache.host_table[row, : full[row]] != NO_BLOCK)
     places = [(row, block) for row in range(len(first)) for block in range(first[row], full[row])]
-    assert kv_cache.num_resident == len({int(kv_cache.gpu_table[place]) for place in places})
+    assert kv_cache.copies.num_resident == len({int(kv_cache.gpu_table[place]) for place in places})
     streams = {int(kv_cache.host_table[row, block]) for row in range(len(first)) for block in range(first[row])}
-    assert kv_cache.num_streamed == len(streams)
+    assert kv_cache.copies.num_streamed == len(streams)
     if engine.plan.max_resident_blocks is not None:
-        assert kv_cache.num_resident <= engine.plan.max_resident_blocks
+        assert kv_cache.copies.num_resident <= engine.plan.max_resident_blocks
     return num_shared
 
 
@@ -359,7 +359,7 @@ def test_with_auto_a_question_about_what_streams_already_is_admitted(paths, alon
     first = engine.add_request("first", prompts[0], greedy(30))
     while not first.sequences[0].num_generated:
         engine.step()
-    assert engine.mode == "offload" and engine.kv_cache.num_streamed > 4
+    assert engine.mode == "offload" and engine.kv_cache.copies.num_streamed > 4
     requests = [first, *(engine.add_request(str(i), prompts[i], greedy(8)) for i in (1, 2))]
     engine.step()
     engine.step()
@@ -402,8 +402,8 @@ def test_one_gpu_block_comes_back_for_all_rows(paths, limit):
     while engine.has_work:
         engine.step()
         check_references(engine)
-        if kv_cache.num_resident == 10 and len(engine.scheduler.running) == 6:
-            assert kv_cache.residency.num_resident == 60 and kv_cache.num_streamed == 0
+        if kv_cache.copies.num_resident == 10 and len(engine.scheduler.running) == 6:
+            assert kv_cache.residency.num_resident == 60 and kv_cache.copies.num_streamed == 0
     moved = [sum(map(len, layers)) for name, layers, _ in link.steps if name == "DecodeStep"]
     assert moved[:3] == [20, 4, 0] and not any(moved[3:])
     engine.give_back()
@@ -415,7 +415,7 @@ def test_who_comes_later_takes_up_the_copies_of_running_rows(paths, limit):
     engine = shared_engine(paths["qwen3"], 20, resident_kv_limit=limit)
     kv_cache, link = engine.kv_cache, Link(engine)
     add_questions(engine, 2)
-    while kv_cache.num_streamed or not engine.scheduler.running:
+    while kv_cache.copies.num_streamed or not engine.scheduler.running:
         engine.step()
     link.steps.clear()
     (late,) = add_questions(engine, 1, prefix="late")
@@ -433,7 +433,7 @@ def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(path
     engine = shared_engine(paths["qwen3"], 20)
     kv_cache, offload = engine.kv_cache, engine.runner.offload
     requests = add_questions(engine, 2)
-    while kv_cache.num_streamed or not engine.scheduler.running:
+    while kv_cache.copies.num_streamed or not engine.scheduler.running:
         engine.step()
     row = requests[1].sequences[0].row
     kv_cache.gpu_blocks.release(kv_cache.gpu_table[row, :10].tolist())  # as if it had been out of the steps
@@ -441,7 +441,7 @@ def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(path
     kv_cache.residency.first[row] = 10
     link = Link(engine)
     engine.step()
-    assert check_references(engine) == 10 and kv_cache.num_streamed == 0
+    assert check_references(engine) == 10 and kv_cache.copies.num_streamed == 0
     ((_, layers, _),) = link.steps
     assert all(len(blocks) == 10 for blocks in layers) and not offload._filled, "nothing is to stream in the next step"
     engine.step()
@@ -460,17 +460,17 @@ def test_a_dropped_copy_is_free_whoever_shared_it(paths, alone, seed):
     """Rows that grow want every GPU block that the shared beginning has: what was promised must be there."""
     engine = shared_engine(paths["qwen3"], 16, SimulatedRuntime(seed))
     kv_cache = engine.kv_cache
-    requests, num_dropped, drop = add_questions(engine, 4, max_tokens=60), 0, kv_cache._drop
+    requests, num_dropped, drop = add_questions(engine, 4, max_tokens=60), 0, kv_cache.copies.drop
 
     def checked_drop(count):
         nonlocal num_dropped
-        before = kv_cache.gpu_room
+        before = kv_cache.copies.gpu_room
         drop(count)
         if count > 0:
-            assert kv_cache.gpu_room == before + count
+            assert kv_cache.copies.gpu_room == before + count
             num_dropped += count
 
-    kv_cache._drop = checked_drop
+    kv_cache.copies.drop = checked_drop
     while engine.has_work:
         engine.step()
         check_references(engine)
@@ -488,8 +488,8 @@ def test_a_step_that_fails_leaves_no_block_without_content_to_rows_outside_of_it
     add_questions(engine, 2, max_tokens=12)
     while not all(sequence.num_generated > 2 for sequence in engine.scheduler.running) or not engine.scheduler.running:
         engine.step()
-    while kv_cache.num_resident:  # all of the beginning streams again
-        kv_cache._drop(1)
+    while kv_cache.copies.num_resident:  # all of the beginning streams again
+        kv_cache.copies.drop(1)
     long = DOCUMENT[:160] + random_prompts(1, 100, 100, seed=5)[0]
     request = engine.add_request("long", long, greedy(5))
     engine.step()

@@ -120,7 +120,8 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
                 pairs = [(layer[on_gpu], offload.host.block(i, key)) for i, layer in enumerate(engine.runner.gpu_kv)]
                 assert all(torch.equal(copy.cpu(), block) for copy, block in pairs), f"host block {key} is another one"
     assert kv_cache.gpu_blocks.num_used == 0 and kv_cache.gpu_blocks.num_free == kv_cache.gpu_blocks.num_blocks
-    assert kv_cache.num_free_rows == len(kv_cache.gpu_table)
-    assert kv_cache._num_reserved_host == kv_cache._num_reserved_splits == 0 and not kv_cache._rows_without_tail
+    assert len(kv_cache.free_rows) == len(kv_cache.gpu_table)
+    assert engine.mover.kept.num_bytes == 0, "somebody's KV is kept"
+    assert kv_cache.num_reserved_host == kv_cache.num_reserved_splits == 0 and not kv_cache.tables.rows_without_tail
     assert kv_cache.residency.num_resident == kv_cache.residency.num_streamed == 0
     assert np.all(kv_cache.gpu_table == NO_BLOCK) and np.all(kv_cache.host_table == NO_BLOCK)

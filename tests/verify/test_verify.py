@@ -12,6 +12,7 @@ from nanoinfer import EngineConfig, LLMEngine, SamplingParams
 from nanoinfer.attention.torch_backend import TorchBackend
 from nanoinfer.commands import main as cli
 from nanoinfer.common.exact import linear
+from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.kv.prefix_cache import PrefixCache
 from nanoinfer.measure.logits import LogitsRecorder
@@ -22,7 +23,6 @@ from nanoinfer.verify.record import Answer, compare
 from nanoinfer.verify.runs import WIDE_ROWS, make_runs
 from nanoinfer.verify.workload import make_workload
 from offload import CpuRuntime
-from offload.memory.saved_kv import SavedKV
 
 MODELS = {
     "qwen3": dict(family="qwen3"),
@@ -212,7 +212,7 @@ def test_a_wrong_block_from_the_prefix_cache_is_found(paths, only, monkeypatch):
 
 def test_kv_that_comes_back_wrong_after_preemption_is_found(paths, only, monkeypatch):
     only("resident", "prefix", "preempted")
-    monkeypatch.setattr(SavedKV, "restore", lambda self, *args: None)
+    monkeypatch.setattr(BlockCopies, "to_gpu", lambda self, pairs: None)
     assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in preempted"
 
 

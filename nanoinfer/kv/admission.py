@@ -1,0 +1,176 @@
+"""Which sequences are let in: room, promises, equal beginnings, and what an earlier refusal still says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.mover import Mover
+from nanoinfer.requests.sequence import Sequence
+from offload import BlockPool
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Why a sequence was not admitted. Holds until enough blocks were given back, or more of the prefix is known.
+
+    Attributes:
+        pool: the pool in which the prefix was looked up.
+        next_key: key of the first block that was not found; None where every block that may be shared was found.
+        num_given_back: value of `KVCache.num_given_back` from which on there may be room.
+        num_own: number of the sequence's blocks that no running sequence had, if there was room but the sequence would
+            have slowed the running ones; None if there was no room.
+    """
+
+    sequence: Sequence
+    pool: BlockPool
+    next_key: bytes | None
+    num_given_back: int
+    num_own: int | None
+
+    def holds(self, sequence: Sequence, pool: BlockPool, num_given_back: int) -> bool:
+        """Whether `sequence` need not be tried again."""
+        if sequence is not self.sequence or pool is not self.pool or num_given_back >= self.num_given_back:
+            return False
+        return self.next_key is None or pool.published(self.next_key) is None
+
+
+class Admission:
+    """Gives sequences their rows.
+
+    Args:
+        max_splits: blocks that all rows together may attend to; a shared block counts once for each of its rows.
+        only_if_faster: in offload mode, a sequence whose blocks find no room on the GPU is admitted only if that does
+            not lower the tokens per second of all sequences together.
+    """
+
+    def __init__(self, cache: KVCache, mover: Mover, *, max_splits: int, only_if_faster: bool) -> None:
+        self.max_splits = max_splits
+        self._cache, self._mover, self._only_if_faster = cache, mover, only_if_faster
+        self._refusal: _Refusal | None = None  # of the newest sequence that found no room
+
+    def forget(self) -> None:
+        """Forget the last refusal: the mode or the pools have changed."""
+        self._refusal = None
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Give the sequence a row and its blocks (resident) or a promise of them (offload), if there is room.
+
+        Take up the blocks of an equal prefix, or bring back the KV that was kept when the sequence gave way; the caller
+        forgets what is kept once the sequence counts as running. Return False, with nothing changed, if there is no
+        room.
+        """
+        if not self._cache.free_rows:
+            return False
+        # Rows that share blocks need few blocks, but attend to as many splits as others.
+        if self._cache.num_reserved_splits + self._cache.tables.num_blocks(sequence.max_num_tokens) > self.max_splits:
+            return False
+        if sequence.kept_blocks is not None:
+            admitted = self._admit_kept(sequence)
+            if admitted:
+                self._cache.publish(sequence)  # under its new blocks; `commit` publishes later ones
+            return admitted
+        if self._is_refused_again(sequence):
+            return False
+        hits = self._admit_resident(sequence) if self._cache.offload is None else self._admit_offload(sequence)
+        if hits is None:
+            return False
+        sequence.num_computed = sequence.num_cached = len(hits) * self._cache.block_size
+        sequence.num_published = len(hits)
+        self._cache.prefixes.count(sequence, len(hits))
+        return True
+
+    def _admit_resident(self, sequence: Sequence) -> list[int] | None:
+        """Returns the blocks of the sequence's prefix that were found, or None if there is no room."""
+        hits = self._cache.prefixes.find(sequence, self._cache.gpu_blocks)
+        missing = self._cache.tables.num_blocks(sequence.num_tokens) - len(hits)
+        if missing > self._cache.gpu_blocks.num_free:
+            self._refuse(sequence, hits, self._cache.gpu_blocks, missing - self._cache.gpu_blocks.num_free)
+            return None
+        row = self._cache.take_row(sequence)
+        blocks = hits + self._cache.gpu_blocks.allocate(missing)
+        self._cache.gpu_table[row, : len(blocks)] = blocks
+        return hits
+
+    def _admit_offload(self, sequence: Sequence) -> list[int] | None:
+        """Promise every host block that the sequence can ever fill, so that it is never preempted later.
+
+        Return the same as `_admit_resident`.
+        """
+        assert self._cache.offload is not None
+        if self._cache.copies.num_obtainable < 1:
+            return None
+        host = self._cache.offload.host.blocks
+        hits = self._cache.prefixes.find(sequence, host)
+        reserve = sequence.max_num_tokens // self._cache.block_size - len(hits)
+        num_short, num_own = reserve - self._cache.num_unpromised_host, self._num_own_blocks(sequence, hits)
+        if num_short > 0 or not self._keeps_throughput(num_own):
+            self._refuse(sequence, hits, host, max(1, num_short), num_own if num_short <= 0 else None)
+            return None
+        row = self._cache.take_row(sequence)
+        self._cache.host_table[row, : len(hits)] = hits
+        self._cache.reserve_host(sequence, reserve)
+        copies = self._cache.copies.find(hits)
+        self._cache.gpu_table[row, len(hits) - len(copies) : len(hits)] = copies
+        self._cache.copies.note(row, first=len(hits) - len(copies), num_computed=len(hits) * self._cache.block_size)
+        self._cache.copies.promise_tail(row)
+        self._cache.copies.limit()
+        return hits
+
+    def _refuse(
+        self, sequence: Sequence, hits: list[int], pool: BlockPool, num_short: int, num_own: int | None = None
+    ) -> None:
+        """Give back the prefix that was found. Remember what must change first: looking the prefix up takes long."""
+        next_key = self._cache.prefixes.key_behind(sequence, len(hits))
+        pool.release(hits)
+        self._refusal = _Refusal(sequence, pool, next_key, self._cache.num_given_back + num_short, num_own)
+
+    def _is_refused_again(self, sequence: Sequence) -> bool:
+        """Whether the sequence would be refused for the same reason as before."""
+        refusal, (_, pool) = self._refusal, self._cache.tables.home()
+        if refusal is None or not refusal.holds(sequence, pool, self._cache.num_given_back):
+            return False
+        return refusal.num_own is None or not self._keeps_throughput(refusal.num_own)
+
+    def _num_own_blocks(self, sequence: Sequence, hits: list[int]) -> int:
+        """Number of the sequence's blocks that no running one has.
+
+        Host blocks that it shares with a running sequence need no further room, and stream once for all.
+        """
+        num_shared = int((self._cache.host_table[:, : len(hits)] == hits).any(axis=0).sum())
+        return self._cache.tables.num_blocks(sequence.num_tokens) - num_shared
+
+    def _keeps_throughput(self, num_blocks: int) -> bool:
+        """Whether one more sequence, with `num_blocks` blocks of its own, does not lower the tokens per second of all.
+
+        A step of n sequences that streams s blocks takes about s / link. With one more sequence of b blocks, for which
+        the GPU has no room, (n + 1) / (s + b) >= n / s holds where b <= s / n: the bandwidth need not be known.
+        """
+        if not self._only_if_faster or num_blocks <= self._cache.copies.gpu_room:
+            return True
+        num_running = len(self._cache.gpu_table) - len(self._cache.free_rows)
+        return num_running == 0 or num_blocks * num_running <= self._cache.copies.num_streamed
+
+    def _admit_kept(self, sequence: Sequence) -> bool:
+        """Admit a sequence that gave way. Return False, with nothing changed, if there is no room."""
+        cache, mover = self._cache, self._mover
+        num_blocks = cache.tables.num_blocks(sequence.num_tokens)
+        if cache.offload is not None:
+            needed, num_full = sequence.max_num_tokens // cache.block_size, sequence.num_computed // cache.block_size
+            if (
+                cache.copies.num_obtainable < 1
+                or needed > cache.num_unpromised_host
+                or not self._keeps_throughput(num_blocks)
+            ):
+                return False
+            cache.take_row(sequence)
+            cache.reserve_host(sequence, needed - num_full)
+            mover.bring_back_streaming(sequence)
+            return True
+        # One block to spare for each running row, or the sequence would have to give way again at once.
+        num_running = len(cache.gpu_table) - len(cache.free_rows)
+        if mover.num_missing(sequence) + num_running > cache.gpu_blocks.num_free:
+            return False
+        cache.take_row(sequence)
+        mover.bring_back(sequence)
+        return True

@@ -1,0 +1,162 @@
+"""Hand out GPU blocks; in offload mode, drop copies of full blocks for that, and take copies back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanoinfer.kv.residency import MAX_PROMOTED, Residency, promotion_margin
+from nanoinfer.kv.tables import BlockTables
+from nanoinfer.requests.sequence import Sequence
+from nanoinfer.step.plan import NO_BLOCK
+
+
+class GPUCopies:
+    """Hands out GPU blocks. In offload mode it drops copies of full blocks for that, all of which the host has, too.
+
+    Args:
+        max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
+        window: the widest sliding window of the layers that have one, in tokens.
+
+    Attributes:
+        residency: which full blocks of each row lie on the GPU.
+    """
+
+    def __init__(self, tables: BlockTables, max_resident_blocks: int | None, window: int | None) -> None:
+        self.residency = Residency(len(tables.gpu), tables.gpu, tables.host, joins=window is None)
+        self.window = window
+        self._tables, self._max_resident_blocks = tables, max_resident_blocks
+
+    @property
+    def gpu_room(self) -> int:
+        """Number of GPU blocks that can be handed out with nothing dropped. Does not depend on how fast copies are."""
+        room = self._tables.gpu_blocks.num_free - len(self._tables.rows_without_tail)
+        return room if self._tables.offload is None else room + self._tables.offload.num_deferred_gpu
+
+    @property
+    def num_obtainable(self) -> int:
+        """Number of GPU blocks that can be handed out, including copies of full blocks, which can be dropped."""
+        return self.gpu_room + self.num_resident
+
+    @property
+    def num_resident(self) -> int:
+        """Number of GPU copies of full blocks, all of which can be dropped; 0 in resident mode."""
+        # In offload mode no other GPU blocks are shared.
+        return 0 if self._tables.offload is None else self.residency.num_resident - self._tables.gpu_blocks.num_shared
+
+    @property
+    def num_streamed(self) -> int:
+        """Number of host blocks that a step of all rows streams: those of which some row has no GPU copy."""
+        num_streamed, first = self.residency.num_streamed, self.residency.first
+        if self._tables.offload is None or not num_streamed or not self._tables.offload.host.blocks.num_shared:
+            return num_streamed
+        streams = np.arange(first.max()) < first[:, None]
+        return int(np.count_nonzero(np.bincount(self._tables.host[:, : first.max()][streams])))
+
+    def take(self, count: int) -> list[int]:
+        """Hands out GPU blocks; in offload mode drops full ones and waits for copies, if need be."""
+        if self._tables.offload is not None:
+            self.drop(count - self.gpu_room)
+            self._tables.offload.reclaim()
+            self._tables.offload.wait_for_gpu(count)
+        return self._tables.gpu_blocks.allocate(count)
+
+    def drop(self, count: int) -> None:
+        """Drop up to `count` GPU copies of full blocks, all of which the host has, too."""
+        if count <= 0:
+            return
+        assert self._tables.offload is not None
+        dropped = self.residency.drop(min(count, self.num_resident))
+        rows, places = np.array(dropped, dtype=np.int64).reshape(-1, 2).T
+        self._tables.offload.release_gpu(self._tables.gpu[rows, places].tolist())
+        self._tables.gpu[rows, places] = NO_BLOCK
+
+    def limit(self) -> None:
+        if self._max_resident_blocks is not None:
+            self.drop(self.num_resident - self._max_resident_blocks)
+
+    def promise_tail(self, row: int) -> None:
+        """Promise the row, which has no partly filled block, a GPU block for when it grows."""
+        self._tables.rows_without_tail.add(row)
+        self.drop(-self.gpu_room)
+
+    def lacks_tail(self, sequence: Sequence) -> bool:
+        """Whether the sequence lacks the block behind its last full one, into which the next token goes."""
+        tail = sequence.num_computed // self._tables.block_size
+        return tail == self._tables.gpu.shape[1] or self._tables.gpu[sequence.row, tail] == NO_BLOCK
+
+    def note(self, row: int, first: int, num_computed: int) -> None:
+        """Note that the row's full blocks from `first` on lie on the GPU; those that a window reads stay longest."""
+        full = window = num_computed // self._tables.block_size
+        if self.window is not None:
+            window = max(0, num_computed - self.window + 1) // self._tables.block_size
+        self.residency.set(row, first, full, window)
+
+    def promote(self, rows: list[int]) -> dict[int, int]:
+        """Allocate GPU blocks for full blocks that stream in this step, where there is room, and note them as resident.
+
+        The caller must copy their content from the ring to the GPU pool while this step runs.
+
+        Args:
+            rows: the rows of this step. Any other row would hold blocks without content if the step failed.
+
+        Returns:
+            Host block -> GPU block.
+        """
+        if self._tables.offload is None or not self.residency.num_streamed:
+            return {}
+        for row, block, gpu_block in self.residency.join(rows):
+            self._tables.gpu_blocks.share(gpu_block)
+            self._tables.gpu[row, block] = gpu_block
+            self._tables.versions[row] += 1
+        count = min(MAX_PROMOTED, self.gpu_room - promotion_margin(len(rows)))
+        if self._max_resident_blocks is not None:
+            count = min(count, self._max_resident_blocks - self.num_resident)
+        if count <= 0:
+            return {}
+        promoted = self.residency.promote(count, rows)
+        new = iter(self.take(len({int(self._tables.host[place]) for place in promoted})))
+        result: dict[int, int] = {}
+        for row, block in promoted:
+            host_block = int(self._tables.host[row, block])
+            if host_block in result:
+                self._tables.gpu_blocks.share(result[host_block])
+            else:
+                result[host_block] = next(new)
+            self._tables.gpu[row, block] = result[host_block]
+            self._tables.versions[row] += 1
+        return result
+
+    def find(self, host_blocks: list[int]) -> list[int]:
+        """Take up the GPU copies of the last of these host blocks, held by running sequences or left by ended ones.
+
+        Stop at the first block, from the end, that has no copy: a row keeps its newest blocks.
+        """
+        assert self._tables.offload is not None
+        copies: list[int] = []
+        for place, host_block in reversed(list(enumerate(host_blocks))):
+            copy = self.residency.copy(place, host_block)
+            if copy is not None:
+                self._tables.gpu_blocks.share(copy)
+            else:
+                copy = self._tables.gpu_blocks.published(host_block)
+                if copy is None or not (
+                    self._tables.offload.take_back_gpu(copy) or self._tables.gpu_blocks.claim(copy)
+                ):
+                    break
+            self._tables.gpu_blocks.forget(host_block)  # so that resident mode can publish it under its tokens
+            copies.append(copy)
+        return copies[::-1]
+
+    def leave(self, row: int) -> None:
+        """Publish the row's GPU blocks, each under the number of the host block that it is a copy of.
+
+        The number is forgotten when the host block is handed out again. Tokens would not do as a key: two sequences
+        with an equal beginning may each have computed it, one of them as its own output, and the published host block
+        is a copy of only one of the two.
+        """
+        if self._tables.offload is None or self.window is not None:
+            return  # blocks that came back through the ring lack layers whose window had moved on
+        for block in range(int(self.residency.first[row]), int(self.residency.full[row])):
+            host_block = int(self._tables.host[row, block])
+            if self._tables.offload.host.blocks.is_published(host_block):
+                self._tables.gpu_blocks.publish(int(self._tables.gpu[row, block]), host_block)

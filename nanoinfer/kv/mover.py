@@ -1,0 +1,324 @@
+"""Move blocks between GPU and host: for a sequence that gives way or comes back, and for the switch of the mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from nanoinfer.common.units import format_gib
+from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.tables import present
+from nanoinfer.requests.sequence import Sequence
+from nanoinfer.step.plan import NO_BLOCK
+from offload import BlockPool, OffloadEngine
+from offload.engine import STORE_GROUP
+from offload.memory.pageable_pool import PageablePool
+
+
+class BlockCopier(Protocol):
+    """Copies whole blocks, given as pairs of numbers, between two steps."""
+
+    def to_host(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy GPU blocks to pageable blocks: (GPU block, pageable block)."""
+
+    def to_gpu(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy pageable blocks to GPU blocks: (GPU block, pageable block)."""
+
+    def to_pool(self, pairs: list[tuple[int, int]], offload: OffloadEngine) -> None:
+        """Copy pageable blocks to blocks of the host pool: (block of the host pool, pageable block)."""
+
+
+class Mover:
+    """Moves the blocks of sequences.
+
+    Args:
+        kept: where the KV of sequences that gave way lies.
+    """
+
+    def __init__(self, cache: KVCache, kept: PageablePool, copier: BlockCopier, block_bytes: int) -> None:
+        self.kept = kept
+        self._cache, self._tables, self._copies = cache, cache.tables, cache.copies
+        self._copier, self._block_bytes = copier, block_bytes
+        # Full blocks that lie in both places, as (block, how often it was handed out): kept -> GPU, and back.
+        self._gpu_copies: dict[tuple[int, int], tuple[int, int]] = {}
+        self._kept_copies: dict[tuple[int, int], tuple[int, int]] = {}
+
+    # Giving way and coming back
+
+    def give_way(self, sequence: Sequence) -> None:
+        """Copy the computed KV of a resident sequence to the host and give back its row and blocks.
+
+        Blocks that it shares with others are copied once for all.
+
+        Raises:
+            MemoryError: the host has no room for it; nothing changes.
+        """
+        cache, pool = self._cache, self.kept.blocks
+        assert cache.offload is None, "offload mode promises every block at admission, so nobody has to give way"
+        blocks = cache.gpu_table[sequence.row, : cache.tables.num_blocks(sequence.num_computed)].tolist()
+        found = [self._kept_copies.get(cache.gpu_blocks.stamped(block), (NO_BLOCK, 0)) for block in blocks]
+        copies = [kept if pool.stamped(kept) == (kept, stamp) else NO_BLOCK for kept, stamp in found]
+        self.kept.reserve(copies.count(NO_BLOCK))
+        new = iter(pool.allocate(copies.count(NO_BLOCK)))
+        kept, pairs = [], []
+        for block, copy in zip(blocks, copies, strict=True):
+            if copy == NO_BLOCK:
+                copy = next(new)
+                pairs.append((block, copy))
+            else:
+                pool.share(copy)
+            kept.append(copy)
+        self._copier.to_host(pairs)
+        num_full = sequence.num_computed // cache.block_size
+        for block, copy in zip(blocks[:num_full], kept, strict=False):
+            if cache.gpu_blocks.references(block) > 1:
+                on_gpu, on_host = cache.gpu_blocks.stamped(block), pool.stamped(copy)
+                self._gpu_copies[on_host], self._kept_copies[on_gpu] = on_gpu, on_host
+        sequence.kept_blocks = kept
+        sequence.num_published = 0
+        cache.release(sequence)
+
+    def _gpu_copy(self, kept: int) -> int | None:
+        """Return the GPU block with the content of a kept block that some sequence holds, or None."""
+        copy, stamp = self._gpu_copies.get(self.kept.blocks.stamped(kept), (NO_BLOCK, 0))
+        pool = self._cache.gpu_blocks
+        return copy if copy != NO_BLOCK and pool.references(copy) and pool.stamped(copy) == (copy, stamp) else None
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Return how many GPU blocks a sequence that gave way needs to come back in resident mode."""
+        num_there = sum(self._gpu_copy(block) is not None for block in sequence.kept_blocks)
+        return self._cache.tables.num_blocks(sequence.num_tokens) - num_there
+
+    def bring_back(self, sequence: Sequence) -> None:
+        """Copy the KV of a sequence that gave way into blocks for its new row. `forget` the kept blocks afterwards."""
+        cache, row, kept = self._cache, sequence.row, sequence.kept_blocks
+        copies = [self._gpu_copy(block) for block in kept]
+        for copy in copies:
+            if copy is not None:
+                cache.gpu_blocks.share(copy)
+        num_blocks = cache.tables.num_blocks(sequence.num_tokens)
+        new = iter(cache.gpu_blocks.allocate(num_blocks - len(kept) + copies.count(None)))
+        copies += [None] * (num_blocks - len(kept))
+        table = [next(new) if copy is None else copy for copy in copies]
+        cache.gpu_table[row, :num_blocks] = table
+        self._copier.to_gpu([pair for pair, copy in zip(zip(table, kept), copies) if copy is None])
+
+    def bring_back_streaming(self, sequence: Sequence) -> None:
+        """Like `bring_back`, in offload mode: full blocks go to the host pool, the tail to the GPU."""
+        cache, row, kept = self._cache, sequence.row, sequence.kept_blocks
+        num_full = sequence.num_computed // cache.block_size
+        host_blocks = cache.take_host(num_full)
+        cache.host_table[row, :num_full] = host_blocks
+        cache.copies.note(row, first=num_full, num_computed=sequence.num_computed)
+        if len(kept) > num_full:
+            cache.gpu_table[row, num_full] = cache.copies.take(1)[0]
+        else:
+            cache.copies.promise_tail(row)
+        self._copier.to_pool(list(zip(host_blocks, kept, strict=False)), cache.offload)
+        self._copier.to_gpu(
+            list(zip(cache.gpu_table[row, num_full : len(kept)].tolist(), kept[num_full:], strict=True))
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        """Give back what is kept of a sequence, if anything."""
+        blocks, sequence.kept_blocks = sequence.kept_blocks, None
+        if blocks is not None:
+            self.kept.blocks.release(blocks)
+            self._trim()
+
+    def _trim(self) -> None:
+        self.kept.trim()
+        if not self.kept.blocks.num_blocks:
+            self._gpu_copies.clear()
+            self._kept_copies.clear()
+
+    # The switch
+
+    def switch_to_offload(self, offload: OffloadEngine, sequences: list[Sequence]) -> None:
+        """Moves every full block of the running sequences to the host.
+
+        Raises:
+            ValueError: the host pool cannot hold what the sequences can grow to; nothing changes.
+            PinError: the host pool cannot be used; nothing changes.
+        """
+        assert self._tables.offload is None
+        self.check_offload(offload, sequences)
+        full = {sequence.row: sequence.num_computed // self._tables.block_size for sequence in sequences}
+        pairs = self._pairs_to_store(offload, full)
+        try:
+            offload.store(pairs)
+        except BaseException:
+            offload.drain()
+            offload.host.blocks.release(host_block for _, host_block in pairs)
+            raise
+        host_blocks = dict(pairs)
+        for row, count in full.items():
+            self._tables.host[row, :count] = [host_blocks[block] for block in self._tables.gpu[row, :count].tolist()]
+        self._tables.offload = offload  # from here on every full block lies on the host
+        for row in full:
+            for block in present(self._tables.host[row]):
+                offload.host.blocks.share(block)
+        offload.host.blocks.release(host_blocks.values())
+        for sequence in sequences:
+            row = sequence.row
+            self._cache.reserve_host(sequence, sequence.max_num_tokens // self._tables.block_size - full[row])
+            self._copies.note(row, first=0, num_computed=sequence.num_computed)
+            self._tables.versions[row] += 1
+            sequence.num_published = 0
+        for sequence in sequences:
+            if self._copies.lacks_tail(sequence):
+                self._copies.promise_tail(sequence.row)
+            self._cache.publish(sequence)
+        self._copies.limit()
+
+    def check_offload(self, offload: OffloadEngine, sequences: list[Sequence]) -> None:
+        """Raise what `switch_to_offload` would raise, without changing anything or waiting for copies."""
+        offload.host.check()  # with nothing to store, only the first step would notice, and fail
+        needed = sum(sequence.max_num_tokens // self._tables.block_size for sequence in sequences)
+        self._check_room("offload", "can grow to", needed, "host", offload.host.blocks)
+
+    def _pairs_to_store(self, offload: OffloadEngine, full: dict[int, int]) -> list[tuple[int, int]]:
+        """Allocate a host block for each of the first `full[row]` blocks of each row; a shared block gets one.
+
+        Return (GPU block, host block) pairs. The oldest blocks come first, a stretch of each row in turn: they are
+        dropped first, and whoever drops them waits for their copies.
+        """
+        longest = max(full.values(), default=0)
+        stretches = [
+            self._tables.gpu[row, begin : min(begin + STORE_GROUP, count)].tolist()
+            for begin in range(0, longest, STORE_GROUP)
+            for row, count in full.items()
+        ]
+        gpu_blocks = list(dict.fromkeys(block for stretch in stretches for block in stretch))
+        return list(zip(gpu_blocks, self._cache.allocate_host(offload, len(gpu_blocks)), strict=True))
+
+    def _check_room(self, mode: str, what: str, needed: int, name: str, pool: BlockPool, num_deferred: int = 0) -> None:
+        num_free = pool.num_free + num_deferred
+        if needed > num_free:
+            block_bytes = self._block_bytes
+            raise ValueError(
+                f"switch to {mode} refused: the running sequences {what} {needed} KV blocks "
+                f"({format_gib(needed * block_bytes)} GiB), the {name} pool has {num_free} free "
+                f"({format_gib(num_free * block_bytes)} GiB): raise {name.lower()}_memory_limit or wait until some "
+                "have ended"
+            )
+
+    def switch_to_resident(self, sequences: list[Sequence]) -> None:
+        """Brings every host block of the running sequences into the GPU pool.
+
+        Raises:
+            ValueError: the GPU pool cannot hold them; nothing changes.
+        """
+        offload = self._tables.offload
+        assert offload is not None
+        self.check_resident(sequences)
+        offload.drain()
+        pairs, tables = [], {}
+        for sequence in sequences:
+            row, missing = sequence.row, self._missing(sequence)
+            tables[row] = self._tables.gpu[row].copy()
+            tables[row][missing] = self._tables.gpu_blocks.allocate(len(missing))
+            on_host = np.flatnonzero(self._tables.host[row] != NO_BLOCK)
+            if self._copies.window is None:
+                on_host = np.intersect1d(on_host, missing, assume_unique=True)
+            # else: blocks that came back through the ring lack the layers whose window had moved on
+            pairs += zip(tables[row][on_host].tolist(), self._tables.host[row, on_host].tolist(), strict=True)
+        offload.load(pairs)
+        for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
+            self._tables.gpu[row] = table
+            self._tables.versions[row] += 1
+        self._tables.offload = None
+        for sequence in sequences:
+            offload.release_host(present(self._tables.host[sequence.row]))
+            self._tables.host[sequence.row] = NO_BLOCK
+            self._cache.num_reserved_host -= sequence.num_reserved_host
+            sequence.num_reserved_host = 0
+            self._copies.residency.clear(sequence.row)
+            sequence.num_published = 0
+        self._tables.rows_without_tail.clear()
+        offload.drain()
+        for sequence in sequences:
+            self._cache.publish(sequence)
+
+    def check_resident(self, sequences: list[Sequence]) -> None:
+        """Raise what `switch_to_resident` would raise, without changing anything or waiting for copies."""
+        needed = sum(len(self._missing(sequence)) for sequence in sequences)
+        self._check_room(
+            "resident", "still need", needed, "GPU", self._tables.gpu_blocks, self._tables.offload.num_deferred_gpu
+        )
+
+    def _missing(self, sequence: Sequence) -> np.ndarray:
+        """The logical blocks of the sequence that do not lie on the GPU, up to its last token."""
+        return np.flatnonzero(
+            self._tables.gpu[sequence.row, : self._tables.num_blocks(sequence.num_tokens)] == NO_BLOCK
+        )
+
+    # Recovery
+
+    def recover(
+        self,
+        sequences: list[Sequence],
+        waiting: Iterable[Sequence],
+        offload: OffloadEngine | None,
+        *,
+        keeps_prefixes: bool,
+    ) -> None:
+        """Rebuild rows, tables, pools and promises from what the given admitted sequences hold.
+
+        To be called after an exception at any point, once nothing is in flight. Of the old state it reads only the
+        sequences' rows in the tables, their tokens, and which blocks are published. Whatever else was held becomes
+        free. It may be interrupted and called again.
+
+        Args:
+            sequences: the sequences that go on, none of which took part in a step that failed.
+            waiting: those that wait; some of them may have given way before.
+            offload: the engine of offload mode, whichever mode is current.
+            keeps_prefixes: whether published blocks are known to have their content; if not, they are forgotten.
+        """
+        self._gpu_copies, self._kept_copies = {}, {}
+        self.kept.blocks.rebuild(block for sequence in waiting for block in sequence.kept_blocks or ())
+        self._trim()
+        rows = [sequence.row for sequence in sequences]
+        others = np.setdiff1d(np.arange(len(self._tables.gpu)), rows)
+        self._tables.gpu[others] = self._tables.host[others] = NO_BLOCK
+        self._cache.free_rows = others[::-1].tolist()
+        self._tables.rows_without_tail.clear()
+        self._cache.num_reserved_host = self._cache.num_reserved_splits = 0
+        for row in others.tolist():
+            self._copies.residency.clear(row)
+        for sequence in sequences:
+            self._recover_row(sequence)
+        # GPU copies of host blocks, whose keys are numbers, are not kept: a failed step may have written to some of
+        # them.
+        self._tables.gpu_blocks.rebuild(
+            present(self._tables.gpu), lambda key: keeps_prefixes and isinstance(key, bytes)
+        )
+        if offload is not None:
+            offload.recover()
+            offload.host.blocks.rebuild(present(self._tables.host), lambda key: keeps_prefixes)
+        for sequence in sequences:
+            sequence.num_published = 0
+            self._cache.publish(sequence)
+        if self._tables.offload is not None:
+            self._copies.drop(-self._copies.gpu_room)
+            self._copies.limit()
+
+    def _recover_row(self, sequence: Sequence) -> None:
+        """Rebuild a row's promises and residency from its tables and the sequence's number of computed tokens."""
+        row, full = sequence.row, sequence.num_computed // self._tables.block_size
+        self._cache.num_reserved_splits += self._tables.num_blocks(sequence.max_num_tokens)
+        sequence.num_reserved_host = 0
+        if self._tables.offload is None:
+            self._tables.host[row] = NO_BLOCK
+            self._copies.residency.clear(row)
+            return
+        self._tables.host[row, full:] = NO_BLOCK
+        self._cache.reserve_host(sequence, sequence.max_num_tokens // self._tables.block_size - full)
+        missing = np.flatnonzero(self._tables.gpu[row, :full] == NO_BLOCK)
+        first = int(missing[-1]) + 1 if len(missing) else 0
+        self._tables.gpu[row, :first] = NO_BLOCK
+        self._copies.note(row, first, sequence.num_computed)
+        if self._copies.lacks_tail(sequence):
+            self._tables.rows_without_tail.add(row)

@@ -1,0 +1,115 @@
+"""The engine's options in all commands. Names, types, defaults and help come from `EngineConfig`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.options.parser import length
+
+OFFLOAD = {"on": True, "auto": "auto", "off": False}
+# Fields that are no options: commands take the model by position, and have their own switch for progress bars.
+_NO_OPTIONS = ("model", "progress_bar")
+# Names of options whose field has another one; the first is shown.
+_NAMES = {
+    "enable_cpu_offload": ("--offload",),
+    "gpu_memory_limit": ("--gpu-memory", "--gpu-memory-limit"),
+    "host_memory_limit": ("--host-memory", "--host-memory-limit"),
+    "resident_kv_limit": ("--resident-kv-limit", "--resident-kv"),
+    "max_num_batched_tokens": ("--max-num-batched-tokens", "--prefill-chunk"),
+}
+_HELP = {
+    "enable_cpu_offload": "host memory for KV blocks: on = from the start, auto = when the GPU is full, off",
+    "cuda_graph_batch_sizes": 'padded batch sizes of decode graphs, such as 1,2,4,8, or "staged"',
+    "capture_num_tokens": 'token counts of prefill steps that run from graphs, such as 16,64,256, or "none"',
+}
+
+
+def add_engine_options(
+    parser: argparse.ArgumentParser,
+    only: Collection[str] | None = None,
+    *,
+    without: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Add an option for each field of `EngineConfig`.
+
+    Args:
+        only, without: names of fields; None: all fields.
+        defaults: other defaults than the engine's.
+        texts: other help texts than the engine's.
+    """
+    help_of, defaults = field_help() | _HELP | dict(texts or {}), dict(defaults or {})
+    names = [field.name for field in fields(EngineConfig) if field.name not in (*_NO_OPTIONS, *without)]
+    names = [name for name in names if only is None or name in only]
+    for field in fields(EngineConfig):
+        if field.name in names:
+            default = defaults.get(field.name, field.default)
+            parser.add_argument(
+                *option_names(field.name), dest=field.name, default=default, help=help_of[field.name].replace("%", "%%"),
+                **_kind(field.name, field.type, field.default),
+            )  # fmt: skip
+    parser.set_defaults(engine_options=names)
+
+
+def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the command's engine options as arguments of an LLM."""
+    return {name: getattr(options, name) for name in options.engine_options}
+
+
+def option_names(field: str) -> tuple[str, ...]:
+    """Return the names of the option for a field of `EngineConfig`; the first is shown."""
+    return _NAMES.get(field, (f"--{field.replace('_', '-')}",))
+
+
+def field_help() -> dict[str, str]:
+    """Return what the docstring of `EngineConfig` says about each field, in one line."""
+    text = EngineConfig.__doc__.split("Args:\n")[1]
+    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, re.MULTILINE)
+    return {name: " ".join(said.split()) for name, said in found}
+
+
+def _kind(name: str, annotation: str, default: Any) -> dict[str, Any]:
+    """Return the arguments of `add_argument` that follow from a field's type."""
+    if name == "enable_cpu_offload":
+        return dict(nargs="?", const=True, type=_offload, metavar="{on,auto,off}")
+    if annotation == "bool":
+        return dict(action=argparse.BooleanOptionalAction if default else "store_true")
+    if name in ("max_model_len", "max_num_batched_tokens"):
+        return dict(type=length, metavar="TOKENS")
+    if "list" in annotation:
+        return dict(type=_batch_sizes if "str" in annotation else _counts, metavar="NUMBERS")
+    if "str" not in annotation:
+        return dict(type=float if "float" in annotation else int, metavar="SHARE" if "float" in annotation else "N")
+    is_size = "int" in annotation
+    return dict(type=_size, metavar="SIZE") if is_size else {}
+
+
+def _offload(text: str) -> bool | str:
+    if text not in OFFLOAD:
+        raise argparse.ArgumentTypeError(f"{text!r} is not known: choose from {', '.join(OFFLOAD)}")
+    return OFFLOAD[text]
+
+
+def _size(text: str) -> int | str:
+    return 0 if text == "0" else text
+
+
+def _batch_sizes(text: str) -> list[int] | str:
+    return text if text == "staged" else _numbers(text, '"staged"')
+
+
+def _counts(text: str) -> list[int]:
+    return [] if text == "none" else _numbers(text, '"none"')
+
+
+def _numbers(text: str, word: str) -> Any:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers, such as 16,64,256, or {word}") from None
