@@ -16,6 +16,7 @@ import nanoinfer
 from nanoinfer.commands import bench, serve, verify
 from nanoinfer.commands import plan as plan_command
 from nanoinfer.options import recall
+from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import Parser, length, run_command
 
 
@@ -69,19 +70,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=length, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int)
-    parser.add_argument(
-        "--offload",
-        nargs="?",
-        choices=("on", "auto", "off"),
-        const="on",
-        default="auto",
-        help="host memory for KV blocks: on = from the start, auto (default) = when the GPU is full, off",
-    )
-    parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
-    parser.add_argument("--host-memory", help="host memory limit for KV blocks")
-    parser.add_argument("--max-model-len", type=length)
-    parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
-    parser.add_argument("--device", default="auto")
+    add_engine_options(parser, without=("seed", "skip_tokenizer_init"), defaults={"enable_cpu_offload": "auto"})
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -89,13 +78,7 @@ def _generate(options: argparse.Namespace) -> None:
     params = nanoinfer.SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed)
     with nanoinfer.LLM(
         options.model,
-        enable_cpu_offload={"on": True, "auto": "auto", "off": False}[options.offload],
-        gpu_memory_limit=options.gpu_memory,
-        host_memory_limit=options.host_memory,
-        max_model_len=options.max_model_len,
-        max_num_seqs=1,
-        kv_cache_dtype=options.kv_cache_dtype,
-        device=options.device,
+        **(engine_arguments(options) | ({"max_num_seqs": 1} if options.max_num_seqs is None else {})),
         progress_bar=sys.stderr.isatty(),
     ) as llm:
         try:

@@ -6,46 +6,39 @@ import argparse
 
 import nanoinfer
 from nanoinfer.models.shapes import SHAPES
+from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import in_options, length
+
+ENGINE_OPTIONS = (
+    "gpu_memory_limit", "host_memory_limit", "enable_cpu_offload", "resident_kv_limit", "dtype", "kv_cache_dtype",
+    "block_size", "max_num_batched_tokens", "num_ring_slots", "ring_slot_bytes",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("model", help=f"checkpoint directory, hub id, or a shape: {', '.join(SHAPES)}")
-    parser.add_argument("--gpu-memory", help='such as "12GiB"; default: this machine\'s')
-    parser.add_argument("--host-memory", help='such as "64GiB"; default: what is available here')
     parser.add_argument("--context", type=length, help="tokens of each sequence, output included, such as 32k")
     parser.add_argument("--batch", type=int, default=1, help="sequences at once")
     parser.add_argument("--link-gbps", type=float, help="host to GPU, GB/s (default 25)")
     parser.add_argument("--device-gbps", type=float, help="the GPU's memory, GB/s")
-    parser.add_argument("--offload", choices=("on", "auto", "off"), default="on")
-    parser.add_argument("--resident-kv", help="bytes of KV that may stay on the GPU; 0 streams all")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
-    parser.add_argument("--block-size", type=int)
-    parser.add_argument("--prefill-chunk", type=length, help="tokens of one prefill step")
-    parser.add_argument("--num-ring-slots", type=int)
-    parser.add_argument("--ring-slot-bytes")
+    texts = {
+        "gpu_memory_limit": 'such as "12GiB"; default: this machine\'s',
+        "host_memory_limit": 'such as "64GiB"; default: what is available here',
+    }
+    add_engine_options(parser, ENGINE_OPTIONS, defaults={"enable_cpu_offload": True}, texts=texts)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the forecast; return 1 if something does not fit."""
-    arguments = dict(
-        enable_cpu_offload={"on": True, "auto": "auto", "off": False}[options.offload],
-        dtype=options.dtype,
-        kv_cache_dtype=options.kv_cache_dtype,
-        resident_kv_limit=0 if options.resident_kv == "0" else options.resident_kv,
-        max_num_batched_tokens=options.prefill_chunk,
-        ring_slot_bytes=options.ring_slot_bytes,
-    )
-    for name in ("block_size", "num_ring_slots", "link_gbps"):
-        if getattr(options, name) is not None:
-            arguments[name] = getattr(options, name)
+    arguments = engine_arguments(options)
+    if options.link_gbps is not None:
+        arguments["link_gbps"] = options.link_gbps
     forecast = nanoinfer.plan(
         options.model,
-        gpu_memory=options.gpu_memory,
-        host_memory=options.host_memory,
+        gpu_memory=arguments.pop("gpu_memory_limit"),
+        host_memory=arguments.pop("host_memory_limit"),
         context=options.context,
         batch=options.batch,
         device_gbps=options.device_gbps,

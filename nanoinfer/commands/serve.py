@@ -14,8 +14,8 @@ from typing import Any
 import nanoinfer
 from nanoinfer.common.units import counted, parse_bytes
 from nanoinfer.config import EngineConfig
-from nanoinfer.options import tuning as tuning_options
-from nanoinfer.options.parser import INTERRUPTED, length
+from nanoinfer.options.engine import add_engine_options, engine_arguments
+from nanoinfer.options.parser import INTERRUPTED
 
 # Longer than the 5 s after which common clients close an idle connection. If the server closed it first, it might do so
 # just when the client sends a request, and that request would fail.
@@ -24,7 +24,6 @@ _CLOSING_SECONDS = 5  # time to send the answer after the last request has ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items()}
     parser.add_argument("model", help="checkpoint directory or hub id")
     parser.add_argument("--host", default="127.0.0.1", help='"0.0.0.0": all interfaces (default: %(default)s)')
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
@@ -58,38 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
         help="for running requests to end after SIGTERM or SIGINT (%(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--offload",
-        nargs="?",
-        choices=("on", "auto", "off"),
-        const="on",
-        default="auto",
-        help="host memory for KV blocks: on = from the start, auto (default) = when the GPU is full, off",
-    )
-    parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
-    parser.add_argument("--host-memory", help="host memory limit for KV blocks")
-    parser.add_argument("--max-model-len", type=length, help="tokens of a prompt with its output")
-    parser.add_argument("--max-num-seqs", type=int, help="sequences that run at once")
-    parser.add_argument("--max-num-batched-tokens", type=length, help="tokens of one prefill step")
-    parser.add_argument("--block-size", type=int, default=defaults["block_size"], help="tokens per KV block")
-    parser.add_argument("--dtype", default=defaults["dtype"])
-    parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
-    parser.add_argument("--device", default=defaults["device"])
-    parser.add_argument("--attention-backend", default=defaults["attention_backend"])
-    parser.add_argument(
-        "--resident-kv-limit", type=lambda text: 0 if text == "0" else text, metavar="SIZE",
-        help='KV that may stay on the GPU in offload mode, such as "2GiB"; 0: none of the full blocks',
-    )  # fmt: skip
-    tuning_options.add_arguments(parser, enable_prefix_caching=defaults["enable_prefix_caching"])
-    parser.add_argument("--seed", type=int, default=defaults["seed"])
-    parser.add_argument("--load-format", default=defaults["load_format"], help='"dummy": random weights')
-    parser.add_argument(
-        "--generation-config", default=defaults["generation_config"],
-        help='sampling of requests that leave it out: "auto" (the checkpoint\'s generation_config.json) or '
-             '"vllm" (neutral)',
-    )  # fmt: skip
-    parser.add_argument("--tokenizer", help="directory or hub id (default: the model's)")
-    parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only")
+    add_engine_options(parser, defaults={"enable_cpu_offload": "auto"})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -114,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, it must be more than 0 seconds")
     origins = allowed_origins(options.allowed_origins)
     max_queue_bytes = parse_bytes(options.max_queue_bytes, "--max-queue-bytes")
-    config = EngineConfig.from_arguments(_engine_arguments(options))
+    config = EngineConfig(model=options.model, progress_bar=sys.stderr.isatty(), **engine_arguments(options))
     # Bind the port before the model is loaded, because loading takes long. The socket does not listen yet.
     with _bind(options.host, options.port) as listener:
         engine = AsyncEngine(
@@ -217,20 +185,6 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ValueError(f"--host {host} --port {port} cannot be used ({error}): choose another") from error
     return listener
-
-
-def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    same = (
-        "model max_model_len max_num_seqs max_num_batched_tokens block_size dtype kv_cache_dtype device "
-        "attention_backend resident_kv_limit seed load_format generation_config tokenizer skip_tokenizer_init"
-    )
-    return {name: getattr(options, name) for name in same.split()} | {
-        "enable_cpu_offload": {"on": True, "auto": "auto", "off": False}[options.offload],
-        "gpu_memory_limit": options.gpu_memory,
-        "host_memory_limit": options.host_memory,
-        "progress_bar": sys.stderr.isatty(),
-        **tuning_options.engine_arguments(options),
-    }
 
 
 def _report(text: str) -> None:

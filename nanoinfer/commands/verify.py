@@ -7,17 +7,19 @@ import sys
 import tempfile
 
 import nanoinfer.verify
-from nanoinfer.config import EngineConfig
 from nanoinfer.models.shapes import SHAPES, refuse_shape, write_shape
+from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import in_options, length
+
+# The runs choose the other arguments of their engines.
+ENGINE_OPTIONS = (
+    "gpu_memory_limit", "host_memory_limit", "dtype", "kv_cache_dtype", "device", "attention_backend", "seed"
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items()}
     parser.add_argument("model", nargs="?", help="checkpoint directory or hub id")
     parser.add_argument("--shape", help=f"random weights in a known shape instead: {', '.join(SHAPES)}")
-    parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
-    parser.add_argument("--host-memory", help="host memory limit for KV blocks")
     parser.add_argument(
         "--context",
         type=length,
@@ -25,11 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--requests", type=int, default=4, help="requests of several lengths (default: %(default)s)")
     parser.add_argument("--output-len", type=length, default=32, help="tokens to generate (default: %(default)s)")
-    parser.add_argument("--dtype", default=defaults["dtype"])
-    parser.add_argument("--kv-cache-dtype", default="auto", help='"auto" (as the model) or "fp8"')
-    parser.add_argument("--device", default=defaults["device"])
-    parser.add_argument("--attention-backend", default=defaults["attention_backend"])
-    parser.add_argument("--seed", type=int, default=defaults["seed"])
+    add_engine_options(parser, ENGINE_OPTIONS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,17 +47,11 @@ def run(options: argparse.Namespace) -> int:
             num_requests=options.requests,
             context=options.context,
             output_len=options.output_len,
-            seed=options.seed,
             progress=sys.stderr.isatty(),
             # Flush each part at once, even into a pipe, because all runs together take long.
             tell=lambda text: print(in_options(text, options.parser), flush=True),
-            gpu_memory_limit=options.gpu_memory,
-            host_memory_limit=options.host_memory,
-            dtype=options.dtype,
-            kv_cache_dtype=options.kv_cache_dtype,
-            device=options.device,
-            attention_backend=options.attention_backend,
             load_format="auto" if options.shape is None else "dummy",
+            **engine_arguments(options),
         )
     print(f"\n{verdict.line()}")
     return 0 if verdict.is_identical else 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +13,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.options.parser import length
 
 OFFLOAD = {"on": True, "auto": "auto", "off": False}
+_WORDS = {value: word for word, value in OFFLOAD.items()}
 # Fields that are no options: commands take the model by position, and have their own switch for progress bars.
 _NO_OPTIONS = ("model", "progress_bar")
 # Names of options whose field has another one; the first is shown.
@@ -50,10 +52,11 @@ def add_engine_options(
     for field in fields(EngineConfig):
         if field.name in names:
             default = defaults.get(field.name, field.default)
-            parser.add_argument(
-                *option_names(field.name), dest=field.name, default=default, help=help_of[field.name].replace("%", "%%"),
-                **_kind(field.name, field.type, field.default),
-            )  # fmt: skip
+            text = help_of.get(field.name, "").replace("%", "%%")
+            if default is not None and field.type != "bool":
+                text = f"{text.removesuffix('.')} (default: {_WORDS.get(default, default)})"
+            kind = _kind(field.name, field.type, field.default)
+            parser.add_argument(*option_names(field.name), dest=field.name, default=default, help=text, **kind)
     parser.set_defaults(engine_options=names)
 
 
@@ -69,9 +72,14 @@ def option_names(field: str) -> tuple[str, ...]:
 
 def field_help() -> dict[str, str]:
     """Return what the docstring of `EngineConfig` says about each field, in one line."""
-    text = EngineConfig.__doc__.split("Args:\n")[1]
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, re.MULTILINE)
-    return {name: " ".join(said.split()) for name, said in found}
+    text = inspect.cleandoc(EngineConfig.__doc__ or "")  # none with python -OO
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
+    return {name: _in_words_of_a_command(" ".join(said.split())) for name, said in found}
+
+
+def _in_words_of_a_command(text: str) -> str:
+    text = re.sub(r"^True (\w+)s\b", r"\1", text).replace("None: ", "Default: ")
+    return re.sub(r"`(\w+)`", lambda match: option_names(match[1])[0], text)
 
 
 def _kind(name: str, annotation: str, default: Any) -> dict[str, Any]:

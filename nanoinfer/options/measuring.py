@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoinfer.common.errors import did_you_mean
-from nanoinfer.config import EngineConfig
 from nanoinfer.models.shapes import SHAPES, refuse_shape, write_shape
-from nanoinfer.options import tuning as tuning_options
+from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import length
 
 if TYPE_CHECKING:
@@ -34,6 +33,12 @@ WARM_UP_STEPS = 3
 TRACED_STEPS = 5
 TRACED_OUTPUT_LEN = WARM_UP_STEPS + TRACED_STEPS + 4  # output tokens of a traced case
 
+# Arguments of engines that the benchmarks choose themselves.
+_CHOSEN = (
+    "enable_cpu_offload", "generation_config", "load_format", "max_model_len", "resident_kv_limit",
+    "skip_tokenizer_init", "tokenizer",
+)  # fmt: skip
+
 # File name endings of a picture.
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -46,22 +51,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
 
 
-def add_engine_arguments(
-    parser: argparse.ArgumentParser, kv_cache_dtype_help: str = '"auto" (as the model) or "fp8"'
-) -> None:
-    """Adds the options of the engine, with the engine's defaults."""
-    defaults = {name: field.default for name, field in EngineConfig.__dataclass_fields__.items()}
-    parser.add_argument("--gpu-memory", help='GPU memory limit, such as "12GiB"')
-    parser.add_argument("--host-memory", help="host memory limit for KV blocks")
-    parser.add_argument("--block-size", type=int, default=defaults["block_size"], help="tokens per KV block")
-    parser.add_argument("--max-num-seqs", type=int, help="sequences that run at once; default: as the benchmark needs")
-    parser.add_argument("--prefill-chunk", type=length, help="tokens of one prefill step")
-    parser.add_argument("--attention-backend", default=defaults["attention_backend"])
-    parser.add_argument("--dtype", default=defaults["dtype"])
-    parser.add_argument("--kv-cache-dtype", default="auto", help=kv_cache_dtype_help)
-    parser.add_argument("--device", default=defaults["device"])
-    parser.add_argument("--seed", type=int, default=defaults["seed"])
-    tuning_options.add_arguments(parser)
+def add_engine_arguments(parser: argparse.ArgumentParser, kv_cache_dtype_help: str | None = None) -> None:
+    """Add the options of the engine that benchmarks leave to the user; --mode says where KV lies."""
+    texts = {"max_num_seqs": "sequences that run at once; default: as the benchmark needs"}
+    if kv_cache_dtype_help is not None:
+        texts["kv_cache_dtype"] = kv_cache_dtype_help
+    # Prefix caching is off by default, so that each run computes all of its prompts; None: the benchmark decides.
+    add_engine_options(parser, without=_CHOSEN, defaults={"enable_prefix_caching": None}, texts=texts)
     parser.add_argument("--no-progress", action="store_true")
 
 
@@ -77,24 +73,11 @@ def add_mode_argument(parser: argparse.ArgumentParser) -> None:
 
 def shared_engine_arguments(options: argparse.Namespace) -> dict:
     """Return the arguments of an LLM that come from options shared by all benchmarks."""
-    tuning = tuning_options.engine_arguments(options)
-    # Off by default, so that each run computes all of its prompts.
-    tuning["enable_prefix_caching"] = bool(options.enable_prefix_caching)
-    return dict(
+    return engine_arguments(options) | dict(
         load_format="dummy" if is_dummy(options) else "auto",
         skip_tokenizer_init=True,
-        dtype=options.dtype,
-        kv_cache_dtype=options.kv_cache_dtype,
-        device=options.device,
-        seed=options.seed,
-        attention_backend=options.attention_backend,
-        block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.prefill_chunk,
-        gpu_memory_limit=options.gpu_memory,
-        host_memory_limit=options.host_memory,
+        enable_prefix_caching=bool(options.enable_prefix_caching),
         progress_bar=not options.no_progress,
-        **tuning,
     )
 
 

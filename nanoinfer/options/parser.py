@@ -18,14 +18,11 @@ BROKEN_PIPE = 141
 
 # Arguments whose options have other names. Of several names, the first that the command has counts.
 _OPTIONS = {
-    "enable_cpu_offload": ("--offload",),
-    "gpu_memory_limit": ("--gpu-memory",),
-    "host_memory_limit": ("--host-memory",),
+    "gpu_memory": ("--gpu-memory",),
+    "host_memory": ("--host-memory",),
     "max_model_len": ("--max-model-len", "--context", "--input-len"),
-    "max_num_batched_tokens": ("--max-num-batched-tokens", "--prefill-chunk"),
     "max_num_seqs": ("--max-num-seqs", "--batch"),
     "num_requests": ("--requests",),
-    "resident_kv_limit": ("--resident-kv-limit", "--resident-kv"),
 }
 _OFFLOAD_WORDS = {"True": "on", "False": "off", "'auto'": "auto", '"auto"': "auto"}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanoinfer.commands import main as cli
+from nanoinfer.options.engine import add_engine_options
 from nanoinfer.options.parser import Parser, in_options, length, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,14 +73,13 @@ def test_a_reader_who_leaves_is_told_nothing():
 def small_parser():
     parser = Parser(prog="small")
     parser.add_argument("model")
-    parser.add_argument("--gpu-memory", "-g")
     parser.add_argument("--context", type=length)
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--offload")
-    parser.add_argument("--prefill-chunk")
-    parser.add_argument("--num-ring-slots")
-    parser.add_argument("--dtype")
-    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    add_engine_options(
+        parser,
+        ("gpu_memory_limit", "enable_cpu_offload", "max_num_batched_tokens", "num_ring_slots", "dtype",
+         "enable_prefix_caching"),
+    )  # fmt: skip
     return parser
 
 
@@ -109,7 +109,7 @@ def test_an_error_of_ours_is_not_hidden():
         ('state it, such as gpu_memory="12GiB"', 'state it, such as --gpu-memory "12GiB"'),
         ("lower max_model_len or set enable_cpu_offload=True", "lower --context or set --offload on"),
         ('enable_cpu_offload="auto" has no', "--offload auto has no"),
-        ("lower max_num_batched_tokens=256 or max_num_seqs=1", "lower --prefill-chunk 256 or --batch 1"),
+        ("lower max_num_batched_tokens=256 or max_num_seqs=1", "lower --max-num-batched-tokens 256 or --batch 1"),
         ("context=5 must be", "--context 5 must be"),
         ("dtype is 'x', it must be", "--dtype is 'x', it must be"),
         ("leave enable_prefix_caching out", "leave --enable-prefix-caching out"),
@@ -186,4 +186,5 @@ def test_lengths_may_end_in_k():
 )
 def test_every_length_may_end_in_k(command):
     given = [name[2:].replace("-", "_") for name in command if name.startswith("--") and name != "--prompt"]
+    given = ["max_num_batched_tokens" if name == "prefill_chunk" else name for name in given]
     assert [getattr(cli._parser().parse_args(command), name) for name in given] == [2048] * len(given)
