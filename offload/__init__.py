@@ -6,6 +6,7 @@ This package does not know what a model is. `OffloadEngine` runs a step that its
 from offload.blocks import BlockPool
 from offload.engine import OffloadCounters, OffloadEngine, OffloadStep
 from offload.layout import KVLayout
+from offload.lifetimes import BlockLifetimes
 from offload.memory.host_pool import HostPool
 from offload.plan import Chunk, StreamPlan, pack, pack_together
 from offload.ring import Ring, ring_schedule
@@ -17,6 +18,7 @@ from offload.runtime.timeline import NoTimeline, Span, StepTimes, Timeline
 from offload.transfer import Transfer
 
 __all__ = [
+    "BlockLifetimes",
     "BlockPool",
     "Chunk",
     "CpuRuntime",

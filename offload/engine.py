@@ -12,16 +12,15 @@ operations comes from `ring_schedule`; the waits are in `Ring` and below, each w
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from offload.blocks import BlockPool
 from offload.layout import runs
+from offload.lifetimes import FILLS, GPU_RULE, HOST_RULE, WRITES
 from offload.memory.host_pool import HostPool
 from offload.plan import StreamPlan, host_runs
 from offload.ring import Attend, Compute, Fill, Ring, ring_schedule
@@ -29,16 +28,13 @@ from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
 from offload.transfer import Transfer
 
-# Blocks that `store` sends between two events, so that a wait for a few blocks does not wait for the whole pool.
-STORE_GROUP = 64
-
 
 class OffloadStep(Protocol):
     """What the engine runs in one step. The methods enqueue work on the compute stream and return at once."""
 
     plan: StreamPlan
     ahead: StreamPlan | None  # what the next step will stream if nothing changes
-    write_through: list[tuple[int, int]]  # (GPU block, host block) of blocks that this step makes full
+    write_through: Sequence[tuple[int, int]]  # (GPU block, host block) of blocks that this step makes full
 
     def compute_all(self) -> bool:
         """Enqueue the whole step at once and return True, or False if it cannot. Asked when nothing streams."""
@@ -61,30 +57,11 @@ class OffloadCounters:
     num_copies: int = 0
 
 
-@dataclass(frozen=True)
-class _Write:
-    """GPU blocks that were sent to the host together; `number` counts up in the order of the write stream."""
-
-    number: int
-    blocks: list[int]
-    written: Event
-
-
-@dataclass
-class _Deferred:
-    """Released blocks that return to their pool once all events have been reached; lower orders are reached first."""
-
-    blocks: list[int]
-    events: tuple[Event, ...]
-    order: int = 0
-
-
 class OffloadEngine:
     """Streams host blocks through a ring beside the compute of each layer.
 
     Args:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
-        gpu_blocks: who holds which GPU block.
         host: the host pool.
         ring: the ring slots.
         compute: the stream on which the steps' work is enqueued.
@@ -94,7 +71,6 @@ class OffloadEngine:
         self,
         runtime: Runtime,
         gpu_kv: torch.Tensor,
-        gpu_blocks: BlockPool,
         host: HostPool,
         ring: Ring,
         compute: Stream,
@@ -109,29 +85,40 @@ class OffloadEngine:
         self.counters = OffloadCounters()
         self._timeline = NoTimeline()  # of the step that is being enqueued
         self._gpu_kv = gpu_kv
-        self._gpu_blocks = gpu_blocks
         self._kv_ready = runtime.event()  # compute: a layer's new KV is written
         self._written = runtime.event()  # write: all write-through so far has arrived on the host
         self._has_unread_writes = False
         self._first = 0  # running number of the next step's chunk 0
         self._filled: list[tuple[int, Transfer]] = []  # chunks of the next step that are in the ring already
-        self._num_writes = 0
-        self._writing: deque[_Write] = deque()  # write-through that may not have run
-        self._last_write: dict[int, _Write] = {}  # the newest of these by GPU block
-        self._deferred_gpu: list[_Deferred] = []  # in the order in which their events are reached
-        self._deferred_host: list[_Deferred] = []
+        self._operation = 0  # the newest one that was run
+        # For each rule of those who wait, the operations whose copies may not have run, each with an event behind them.
+        self._unread: dict[str, dict[str, deque[tuple[int, Event]]]] = {
+            rule: {WRITES: deque(), FILLS: deque()} for rule in (GPU_RULE, HOST_RULE)
+        }
 
-    def run(self, step: OffloadStep, timeline: Timeline | None = None) -> None:
-        """Enqueues one whole step. Nothing in it waits for the device.
+    def run(
+        self, step: OffloadStep, operation: int, gone: Collection[int] = (), timeline: Timeline | None = None
+    ) -> None:
+        """Enqueue one whole step. Nothing in it waits for the device.
 
         Args:
+            operation: number under which the step's copies are acknowledged (see `BlockLifetimes.begin`).
+            gone: host blocks that nobody holds any more. Prefetched chunks are dropped if one of them holds such a
+                block: it may have been handed out again, with other content.
             timeline: records what each stream does and when; None records nothing.
         """
+        self._operation = operation
+        self.drop_prefetch(gone)
+        num_fills = self.counters.num_fills
         self._timeline = NoTimeline() if timeline is None else timeline
         try:
             self._run(step, self._timeline)
         finally:
             self._timeline = NoTimeline()  # blocks may be written between steps, too
+        if self.counters.num_fills > num_fills:
+            copied = self.runtime.event()
+            self.copy.record(copied)
+            self._note(FILLS, copied)
 
     def _run(self, step: OffloadStep, timeline: NoTimeline) -> None:
         plan, ring = step.plan, self.ring
@@ -145,7 +132,7 @@ class OffloadEngine:
         if not any(plan.chunks) and step.compute_all():
             if step.write_through:
                 self._write_through(range(self.layout.num_layers), step.write_through)
-                self._note_writes(step.write_through)
+                self._note_writes()
             timeline.lap(self.compute, COMPUTE, "whole step")
             return
         ahead = step.ahead.head(ring.num_ring_slots) if step.ahead is not None else []
@@ -177,103 +164,43 @@ class OffloadEngine:
                     timeline.lap(self.compute, COMPUTE, "attention over a ring slot", layer=layer, chunk=number)
         self._first += len(chunks)
         if step.write_through:
-            self._note_writes(step.write_through)
+            self._note_writes()
 
-    def _note_writes(self, pairs: list[tuple[int, int]]) -> None:
-        """Record an event behind the write-through of these blocks, for whoever reads or reuses the blocks."""
+    def _note_writes(self) -> None:
+        """Record an event behind the write-through so far, for whoever reads or reuses the blocks."""
         self._written = self.runtime.event()
         self.write.record(self._written)
         self._has_unread_writes = True
-        self._num_writes += 1
-        write = _Write(self._num_writes, [gpu_block for gpu_block, _ in pairs], self._written)
-        self._writing.append(write)
-        self._last_write.update(dict.fromkeys(write.blocks, write))
+        self._note(WRITES, self._written)
 
-    def release_gpu(self, blocks: Iterable[int]) -> None:
-        """Gives back GPU blocks, each once the write-through that reads it has run."""
-        self._forget_finished_writes()
-        waiting: dict[int, _Deferred] = {}
-        finished = []
-        for block in blocks:
-            if self._gpu_blocks.references(block) > 1:
-                self._gpu_blocks.release([block])  # somebody else still holds it: the last release waits
-                continue
-            write = self._last_write.get(block)
-            if write is None:
-                finished.append(block)
-            else:
-                waiting.setdefault(write.number, _Deferred([], (write.written,), write.number)).blocks.append(block)
-        self._free(self._gpu_blocks, finished)
-        for deferred in waiting.values():
-            insort(self._deferred_gpu, deferred, key=lambda other: other.order)
+    def _note(self, kind: str, event: Event) -> None:
+        for unread in self._unread.values():
+            unread[kind].append((self._operation, event))
 
-    def _forget_finished_writes(self) -> None:
-        while self._writing and self._writing[0].written.query("gpu_block.reuse_after_write_through"):
-            done = self._writing.popleft()
-            for block in done.blocks:
-                if self._last_write.get(block) is done:
-                    del self._last_write[block]
+    # Acknowledgements
 
-    def release_host(self, blocks: Iterable[int]) -> None:
-        """Gives back host blocks, once the copies that read or write them have run.
+    def has_run(self, kind: str, operation: int, rule: str) -> bool:
+        """Whether all copies of this kind up to this operation have run; see `Acknowledgements`."""
+        assert operation <= self._operation, f"operation {operation} was not run yet"
+        unread = self._unread[rule][kind]
+        while unread and unread[0][0] <= operation:
+            if not unread[0][1].query(rule):
+                return False
+            unread.popleft()
+        return True
 
-        All prefetched chunks are dropped if one of them holds a block that nobody else holds: the block may be handed
-        out again with other content.
-        """
-        copied = self.runtime.event()
-        self.copy.record(copied)
-        self._deferred_host.append(_Deferred(list(blocks), (copied, self._written)))
-        if self._filled:
-            leaving = self._leaving_host
-            if any(leaving.intersection(chunk.host_blocks) for _, chunk in self._filled):
-                self._discard_prefetch()
+    def wait(self, kind: str, operation: int, rule: str) -> None:
+        """Wait until `has_run` is true."""
+        unread = self._unread[rule][kind]
+        while unread and unread[0][0] <= operation:
+            unread[0][1].synchronize(rule)
+            unread.popleft()
 
-    def reclaim(self) -> None:
-        """Puts released blocks whose copies have run back into their pools."""
-        self._forget_finished_writes()
-        self._reclaim(self._deferred_gpu, self._gpu_blocks, "gpu_block.reuse_after_write_through")
-        self._reclaim(self._deferred_host, self.host.blocks, "host_block.reuse_after_copies")
-
-    def wait_for_gpu(self, count: int) -> None:
-        """Wait, for as few copies as possible, until `count` GPU blocks are free or all released ones are."""
-        self._reclaim(self._deferred_gpu, self._gpu_blocks, "gpu_block.reuse_after_write_through", wanted=count)
-
-    def wait_for_host(self, count: int) -> None:
-        """Wait, for as few copies as possible, until `count` host blocks are free or all released ones are."""
-        self._reclaim(self._deferred_host, self.host.blocks, "host_block.reuse_after_copies", wanted=count)
-
-    def take_back_gpu(self, block: int) -> bool:
-        """Hold a released GPU block again that a write-through still reads. Return False if the block is no such block.
-
-        The block may be read at once. When it is released again, it waits for that write-through as before.
-        """
-        for deferred in self._deferred_gpu:
-            if block in deferred.blocks:
-                deferred.blocks.remove(block)
-                return True
-        return False
-
-    @property
-    def num_deferred_gpu(self) -> int:
-        """Number of released GPU blocks that a copy may still read."""
-        return sum(len(deferred.blocks) for deferred in self._deferred_gpu)
-
-    @property
-    def num_deferred_host(self) -> int:
-        """Number of host blocks that nobody holds any more, but that a copy may still touch."""
-        return len(self._leaving_host)
-
-    @property
-    def _leaving_host(self) -> set[int]:
-        released = Counter(block for deferred in self._deferred_host for block in deferred.blocks)
-        return {block for block, count in released.items() if self.host.blocks.references(block) == count}
-
-    def store(self, pairs: list[tuple[int, int]]) -> None:
+    def store(self, pairs: list[tuple[int, int]], operation: int) -> None:
         """Copy whole blocks, (GPU block, host block) pairs, to the host, in this order. Later work runs beside it."""
-        for begin in range(0, len(pairs), STORE_GROUP):
-            group = pairs[begin : begin + STORE_GROUP]
-            self._write_through(range(self.layout.num_layers), group)
-            self._note_writes(group)
+        self._operation = operation
+        self._write_through(range(self.layout.num_layers), pairs)
+        self._note_writes()
 
     def load(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (GPU block, host block) pairs, to the GPU, between steps, and wait for the copies."""
@@ -285,19 +212,18 @@ class OffloadEngine:
         self.copy.synchronize()
 
     def drain(self) -> None:
-        """Waits until no copy is in flight, drops the prefetch and reclaims every released block."""
+        """Wait until no copy is in flight, and drop the prefetch."""
         self.runtime.synchronize()
         self._discard_prefetch()
-        self.reclaim()
 
-    def recover(self) -> None:
-        """Forget every copy and every released block. Nothing may be in flight; the owner rebuilds both pools."""
+    def recover(self, operation: int) -> None:
+        """Forget every copy up to `operation`, also where it was not run. Nothing may be in flight."""
+        self._operation = operation
         self._discard_prefetch()
         self._has_unread_writes = False
-        self._writing.clear()
-        self._last_write.clear()
-        self._deferred_gpu.clear()
-        self._deferred_host.clear()
+        for unread in self._unread.values():
+            unread[WRITES].clear()
+            unread[FILLS].clear()
 
     def _adopt_prefetch(self, plan: StreamPlan) -> None:
         """Keep the chunks that the step before prefetched, as far as they are the first ones of this step."""
@@ -307,6 +233,11 @@ class OffloadEngine:
                 break
             useful += 1
         self._discard_prefetch(useful)
+
+    def drop_prefetch(self, gone: Collection[int]) -> None:
+        """Drop all prefetched chunks if one of them holds a host block that nobody holds any more."""
+        if gone and any(set(gone).intersection(chunk.host_blocks) for _, chunk in self._filled):
+            self._discard_prefetch()
 
     def _discard_prefetch(self, keep: int = 0) -> None:
         """Forget all but the first `keep` prefetched chunks. The copy stream refills their ring slots in order."""
@@ -346,26 +277,14 @@ class OffloadEngine:
                 on_gpu = self._gpu_kv[layer, gpu_block + place : gpu_block + place + part]
                 yield on_gpu, self.host.run(layer, segment, begin, part)
 
-    def _reclaim(self, deferred: list[_Deferred], pool: BlockPool, rule: str, wanted: int = 0) -> None:
-        """Free the blocks whose events have been reached. While fewer than `wanted` are free, wait for the events."""
-        while deferred:
-            if pool.num_free < wanted:
-                for event in deferred[0].events:
-                    event.synchronize(rule)
-            elif not all(event.query(rule) for event in deferred[0].events):
-                return
-            self._free(pool, deferred.pop(0).blocks)
-
-    def _free(self, pool: BlockPool, blocks: Iterable[int]) -> None:
-        freed = pool.release(blocks)
-        if self.runtime.poisons:
-            for block in freed:
-                self._poison_block(pool, block)
-
-    def _poison_block(self, pool: BlockPool, block: int) -> None:
-        """Poison a freed block, so that whoever still reads it notices."""
-        for layer in range(self.layout.num_layers):
-            if pool is self._gpu_blocks:
+    def poison_gpu(self, blocks: Iterable[int]) -> None:
+        """Poison freed GPU blocks, so that whoever still reads them notices."""
+        for block in blocks if self.runtime.poisons else ():
+            for layer in range(self.layout.num_layers):
                 self.runtime.poison(self.compute, self._gpu_kv[layer, block])
-            else:
+
+    def poison_host(self, blocks: Iterable[int]) -> None:
+        """Poison freed host blocks."""
+        for block in blocks if self.runtime.poisons else ():
+            for layer in range(self.layout.num_layers):
                 self.runtime.poison(self.write, self.host.block(layer, block))

@@ -13,9 +13,15 @@ WAITS = ("wait", "query", "synchronize", "_reclaim")
 
 
 def rules_of_waits():
-    """Every text that a wait is given as its rule."""
-    calls = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    return {
+    """Every text that a wait is given as its rule, also as a constant such as GPU_RULE."""
+    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    constants = {
+        node.value.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and any(ast.unparse(name).endswith("_RULE") for name in node.targets)
+    }
+    return constants | {
         argument.value
         for call in calls
         if isinstance(call.func, ast.Attribute) and call.func.attr in WAITS

@@ -8,8 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the ground up. Files at the root of the package count singly.
 LAYERS = (
-    "offload offload.blocks offload.engine offload.layout offload.memory offload.plan offload.ring offload.runtime "
-    "offload.transfer",
+    "offload offload.blocks offload.engine offload.layout offload.lifetimes offload.memory offload.plan offload.ring "
+    "offload.runtime offload.transfer",
     "nanoinfer.common",
     "nanoinfer.outputs nanoinfer.sampling_params nanoinfer.config",
     "nanoinfer.requests nanoinfer.sampling",

@@ -28,7 +28,7 @@ from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence, SequenceState
 from nanoinfer.sampling.settings import MAX_BANNED
 from nanoinfer.sampling_params import Advised, SamplingParams
-from offload import OffloadEngine, Runtime, Timeline
+from offload import BlockLifetimes, BlockPool, Runtime, Timeline
 from offload.memory.pinned import PinError
 
 MODES = ("resident", "offload")
@@ -63,6 +63,7 @@ class LLMEngine:
         built: BuiltEngine = build(config, runtime)
         self.config, self.plan, self.tokenizer, self.runner = config, built.plan, built.tokenizer, built.runner
         self.kv_cache, self.mover, self.admission = built.kv_cache, built.mover, built.admission
+        self.lifetimes: BlockLifetimes | None = None  # once offload mode was needed for the first time
         self.vocab_size = built.runner.model.spec.vocab_size
         rows, blocks_per_row = self.kv_cache.gpu_table.shape
         fits = rows * blocks_per_row <= self.kv_cache.gpu_blocks.num_blocks
@@ -299,7 +300,7 @@ class LLMEngine:
                 sequence.state, sequence.row, sequence.kept_blocks = SequenceState.FINISHED, None, None
         self._requests = {name: request for name, request in self._requests.items() if not request.is_finished}
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        self.mover.recover(running, waiting, self.runner.offload, keeps_prefixes=is_sound)
+        self.mover.recover(running, waiting, self.lifetimes, keeps_prefixes=is_sound)
         self.admission.forget()
         self.planner.forget()
         self.runner.forget()
@@ -408,7 +409,7 @@ class LLMEngine:
 
     @property
     def mode(self) -> str:
-        return "resident" if self.kv_cache.offload is None else "offload"
+        return "offload" if self.kv_cache.is_offload else "resident"
 
     @torch.inference_mode()
     def switch_mode(self, mode: str) -> None:
@@ -442,7 +443,7 @@ class LLMEngine:
         self._check_switch(mode)
         with self.runner.compute.current():
             if mode == "offload":
-                self.mover.switch_to_offload(self._get_offload(), self.scheduler.running)
+                self.mover.switch_to_offload(self._get_lifetimes(), self.scheduler.running)
             else:
                 self.mover.switch_to_resident(self.scheduler.running)
             self.admission.forget()
@@ -451,18 +452,26 @@ class LLMEngine:
     def _check_switch(self, mode: str) -> None:
         """Raise what `_switch` raises if the switch is impossible, without changing anything."""
         if mode == "offload":
-            self.mover.check_offload(self._get_offload(), self.scheduler.running)
+            self.mover.check_offload(self._get_lifetimes(), self.scheduler.running)
         else:
             self.mover.check_resident(self.scheduler.running)
 
-    def _get_offload(self) -> OffloadEngine:
+    def _get_lifetimes(self) -> BlockLifetimes:
+        """Return who holds which host block; the host pool is mapped and pinned when it is first needed."""
         self.runner.check_offload()
-        return self.runner.get_offload(self.kv_cache.gpu_blocks)
+        if self.lifetimes is None:
+            offload, gpu_blocks = self.runner.get_offload(), self.kv_cache.gpu_blocks
+
+            def poison(pool: BlockPool, blocks: list[int]) -> None:
+                (offload.poison_gpu if pool is gpu_blocks else offload.poison_host)(blocks)
+
+            self.lifetimes = BlockLifetimes(gpu_blocks, offload.host.blocks, offload, poison)
+        return self.lifetimes
 
     def _prepare_offload(self) -> None:
         """For "auto": begins to map and pin the host pool. If that fails, the engine stays in resident mode."""
         try:
-            self._get_offload()
+            self._get_lifetimes()
         except (MemoryError, PinError) as error:
             self._note_no_offload(error)
 
@@ -527,9 +536,10 @@ class LLMEngine:
         wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help, and which
         settings had no effect.
         """
-        if self.runner.offload is not None:
+        if self.lifetimes is not None:
             with self._changing():
-                self.runner.offload.reclaim()
+                self.lifetimes.reclaim()
+                self.runner.offload.drop_prefetch(self.lifetimes.take_gone())
         return stats.counters(self) | stats.report(self)
 
     def start_trace(self) -> None:

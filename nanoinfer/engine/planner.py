@@ -44,7 +44,8 @@ class StepPlanner:
         rows = np.array([sequence.row for sequence in decoding], dtype=np.int32)
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
         write_through = [pair for chunk in chunks for pair in kv_cache.fill(chunk.sequence, chunk.end)]
-        if kv_cache.offload is not None:
+        lifetimes = kv_cache.tables.lifetimes
+        if lifetimes is not None:
             write_through += [pair for sequence in decoding for pair in kv_cache.fill(sequence, sequence.num_tokens)]
             self._count_blocks_read(batch.sequences)
         changed = self._changed_lines(decoding, rows)
@@ -74,7 +75,7 @@ class StepPlanner:
             gpu_blocks=gpu_blocks,
             host_blocks=host_blocks,
             later_gpu_blocks=kv_cache.gpu_table[rows, :width] if have_come else None,
-            may_stream=kv_cache.offload is not None,
+            may_stream=lifetimes is not None,
             changed_rows=changed,
             sampling=sampling,
             sampled_rows=all_rows[[*(chunk.is_last for chunk in chunks), *[True] * len(rows)]] if chunks else rows,
@@ -85,6 +86,8 @@ class StepPlanner:
             },
             write_through=tuple(write_through),
             promoted=promoted,
+            operation=0 if lifetimes is None else lifetimes.begin([gpu_block for gpu_block, _ in write_through]),
+            gone_host_blocks=() if lifetimes is None else lifetimes.take_gone(),
         )
         self._number += 1
         return plan

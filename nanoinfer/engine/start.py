@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
+from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
@@ -21,7 +22,7 @@ from nanoinfer.memory.sizes import attention_spec, spec_and_layout
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import check_safetensors, find_model, load_config, load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
-from offload import CpuRuntime, CudaRuntime, Runtime
+from offload import CpuRuntime, CudaRuntime, KVLayout, Runtime
 from offload.memory.host_memory import memory_available_bytes
 
 
@@ -84,14 +85,31 @@ def build(
     )
     model.spec = spec  # the spec with the KV cache's dtype, which the checkpoint does not contain
     runner = ModelRunner(config, plan, runtime, model, backend, layout, memory_before)
-    max_blocks = -(-plan.max_model_len // layout.block_size)
-    tables = BlockTables(layout.block_size, runner.num_gpu_blocks, plan.max_num_seqs, max_blocks)
-    window = max((window for window in spec.windows if window is not None), default=None)
-    copies = GPUCopies(tables, plan.max_resident_blocks, window)
-    kv_cache = KVCache(
-        tables, copies, enable_prefix_caching=config.enable_prefix_caching, poison=runner.block_copies.poison
+    parts = kv_side(config, plan, spec.windows, layout, runner.num_gpu_blocks, runner.block_copies)
+    return BuiltEngine(plan, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **parts)
+
+
+def kv_side(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    windows: tuple[int | None, ...],
+    layout: KVLayout,
+    num_gpu_blocks: int,
+    copies: BlockCopies,
+) -> dict[str, Any]:
+    """Return the parts that know who holds which block, as arguments of `BuiltEngine`. They hold no tensor.
+
+    Args:
+        windows: the window of each layer.
+        copies: copies blocks, given by their numbers.
+    """
+    tables = BlockTables(
+        layout.block_size, num_gpu_blocks, plan.max_num_seqs, -(-plan.max_model_len // layout.block_size)
     )
-    mover = Mover(kv_cache, runner.kept, runner.block_copies, layout.block_bytes)
+    window = max((window for window in windows if window is not None), default=None)
+    gpu_copies = GPUCopies(tables, plan.max_resident_blocks, window)
+    kv_cache = KVCache(tables, gpu_copies, enable_prefix_caching=config.enable_prefix_caching, poison=copies.poison)
+    mover = Mover(kv_cache, copies, layout.block_bytes)
     only_if_faster = config.enable_cpu_offload == "auto"
     admission = Admission(kv_cache, mover, max_splits=plan.max_splits, only_if_faster=only_if_faster)
-    return BuiltEngine(plan, runner, kv_cache, admission, mover, tokenizer, end_ids, defaults)
+    return dict(kv_cache=kv_cache, admission=admission, mover=mover)

@@ -29,7 +29,7 @@ from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.sampling.reference import logprobs_of
 from nanoinfer.step.plan import StepPlan
-from offload import BlockPool, HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream, Timeline
+from offload import HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream, Timeline
 from offload.memory.pageable_pool import PageablePool
 from offload.memory.pinned import HostArena
 from offload.runtime.timeline import COMPUTE, NoTimeline
@@ -126,11 +126,8 @@ class ModelRunner:
         """Raise ValueError if the attention backend cannot run offload mode."""
         type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
 
-    def get_offload(self, gpu_blocks: BlockPool) -> OffloadEngine:
-        """Return the offload engine; the host pool is mapped and pinned when it is first needed.
-
-        gpu_blocks: who holds which block of the GPU pool.
-        """
+    def get_offload(self) -> OffloadEngine:
+        """Return the offload engine; the host pool is mapped and pinned when it is first needed."""
         if self._offload is None:
             num_blocks, block_bytes = self.plan.num_host_blocks, self.layout.block_bytes
             blocks_per_segment = min(num_blocks, max(1, SEGMENT_BYTES // block_bytes))
@@ -145,7 +142,8 @@ class ModelRunner:
                 progress=self._pinning_progress(num_segments) if is_cuda else None,
             )
             host = HostPool(self.layout, self._arena, num_blocks, blocks_per_segment)
-            self._offload = OffloadEngine(self.runtime, self.gpu_kv, gpu_blocks, host, self.ring, self.compute)
+            self._offload = OffloadEngine(self.runtime, self.gpu_kv, host, self.ring, self.compute)
+            self.block_copies.offload = self._offload
         return self._offload
 
     def _pinning_progress(self, num_segments: int) -> Callable[[int, int], None]:
@@ -226,7 +224,7 @@ class ModelRunner:
             if prefill is None:
                 self.sampling.update(self.compute, plan.sampling)
             if plan.may_stream:
-                self._offload.run(step, timeline)
+                self._offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
             else:
                 with self._timed(timeline):
                     if not step.compute_all():

@@ -72,7 +72,7 @@ class Admission:
             return admitted
         if self._is_refused_again(sequence):
             return False
-        hits = self._admit_resident(sequence) if self._cache.offload is None else self._admit_offload(sequence)
+        hits = self._admit_resident(sequence) if not self._cache.is_offload else self._admit_offload(sequence)
         if hits is None:
             return False
         sequence.num_computed = sequence.num_cached = len(hits) * self._cache.block_size
@@ -97,10 +97,10 @@ class Admission:
 
         Return the same as `_admit_resident`.
         """
-        assert self._cache.offload is not None
+        assert self._cache.is_offload
         if self._cache.copies.num_obtainable < 1:
             return None
-        host = self._cache.offload.host.blocks
+        host = self._cache.tables.lifetimes.host_blocks
         hits = self._cache.prefixes.find(sequence, host)
         reserve = sequence.max_num_tokens // self._cache.block_size - len(hits)
         num_short, num_own = reserve - self._cache.num_unpromised_host, self._num_own_blocks(sequence, hits)
@@ -155,7 +155,7 @@ class Admission:
         """Admit a sequence that gave way. Return False, with nothing changed, if there is no room."""
         cache, mover = self._cache, self._mover
         num_blocks = cache.tables.num_blocks(sequence.num_tokens)
-        if cache.offload is not None:
+        if cache.is_offload:
             needed, num_full = sequence.max_num_tokens // cache.block_size, sequence.num_computed // cache.block_size
             if (
                 cache.copies.num_obtainable < 1

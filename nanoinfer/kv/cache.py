@@ -26,7 +26,7 @@ from nanoinfer.kv.residency import Residency
 from nanoinfer.kv.tables import BlockTables, present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
-from offload import BlockPool, OffloadEngine
+from offload import BlockLifetimes, BlockPool
 
 
 class KVCache:
@@ -64,15 +64,16 @@ class KVCache:
         self.num_reserved_host = self.num_reserved_splits = self.num_given_back = 0
 
     @property
-    def offload(self) -> OffloadEngine | None:
-        """The engine that streams; None in resident mode."""
-        return self.tables.offload
+    def is_offload(self) -> bool:
+        """Whether the mode is offload mode."""
+        return self.tables.is_offload
 
     @property
     def num_unpromised_host(self) -> int:
         """Number of host blocks that are free, or will be once copies have run, and promised to no sequence."""
-        assert self.tables.offload is not None
-        return self.tables.offload.host.blocks.num_free + self.tables.offload.num_deferred_host - self.num_reserved_host
+        lifetimes = self.tables.lifetimes
+        assert lifetimes is not None, "resident mode promises no host blocks"
+        return lifetimes.host_blocks.num_free + lifetimes.num_deferred_host - self.num_reserved_host
 
     def reserve_host(self, sequence: Sequence, count: int) -> None:
         sequence.num_reserved_host = count
@@ -86,12 +87,12 @@ class KVCache:
 
     def take_host(self, count: int) -> list[int]:
         """Hands out promised host blocks; waits for copies, if need be."""
-        assert self.tables.offload is not None
-        self.tables.offload.wait_for_host(count)
-        return self.allocate_host(self.tables.offload, count)
+        assert self.tables.is_offload
+        self.tables.lifetimes.wait_for_host(count)
+        return self.allocate_host(self.tables.lifetimes, count)
 
-    def allocate_host(self, offload: OffloadEngine, count: int) -> list[int]:
-        blocks = offload.host.blocks.allocate(count)
+    def allocate_host(self, lifetimes: BlockLifetimes, count: int) -> list[int]:
+        blocks = lifetimes.host_blocks.allocate(count)
         for block in blocks:
             self.tables.gpu_blocks.forget(block)  # what was left on the GPU is a copy of something else
         return blocks
@@ -136,7 +137,7 @@ class KVCache:
         Returns:
             (GPU block, host block) pairs to write through; empty in resident mode.
         """
-        if self.tables.offload is None:
+        if not self.tables.is_offload:
             return []
         row = sequence.row
         full = range(sequence.num_computed // self.tables.block_size, end // self.tables.block_size)
@@ -156,7 +157,7 @@ class KVCache:
         if was_full == is_full:
             return
         self.publish(sequence)
-        if self.tables.offload is None:
+        if not self.tables.is_offload:
             return
         self.copies.note(row, int(self.copies.residency.first[row]), end)
         if self.copies.lacks_tail(sequence):
@@ -174,9 +175,10 @@ class KVCache:
         if leave_copies:
             self.copies.leave(row)
         on_gpu, on_host = present(self.tables.gpu[row]), present(self.tables.host[row])
-        if self.tables.offload is not None:
-            self.tables.offload.release_gpu(on_gpu[::-1])  # a row keeps its newest blocks: the oldest are evicted first
-            self.tables.offload.release_host(on_host)
+        if self.tables.is_offload:
+            # A row keeps its newest blocks: the oldest are evicted first.
+            self.tables.lifetimes.release_gpu(on_gpu[::-1])
+            self.tables.lifetimes.release_host(on_host)
         else:
             assert not on_host, "resident mode holds no host blocks"
             self._poison(self.tables.gpu_blocks.release(on_gpu))

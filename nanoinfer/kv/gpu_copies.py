@@ -30,7 +30,7 @@ class GPUCopies:
     def gpu_room(self) -> int:
         """Number of GPU blocks that can be handed out with nothing dropped. Does not depend on how fast copies are."""
         room = self._tables.gpu_blocks.num_free - len(self._tables.rows_without_tail)
-        return room if self._tables.offload is None else room + self._tables.offload.num_deferred_gpu
+        return room if not self._tables.is_offload else room + self._tables.lifetimes.num_deferred_gpu
 
     @property
     def num_obtainable(self) -> int:
@@ -41,33 +41,33 @@ class GPUCopies:
     def num_resident(self) -> int:
         """Number of GPU copies of full blocks, all of which can be dropped; 0 in resident mode."""
         # In offload mode no other GPU blocks are shared.
-        return 0 if self._tables.offload is None else self.residency.num_resident - self._tables.gpu_blocks.num_shared
+        return 0 if not self._tables.is_offload else self.residency.num_resident - self._tables.gpu_blocks.num_shared
 
     @property
     def num_streamed(self) -> int:
         """Number of host blocks that a step of all rows streams: those of which some row has no GPU copy."""
         num_streamed, first = self.residency.num_streamed, self.residency.first
-        if self._tables.offload is None or not num_streamed or not self._tables.offload.host.blocks.num_shared:
+        if not self._tables.is_offload or not num_streamed or not self._tables.lifetimes.host_blocks.num_shared:
             return num_streamed
         streams = np.arange(first.max()) < first[:, None]
         return int(np.count_nonzero(np.bincount(self._tables.host[:, : first.max()][streams])))
 
     def take(self, count: int) -> list[int]:
         """Hands out GPU blocks; in offload mode drops full ones and waits for copies, if need be."""
-        if self._tables.offload is not None:
+        if self._tables.is_offload:
             self.drop(count - self.gpu_room)
-            self._tables.offload.reclaim()
-            self._tables.offload.wait_for_gpu(count)
+            self._tables.lifetimes.reclaim()
+            self._tables.lifetimes.wait_for_gpu(count)
         return self._tables.gpu_blocks.allocate(count)
 
     def drop(self, count: int) -> None:
         """Drop up to `count` GPU copies of full blocks, all of which the host has, too."""
         if count <= 0:
             return
-        assert self._tables.offload is not None
+        assert self._tables.is_offload
         dropped = self.residency.drop(min(count, self.num_resident))
         rows, places = np.array(dropped, dtype=np.int64).reshape(-1, 2).T
-        self._tables.offload.release_gpu(self._tables.gpu[rows, places].tolist())
+        self._tables.lifetimes.release_gpu(self._tables.gpu[rows, places].tolist())
         self._tables.gpu[rows, places] = NO_BLOCK
 
     def limit(self) -> None:
@@ -102,7 +102,7 @@ class GPUCopies:
         Returns:
             Host block -> GPU block.
         """
-        if self._tables.offload is None or not self.residency.num_streamed:
+        if not self._tables.is_offload or not self.residency.num_streamed:
             return {}
         for row, block, gpu_block in self.residency.join(rows):
             self._tables.gpu_blocks.share(gpu_block)
@@ -131,7 +131,7 @@ class GPUCopies:
 
         Stop at the first block, from the end, that has no copy: a row keeps its newest blocks.
         """
-        assert self._tables.offload is not None
+        assert self._tables.is_offload
         copies: list[int] = []
         for place, host_block in reversed(list(enumerate(host_blocks))):
             copy = self.residency.copy(place, host_block)
@@ -140,7 +140,7 @@ class GPUCopies:
             else:
                 copy = self._tables.gpu_blocks.published(host_block)
                 if copy is None or not (
-                    self._tables.offload.take_back_gpu(copy) or self._tables.gpu_blocks.claim(copy)
+                    self._tables.lifetimes.take_back_gpu(copy) or self._tables.gpu_blocks.claim(copy)
                 ):
                     break
             self._tables.gpu_blocks.forget(host_block)  # so that resident mode can publish it under its tokens
@@ -154,9 +154,9 @@ class GPUCopies:
         with an equal beginning may each have computed it, one of them as its own output, and the published host block
         is a copy of only one of the two.
         """
-        if self._tables.offload is None or self.window is not None:
+        if not self._tables.is_offload or self.window is not None:
             return  # blocks that came back through the ring lack layers whose window had moved on
         for block in range(int(self.residency.first[row]), int(self.residency.full[row])):
             host_block = int(self._tables.host[row, block])
-            if self._tables.offload.host.blocks.is_published(host_block):
+            if self._tables.lifetimes.host_blocks.is_published(host_block):
                 self._tables.gpu_blocks.publish(int(self._tables.gpu[row, block]), host_block)

@@ -12,13 +12,20 @@ from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.tables import present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
-from offload import BlockPool, OffloadEngine
-from offload.engine import STORE_GROUP
-from offload.memory.pageable_pool import PageablePool
+from offload import BlockLifetimes, BlockPool
+
+# Blocks that go to the host in one operation, so that a wait for a few blocks does not wait for the whole pool.
+STORE_GROUP = 64
 
 
 class BlockCopier(Protocol):
     """Copies whole blocks, given as pairs of numbers, between two steps."""
+
+    def reserve(self, num_blocks: int) -> None:
+        """Make room for `num_blocks` pageable blocks in all. Raise MemoryError if there is none."""
+
+    def trim(self) -> None:
+        """Give the memory of all pageable blocks back."""
 
     def to_host(self, pairs: list[tuple[int, int]]) -> None:
         """Copy GPU blocks to pageable blocks: (GPU block, pageable block)."""
@@ -26,19 +33,34 @@ class BlockCopier(Protocol):
     def to_gpu(self, pairs: list[tuple[int, int]]) -> None:
         """Copy pageable blocks to GPU blocks: (GPU block, pageable block)."""
 
-    def to_pool(self, pairs: list[tuple[int, int]], offload: OffloadEngine) -> None:
+    def to_pool(self, pairs: list[tuple[int, int]]) -> None:
         """Copy pageable blocks to blocks of the host pool: (block of the host pool, pageable block)."""
+
+    def check_pool(self) -> None:
+        """Raise PinError if the host pool cannot be used."""
+
+    def store(self, pairs: list[tuple[int, int]], operation: int) -> None:
+        """Begin to copy (GPU block, block of the host pool) pairs to the host, as this operation."""
+
+    def load(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy (GPU block, block of the host pool) pairs to the GPU."""
+
+    def drain(self) -> None:
+        """Wait until no copy is in flight, and drop what was prefetched."""
+
+    def recover(self, operation: int) -> None:
+        """Forget every copy up to this operation. Nothing is in flight."""
 
 
 class Mover:
     """Moves the blocks of sequences.
 
-    Args:
-        kept: where the KV of sequences that gave way lies.
+    Attributes:
+        kept: who holds which pageable block, in which the KV of sequences that gave way lies.
     """
 
-    def __init__(self, cache: KVCache, kept: PageablePool, copier: BlockCopier, block_bytes: int) -> None:
-        self.kept = kept
+    def __init__(self, cache: KVCache, copier: BlockCopier, block_bytes: int) -> None:
+        self.kept = BlockPool(0)
         self._cache, self._tables, self._copies = cache, cache.tables, cache.copies
         self._copier, self._block_bytes = copier, block_bytes
         # Full blocks that lie in both places, as (block, how often it was handed out): kept -> GPU, and back.
@@ -55,13 +77,16 @@ class Mover:
         Raises:
             MemoryError: the host has no room for it; nothing changes.
         """
-        cache, pool = self._cache, self.kept.blocks
-        assert cache.offload is None, "offload mode promises every block at admission, so nobody has to give way"
+        cache, pool = self._cache, self.kept
+        assert not cache.is_offload, "offload mode promises every block at admission, so nobody has to give way"
         blocks = cache.gpu_table[sequence.row, : cache.tables.num_blocks(sequence.num_computed)].tolist()
         found = [self._kept_copies.get(cache.gpu_blocks.stamped(block), (NO_BLOCK, 0)) for block in blocks]
         copies = [kept if pool.stamped(kept) == (kept, stamp) else NO_BLOCK for kept, stamp in found]
-        self.kept.reserve(copies.count(NO_BLOCK))
-        new = iter(pool.allocate(copies.count(NO_BLOCK)))
+        num_new = copies.count(NO_BLOCK)
+        if (missing := num_new - pool.num_free) > 0:
+            self._copier.reserve(pool.num_blocks + missing)
+            pool.grow(missing)
+        new = iter(pool.allocate(num_new))
         kept, pairs = [], []
         for block, copy in zip(blocks, copies, strict=True):
             if copy == NO_BLOCK:
@@ -82,7 +107,7 @@ class Mover:
 
     def _gpu_copy(self, kept: int) -> int | None:
         """Return the GPU block with the content of a kept block that some sequence holds, or None."""
-        copy, stamp = self._gpu_copies.get(self.kept.blocks.stamped(kept), (NO_BLOCK, 0))
+        copy, stamp = self._gpu_copies.get(self.kept.stamped(kept), (NO_BLOCK, 0))
         pool = self._cache.gpu_blocks
         return copy if copy != NO_BLOCK and pool.references(copy) and pool.stamped(copy) == (copy, stamp) else None
 
@@ -116,7 +141,7 @@ class Mover:
             cache.gpu_table[row, num_full] = cache.copies.take(1)[0]
         else:
             cache.copies.promise_tail(row)
-        self._copier.to_pool(list(zip(host_blocks, kept, strict=False)), cache.offload)
+        self._copier.to_pool(list(zip(host_blocks, kept, strict=False)))
         self._copier.to_gpu(
             list(zip(cache.gpu_table[row, num_full : len(kept)].tolist(), kept[num_full:], strict=True))
         )
@@ -125,42 +150,47 @@ class Mover:
         """Give back what is kept of a sequence, if anything."""
         blocks, sequence.kept_blocks = sequence.kept_blocks, None
         if blocks is not None:
-            self.kept.blocks.release(blocks)
+            self.kept.release(blocks)
             self._trim()
 
     def _trim(self) -> None:
-        self.kept.trim()
-        if not self.kept.blocks.num_blocks:
+        """Give the memory back if nothing is kept."""
+        if self.kept.num_blocks and not self.kept.num_used:
+            self.kept = BlockPool(0)
+            self._copier.trim()
             self._gpu_copies.clear()
             self._kept_copies.clear()
 
     # The switch
 
-    def switch_to_offload(self, offload: OffloadEngine, sequences: list[Sequence]) -> None:
+    def switch_to_offload(self, lifetimes: BlockLifetimes, sequences: list[Sequence]) -> None:
         """Moves every full block of the running sequences to the host.
 
         Raises:
             ValueError: the host pool cannot hold what the sequences can grow to; nothing changes.
             PinError: the host pool cannot be used; nothing changes.
         """
-        assert self._tables.offload is None
-        self.check_offload(offload, sequences)
+        assert not self._tables.is_offload
+        self.check_offload(lifetimes, sequences)
         full = {sequence.row: sequence.num_computed // self._tables.block_size for sequence in sequences}
-        pairs = self._pairs_to_store(offload, full)
+        pairs = self._pairs_to_store(lifetimes, full)
         try:
-            offload.store(pairs)
+            for begin in range(0, len(pairs), STORE_GROUP):
+                group = pairs[begin : begin + STORE_GROUP]
+                self._copier.store(group, lifetimes.begin([gpu_block for gpu_block, _ in group]))
         except BaseException:
-            offload.drain()
-            offload.host.blocks.release(host_block for _, host_block in pairs)
+            self._copier.drain()
+            self._copier.recover(lifetimes.operation)
+            lifetimes.host_blocks.release(host_block for _, host_block in pairs)
             raise
         host_blocks = dict(pairs)
         for row, count in full.items():
             self._tables.host[row, :count] = [host_blocks[block] for block in self._tables.gpu[row, :count].tolist()]
-        self._tables.offload = offload  # from here on every full block lies on the host
+        self._tables.lifetimes = lifetimes  # from here on every full block lies on the host
         for row in full:
             for block in present(self._tables.host[row]):
-                offload.host.blocks.share(block)
-        offload.host.blocks.release(host_blocks.values())
+                lifetimes.host_blocks.share(block)
+        lifetimes.host_blocks.release(host_blocks.values())
         for sequence in sequences:
             row = sequence.row
             self._cache.reserve_host(sequence, sequence.max_num_tokens // self._tables.block_size - full[row])
@@ -173,13 +203,13 @@ class Mover:
             self._cache.publish(sequence)
         self._copies.limit()
 
-    def check_offload(self, offload: OffloadEngine, sequences: list[Sequence]) -> None:
+    def check_offload(self, lifetimes: BlockLifetimes, sequences: list[Sequence]) -> None:
         """Raise what `switch_to_offload` would raise, without changing anything or waiting for copies."""
-        offload.host.check()  # with nothing to store, only the first step would notice, and fail
+        self._copier.check_pool()  # with nothing to store, only the first step would notice, and fail
         needed = sum(sequence.max_num_tokens // self._tables.block_size for sequence in sequences)
-        self._check_room("offload", "can grow to", needed, "host", offload.host.blocks)
+        self._check_room("offload", "can grow to", needed, "host", lifetimes.host_blocks)
 
-    def _pairs_to_store(self, offload: OffloadEngine, full: dict[int, int]) -> list[tuple[int, int]]:
+    def _pairs_to_store(self, lifetimes: BlockLifetimes, full: dict[int, int]) -> list[tuple[int, int]]:
         """Allocate a host block for each of the first `full[row]` blocks of each row; a shared block gets one.
 
         Return (GPU block, host block) pairs. The oldest blocks come first, a stretch of each row in turn: they are
@@ -192,7 +222,7 @@ class Mover:
             for row, count in full.items()
         ]
         gpu_blocks = list(dict.fromkeys(block for stretch in stretches for block in stretch))
-        return list(zip(gpu_blocks, self._cache.allocate_host(offload, len(gpu_blocks)), strict=True))
+        return list(zip(gpu_blocks, self._cache.allocate_host(lifetimes, len(gpu_blocks)), strict=True))
 
     def _check_room(self, mode: str, what: str, needed: int, name: str, pool: BlockPool, num_deferred: int = 0) -> None:
         num_free = pool.num_free + num_deferred
@@ -211,10 +241,10 @@ class Mover:
         Raises:
             ValueError: the GPU pool cannot hold them; nothing changes.
         """
-        offload = self._tables.offload
-        assert offload is not None
+        lifetimes = self._tables.lifetimes
+        assert lifetimes is not None
         self.check_resident(sequences)
-        offload.drain()
+        self._drain(lifetimes)
         pairs, tables = [], {}
         for sequence in sequences:
             row, missing = sequence.row, self._missing(sequence)
@@ -225,28 +255,33 @@ class Mover:
                 on_host = np.intersect1d(on_host, missing, assume_unique=True)
             # else: blocks that came back through the ring lack the layers whose window had moved on
             pairs += zip(tables[row][on_host].tolist(), self._tables.host[row, on_host].tolist(), strict=True)
-        offload.load(pairs)
+        self._copier.load(pairs)
         for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
             self._tables.gpu[row] = table
             self._tables.versions[row] += 1
-        self._tables.offload = None
+        self._tables.lifetimes = None
         for sequence in sequences:
-            offload.release_host(present(self._tables.host[sequence.row]))
+            lifetimes.release_host(present(self._tables.host[sequence.row]))
             self._tables.host[sequence.row] = NO_BLOCK
             self._cache.num_reserved_host -= sequence.num_reserved_host
             sequence.num_reserved_host = 0
             self._copies.residency.clear(sequence.row)
             sequence.num_published = 0
         self._tables.rows_without_tail.clear()
-        offload.drain()
+        self._drain(lifetimes)
         for sequence in sequences:
             self._cache.publish(sequence)
+
+    def _drain(self, lifetimes: BlockLifetimes) -> None:
+        """Wait until no copy is in flight, and reclaim every released block."""
+        self._copier.drain()
+        lifetimes.reclaim()
 
     def check_resident(self, sequences: list[Sequence]) -> None:
         """Raise what `switch_to_resident` would raise, without changing anything or waiting for copies."""
         needed = sum(len(self._missing(sequence)) for sequence in sequences)
         self._check_room(
-            "resident", "still need", needed, "GPU", self._tables.gpu_blocks, self._tables.offload.num_deferred_gpu
+            "resident", "still need", needed, "GPU", self._tables.gpu_blocks, self._tables.lifetimes.num_deferred_gpu
         )
 
     def _missing(self, sequence: Sequence) -> np.ndarray:
@@ -261,7 +296,7 @@ class Mover:
         self,
         sequences: list[Sequence],
         waiting: Iterable[Sequence],
-        offload: OffloadEngine | None,
+        lifetimes: BlockLifetimes | None,
         *,
         keeps_prefixes: bool,
     ) -> None:
@@ -274,11 +309,11 @@ class Mover:
         Args:
             sequences: the sequences that go on, none of which took part in a step that failed.
             waiting: those that wait; some of them may have given way before.
-            offload: the engine of offload mode, whichever mode is current.
+            lifetimes: those of offload mode, whichever mode is current.
             keeps_prefixes: whether published blocks are known to have their content; if not, they are forgotten.
         """
         self._gpu_copies, self._kept_copies = {}, {}
-        self.kept.blocks.rebuild(block for sequence in waiting for block in sequence.kept_blocks or ())
+        self.kept.rebuild(block for sequence in waiting for block in sequence.kept_blocks or ())
         self._trim()
         rows = [sequence.row for sequence in sequences]
         others = np.setdiff1d(np.arange(len(self._tables.gpu)), rows)
@@ -295,13 +330,14 @@ class Mover:
         self._tables.gpu_blocks.rebuild(
             present(self._tables.gpu), lambda key: keeps_prefixes and isinstance(key, bytes)
         )
-        if offload is not None:
-            offload.recover()
-            offload.host.blocks.rebuild(present(self._tables.host), lambda key: keeps_prefixes)
+        if lifetimes is not None:
+            lifetimes.recover()
+            self._copier.recover(lifetimes.operation)
+            lifetimes.host_blocks.rebuild(present(self._tables.host), lambda key: keeps_prefixes)
         for sequence in sequences:
             sequence.num_published = 0
             self._cache.publish(sequence)
-        if self._tables.offload is not None:
+        if self._tables.is_offload:
             self._copies.drop(-self._copies.gpu_room)
             self._copies.limit()
 
@@ -310,7 +346,7 @@ class Mover:
         row, full = sequence.row, sequence.num_computed // self._tables.block_size
         self._cache.num_reserved_splits += self._tables.num_blocks(sequence.max_num_tokens)
         sequence.num_reserved_host = 0
-        if self._tables.offload is None:
+        if not self._tables.is_offload:
             self._tables.host[row] = NO_BLOCK
             self._copies.residency.clear(row)
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nanoinfer.step.plan import NO_BLOCK
-from offload import BlockPool, OffloadEngine
+from offload import BlockLifetimes, BlockPool
 
 
 class BlockTables:
@@ -20,7 +20,8 @@ class BlockTables:
         gpu, host: [max_num_seqs, max_blocks_per_seq] int32, where each row's blocks lie (or `NO_BLOCK`).
         versions: [max_num_seqs] int64, changes when the part of a row's GPU table does that decode steps need.
         gpu_blocks: who holds which block of the GPU pool.
-        offload: the engine that streams, set while in offload mode.
+        lifetimes: when released blocks may be handed out again, and who holds which host block; set while in offload
+            mode.
         rows_without_tail: in offload mode, the rows to which a GPU block is promised.
     """
 
@@ -30,13 +31,18 @@ class BlockTables:
         self.host = np.full((max_num_seqs, max_blocks_per_seq), NO_BLOCK, dtype=np.int32)
         self.versions = np.zeros(max_num_seqs, dtype=np.int64)
         self.gpu_blocks = BlockPool(num_gpu_blocks, first=1)
-        self.offload: OffloadEngine | None = None
+        self.lifetimes: BlockLifetimes | None = None
         self.rows_without_tail: set[int] = set()
+
+    @property
+    def is_offload(self) -> bool:
+        """Whether the mode is offload mode."""
+        return self.lifetimes is not None
 
     def home(self) -> tuple[np.ndarray, BlockPool]:
         """Return the table and pool in which full blocks lie, and are published, in this mode."""
-        if self.offload is not None:
-            return self.host, self.offload.host.blocks
+        if self.is_offload:
+            return self.host, self.lifetimes.host_blocks
         return self.gpu, self.gpu_blocks
 
     def num_blocks(self, num_tokens: int) -> int:

@@ -53,6 +53,8 @@ class StepPlan:
         num_logprobs: place in `sampled_rows` -> how many log-probabilities are wanted there.
         write_through: (GPU block, host block) of each block that this step makes full.
         promoted: host block -> GPU block that takes over its content as it passes through the ring.
+        operation: number under which the step's copies are acknowledged.
+        gone_host_blocks: host blocks that nobody holds any more; what was prefetched of them is worthless.
     """
 
     number: int
@@ -70,6 +72,8 @@ class StepPlan:
     num_logprobs: dict[int, int] = field(default_factory=dict)
     write_through: tuple[tuple[int, int], ...] = ()
     promoted: dict[int, int] = field(default_factory=dict)
+    operation: int = 0
+    gone_host_blocks: tuple[int, ...] = ()
 
     @property
     def num_parts(self) -> int:

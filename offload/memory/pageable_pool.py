@@ -6,39 +6,41 @@ from bisect import bisect_right
 
 import torch
 
-from offload.blocks import BlockPool
 from offload.layout import KVLayout
 
 
 class PageablePool:
-    """Blocks of whole sequences that gave way: they move to the host and come back unchanged.
+    """Memory of blocks of sequences that gave way: their KV moves to the host and comes back unchanged.
+
+    Who holds which block is counted elsewhere; blocks are numbered from 0.
 
     Args:
         max_bytes: the most memory that the pool takes; None: as much as the system gives.
-
-    Attributes:
-        blocks: who holds which block. Memory is taken by `reserve` and given back by `trim`.
     """
 
     def __init__(self, layout: KVLayout, max_bytes: int | None = None) -> None:
         self.layout = layout
         self.max_bytes = max_bytes
-        self.blocks = BlockPool(0)
         # The number of each segment's first block, and [num_layers, blocks, 2, block_size, num_kv_heads, head_dim].
         self._segments: list[tuple[int, torch.Tensor]] = []
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks for which there is memory."""
+        return sum(segment.shape[1] for _, segment in self._segments)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes taken from the system."""
-        return sum(segment.nbytes for _, segment in self._segments)
+        return self.num_blocks * self.layout.block_bytes
 
-    def reserve(self, count: int) -> None:
-        """Take as much memory as is missing for `count` free blocks.
+    def reserve(self, num_blocks: int) -> None:
+        """Take as much memory as is missing for `num_blocks` blocks in all.
 
         Raises:
             MemoryError: the limit or the system does not allow it; nothing changes.
         """
-        missing = count - self.blocks.num_free
+        missing = num_blocks - self.num_blocks
         if missing <= 0:
             return
         wanted = missing * self.layout.block_bytes
@@ -51,13 +53,11 @@ class PageablePool:
             segment = torch.empty(self.layout.pool_shape(missing), dtype=self.layout.dtype)
         except RuntimeError as error:
             raise MemoryError(f"no host memory for the KV of a preempted sequence ({error})") from error
-        self._segments.append((self.blocks.num_blocks, segment))
-        self.blocks.grow(missing)
+        self._segments.append((self.num_blocks, segment))
 
     def trim(self) -> None:
-        """Give all memory back if nobody holds a block."""
-        if not self.blocks.num_used:
-            self.blocks, self._segments = BlockPool(0), []
+        """Give all memory back."""
+        self._segments = []
 
     def block(self, layer: int, block: int) -> torch.Tensor:
         """`[2, block_size, num_kv_heads, head_dim]` view of one block."""

@@ -189,7 +189,7 @@ def test_blocks_that_rows_share_are_counted_once_when_offload_mode_is_entered(pa
     kv_cache, pool = engine.kv_cache, engine.kv_cache.gpu_blocks
     num_free = pool.num_free
     engine.switch_mode("offload")
-    assert engine.runner.offload.num_deferred_gpu == 0 and pool.num_free == num_free
+    assert engine.lifetimes.num_deferred_gpu == 0 and pool.num_free == num_free
     assert kv_cache.copies.num_resident == 6, "the rows share the 6 full blocks"
     assert kv_cache.copies.num_obtainable == num_free + 6
     while engine.has_work:
@@ -235,21 +235,21 @@ def test_a_released_host_block_that_is_taken_up_again_is_not_promised_to_others(
     engine = make_engine(path, SimulatedRuntime(0), **ARGUMENTS, enable_cpu_offload=True)
     prompt = random_prompts(1, 64, 64, seed=7)[0]
     run(engine, [[*prompt, 5]], [greedy(2)])
-    offload = engine.runner.offload
-    assert offload.num_deferred_host == 4, "the copies that read them have run"
+    lifetimes = engine.lifetimes
+    assert lifetimes.num_deferred_host == 4, "the copies that read them have run"
     first = engine.add_request("0", [*prompt, 6], greedy(9))
     engine.step()
-    assert offload.num_deferred_host == 0, "they are held again"
+    assert lifetimes.num_deferred_host == 0, "they are held again"
     second = engine.add_request("1", [*prompt, 7], greedy(9))
     engine.step()
     while not (first.is_finished or second.is_finished):
         engine.step()
-    assert offload.num_deferred_host == 0 or second.is_finished, "one row still holds the blocks"
+    assert lifetimes.num_deferred_host == 0 or second.is_finished, "one row still holds the blocks"
     while engine.has_work:
         engine.step()
-    free, deferred = offload.host.blocks.num_free, offload.num_deferred_host
-    offload.wait_for_host(free + deferred)
-    assert offload.host.blocks.num_free == free + deferred
+    free, deferred = lifetimes.host_blocks.num_free, lifetimes.num_deferred_host
+    lifetimes.wait_for_host(free + deferred)
+    assert lifetimes.host_blocks.num_free == free + deferred
     assert_pools_as_before(engine)
 
 

@@ -135,8 +135,6 @@ class Player:
 
     def assert_nothing_left(self) -> None:
         engine = self.engine
-        if engine.runner.offload is not None:
-            engine.runner.offload.drain()
         assert_pools_as_before(engine)
 
 

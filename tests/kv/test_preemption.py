@@ -109,7 +109,7 @@ def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
     requests += [engine.add_request(str(i), prompts[i], params[i]) for i in (1, 2)]
     for _ in range(4):
         engine.step()
-    table, kept = engine.kv_cache.gpu_table, engine.mover.kept
+    table, kept = engine.kv_cache.gpu_table, engine.runner.kept
     rows = [sequence.row for sequence in engine.scheduler.running]
     assert len(rows) == 3 and all((table[row, :6] == table[rows[0], :6]).all() for row in rows)
     with torch.inference_mode():
@@ -162,11 +162,11 @@ def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
 def test_sequences_give_way_within_host_memory_limit(path):
     """Who finds no room on the host fails with the step, and says what to raise; all others go on."""
     engine = make_engine(path, host_memory_limit=3 * 2**13, enable_prefix_caching=False)
-    assert engine.mover.kept.max_bytes == 3 * 2**13
+    assert engine.runner.kept.max_bytes == 3 * 2**13
     shrink_gpu_pool(engine, 9)
     for i, prompt in enumerate(random_prompts(3, 40, 44, seed=9)):
         engine.add_request(str(i), prompt, greedy(60))
     with pytest.raises(MemoryError, match="raise it"):
         while engine.has_work:
             engine.step()
-    assert engine.mover.kept.num_bytes <= 3 * 2**13
+    assert engine.runner.kept.num_bytes <= 3 * 2**13

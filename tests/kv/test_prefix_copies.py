@@ -11,6 +11,7 @@ from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
+from offload.lifetimes import GPU_RULE, WRITES
 
 ROOMY = dict(enable_cpu_offload=True, resident_kv_limit=None, num_gpu_blocks_override=60)
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
@@ -64,15 +65,17 @@ def test_a_block_that_is_taken_back_and_dropped_still_waits_for_its_write_throug
     for seed in range(8):
         engine = make_engine(path, SimulatedRuntime(seed), **ROOMY)
         play(engine, [BEGINNING + ENDS[0]], params=replace(PARAMS, max_tokens=13))
-        offload, pool = engine.runner.offload, engine.kv_cache.gpu_blocks
-        waiting = [deferred for deferred in offload._deferred_gpu if not deferred.events[0].is_reached]
+        lifetimes, pool = engine.lifetimes, engine.kv_cache.gpu_blocks
+        unread = [(number, event) for number, event in engine.runner.offload._unread[GPU_RULE][WRITES]]
+        running = {number for number, event in unread if not event.is_reached}
+        waiting = [deferred for deferred in lifetimes._deferred_gpu if deferred.writes in running]
         for block in [deferred.blocks[0] for deferred in waiting[:1]]:
             num_free, num_deferred = pool.num_free, num_deferred + 1
-            assert offload.take_back_gpu(block) and not offload.take_back_gpu(block)
-            offload.release_gpu([block])
+            assert lifetimes.take_back_gpu(block) and not lifetimes.take_back_gpu(block)
+            lifetimes.release_gpu([block])
             assert pool.num_free == num_free and pool.references(block) == 1, "handed out while it is read"
-            offload.wait_for_gpu(pool.num_blocks)
-            assert pool.references(block) == 0 and not offload.take_back_gpu(block)
+            lifetimes.wait_for_gpu(pool.num_blocks)
+            assert pool.references(block) == 0 and not lifetimes.take_back_gpu(block)
         assert_pools_as_before(engine)
     assert num_deferred
 
@@ -244,10 +247,10 @@ def test_rows_that_share_blocks_behind_one_of_their_own_share_them_in_offload_mo
     is_shared = (kv_cache.gpu_table[a] == kv_cache.gpu_table[b]) & (kv_cache.gpu_table[a] >= 0)
     assert is_shared.sum() == 9 and not is_shared[0]
     assert np.array_equal(kv_cache.host_table[a][is_shared], kv_cache.host_table[b][is_shared])
-    num_free, num_resident = pool.num_free + engine.runner.offload.num_deferred_gpu, kv_cache.copies.num_resident
+    num_free, num_resident = pool.num_free + engine.lifetimes.num_deferred_gpu, kv_cache.copies.num_resident
     assert kv_cache.copies.num_obtainable == num_free + num_resident - len(kv_cache.tables.rows_without_tail)
     kv_cache.copies.drop(num_resident)  # really free, whoever shared them
-    assert pool.num_free + engine.runner.offload.num_deferred_gpu == num_free + num_resident
+    assert pool.num_free + engine.lifetimes.num_deferred_gpu == num_free + num_resident
     while engine.has_work:
         engine.step()
     assert_pools_as_before(engine)

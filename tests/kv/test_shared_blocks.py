@@ -66,20 +66,20 @@ def tree_of_prompts(generator: random.Random, count: int) -> list[list[int]]:
 
 def check_references(engine) -> int:
     """Each block of both pools is held once for each place in the tables; returns how many GPU blocks rows share."""
-    kv_cache, offload = engine.kv_cache, engine.runner.offload
+    kv_cache, lifetimes = engine.kv_cache, engine.lifetimes
     held = Counter(kv_cache.gpu_table[kv_cache.gpu_table != NO_BLOCK].tolist())
     num_shared = sum(count > 1 for count in held.values())
-    if offload is not None:
-        leaving = [block for deferred in offload._deferred_gpu for block in deferred.blocks]
+    if lifetimes is not None:
+        leaving = [block for deferred in lifetimes._deferred_gpu for block in deferred.blocks]
         assert not set(leaving) & set(held) and len(set(leaving)) == len(leaving), "given back, and in use"
         held.update(leaving)
         on_host = Counter(kv_cache.host_table[kv_cache.host_table != NO_BLOCK].tolist())
-        on_host.update(block for deferred in offload._deferred_host for block in deferred.blocks)
-        assert on_host == offload.host.blocks._references
+        on_host.update(block for deferred in lifetimes._deferred_host for block in deferred.blocks)
+        assert on_host == lifetimes.host_blocks._references
     pool, taken = kv_cache.gpu_blocks, getattr(engine, "taken", [])
     assert held + Counter(taken) == pool._references
     assert pool.num_shared == sum(pool._references.values()) - len(pool._references)
-    if kv_cache.offload is None:
+    if not kv_cache.is_offload:
         return num_shared
     first, full = kv_cache.residency.first, kv_cache.residency.full
     for row in range(len(first)):
@@ -301,14 +301,16 @@ def test_a_prefetch_of_what_nobody_holds_any_more_is_dropped(paths):
     requests = [engine.add_request(str(i), QUESTIONS[i], greedy(9)) for i in range(2)]
     while not requests[1].sequences[0].num_generated:
         engine.step()
-    offload = engine.runner.offload
-    assert offload._filled
+    prefetched = {block for _, chunk in engine.runner.offload._filled for block in chunk.host_blocks}
     engine.abort("0")
-    assert offload._filled
+    assert prefetched and not prefetched & engine.lifetimes._gone
     engine.abort("1")
-    assert not offload._filled
+    assert prefetched <= engine.lifetimes._gone
+    discarded = engine.runner.offload.counters.discarded_bytes
     while engine.has_work:
         engine.step()
+    run(engine, [[5, 6, 7]], [greedy(2)])
+    assert engine.runner.offload.counters.discarded_bytes > discarded
     assert_pools_as_before(engine)
 
 
@@ -381,6 +383,7 @@ def shared_engine(path, num_free: int | None, runtime=None, **arguments):
     engine = make_engine(path, runtime or SimulatedRuntime(), **STREAMED | dict(resident_kv_limit=None) | arguments)
     run(engine, [DOCUMENT[:165]], [greedy(2)])
     engine.runner.offload.drain()
+    engine.lifetimes.reclaim()
     pool = engine.kv_cache.gpu_blocks
     for key in [key for key in pool._block_of if isinstance(key, int)]:
         pool.forget(key)  # what the first one left on the GPU

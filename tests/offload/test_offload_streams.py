@@ -14,8 +14,8 @@ import torch
 from engines import RULES
 from simulated import RaceError, SimulatedRuntime
 
-import offload.engine
-from offload import BlockPool, Chunk, HostPool, KVLayout, OffloadEngine, Ring, Staging, StreamPlan, pack
+from offload import BlockLifetimes, BlockPool, Chunk, HostPool, KVLayout, OffloadEngine, Ring, Staging, StreamPlan, pack
+from offload.lifetimes import GPU_RULE, WRITES
 
 LAYOUT = KVLayout(num_layers=3, block_size=2, num_kv_heads=1, head_dim=1, dtype=torch.float32)
 NUM_SEEDS = 200
@@ -58,7 +58,8 @@ class Toy:
         self.gpu_blocks = BlockPool(6, first=1)
         host = HostPool(LAYOUT, PlainArena(4, 3 * LAYOUT.block_bytes), num_blocks=12, blocks_per_segment=3)
         ring = Ring(self.runtime, LAYOUT, num_ring_slots, blocks_per_slot)
-        self.engine = OffloadEngine(self.runtime, self.gpu_kv, self.gpu_blocks, host, ring, self.compute_stream)
+        self.engine = OffloadEngine(self.runtime, self.gpu_kv, host, ring, self.compute_stream)
+        self.lifetimes = BlockLifetimes(self.gpu_blocks, host.blocks, self.engine, self._poison)
         self.staging = Staging(self.runtime, 8, torch.float32)
         self.new_kv = torch.zeros(8)
         self.sums = torch.zeros(LAYOUT.num_layers)
@@ -66,6 +67,21 @@ class Toy:
         self.sums_read = self.runtime.event()
         self.sequences: list[ToySequence] = []
         self.num_started = 0
+
+    def _poison(self, pool: BlockPool, blocks: list[int]) -> None:
+        (self.engine.poison_gpu if pool is self.gpu_blocks else self.engine.poison_host)(blocks)
+
+    def run(self) -> None:
+        operation = self.lifetimes.begin([gpu_block for gpu_block, _ in self.write_through])
+        self.engine.run(self, operation, self.lifetimes.take_gone())
+
+    def store(self, pairs: list[tuple[int, int]]) -> None:
+        for pair in pairs:  # each as an operation of its own
+            self.engine.store([pair], self.lifetimes.begin(pair[:1]))
+
+    def drain(self) -> None:
+        self.engine.drain()
+        self.lifetimes.reclaim()
 
     # The step, as the engine sees it
 
@@ -95,11 +111,11 @@ class Toy:
         self.compute_stream.run(work)
 
     def step(self) -> None:
-        self.engine.reclaim()
+        self.lifetimes.reclaim()
         self._start_and_end()
         for sequence in self.sequences:
             if sequence.tail is None:
-                self.engine.wait_for_gpu(1)
+                self.lifetimes.wait_for_gpu(1)
                 (sequence.tail,) = self.gpu_blocks.allocate(1)
         streamed = [block for sequence in self.sequences for block in sequence.host]
         expected = self._expected()
@@ -108,19 +124,19 @@ class Toy:
         for sequence in self.sequences:
             sequence.num_tokens += 1
             if sequence.num_tokens % 2 == 0:
-                self.engine.wait_for_host(1)
+                self.lifetimes.wait_for_host(1)
                 (host_block,) = self.engine.host.blocks.allocate(1)
                 sequence.host.append(host_block)
                 self.write_through.append((sequence.tail, host_block))
         values = [kv_value(sequence.number, sequence.num_tokens - 1, 0) for sequence in self.sequences]
         self.staging.acquire()[: len(values)] = torch.tensor(values)
         self.staging.upload(self.compute_stream, self.new_kv)
-        self.engine.run(self)
+        self.run()
         self.compute_stream.copy(self.sums_host, self.sums)
         self.compute_stream.record(self.sums_read)
         for sequence in self.sequences:
             if sequence.num_tokens % 2 == 0:
-                self.engine.release_gpu([sequence.tail])
+                self.lifetimes.release_gpu([sequence.tail])
                 sequence.tail = None
         if self.random.random() < 0.5:  # a host that runs ahead leaves more room for wrong orders
             self.sums_read.synchronize("host.read_after_step")
@@ -130,9 +146,9 @@ class Toy:
         if self.sequences and (self.random.random() < 0.2 or self.engine.host.blocks.num_used > 8):
             ended = self.sequences.pop(self.random.randrange(len(self.sequences)))
             self.sums_read.synchronize("host.read_after_step")
-            self.engine.release_host(ended.host)
+            self.lifetimes.release_host(ended.host)
             if ended.tail is not None:
-                self.engine.release_gpu([ended.tail])
+                self.lifetimes.release_gpu([ended.tail])
         while len(self.sequences) < 2:
             self.sequences.append(ToySequence(self.num_started))
             self.num_started += 1
@@ -154,10 +170,10 @@ class Toy:
         """Ends everything; both pools must be as at the start."""
         self.sums_read.synchronize("host.read_after_step")
         for sequence in self.sequences:
-            self.engine.release_host(sequence.host)
+            self.lifetimes.release_host(sequence.host)
             if sequence.tail is not None:
-                self.engine.release_gpu([sequence.tail])
-        self.engine.drain()
+                self.lifetimes.release_gpu([sequence.tail])
+        self.drain()
         assert self.gpu_blocks.num_free == 5 and self.engine.host.blocks.num_free == 12
 
 
@@ -203,7 +219,7 @@ def test_prefetch_crosses_the_step_boundary():
     toy.write_through = []
     per_step = 3 * LAYOUT.num_layers
     for step in range(1, 4):
-        toy.engine.run(toy)
+        toy.run()
         assert toy.engine.counters.num_fills == step * per_step + 2, "the next step's first chunks are filled already"
     assert toy.engine.counters.discarded_bytes == 0
 
@@ -213,19 +229,22 @@ def test_a_freed_block_drops_the_prefetch_that_holds_it():
     host_blocks = toy.engine.host.blocks.allocate(3)
     toy.plan = toy.ahead = StreamPlan((pack(host_blocks, 1),) * LAYOUT.num_layers)
     toy.write_through = []
-    toy.engine.run(toy)
-    toy.engine.release_host(host_blocks[2:])
+    toy.run()
+    toy.lifetimes.release_host(host_blocks[2:])
+    toy.plan = toy.ahead = StreamPlan((pack(host_blocks[:2], 1),) * LAYOUT.num_layers)
+    toy.run()
     assert toy.engine.counters.discarded_bytes == 0, "the last block was not prefetched"
-    toy.engine.release_host(host_blocks[:1])
-    assert toy.engine.counters.discarded_bytes == 2 * LAYOUT.layer_block_bytes
+    toy.lifetimes.release_host(host_blocks[:1])
+    toy.run()
+    assert toy.engine.counters.discarded_bytes == 2 * LAYOUT.layer_block_bytes, "it may have other content"
 
 
 def test_store_and_load_move_whole_blocks_both_ways():
     toy = Toy(seed=1, dropped_rule=None, num_ring_slots=2, blocks_per_slot=2)
     original = torch.arange(toy.gpu_kv.numel(), dtype=torch.float32).view_as(toy.gpu_kv)
     toy.gpu_kv.copy_(original)
-    toy.engine.store([(1, 2), (2, 3), (3, 4), (5, 0)])
-    toy.engine.drain()
+    toy.store([(1, 2), (2, 3), (3, 4), (5, 0)])
+    toy.drain()
     toy.gpu_kv.zero_()
     toy.engine.load([(5, 0), (1, 2), (2, 3), (3, 4)])
     assert torch.equal(toy.gpu_kv[:, [1, 2, 3, 5]], original[:, [1, 2, 3, 5]])
@@ -242,14 +261,13 @@ def test_a_stream_that_waits_for_nothing_is_reported_as_a_deadlock():
         runtime.synchronize()
 
 
-def storing_toy(seed: int, monkeypatch) -> tuple[Toy, torch.Tensor]:
+def storing_toy(seed: int) -> tuple[Toy, torch.Tensor]:
     """GPU blocks 1 to 5 are on their way to the host, one event for each; and what each of them holds."""
-    monkeypatch.setattr(offload.engine, "STORE_GROUP", 1)
     toy = Toy(seed, dropped_rule=None, num_ring_slots=2, blocks_per_slot=2)
     content = torch.arange(1, toy.gpu_kv.numel() + 1, dtype=torch.float32).view_as(toy.gpu_kv)
     toy.gpu_kv.copy_(content)
     on_gpu, on_host = toy.gpu_blocks.allocate(5), toy.engine.host.blocks.allocate(5)
-    toy.engine.store(list(zip(on_gpu, on_host, strict=True)))
+    toy.store(list(zip(on_gpu, on_host, strict=True)))
     return toy, content
 
 
@@ -257,42 +275,42 @@ def is_queued(toy: Toy, name: str) -> bool:
     return any(stream.name == name and stream.queue for stream in toy.runtime._streams)
 
 
-def test_who_wants_one_block_waits_for_the_first_copy_only(monkeypatch):
+def test_who_wants_one_block_waits_for_the_first_copy_only():
     """Neither for the blocks that were sent behind it, nor for those of the other pool."""
     num_still_writing = num_deferred = 0
     for seed in range(20):
-        toy, _ = storing_toy(seed, monkeypatch)
-        toy.engine.release_gpu([5, 4, 2, 1, 3])  # the order in which they are given back does not matter
-        toy.engine.wait_for_gpu(1)
+        toy, _ = storing_toy(seed)
+        toy.lifetimes.release_gpu([5, 4, 2, 1, 3])  # the order in which they are given back does not matter
+        toy.lifetimes.wait_for_gpu(1)
         assert toy.gpu_blocks.num_free >= 1 and toy.gpu_blocks.references(1) == 0, "the first one that was sent"
         num_still_writing += is_queued(toy, "write")
-        num_deferred += toy.engine.num_deferred_gpu == 4
-        toy.engine.wait_for_gpu(5)
-        assert toy.gpu_blocks.num_free == 5 and toy.engine.num_deferred_gpu == 0
+        num_deferred += toy.lifetimes.num_deferred_gpu == 4
+        toy.lifetimes.wait_for_gpu(5)
+        assert toy.gpu_blocks.num_free == 5 and toy.lifetimes.num_deferred_gpu == 0
     assert num_still_writing > 5 and num_deferred > 5, "it waited for all of them"
 
 
-def test_who_wants_a_host_block_does_not_wait_for_those_of_the_gpu(monkeypatch):
+def test_who_wants_a_host_block_does_not_wait_for_those_of_the_gpu():
     num_writing = 0
     for seed in range(20):
-        toy, _ = storing_toy(seed, monkeypatch)
-        toy.engine.drain()
-        toy.engine.release_host([0, 1])
-        toy.engine.store([(1, 2), (2, 3), (3, 4)])
-        toy.engine.release_gpu([1, 2, 3])
-        toy.engine.wait_for_host(9)
+        toy, _ = storing_toy(seed)
+        toy.drain()
+        toy.lifetimes.release_host([0, 1])
+        toy.store([(1, 2), (2, 3), (3, 4)])
+        toy.lifetimes.release_gpu([1, 2, 3])
+        toy.lifetimes.wait_for_host(9)
         assert toy.engine.host.blocks.num_free >= 9
         num_writing += is_queued(toy, "write")
     assert num_writing > 5
 
 
-def test_a_block_is_reused_only_when_it_has_been_stored(monkeypatch):
+def test_a_block_is_reused_only_when_it_has_been_stored():
     """As soon as a block is free it is written to: what arrives on the host must be what it held."""
     for seed in range(60):
-        toy, content = storing_toy(seed, monkeypatch)
-        toy.engine.release_gpu([1, 2, 3, 4, 5])
+        toy, content = storing_toy(seed)
+        toy.lifetimes.release_gpu([1, 2, 3, 4, 5])
         for _ in range(5):
-            toy.engine.wait_for_gpu(1)
+            toy.lifetimes.wait_for_gpu(1)
             (block,) = toy.gpu_blocks.allocate(1)
             toy.compute_stream.run(lambda block=block: toy.gpu_kv[:, block].fill_(torch.nan))
         toy.runtime.synchronize()
@@ -301,19 +319,19 @@ def test_a_block_is_reused_only_when_it_has_been_stored(monkeypatch):
                 assert torch.equal(toy.engine.host.block(layer, place), content[layer, place + 1]), f"seed {seed}"
 
 
-def test_a_block_that_is_written_twice_waits_for_the_second_time(monkeypatch):
+def test_a_block_that_is_written_twice_waits_for_the_second_time():
     """The first copy completes after the second was noted: it says nothing of the second."""
     num_pending = 0
     for seed in range(60):
-        toy, content = storing_toy(seed, monkeypatch)
-        first = toy.engine._writing[0].written
+        toy, content = storing_toy(seed)
+        (_, first) = toy.engine._unread[GPU_RULE][WRITES][0]
         toy.engine.host.blocks.allocate(1)
-        toy.engine.store([(1, 5)])  # again, to another host block
+        toy.store([(1, 5)])  # again, to another host block
         toy.runtime.advance(lambda first=first: first.is_reached)
-        toy.engine.reclaim()  # forgets the writes that have run
-        toy.engine.release_gpu([1])
-        num_pending += toy.engine.num_deferred_gpu
-        toy.engine.wait_for_gpu(1)
+        toy.lifetimes.reclaim()  # forgets the writes that have run
+        toy.lifetimes.release_gpu([1])
+        num_pending += toy.lifetimes.num_deferred_gpu
+        toy.lifetimes.wait_for_gpu(1)
         toy.compute_stream.run(lambda toy=toy: toy.gpu_kv[:, 1].fill_(torch.nan))
         toy.runtime.synchronize()
         assert torch.equal(toy.engine.host.block(0, 5), content[0, 1]), f"seed {seed}"
@@ -328,7 +346,7 @@ def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
         host_blocks = toy.engine.host.blocks.allocate(3)
         toy.plan = toy.ahead = StreamPlan((pack(host_blocks, 1),) * LAYOUT.num_layers)
         toy.write_through = []
-        toy.engine.run(toy)
+        toy.run()
         original, counted = getattr(toy, place), itertools.count(1)
 
         def failing(*arguments, original=original, counted=counted, calls=calls):
@@ -338,12 +356,13 @@ def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
 
         setattr(toy, place, failing)
         with pytest.raises(RuntimeError, match="out of luck"):
-            toy.engine.run(toy)
+            toy.run()
         toy.runtime.settle()
-        toy.engine.recover()
+        toy.lifetimes.recover()
+        toy.engine.recover(toy.lifetimes.operation)
         setattr(toy, place, original)
         before = toy.engine.counters.num_fills
-        toy.engine.run(toy)
+        toy.run()
         assert toy.engine.counters.num_fills == before + 3 * LAYOUT.num_layers + 2, (
             "what a failed step prefetched was used"
         )

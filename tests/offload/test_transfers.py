@@ -43,8 +43,8 @@ class StreamedWeights:
         self.engine = engine.runner.offload
         self.run, self.engine.run = self.engine.run, self
 
-    def __call__(self, step, timeline=None):
-        self.run(StepWithWeights(step, self), timeline)
+    def __call__(self, step, *arguments):
+        self.run(StepWithWeights(step, self), *arguments)
 
     def beside(self, plan):
         chunks = zip(plan.chunks, self.transfers, strict=True)

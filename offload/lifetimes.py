@@ -1,0 +1,179 @@
+"""When a released block may be handed out again: once the copies that read or write it are acknowledged.
+
+Everything here is numbers: an *operation* is whatever enqueues copies (a step, or a group of blocks that is stored),
+and operations are counted. The side that runs them acknowledges them by their number; it may be another process.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from offload.blocks import BlockPool
+
+GPU_RULE = "gpu_block.reuse_after_write_through"
+HOST_RULE = "host_block.reuse_after_copies"
+WRITES, FILLS = "writes", "fills"
+
+
+class Acknowledgements(Protocol):
+    """What is known of the operations' copies: `WRITES` go to the host, `FILLS` come from it.
+
+    Copies of one kind run in the order of their operations.
+    """
+
+    def has_run(self, kind: str, operation: int, rule: str) -> bool:
+        """Whether all copies of this kind up to this operation have run."""
+
+    def wait(self, kind: str, operation: int, rule: str) -> None:
+        """Wait until `has_run` is true."""
+
+
+@dataclass
+class _Deferred:
+    """Released blocks; they return to their pool once all writes and fills up to these operations have run."""
+
+    blocks: list[int]
+    writes: int
+    fills: int = 0
+
+
+class BlockLifetimes:
+    """Gives blocks of both pools back when nothing can touch them any more.
+
+    Args:
+        gpu_blocks, host_blocks: who holds which block.
+        acknowledgements: what the side that copies says.
+        poison: overwrites blocks that became free (the pool, the blocks), in runtimes that look for wrong reads.
+
+    Attributes:
+        operation: number of the newest operation.
+    """
+
+    def __init__(
+        self,
+        gpu_blocks: BlockPool,
+        host_blocks: BlockPool,
+        acknowledgements: Acknowledgements,
+        poison: Callable[[BlockPool, list[int]], None] = lambda pool, blocks: None,
+    ) -> None:
+        self.host_blocks = host_blocks
+        self._poison = poison
+        self.operation = 0
+        self._gpu_blocks, self._acknowledgements = gpu_blocks, acknowledgements
+        self._writing: deque[tuple[int, list[int]]] = deque()  # operations whose writes may not have run, their blocks
+        self._last_write: dict[int, int] = {}  # the newest of these by GPU block
+        self._newest_write = 0
+        self._deferred_gpu: list[_Deferred] = []  # in the order in which they are acknowledged
+        self._deferred_host: list[_Deferred] = []
+        self._gone: set[int] = set()
+
+    def begin(self, written: Collection[int] = ()) -> int:
+        """Count an operation that copies the GPU blocks `written` to the host. It must be run before any other."""
+        self.operation += 1
+        if written:
+            self._newest_write = self.operation
+            self._writing.append((self.operation, list(written)))
+            self._last_write.update(dict.fromkeys(written, self.operation))
+        return self.operation
+
+    def take_gone(self) -> tuple[int, ...]:
+        """Return the host blocks that nobody has held since the last call: what was prefetched of them is worthless."""
+        gone, self._gone = self._gone, set()
+        return tuple(sorted(gone))
+
+    def release_gpu(self, blocks: Iterable[int]) -> None:
+        """Give back GPU blocks, each once the write-through that reads it has run."""
+        self._forget_finished_writes()
+        waiting: dict[int, _Deferred] = {}
+        finished = []
+        for block in blocks:
+            if self._gpu_blocks.references(block) > 1:
+                self._gpu_blocks.release([block])  # somebody else still holds it: the last release waits
+                continue
+            write = self._last_write.get(block)
+            if write is None:
+                finished.append(block)
+            else:
+                waiting.setdefault(write, _Deferred([], write)).blocks.append(block)
+        self._free(self._gpu_blocks, finished)
+        for deferred in waiting.values():
+            insort(self._deferred_gpu, deferred, key=lambda other: other.writes)
+
+    def release_host(self, blocks: Iterable[int]) -> None:
+        """Give back host blocks, once the copies that read or write them have run."""
+        released = list(blocks)
+        self._deferred_host.append(_Deferred(released, self._newest_write, self.operation))
+        self._gone |= self._leaving_host.intersection(released)
+
+    def take_back_gpu(self, block: int) -> bool:
+        """Hold a released GPU block again that a write-through still reads. Return False if the block is no such block.
+
+        The block may be read at once. When it is released again, it waits for that write-through as before.
+        """
+        for deferred in self._deferred_gpu:
+            if block in deferred.blocks:
+                deferred.blocks.remove(block)
+                return True
+        return False
+
+    def reclaim(self) -> None:
+        """Put released blocks whose copies have run back into their pools."""
+        self._forget_finished_writes()
+        self._reclaim(self._deferred_gpu, self._gpu_blocks, GPU_RULE)
+        self._reclaim(self._deferred_host, self.host_blocks, HOST_RULE)
+
+    def wait_for_gpu(self, count: int) -> None:
+        """Wait, for as few copies as possible, until `count` GPU blocks are free or all released ones are."""
+        self._reclaim(self._deferred_gpu, self._gpu_blocks, GPU_RULE, wanted=count)
+
+    def wait_for_host(self, count: int) -> None:
+        """Wait, for as few copies as possible, until `count` host blocks are free or all released ones are."""
+        self._reclaim(self._deferred_host, self.host_blocks, HOST_RULE, wanted=count)
+
+    @property
+    def num_deferred_gpu(self) -> int:
+        """Number of released GPU blocks that a copy may still read."""
+        return sum(len(deferred.blocks) for deferred in self._deferred_gpu)
+
+    @property
+    def num_deferred_host(self) -> int:
+        """Number of host blocks that nobody holds any more, but that a copy may still touch."""
+        return len(self._leaving_host)
+
+    @property
+    def _leaving_host(self) -> set[int]:
+        released = Counter(block for deferred in self._deferred_host for block in deferred.blocks)
+        return {block for block, count in released.items() if self.host_blocks.references(block) == count}
+
+    def recover(self) -> None:
+        """Forget every operation and every released block. Nothing may be in flight; the owner rebuilds both pools."""
+        self._writing.clear()
+        self._last_write.clear()
+        self._deferred_gpu.clear()
+        self._deferred_host.clear()
+        self._gone.clear()
+
+    def _forget_finished_writes(self) -> None:
+        while self._writing and self._acknowledgements.has_run(WRITES, self._writing[0][0], GPU_RULE):
+            operation, blocks = self._writing.popleft()
+            for block in blocks:
+                if self._last_write.get(block) == operation:
+                    del self._last_write[block]
+
+    def _reclaim(self, waiting: list[_Deferred], pool: BlockPool, rule: str, wanted: int = 0) -> None:
+        """Free what is acknowledged; wait for more until `wanted` blocks are free."""
+        while waiting:
+            parts = (WRITES, waiting[0].writes), (FILLS, waiting[0].fills)
+            if not all(self._acknowledgements.has_run(*part, rule) for part in parts):
+                if pool.num_free >= wanted:
+                    return
+                for part in parts:
+                    self._acknowledgements.wait(*part, rule)
+            self._free(pool, waiting.pop(0).blocks)
+
+    def _free(self, pool: BlockPool, blocks: list[int]) -> None:
+        self._poison(pool, pool.release(blocks))

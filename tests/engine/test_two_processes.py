@@ -1,0 +1,54 @@
+"""A process that plans, without a tensor, and one that executes, without a sequence, run together."""
+
+import gc
+
+import pytest
+import torch
+from engines import COMMON, SMALL, make_engine, random_prompts, run, some_params
+from remote import make_parted_engine
+from tiny_models import make_checkpoint
+
+from nanoinfer import EngineConfig
+
+MODES = {
+    "offload": dict(enable_cpu_offload=True, num_gpu_blocks_override=14, enable_prefix_caching=True),
+    "preempted": dict(num_gpu_blocks_override=16),
+    "auto": dict(enable_cpu_offload="auto", num_gpu_blocks_override=14),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled("offload", "preempted")
+def test_two_processes_give_the_tokens_of_one(tmp_path, mode, monkeypatch):
+    path = make_checkpoint("qwen3", tmp_path, **SMALL)
+    prompts, params = random_prompts(5, 20, 90), some_params(5)
+    wanted = run(make_engine(path), prompts, params)
+    num_tensors = sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+    config = EngineConfig(model=path, **(COMMON | dict(max_model_len=144) | MODES[mode]))
+    engine, plans = make_parted_engine(config, monkeypatch), []
+    begin_step, lifetimes = engine.planner.begin_step, engine.lifetimes
+    engine.planner.begin_step = lambda batch: plans.append(begin_step(batch)) or plans[-1]
+    try:
+        assert run(engine, prompts, params) == wanted
+        assert engine.runner._ask("num_sequences") == 0
+        assert sum(isinstance(one, torch.Tensor) for one in gc.get_objects()) <= num_tensors
+        assert (engine.scheduler.num_preemptions > 0) == (mode == "preempted")
+        assert any(plan.write_through for plan in plans) == (engine.lifetimes is not None)
+        assert engine.kv_cache.gpu_blocks.num_used == 0 or engine.lifetimes.num_deferred_gpu
+        if engine.lifetimes is not None:  # blocks come back by acknowledgement only
+            assert lifetimes is None or lifetimes is engine.lifetimes
+            engine.lifetimes._acknowledgements = SilentRunner()
+            run(engine, prompts[:1], params[:1])
+            assert engine.lifetimes.num_deferred_host
+    finally:
+        engine.close()
+
+
+class SilentRunner:
+    """Acknowledges nothing, and lets nobody wait."""
+
+    def has_run(self, kind, operation, rule):
+        return False
+
+    def wait(self, kind, operation, rule):
+        raise AssertionError("nothing is acknowledged")

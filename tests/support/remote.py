@@ -1,0 +1,113 @@
+"""An engine whose planning and execution lie in two processes, which send each other numbers only."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine import engine as engine_module
+from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.engine.start import build, kv_side
+from nanoinfer.requests.sequence import Sequence
+from offload import BlockPool, CpuRuntime
+
+
+def execute_steps(connection, config: EngineConfig) -> None:
+    """The executing process: answers (name, arguments) with what the runner's part of this name returns."""
+    with torch.inference_mode():
+        built = build(config, None)
+        runner, pending = built.runner, {}
+        spec = built.runner.model.spec
+        capture = runner.prefill_program.pieces.capture_num_tokens
+        connection.send((built.plan, spec.vocab_size, spec.windows, runner.layout, runner.num_gpu_blocks, capture))
+
+        def execute(plan):
+            pending[plan.number] = runner.execute(plan)
+            return pending[plan.number].streamed_bytes
+
+        def num_sequences():
+            return sum(isinstance(one, Sequence) for one in gc.get_objects())
+
+        own = dict(execute=execute, read=lambda number: pending.pop(number).read(), num_sequences=num_sequences)
+        own["get_offload"] = lambda: runner.get_offload().host.blocks.num_blocks
+        while (message := connection.recv()) is not None:
+            name, arguments = message
+            try:
+                if name in own:
+                    found = own[name](*arguments)
+                else:
+                    part, _, method = name.rpartition(".")
+                    found = getattr(getattr(runner, part) if part else runner, method)(*arguments)
+                connection.send((found, None))
+            except Exception as error:
+                connection.send((None, error))
+
+
+class Remote:
+    """Calls a part of the runner in the other process."""
+
+    def __init__(self, call, part: str, **attributes) -> None:
+        self._call, self._part = call, part
+        vars(self).update(attributes)
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: self._call(f"{self._part}.{name}".lstrip("."), *arguments)
+
+
+class RemoteRunner(Remote):
+    """What `LLMEngine` needs of a `ModelRunner`, without a tensor."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=execute_steps, args=(theirs, config), daemon=True)
+        self._process.start()
+        self.plan, vocab_size, self.windows, self.layout, self.num_gpu_blocks, capture = self._connection.recv()
+        super().__init__(
+            self._ask, "", runtime=CpuRuntime(), compute=SimpleNamespace(current=nullcontext), offload=None
+        )
+        self.model = SimpleNamespace(spec=SimpleNamespace(vocab_size=vocab_size))
+        self.prefill_program = SimpleNamespace(pieces=SimpleNamespace(capture_num_tokens=capture))
+        self.block_copies = Remote(self._ask, "block_copies")
+
+    def _ask(self, name: str, *arguments):
+        self._connection.send((name, arguments))
+        found, error = self._connection.recv()
+        if error is not None:
+            raise error
+        return found
+
+    def get_offload(self):
+        if self.offload is None:
+            host = SimpleNamespace(blocks=BlockPool(self._ask("get_offload")))
+            counters = SimpleNamespace(streamed_bytes=0)
+            self.offload = Remote(self._ask, "offload", host=host, counters=counters)
+        return self.offload
+
+    def execute(self, plan, timeline=None, on_logits=None):
+        streamed = self._ask("execute", plan)
+        return SimpleNamespace(streamed_bytes=streamed, read=lambda: self._ask("read", plan.number))
+
+    def close(self) -> None:
+        self._connection.send(None)
+        self._process.join(20)
+
+
+def make_parted_engine(config: EngineConfig, monkeypatch) -> LLMEngine:
+    """An engine that plans in this process and executes in another one."""
+
+    def build_parts(config, runtime):
+        runner = RemoteRunner(config)
+        parts = kv_side(config, runner.plan, runner.windows, runner.layout, runner.num_gpu_blocks, runner.block_copies)
+        return SimpleNamespace(
+            plan=runner.plan, runner=runner, tokenizer=None, end_token_ids=frozenset(), sampling_defaults={}, **parts
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "build", build_parts)
+        return LLMEngine(config)
