@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,26 +10,23 @@ from functools import partial
 
 import torch
 
-from nanoinfer.common.errors import RequestError
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import stats
 from nanoinfer.engine.batch import Batch
+from nanoinfer.engine.intake import Intake
 from nanoinfer.engine.meter import StepMeter, StepTotals
+from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import BuiltEngine, build
 from nanoinfer.engine.trace import Trace
 from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.outputs import StreamOutput
-from nanoinfer.requests.prompts import Prompt, encode, too_long, unpack
+from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence, SequenceState
-from nanoinfer.sampling.settings import MAX_BANNED
-from nanoinfer.sampling_params import Advised, SamplingParams
-from offload import BlockLifetimes, BlockPool, Runtime, Timeline
-from offload.memory.pinned import PinError
-
-MODES = ("resident", "offload")
+from nanoinfer.sampling_params import SamplingParams
+from offload import BlockLifetimes, Runtime, Timeline
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class LLMEngine:
     Attributes:
         on_logits: called in each step that samples, with the sequences that get a token and a function that returns
             their logits, [len(sequences), vocab_size], for work on the compute stream in this step. None: no call.
-        may_spill: whether the engine may enter offload mode by itself: "auto", and not all full-length rows fit.
+        modes: which mode is current, and what each can hold.
     """
 
     @torch.inference_mode()
@@ -63,11 +58,11 @@ class LLMEngine:
         built: BuiltEngine = build(config, runtime)
         self.config, self.plan, self.tokenizer, self.runner = config, built.plan, built.tokenizer, built.runner
         self.kv_cache, self.mover, self.admission = built.kv_cache, built.mover, built.admission
-        self.lifetimes: BlockLifetimes | None = None  # once offload mode was needed for the first time
         self.vocab_size = built.runner.model.spec.vocab_size
-        rows, blocks_per_row = self.kv_cache.gpu_table.shape
-        fits = rows * blocks_per_row <= self.kv_cache.gpu_blocks.num_blocks
-        self.may_spill = config.enable_cpu_offload == "auto" and not fits
+        self.modes = Modes(config, built.plan, built.runner, built.kv_cache, built.admission, built.mover)
+        self.intake = Intake(
+            built.tokenizer, self.modes, self.vocab_size, built.plan.max_model_len, built.end_token_ids, config.seed
+        )
         self.planner = StepPlanner(self.kv_cache, built.end_token_ids)
         self.on_logits: Callable[[list[Sequence], Callable[[], torch.Tensor]], None] | None = None
         self.scheduler = Scheduler(
@@ -75,29 +70,20 @@ class LLMEngine:
             self.admission,
             self.mover,
             built.plan.max_num_batched_tokens,
-            self._enter_offload if self.may_spill else None,
+            (lambda: self.modes.enter_offload(self.scheduler.running)) if self.modes.may_spill else None,
             max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
         )
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
-        self._end_token_ids = built.end_token_ids
         self._requests: dict[str, Request] = {}
-        self._next_sequence_id = 0
-        self._random = random.Random(config.seed)
         self.times = StepTotals()
         self.meter = StepMeter(built.runner.runtime)
-        self._offload_error: Exception | None = None  # why "auto" could not enter offload mode
         self._in_flight: _InFlight | None = None
         self._outputs: list[StreamOutput] = []  # read from the device, but not returned by `step` yet
         self._at_risk: list[Sequence] = []  # their state would be unknown after an exception now
         self._is_whole = True  # False while requests, pools or tables are being changed
         self._is_recovering = False
         try:
-            if config.enable_cpu_offload is True:
-                self._switch("offload")
-            else:
-                if self.may_spill:
-                    self._prepare_offload()
-                self.runner.capture(self.may_spill)
+            self.modes.start()
         except BaseException:
             self.runner.close()
             raise
@@ -111,25 +97,11 @@ class LLMEngine:
             RequestError: the prompt is empty, too long, holds a token outside the vocabulary, or is text although there
                 is no tokenizer.
         """
-        token_ids = unpack(prompt)
-        if isinstance(token_ids, str):
-            token_ids = encode(self.tokenizer, token_ids)
-        if not token_ids:
-            raise RequestError("the prompt is empty: give at least one token", field="prompt")
-        if len(token_ids) >= self.plan.max_model_len:  # before the tokens are looked at one by one
-            raise too_long(f"{len(token_ids)} tokens", self.plan.max_model_len)
-        self.check_vocabulary(token_ids)
-        return token_ids
+        return self.intake.tokenize(prompt)
 
     def check_vocabulary(self, token_ids: list[int]) -> None:
-        """Raises RequestError if an id is outside the vocabulary."""
-        for token_id in token_ids:
-            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
-                raise RequestError(
-                    f"prompt token {token_id!r} is outside the vocabulary: token ids are whole numbers from 0 to "
-                    f"{self.vocab_size - 1}",
-                    field="prompt",
-                )
+        """Raise RequestError if an id is outside the vocabulary."""
+        self.intake.check_vocabulary(token_ids)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, token_ids: list[int] | None = None
@@ -145,57 +117,12 @@ class LLMEngine:
         """
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...)")
-        if params.stop and self.tokenizer is None:
-            message = f"stop={list(params.stop)} is text, but there is no tokenizer: give stop_token_ids"
-            raise RequestError(message, field="stop")
-        token_ids = self.tokenize(prompt) if token_ids is None else token_ids
-        max_tokens = self._max_tokens(params, len(token_ids))
-        banned = self._end_token_ids.union(params.stop_token_ids or ()) if params.min_tokens else ()
-        num_banned = sum(token_id < self.vocab_size for token_id in banned)
-        if num_banned > MAX_BANNED:
-            raise RequestError(
-                f"min_tokens={params.min_tokens} bans {num_banned} end and stop tokens, {MAX_BANNED} are possible: "
-                "give fewer stop_token_ids or min_tokens=0",
-                field="min_tokens",
-            )
-        prompt = unpack(prompt)
-        text = prompt if isinstance(prompt, str) else None
-        request = Request(request_id, text, token_ids, params, self.tokenizer, self._end_token_ids)
-        for index in range(params.n):
-            seed = self._random.getrandbits(64) if params.seed is None else (params.seed + index) % 2**64
-            sequence = Sequence(self._next_sequence_id, request_id, index, token_ids, params, seed, max_tokens)
-            self._next_sequence_id += 1
-            request.add_sequence(sequence)
+        request = self.intake.make_request(request_id, prompt, params, token_ids)
         with self._changing():
             self._requests[request_id] = request
             for sequence in request.sequences:
                 self.scheduler.add(sequence)
         return request
-
-    def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
-        """Return the most tokens that each completion may have: the requested number, cut to max_model_len.
-
-        Raises:
-            RequestError: no pool can hold a sequence of this length.
-        """
-        modes = [self.mode] if self.config.enable_cpu_offload != "auto" else [self.mode, "offload"]
-        capacity = max(self.max_sequence_tokens(mode) for mode in modes)
-        max_tokens = self.plan.max_model_len - num_prompt_tokens
-        if params.max_tokens is None or isinstance(params.max_tokens, Advised):
-            max_tokens = min(max_tokens, params.max_tokens or max_tokens)
-            max_tokens = max(1, min(max_tokens, capacity - num_prompt_tokens))
-        else:
-            max_tokens = min(max_tokens, params.max_tokens)
-        if num_prompt_tokens + max_tokens > capacity:
-            raise RequestError(
-                f"the prompt has {num_prompt_tokens} tokens and may grow by {max_tokens}, the {' or '.join(modes)} "
-                f"mode's pool holds {capacity}: lower max_tokens, shorten the prompt or switch the mode",
-                field="max_tokens" if num_prompt_tokens < capacity else "prompt",
-                is_too_long=True,
-            )
-        return max_tokens
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> bool:
@@ -318,11 +245,11 @@ class LLMEngine:
         With "auto", a request that only the host pool can hold is accepted before it is known whether that pool can be
         used.
         """
-        assert self._offload_error is not None, "nothing can run, although every block is free"
+        assert self.modes.error is not None, "nothing can run, although every block is free"
         sequence = self.scheduler.waiting[0]
         error = MemoryError(
             f"request {sequence.request_id!r} cannot run: it has {sequence.num_tokens} tokens, the GPU's KV pool holds "
-            f"{self.max_sequence_tokens('resident')} and the host's cannot be used ({self._offload_error}): lower "
+            f"{self.modes.max_sequence_tokens('resident')} and the host's cannot be used ({self.modes.error}): lower "
             "max_tokens, shorten the prompt or raise gpu_memory_limit"
         )
         self._fail(self._requests[sequence.request_id], error)
@@ -409,7 +336,13 @@ class LLMEngine:
 
     @property
     def mode(self) -> str:
-        return "offload" if self.kv_cache.is_offload else "resident"
+        """The current mode, "resident" or "offload"."""
+        return self.modes.current
+
+    @property
+    def lifetimes(self) -> BlockLifetimes | None:
+        """Who holds which host block, once offload mode was needed for the first time."""
+        return self.modes.lifetimes
 
     @torch.inference_mode()
     def switch_mode(self, mode: str) -> None:
@@ -418,85 +351,11 @@ class LLMEngine:
         Raises:
             ValueError: there is no such mode, or the running requests do not fit. Nothing changes then.
         """
-        if mode not in MODES:
-            raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
-        if mode == self.mode:
-            return
-        capacity = self.max_sequence_tokens(mode)
-        longest = max((s.max_num_tokens for s in (*self.scheduler.running, *self.scheduler.waiting)), default=0)
-        if longest > capacity:
-            raise ValueError(
-                f"switch to {mode} refused: a sequence that runs or waits can grow to {longest} tokens, the {mode} "
-                f"mode's pool holds {capacity}: raise "
-                f"{'host_memory_limit' if mode == 'offload' else 'gpu_memory_limit'} or wait until it has ended"
-            )
-        self._check_switch(mode)  # refuse here, before anything has changed
-        with self._changing():
-            self._switch(mode)
-
-    def _switch(self, mode: str) -> None:
-        """Move the blocks of the running sequences and go on in the other mode.
-
-        Raises:
-            ValueError, MemoryError, PinError: the other pool cannot hold or be used for them; nothing changes.
-        """
-        self._check_switch(mode)
-        with self.runner.compute.current():
-            if mode == "offload":
-                self.mover.switch_to_offload(self._get_lifetimes(), self.scheduler.running)
-            else:
-                self.mover.switch_to_resident(self.scheduler.running)
-            self.admission.forget()
-            self.runner.capture(mode == "offload" or self.may_spill)
-
-    def _check_switch(self, mode: str) -> None:
-        """Raise what `_switch` raises if the switch is impossible, without changing anything."""
-        if mode == "offload":
-            self.mover.check_offload(self._get_lifetimes(), self.scheduler.running)
-        else:
-            self.mover.check_resident(self.scheduler.running)
-
-    def _get_lifetimes(self) -> BlockLifetimes:
-        """Return who holds which host block; the host pool is mapped and pinned when it is first needed."""
-        self.runner.check_offload()
-        if self.lifetimes is None:
-            offload, gpu_blocks = self.runner.get_offload(), self.kv_cache.gpu_blocks
-
-            def poison(pool: BlockPool, blocks: list[int]) -> None:
-                (offload.poison_gpu if pool is gpu_blocks else offload.poison_host)(blocks)
-
-            self.lifetimes = BlockLifetimes(gpu_blocks, offload.host.blocks, offload, poison)
-        return self.lifetimes
-
-    def _prepare_offload(self) -> None:
-        """For "auto": begins to map and pin the host pool. If that fails, the engine stays in resident mode."""
-        try:
-            self._get_lifetimes()
-        except (MemoryError, PinError) as error:
-            self._note_no_offload(error)
-
-    def _enter_offload(self) -> bool:
-        """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did."""
-        try:
-            self._switch("offload")
-        except (ValueError, MemoryError, PinError) as error:
-            self._note_no_offload(error)
-            return False
-        self._offload_error = None
-        return True
-
-    def _note_no_offload(self, error: Exception) -> None:
-        """Warn once that offload mode cannot be entered, not in every step that finds the GPU pool full."""
-        if self._offload_error is None:
-            warnings.warn(f"offload mode cannot be entered, so requests are preempted: {error}", stacklevel=2)
-        self._offload_error = error
-
-    def max_sequence_tokens(self, mode: str) -> int:
-        """Return the most tokens that one sequence can have in `mode`. A longer sequence would wait for ever."""
-        block_size = self.config.block_size
-        if mode == "offload":
-            return self.plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
-        return self.kv_cache.gpu_blocks.num_blocks * block_size
+        running = self.scheduler.running
+        self.modes.check(mode, running, self.scheduler.waiting)  # refuse here, before anything has changed
+        if mode != self.mode:
+            with self._changing():
+                self.modes.switch(mode, running)
 
     def _streamed_bytes(self) -> int:
         return 0 if self.runner.offload is None else self.runner.offload.counters.streamed_bytes
@@ -562,4 +421,13 @@ class LLMEngine:
         self._requests.clear()
         self._in_flight = None
         self.runner.close()
-        del self.runner, self.scheduler, self.planner, self.kv_cache, self.mover, self.admission
+        del (
+            self.runner,
+            self.scheduler,
+            self.planner,
+            self.modes,
+            self.intake,
+            self.kv_cache,
+            self.mover,
+            self.admission,
+        )

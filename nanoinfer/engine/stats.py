@@ -7,6 +7,7 @@ from typing import Protocol
 from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.meter import DecodeTimes, StepMeter, StepTotals
+from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.cache import KVCache
@@ -21,7 +22,7 @@ class Engine(Protocol):
     plan: MemoryPlan
     runner: ModelRunner
     kv_cache: KVCache
-    may_spill: bool
+    modes: Modes
     scheduler: Scheduler
     meter: StepMeter
     times: StepTotals
@@ -134,7 +135,7 @@ def notes(engine: Engine) -> list[str]:
     """Return one sentence for each setting that had no effect."""
     config, found = engine.config, []
     offload = engine.runner.offload
-    if config.enable_cpu_offload == "auto" and not engine.may_spill:
+    if config.enable_cpu_offload == "auto" and not engine.modes.may_spill:
         found.append('enable_cpu_offload="auto" has no effect: all that can run at once fits on the GPU')
     if config.enable_cpu_offload is True and engine.meter.times.num_steps and not offload.counters.streamed_bytes:
         found.append("enable_cpu_offload=True has had no effect so far: all KV fits on the GPU")

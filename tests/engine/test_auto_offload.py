@@ -76,7 +76,7 @@ def grown(path):
 def test_growth_to_three_times_the_pool_preempts_nobody_and_changes_no_bit(path, grown, seed):
     wanted, batches = grown
     engine = auto_engine(path, 18, seed)
-    assert engine.may_spill
+    assert engine.modes.may_spill
     captured, modes = count_captures(engine), []
     ours = record_batches(engine)
     assert run(engine, GROWING, GROWING_PARAMS, lambda engine, step: modes.append(engine.mode)) == wanted
@@ -257,7 +257,7 @@ def test_a_released_host_block_that_is_taken_up_again_is_not_promised_to_others(
 def test_nothing_is_prepared_where_everything_fits(path, grown):
     engine = make_engine(path, **ARGUMENTS, enable_cpu_offload="auto")
     captured = count_captures(engine)
-    assert not engine.may_spill and engine.runner.offload is None
+    assert not engine.modes.may_spill and engine.runner.offload is None
     wanted = grown[0]
     assert run(engine, GROWING, GROWING_PARAMS) == wanted and engine.mode == "resident" and not captured
     assert engine.runner.offload is None

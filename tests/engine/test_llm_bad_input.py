@@ -97,13 +97,13 @@ def test_without_max_tokens_a_completion_uses_what_model_length_and_pool_leave(l
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     (output,) = llm.generate([5] * 380, params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == llm.engine.plan.max_model_len - 380
-    llm.engine.max_sequence_tokens = lambda mode: 32
+    llm.engine.modes.max_sequence_tokens = lambda mode: 32
     try:
         (output,) = llm.generate([5] * 20, params, use_tqdm=False)
         with pytest.raises(ValueError, match="pool holds 32"):
             llm.generate([5] * 32, params, use_tqdm=False)
     finally:
-        del llm.engine.max_sequence_tokens
+        del llm.engine.modes.max_sequence_tokens
     assert len(output.outputs[0].token_ids) == 12
     assert_pools_as_before(llm.engine)
 

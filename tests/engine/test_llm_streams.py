@@ -94,7 +94,7 @@ def test_generate_is_not_harmed_by_a_request_of_a_stream_that_can_never_run(path
         def refuse(*_):
             raise MemoryError("cannot pin")
 
-        llm.engine._switch = refuse
+        llm.engine.modes.switch = refuse
         wanted = tokens_of(llm, PROMPTS[:1])
         stream = llm.generate_stream([PROMPTS[1], random_prompts(1, 300, 300)[0]], GREEDY)
         next(stream)
@@ -131,7 +131,7 @@ def test_what_the_checkpoint_recommends_is_cut_to_the_pool_and_what_was_asked_fo
     arguments = COMMON | dict(num_gpu_blocks_override=10, enable_cpu_offload=True)
     with LLM(tmp_path / "model", **arguments) as llm:
         llm.switch_mode("resident")  # whose pool is smaller than a sequence may be
-        capacity = llm.engine.max_sequence_tokens("resident")
+        capacity = llm.engine.modes.max_sequence_tokens("resident")
         (tokens,) = tokens_of(llm, [5] * 20, None)
         assert len(tokens) <= capacity - 20 < 300
         with pytest.raises(ValueError, match="may grow by 301"):

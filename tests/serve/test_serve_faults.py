@@ -281,7 +281,7 @@ TOO_LONG = {
 def test_what_does_not_fit_is_refused_with_openais_code(path):
     async def ask():
         async with serving(path) as served:
-            served.engine.max_sequence_tokens = lambda mode: 112
+            served.engine.modes.max_sequence_tokens = lambda mode: 112
             for name, (url, body, message, param) in TOO_LONG.items():
                 response = await served.post(url, **body)
                 error = response.json()["error"]
@@ -341,7 +341,7 @@ def test_prompts_of_one_request_are_queued_together_or_not_at_all(path):
     async def ask():
         async with serving(path) as served:
             # The second prompt fits into max_model_len but has too little room in the pool.
-            served.engine.max_sequence_tokens = lambda mode: 32
+            served.engine.modes.max_sequence_tokens = lambda mode: 32
             response = await served.post(prompt=[[5], [6] * 30], max_tokens=20)
             assert response.status_code == 400
             stats = await served.wait_until_idle()

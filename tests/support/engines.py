@@ -78,7 +78,7 @@ def run(
     `at_step(engine, n)` is called before step n.
     """
     requests = [
-        engine.add_request(f"request-{engine._next_sequence_id}-{i}", prompt, param)
+        engine.add_request(f"request-{engine.intake.num_sequences}-{i}", prompt, param)
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True))
     ]
     step = 0

@@ -1,0 +1,112 @@
+"""From a prompt and its parameters to a request: what is checked before anything is queued."""
+
+from __future__ import annotations
+
+import random
+
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.common.errors import RequestError
+from nanoinfer.engine.modes import Modes
+from nanoinfer.requests.prompts import Prompt, encode, too_long, unpack
+from nanoinfer.requests.request import Request
+from nanoinfer.requests.sequence import Sequence
+from nanoinfer.sampling.settings import MAX_BANNED
+from nanoinfer.sampling_params import Advised, SamplingParams
+
+
+class Intake:
+    """Makes requests.
+
+    Args:
+        end_token_ids: the model's own end tokens.
+        seed: of the seeds of requests that give none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        modes: Modes,
+        vocab_size: int,
+        max_model_len: int,
+        end_token_ids: frozenset[int],
+        seed: int,
+    ) -> None:
+        self.num_sequences = 0  # made so far; the next one's number
+        self._tokenizer, self._modes = tokenizer, modes
+        self._vocab_size, self._max_model_len, self._end_token_ids = vocab_size, max_model_len, end_token_ids
+        self._random = random.Random(seed)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return the checked token ids of a prompt; see `LLMEngine.tokenize`."""
+        token_ids = unpack(prompt)
+        if isinstance(token_ids, str):
+            token_ids = encode(self._tokenizer, token_ids)
+        if not token_ids:
+            raise RequestError("the prompt is empty: give at least one token", field="prompt")
+        if len(token_ids) >= self._max_model_len:  # before the tokens are looked at one by one
+            raise too_long(f"{len(token_ids)} tokens", self._max_model_len)
+        self.check_vocabulary(token_ids)
+        return token_ids
+
+    def check_vocabulary(self, token_ids: list[int]) -> None:
+        """Raise RequestError if an id is outside the vocabulary."""
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+                raise RequestError(
+                    f"prompt token {token_id!r} is outside the vocabulary: token ids are whole numbers from 0 to "
+                    f"{self._vocab_size - 1}",
+                    field="prompt",
+                )
+
+    def make_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, token_ids: list[int] | None
+    ) -> Request:
+        """Make a request with all its sequences; see `LLMEngine.add_request`."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params is a {type(params).__name__}: give SamplingParams(...)")
+        if params.stop and self._tokenizer is None:
+            message = f"stop={list(params.stop)} is text, but there is no tokenizer: give stop_token_ids"
+            raise RequestError(message, field="stop")
+        token_ids = self.tokenize(prompt) if token_ids is None else token_ids
+        max_tokens = self._max_tokens(params, len(token_ids))
+        banned = self._end_token_ids.union(params.stop_token_ids or ()) if params.min_tokens else ()
+        num_banned = sum(token_id < self._vocab_size for token_id in banned)
+        if num_banned > MAX_BANNED:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} bans {num_banned} end and stop tokens, {MAX_BANNED} are possible: "
+                "give fewer stop_token_ids or min_tokens=0",
+                field="min_tokens",
+            )
+        prompt = unpack(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        request = Request(request_id, text, token_ids, params, self._tokenizer, self._end_token_ids)
+        for index in range(params.n):
+            seed = self._random.getrandbits(64) if params.seed is None else (params.seed + index) % 2**64
+            sequence = Sequence(self.num_sequences, request_id, index, token_ids, params, seed, max_tokens)
+            self.num_sequences += 1
+            request.add_sequence(sequence)
+        return request
+
+    def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """Return the most tokens that each completion may have: the requested number, cut to max_model_len.
+
+        Raises:
+            RequestError: no pool can hold a sequence of this length.
+        """
+        modes = self._modes.possible
+        capacity = max(self._modes.max_sequence_tokens(mode) for mode in modes)
+        max_tokens = self._max_model_len - num_prompt_tokens
+        if params.max_tokens is None or isinstance(params.max_tokens, Advised):
+            max_tokens = min(max_tokens, params.max_tokens or max_tokens)
+            max_tokens = max(1, min(max_tokens, capacity - num_prompt_tokens))
+        else:
+            max_tokens = min(max_tokens, params.max_tokens)
+        if num_prompt_tokens + max_tokens > capacity:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens and may grow by {max_tokens}, the {' or '.join(modes)} "
+                f"mode's pool holds {capacity}: lower max_tokens, shorten the prompt or switch the mode",
+                field="max_tokens" if num_prompt_tokens < capacity else "prompt",
+                is_too_long=True,
+            )
+        return max_tokens

@@ -1,0 +1,138 @@
+"""Resident and offload mode: which one is current, what each can hold, and the switch between them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.execution.runner import ModelRunner
+from nanoinfer.kv.admission import Admission
+from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.mover import Mover
+from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.requests.sequence import Sequence
+from offload import BlockLifetimes, BlockPool
+from offload.memory.pinned import PinError
+
+MODES = ("resident", "offload")
+
+
+class Modes:
+    """The engine's modes.
+
+    Attributes:
+        lifetimes: who holds which host block, once offload mode was needed for the first time.
+        may_spill: whether the engine may enter offload mode by itself: "auto", and not all full-length rows fit.
+        error: why "auto" could not enter offload mode.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: MemoryPlan,
+        runner: ModelRunner,
+        kv_cache: KVCache,
+        admission: Admission,
+        mover: Mover,
+    ) -> None:
+        self.lifetimes: BlockLifetimes | None = None
+        self.error: Exception | None = None
+        self._config, self._plan, self._runner = config, plan, runner
+        self._kv_cache, self._admission, self._mover = kv_cache, admission, mover
+        rows, blocks_per_row = kv_cache.gpu_table.shape
+        fits = rows * blocks_per_row <= kv_cache.gpu_blocks.num_blocks
+        self.may_spill = config.enable_cpu_offload == "auto" and not fits
+
+    @property
+    def current(self) -> str:
+        return "offload" if self._kv_cache.is_offload else "resident"
+
+    @property
+    def possible(self) -> list[str]:
+        """The current mode, and the one that the engine may enter by itself."""
+        return [self.current] if self._config.enable_cpu_offload != "auto" else [self.current, "offload"]
+
+    def max_sequence_tokens(self, mode: str) -> int:
+        """Return the most tokens that one sequence can have in `mode`. A longer sequence would wait for ever."""
+        block_size = self._config.block_size
+        if mode == "offload":
+            return self._plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
+        return self._kv_cache.gpu_blocks.num_blocks * block_size
+
+    def start(self) -> None:
+        """Enter the first mode, and capture the graphs of every mode that the engine may enter by itself."""
+        if self._config.enable_cpu_offload is True:
+            self.switch("offload", [])
+            return
+        if self.may_spill:
+            try:
+                self._get_lifetimes()  # begins to map and pin the host pool
+            except (MemoryError, PinError) as error:
+                self._note(error)
+        self._runner.capture(self.may_spill)
+
+    def check(self, mode: str, running: list[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Raise ValueError if the mode cannot be entered: there is no such mode, or a sequence does not fit."""
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+        if mode == self.current:
+            return
+        capacity = self.max_sequence_tokens(mode)
+        longest = max((sequence.max_num_tokens for sequence in (*running, *waiting)), default=0)
+        if longest > capacity:
+            raise ValueError(
+                f"switch to {mode} refused: a sequence that runs or waits can grow to {longest} tokens, the {mode} "
+                f"mode's pool holds {capacity}: raise "
+                f"{'host_memory_limit' if mode == 'offload' else 'gpu_memory_limit'} or wait until it has ended"
+            )
+        self._check_room(mode, running)
+
+    def switch(self, mode: str, running: list[Sequence]) -> None:
+        """Move the blocks of the running sequences and go on in `mode`, which is another one.
+
+        Raises:
+            ValueError, MemoryError, PinError: the other pool cannot hold or be used for them; nothing changes.
+        """
+        self._check_room(mode, running)
+        with self._runner.compute.current():
+            if mode == "offload":
+                self._mover.switch_to_offload(self._get_lifetimes(), running)
+            else:
+                self._mover.switch_to_resident(running)
+            self._admission.forget()
+            self._runner.capture(mode == "offload" or self.may_spill)
+
+    def enter_offload(self, running: list[Sequence]) -> bool:
+        """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did."""
+        try:
+            self.switch("offload", running)
+        except (ValueError, MemoryError, PinError) as error:
+            self._note(error)
+            return False
+        self.error = None
+        return True
+
+    def _note(self, error: Exception) -> None:
+        """Warn once that offload mode cannot be entered, not in every step that finds the GPU pool full."""
+        if self.error is None:
+            warnings.warn(f"offload mode cannot be entered, so requests are preempted: {error}", stacklevel=2)
+        self.error = error
+
+    def _check_room(self, mode: str, running: list[Sequence]) -> None:
+        if mode == "offload":
+            self._mover.check_offload(self._get_lifetimes(), running)
+        else:
+            self._mover.check_resident(running)
+
+    def _get_lifetimes(self) -> BlockLifetimes:
+        """Return who holds which host block; the host pool is mapped and pinned when it is first needed."""
+        self._runner.check_offload()
+        if self.lifetimes is None:
+            offload, gpu_blocks = self._runner.get_offload(), self._kv_cache.gpu_blocks
+
+            def poison(pool: BlockPool, blocks: list[int]) -> None:
+                (offload.poison_gpu if pool is gpu_blocks else offload.poison_host)(blocks)
+
+            self.lifetimes = BlockLifetimes(gpu_blocks, offload.host.blocks, offload, poison)
+        return self.lifetimes
