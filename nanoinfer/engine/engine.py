@@ -85,7 +85,7 @@ class LLMEngine:
         try:
             self.modes.start()
         except BaseException:
-            self.runner.close()
+            self.close()
             raise
 
     # Requests
