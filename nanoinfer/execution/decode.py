@@ -17,16 +17,17 @@ import numpy as np
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, DecodeWork, Partials
+from nanoinfer.execution.decode_lists import DecodeLists
 from nanoinfer.execution.graphs import Graphs
 from nanoinfer.execution.sampling_state import SamplingState
-from nanoinfer.execution.splits import NO_SPLITS, SplitLists, resident_key, split_lists
+from nanoinfer.execution.splits import NO_SPLITS
 from nanoinfer.execution.tables import ChunkRecords, DeviceTable, RowState, SplitTables
-from nanoinfer.kernels.attention.limits import MAX_TILES_APART, SHORT_BLOCKS
+from nanoinfer.kernels.attention.limits import MAX_TILES_APART
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.step.plan import StepPlan
-from offload import Chunk, Ring, Runtime, Stream, StreamPlan, pack
+from offload import Chunk, Ring, Runtime, Stream, StreamPlan
 from offload.layout import runs
 
 
@@ -68,7 +69,8 @@ class DecodeProgram:
     ) -> None:
         spec, device = model.spec, runtime.device
         self.batch_sizes = batch_sizes
-        self.windows = list(dict.fromkeys(spec.windows))
+        self._lists = DecodeLists(spec.windows, backend, block_size, ring.blocks_per_slot)
+        self._windows, self._kind = self._lists.windows, self._lists.kind  # kind: layer -> index into windows
         self.counters = DecodeCounters()
         # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial.
         self.max_splits = most = max_blocks + MAX_TILES_APART
@@ -78,7 +80,6 @@ class DecodeProgram:
         self._runtime, self._compute, self._sampling = runtime, compute, sampling
         self._model, self._backend, self._ring = model, backend, ring
         self._gpu_kv, self._block_size = gpu_kv, block_size
-        self._kind = [self.windows.index(window) for window in spec.windows]  # layer -> index into windows
         heads = (max_batch, spec.num_q_heads, spec.head_dim)
         self._x = torch.zeros(max_batch, spec.hidden_size, dtype=spec.dtype, device=device)
         self._q = torch.zeros(heads, dtype=spec.dtype, device=device)
@@ -91,8 +92,8 @@ class DecodeProgram:
         self._partials: Partials = backend.partials(most)
         # The host's tables, one set per window.
         self._batch_rows = DeviceTable(runtime, max_batch)
-        self._splits = [SplitTables(runtime, max_batch, most) for _ in self.windows]
-        self._records = [ChunkRecords(runtime, most) for _ in self.windows]
+        self._splits = [SplitTables(runtime, max_batch, most) for _ in self._windows]
+        self._records = [ChunkRecords(runtime, most) for _ in self._windows]
         self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=device)
         self._no_stream = StreamPlan(((),) * len(self._kind))
         self._last_splits: bytes | None = None  # key of the lists in the tables, if they are resident mode's
@@ -164,7 +165,7 @@ class DecodeProgram:
                 splits.ranges[: len(out) + 1],
                 splits.partials_per_block,
                 out,
-                is_cut=self._may_cut(len(out)),
+                is_cut=self._lists.may_cut(len(out)),
             )
 
     def attend_slot(self, window_index: int, ring_slot: int) -> None:
@@ -175,7 +176,7 @@ class DecodeProgram:
             self._work(self._slot_records[ring_slot], window_index),
             self._lengths,
             self._partials,
-            self.windows[window_index],
+            self._windows[window_index],
         )
 
     def _work(self, table: torch.Tensor, window_index: int) -> DecodeWork:
@@ -248,7 +249,7 @@ class DecodeProgram:
     @property
     def _slots_read(self) -> list[tuple[int, int]]:
         """All pairs (index of a window, ring slot) that `attend_slot` may be called with."""
-        return list(product(range(len(self.windows)), range(self._ring.num_ring_slots)))
+        return list(product(range(len(self._windows)), range(self._ring.num_ring_slots)))
 
     def capture_resident(self, progress: Callable[[str], None]) -> None:
         """Captures the whole step for each batch size, the largest first, so that the shared pool grows only once."""
@@ -312,14 +313,13 @@ class DecodeProgram:
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
         resident, write_through = None, [] if step.chunks else step.write_through
         if not step.may_stream:
-            partials_per_block = partial(self._partials_per_block, size)
-            resident = resident_key(size, rows, lengths, self.windows, self._block_size, partials_per_block)
+            resident = self._lists.key(size, rows, lengths)
         if resident is not None and resident == self._last_splits and not len(step.changed_rows):
             return DecodeStep(self, size, self._no_stream, self._no_stream, write_through)
         self._last_splits = None
         host_blocks = step.host_blocks[first:]
-        lists = self._split_lists(size, step.gpu_blocks[first:], host_blocks, lengths)
-        plan = self._stream_plan(lists, beside)
+        lists = self._lists.splits(size, step.gpu_blocks[first:], host_blocks, lengths)
+        plan = self._lists.stream_plan(lists, beside)
         for index, found in enumerate(lists):
             num_splits = found.ranges[-1]
             assert num_splits <= self.max_splits, f"{num_splits} splits in a workspace of {self.max_splits}"
@@ -330,43 +330,11 @@ class DecodeProgram:
         # If no sequence comes or goes, the next step streams the same blocks, except those that have come meanwhile.
         ahead, later = plan, step.later_gpu_blocks
         if later is not None:
-            ahead = self._stream_plan(self._split_lists(size, later, host_blocks, lengths))
+            ahead = self._lists.stream_plan(self._lists.splits(size, later, host_blocks, lengths))
         elif beside is not None:
-            ahead = self._stream_plan(lists)
+            ahead = self._lists.stream_plan(lists)
         readers = [(found.on_host[:, 0], found.on_host[:, 2]) for found in lists]
         return DecodeStep(self, size, plan, ahead, write_through, step.promoted, readers)
-
-    def _split_lists(
-        self, size: int, gpu_blocks: np.ndarray, host_blocks: np.ndarray, lengths: np.ndarray
-    ) -> list[SplitLists]:
-        """Return for each window where the splits of the rows lie. The block tables: [rows, any number of blocks]."""
-        partials_per_block = partial(self._partials_per_block, size)
-        return [
-            split_lists(gpu_blocks, host_blocks, lengths, window, self._block_size, partials_per_block)
-            for window in self.windows
-        ]
-
-    def _partials_per_block(self, size: int, num_blocks: np.ndarray) -> np.ndarray:
-        """Return the partials per block of each row, given the number of blocks that it reads; both [batch].
-
-        Short rows are cut into tiles so that more programs have work.
-        """
-        tiles, is_short = self._backend.tiles_per_block, num_blocks <= SHORT_BLOCKS
-        cuts = self._may_cut(size) and np.sum(num_blocks[is_short]) * tiles <= MAX_TILES_APART
-        return np.where(is_short & cuts, tiles, 1)
-
-    def _may_cut(self, size: int) -> bool:
-        """Whether blocks of a padded batch may be cut. The merge of larger batches is compiled without tiles."""
-        return 1 < self._backend.tiles_per_block <= MAX_TILES_APART // size
-
-    def _stream_plan(self, lists: list[SplitLists], beside: StreamPlan | None = None) -> StreamPlan:
-        chunks = []
-        for index, found in enumerate(lists):
-            blocks = found.host_blocks
-            if beside is not None and (passing := beside.blocks(self._kind.index(index))):
-                blocks = np.setdiff1d(blocks, passing)
-            chunks.append(pack(blocks, self._ring.blocks_per_slot))
-        return StreamPlan(tuple(chunks[kind] for kind in self._kind))
 
     def run_whole(self, step: DecodeStep) -> None:
         """Enqueue a whole step that needs no ring."""
