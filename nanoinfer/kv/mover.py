@@ -153,9 +153,12 @@ class Mover:
             self.kept.release(blocks)
             self._trim()
 
-    def _trim(self) -> None:
-        """Give the memory back if nothing is kept."""
-        if self.kept.num_blocks and not self.kept.num_used:
+    def _trim(self, *, is_certain: bool = True) -> None:
+        """Give the memory back if nothing is kept.
+
+        is_certain: whether the pool's numbers say how much memory there is; they may not after an exception.
+        """
+        if not self.kept.num_used and (self.kept.num_blocks or not is_certain):
             self.kept = BlockPool(0)
             self._copier.trim()
             self._gpu_copies.clear()
@@ -314,7 +317,7 @@ class Mover:
         """
         self._gpu_copies, self._kept_copies = {}, {}
         self.kept.rebuild(block for sequence in waiting for block in sequence.kept_blocks or ())
-        self._trim()
+        self._trim(is_certain=False)
         rows = [sequence.row for sequence in sequences]
         others = np.setdiff1d(np.arange(len(self._tables.gpu)), rows)
         self._tables.gpu[others] = self._tables.host[others] = NO_BLOCK
