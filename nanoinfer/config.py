@@ -17,7 +17,7 @@ class EngineConfig:
 
     Attributes:
         model: local directory of a Hugging Face checkpoint, or a hub id.
-        tokenizer: directory or hub id of the tokenizer; None takes the model's.
+        tokenizer: directory or hub id of the tokenizer. None: the model's.
         skip_tokenizer_init: True works on token ids only.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float").
         kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its

@@ -28,6 +28,9 @@ from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
 from offload.transfer import Transfer
 
+MAX_UNREAD = 32
+"""Events of operations that nobody asked about; of more than these, those that were reached are forgotten."""
+
 
 class OffloadStep(Protocol):
     """What the engine runs in one step. The methods enqueue work on the compute stream and return at once."""
@@ -92,9 +95,9 @@ class OffloadEngine:
         self._filled: list[tuple[int, Transfer]] = []  # chunks of the next step that are in the ring already
         self._operation = 0  # the newest one that was run
         # For each rule of those who wait, the operations whose copies may not have run, each with an event behind them.
-        self._unread: dict[str, dict[str, deque[tuple[int, Event]]]] = {
-            rule: {WRITES: deque(), FILLS: deque()} for rule in (GPU_RULE, HOST_RULE)
-        }
+        self._unread: dict[tuple[str, str], deque[tuple[int, Event]]] = {
+            (GPU_RULE, WRITES): deque(), (HOST_RULE, WRITES): deque(), (HOST_RULE, FILLS): deque()
+        }  # fmt: skip
 
     def run(
         self, step: OffloadStep, operation: int, gone: Collection[int] = (), timeline: Timeline | None = None
@@ -174,15 +177,18 @@ class OffloadEngine:
         self._note(WRITES, self._written)
 
     def _note(self, kind: str, event: Event) -> None:
-        for unread in self._unread.values():
-            unread[kind].append((self._operation, event))
+        for (rule, what), unread in self._unread.items():
+            if what == kind:
+                while len(unread) >= MAX_UNREAD and unread[0][1].query(rule):
+                    unread.popleft()
+                unread.append((self._operation, event))
 
     # Acknowledgements
 
     def has_run(self, kind: str, operation: int, rule: str) -> bool:
         """Whether all copies of this kind up to this operation have run; see `Acknowledgements`."""
         assert operation <= self._operation, f"operation {operation} was not run yet"
-        unread = self._unread[rule][kind]
+        unread = self._unread.get((rule, kind), deque())
         while unread and unread[0][0] <= operation:
             if not unread[0][1].query(rule):
                 return False
@@ -191,7 +197,7 @@ class OffloadEngine:
 
     def wait(self, kind: str, operation: int, rule: str) -> None:
         """Wait until `has_run` is true."""
-        unread = self._unread[rule][kind]
+        unread = self._unread.get((rule, kind), deque())
         while unread and unread[0][0] <= operation:
             unread[0][1].synchronize(rule)
             unread.popleft()
@@ -222,8 +228,7 @@ class OffloadEngine:
         self._discard_prefetch()
         self._has_unread_writes = False
         for unread in self._unread.values():
-            unread[WRITES].clear()
-            unread[FILLS].clear()
+            unread.clear()
 
     def _adopt_prefetch(self, plan: StreamPlan) -> None:
         """Keep the chunks that the step before prefetched, as far as they are the first ones of this step."""

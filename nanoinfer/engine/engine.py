@@ -72,6 +72,7 @@ class LLMEngine:
             built.plan.max_num_batched_tokens,
             (lambda: self.modes.enter_offload(self.scheduler.running)) if self.modes.may_spill else None,
             max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
+            self._fail_sequence,
         )
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
         self._requests: dict[str, Request] = {}
@@ -254,6 +255,12 @@ class LLMEngine:
         )
         self._fail(self._requests[sequence.request_id], error)
         self._remove_ended([self._requests[sequence.request_id]])
+
+    def _fail_sequence(self, sequence: Sequence, error: Exception) -> None:
+        """End the request of a running sequence, and free what it holds."""
+        request = self._requests[sequence.request_id]
+        self._fail(request, error)
+        self._remove_ended([request])
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Ends a single request because of an error that concerns only this request."""

@@ -29,6 +29,7 @@ class Scheduler:
         max_mixed_tokens: the most tokens of a mixed step (prompts and running sequences); 0: no mixed steps.
         enter_offload: switches to offload mode and returns True, or returns False if that is not possible; None: never
             switch.
+        fail: ends and removes a running sequence's request, for whose KV the host has no room; None: raise.
     """
 
     def __init__(
@@ -39,13 +40,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         enter_offload: Callable[[], bool] | None = None,
         max_mixed_tokens: int = 0,
+        fail: Callable[[Sequence, Exception], None] | None = None,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # admitted, oldest first
         self.num_preemptions = 0
         self._kv_cache, self._admission, self._mover = kv_cache, admission, mover
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._enter_offload = enter_offload
+        self._enter_offload, self._fail = enter_offload, fail
         self.max_mixed_tokens = max_mixed_tokens
         self._last_was_prefill = False
 
@@ -145,7 +147,13 @@ class Scheduler:
 
     def _preempt_youngest(self) -> None:
         victim = self.running[-1]
-        self._mover.give_way(victim)  # raises if host memory is short; nothing has changed by then
+        try:
+            self._mover.give_way(victim)
+        except MemoryError as error:  # nothing has changed
+            if self._fail is None:
+                raise
+            self._fail(victim, error)
+            return
         victim.state = SequenceState.WAITING
         self.waiting.appendleft(victim)
         self.running.pop()

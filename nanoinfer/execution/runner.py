@@ -142,8 +142,9 @@ class ModelRunner:
                 progress=self._pinning_progress(num_segments) if is_cuda else None,
             )
             host = HostPool(self.layout, self._arena, num_blocks, blocks_per_segment)
-            self._offload = OffloadEngine(self.runtime, self.gpu_kv, host, self.ring, self.compute)
-            self.block_copies.offload = self._offload
+            offload = OffloadEngine(self.runtime, self.gpu_kv, host, self.ring, self.compute)
+            self.block_copies.offload = offload  # first: an interrupt must not leave half of it
+            self._offload = offload
         return self._offload
 
     def _pinning_progress(self, num_segments: int) -> Callable[[int, int], None]:

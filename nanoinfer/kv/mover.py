@@ -81,7 +81,9 @@ class Mover:
         assert not cache.is_offload, "offload mode promises every block at admission, so nobody has to give way"
         blocks = cache.gpu_table[sequence.row, : cache.tables.num_blocks(sequence.num_computed)].tolist()
         found = [self._kept_copies.get(cache.gpu_blocks.stamped(block), (NO_BLOCK, 0)) for block in blocks]
-        copies = [kept if pool.stamped(kept) == (kept, stamp) else NO_BLOCK for kept, stamp in found]
+        copies = [
+            kept if pool.references(kept) and pool.stamped(kept) == (kept, stamp) else NO_BLOCK for kept, stamp in found
+        ]
         num_new = copies.count(NO_BLOCK)
         if (missing := num_new - pool.num_free) > 0:
             self._copier.reserve(pool.num_blocks + missing)
@@ -150,7 +152,9 @@ class Mover:
         """Give back what is kept of a sequence, if anything."""
         blocks, sequence.kept_blocks = sequence.kept_blocks, None
         if blocks is not None:
-            self.kept.release(blocks)
+            for block in self.kept.release(blocks):  # nobody holds it any more: it is no copy of anything
+                on_gpu = self._gpu_copies.pop(self.kept.stamped(block), None)
+                self._kept_copies.pop(on_gpu, None)
             self._trim()
 
     def _trim(self, *, is_certain: bool = True) -> None:
@@ -315,6 +319,9 @@ class Mover:
             lifetimes: those of offload mode, whichever mode is current.
             keeps_prefixes: whether published blocks are known to have their content; if not, they are forgotten.
         """
+        waiting = list(waiting)
+        for sequence in waiting:
+            sequence.num_reserved_host = 0  # promised to a sequence that was being admitted
         self._gpu_copies, self._kept_copies = {}, {}
         self.kept.rebuild(block for sequence in waiting for block in sequence.kept_blocks or ())
         self._trim(is_certain=False)

@@ -54,7 +54,8 @@ def add_engine_options(
             default = defaults.get(field.name, field.default)
             text = help_of.get(field.name, "").replace("%", "%%")
             if default is not None and field.type != "bool":
-                text = f"{text.removesuffix('.')} (default: {_WORDS.get(default, default)})"
+                shown = _WORDS[default] if field.name == "enable_cpu_offload" else default
+                text = f"{text.removesuffix('.')} (default: {shown})"
             kind = _kind(field.name, field.type, field.default)
             parser.add_argument(*option_names(field.name), dest=field.name, default=default, help=text, **kind)
     parser.set_defaults(engine_options=names)
@@ -104,7 +105,9 @@ def _offload(text: str) -> bool | str:
     return OFFLOAD[text]
 
 
-def _size(text: str) -> int | str:
+def _size(text: str) -> int | float | str:
+    if re.fullmatch(r"0?\.[0-9]+", text):
+        return float(text)  # a share
     return 0 if text == "0" else text
 
 

@@ -34,6 +34,7 @@ def test_every_field_has_an_option_with_the_default_and_the_words_of_the_config(
         (["--offload=off"], "enable_cpu_offload", False),
         (["--gpu-memory", "12GiB"], "gpu_memory_limit", "12GiB"),
         (["--gpu-memory-limit", "12GiB"], "gpu_memory_limit", "12GiB"),
+        (["--gpu-memory", "0.5"], "gpu_memory_limit", 0.5),
         (["--resident-kv", "0"], "resident_kv_limit", 0),
         (["--prefill-chunk", "2k"], "max_num_batched_tokens", 2048),
         (["--max-num-batched-tokens", "512"], "max_num_batched_tokens", 512),
@@ -73,9 +74,10 @@ def test_help_names_each_option_and_its_default(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*command.split(), "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert stop.value.code == 0 and "--gpu-memory SIZE" in text and "None:" not in text and "True " not in text
+    assert stop.value.code == 0 and "--gpu-memory SIZE" in text and "None" not in text and "True " not in text
     if command == "serve":
         assert not [name for name in FIELDS if option_names(name)[0] not in text]
+        assert "(default: off)" not in text and "(default: 0)" in text, "the seed's default is a number"
         assert "(default: auto)" in text and "What --max-num-seqs sequences" in text.replace("what", "What")
 
 

@@ -4,9 +4,11 @@
 """
 
 import functools
+import inspect
 import itertools
 import operator
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable
 
@@ -27,6 +29,7 @@ from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
+from nanoinfer.execution.runner import ModelRunner
 from offload.plan import host_runs
 
 BEGINNING, *OTHERS = random_prompts(4, 33, 52, seed=9)
@@ -224,6 +227,34 @@ def test_an_interrupted_recovery_is_work_that_the_next_step_does(path, monkeypat
     while engine.has_work:
         engine.step()
     assert_pools_as_before(engine)
+
+
+def test_an_interrupt_between_two_lines_that_make_the_host_pool_leaves_offload_mode_possible(path):
+    lines, first = inspect.getsourcelines(ModelRunner.get_offload)
+    num_tried = 0
+    for number in range(first + 1, first + len(lines)):
+        engine = make_engine(path)
+
+        def trace(frame, event, argument, number=number):
+            if frame.f_code is not ModelRunner.get_offload.__code__:
+                return None
+            if event == "line" and frame.f_lineno == number:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            engine.switch_mode("offload")
+        except KeyboardInterrupt:
+            num_tried += 1
+        finally:
+            sys.settrace(None)
+        if engine.mode == "resident":
+            engine.switch_mode("offload")
+        run(engine, PROMPTS[:1], PARAMS[:1])
+        assert_pools_as_before(engine)
+        engine.close()
+    assert num_tried > 5
 
 
 def attempt_all(

@@ -190,3 +190,21 @@ def test_what_is_not_looked_up_again_would_have_been_refused_again(path, fuzz, m
             assert_pools_as_before(engine)
         assert batches[0] == batches[1], f"seed {seed}"
     assert num_remembered > 15
+
+
+def test_a_promise_to_one_whose_admission_was_interrupted_is_forgotten(path):
+    engine = make_engine(path, enable_cpu_offload=True)
+    engine.add_request("a", random_prompts(1, 40, 40)[0], greedy(20))
+    copies, find = engine.kv_cache.copies, engine.kv_cache.copies.find
+
+    def interrupted(*_):
+        copies.find = find
+        raise KeyboardInterrupt
+
+    copies.find = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.switch_mode("resident")
+    while engine.has_work:
+        engine.step()
+    assert_pools_as_before(engine)

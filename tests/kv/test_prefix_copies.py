@@ -66,7 +66,7 @@ def test_a_block_that_is_taken_back_and_dropped_still_waits_for_its_write_throug
         engine = make_engine(path, SimulatedRuntime(seed), **ROOMY)
         play(engine, [BEGINNING + ENDS[0]], params=replace(PARAMS, max_tokens=13))
         lifetimes, pool = engine.lifetimes, engine.kv_cache.gpu_blocks
-        unread = [(number, event) for number, event in engine.runner.offload._unread[GPU_RULE][WRITES]]
+        unread = [(number, event) for number, event in engine.runner.offload._unread[GPU_RULE, WRITES]]
         running = {number for number, event in unread if not event.is_reached}
         waiting = [deferred for deferred in lifetimes._deferred_gpu if deferred.writes in running]
         for block in [deferred.blocks[0] for deferred in waiting[:1]]:

@@ -324,7 +324,7 @@ def test_a_block_that_is_written_twice_waits_for_the_second_time():
     num_pending = 0
     for seed in range(60):
         toy, content = storing_toy(seed)
-        (_, first) = toy.engine._unread[GPU_RULE][WRITES][0]
+        (_, first) = toy.engine._unread[GPU_RULE, WRITES][0]
         toy.engine.host.blocks.allocate(1)
         toy.store([(1, 5)])  # again, to another host block
         toy.runtime.advance(lambda first=first: first.is_reached)
@@ -366,3 +366,16 @@ def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
         assert toy.engine.counters.num_fills == before + 3 * LAYOUT.num_layers + 2, (
             "what a failed step prefetched was used"
         )
+
+
+def test_events_that_nobody_asks_about_do_not_pile_up():
+    toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
+    host_blocks = toy.engine.host.blocks.allocate(4)
+    toy.plan = toy.ahead = StreamPlan((pack(host_blocks[:3], 1),) * LAYOUT.num_layers)
+    toy.write_through = [(1, host_blocks[3])]
+    toy.gpu_blocks.allocate(1)
+    for _ in range(100):
+        toy.run()
+        toy.runtime.synchronize()
+    assert all(len(unread) <= 33 for unread in toy.engine._unread.values())
+    assert any(len(unread) > 3 for unread in toy.engine._unread.values())
