@@ -428,13 +428,5 @@ class LLMEngine:
         self._requests.clear()
         self._in_flight = None
         self.runner.close()
-        del (
-            self.runner,
-            self.scheduler,
-            self.planner,
-            self.modes,
-            self.intake,
-            self.kv_cache,
-            self.mover,
-            self.admission,
-        )
+        self.modes.close()  # prompts can still be checked
+        del self.runner, self.scheduler, self.planner, self.kv_cache, self.mover, self.admission

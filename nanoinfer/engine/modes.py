@@ -44,6 +44,11 @@ class Modes:
         fits = rows * blocks_per_row <= kv_cache.gpu_blocks.num_blocks
         self.may_spill = config.enable_cpu_offload == "auto" and not fits
 
+    def close(self) -> None:
+        """Let go of everything that holds memory. The modes cannot be used afterwards."""
+        self.lifetimes = None
+        del self._runner, self._kv_cache, self._admission, self._mover
+
     @property
     def current(self) -> str:
         return "offload" if self._kv_cache.is_offload else "resident"
