@@ -1,9 +1,12 @@
 """Who gives way when the GPU pool is full, in which order they come back, and that they find what is theirs."""
 
+import random
+
 import pytest
 import torch
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run
-from request_helpers import Script, play, record_batches, shrink_gpu_pool
+from request_helpers import Script, play, record_batches, shrink_gpu_pool, tree_of_prompts
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
@@ -195,5 +198,30 @@ def test_a_kept_block_that_was_given_back_is_no_copy_while_another_one_is_kept(p
         engine.step()
     assert engine.scheduler.num_preemptions > 2
     assert [request.sequences[0].output_token_ids for request in requests] == wanted
+    give_back()
+    assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.sampled(*map(str, range(4)))
+def test_many_that_share_and_give_way_get_what_they_get_alone(path, seed):
+    """Prompts from a tree, a pool for two or three of them, arrivals and aborts: whoever else is kept meanwhile."""
+    generator = random.Random(seed)
+    prompts = tree_of_prompts(generator, 7)
+    params = [greedy(generator.choice([5, 30, 60, 90])) for _ in prompts]
+    wanted = tokens_of(run(make_engine(path, enable_prefix_caching=False), prompts, params))
+    engine = make_engine(path, SimulatedRuntime(seed), max_num_batched_tokens=generator.choice([64, 256]))
+    give_back = shrink_gpu_pool(engine, generator.randint(16, 24))
+    requests, waiting = {}, list(range(len(prompts)))
+    while waiting or engine.has_work:
+        if waiting and (not engine.has_work or generator.random() < 0.3):
+            number = waiting.pop(generator.randrange(len(waiting)))
+            requests[number] = engine.add_request(str(number), prompts[number], params[number])
+        engine.step()
+        if generator.random() < 0.01:
+            engine.abort(str(generator.choice(list(requests))))
+    for number, request in requests.items():
+        found, is_whole = request.sequences[0].output_token_ids, request.sequences[0].finish_reason == "length"
+        assert found == wanted[number] if is_whole else found == wanted[number][: len(found)], f"request {number}"
     give_back()
     assert_pools_as_before(engine)

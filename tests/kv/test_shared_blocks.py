@@ -19,7 +19,7 @@ from engines import (
     random_prompts,
     run,
 )
-from request_helpers import Script, play_at_random, shrink_gpu_pool
+from request_helpers import Script, play_at_random, shrink_gpu_pool, tree_of_prompts
 from request_helpers import play as script_play
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
@@ -52,16 +52,6 @@ def alone(paths):
 
 def greedy(max_tokens: int, **arguments) -> SamplingParams:
     return SamplingParams(**(dict(temperature=0, max_tokens=max_tokens, ignore_eos=True) | arguments))
-
-
-def tree_of_prompts(generator: random.Random, count: int) -> list[list[int]]:
-    """Each goes on from where another one may be left: at a block edge, inside a block, or at its end."""
-    prompts = [random_prompts(1, 40, 90, seed=generator.getrandbits(30))[0]]
-    while len(prompts) < count:
-        stem = generator.choice(prompts)
-        cut = generator.choice([0, len(stem), generator.randint(0, len(stem)), *range(16, len(stem) + 1, 16)])
-        prompts.append(stem[: min(cut, 120)] + random_prompts(1, 1, 40, seed=generator.getrandbits(30))[0])
-    return prompts
 
 
 def check_references(engine) -> int:

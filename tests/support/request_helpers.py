@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from engines import outcome
+from engines import outcome, random_prompts
 
 from nanoinfer import LLMEngine, SamplingParams
 from nanoinfer.requests.request import Request
@@ -149,3 +149,13 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def tree_of_prompts(generator: random.Random, count: int) -> list[list[int]]:
+    """Each goes on from where another one may be left: at a block edge, inside a block, or at its end."""
+    prompts = [random_prompts(1, 40, 90, seed=generator.getrandbits(30))[0]]
+    while len(prompts) < count:
+        stem = generator.choice(prompts)
+        cut = generator.choice([0, len(stem), generator.randint(0, len(stem)), *range(16, len(stem) + 1, 16)])
+        prompts.append(stem[: min(cut, 120)] + random_prompts(1, 1, 40, seed=generator.getrandbits(30))[0])
+    return prompts
