@@ -59,7 +59,7 @@ class BlockPool:
         return len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Hands out `count` blocks with undefined content, evicting cached ones if need be.
+        """Hand out `count` blocks with undefined content, evicting cached ones if need be.
 
         Raises:
             MemoryError: fewer than `count` blocks are free; nothing changes then.
@@ -80,7 +80,7 @@ class BlockPool:
         return blocks
 
     def lookup(self, key: Hashable) -> int | None:
-        """Takes up the block published under `key` and holds it, or returns None."""
+        """Take up the block published under `key` and hold it, or return None."""
         block = self._block_of.get(key)
         if block is None:
             return None
@@ -122,12 +122,8 @@ class BlockPool:
             del self._cached[block]
             heapq.heappush(self._free, block)
 
-    def contains(self, key: Hashable) -> bool:
-        """Whether a block is published under `key`."""
-        return key in self._block_of
-
     def publish(self, block: int, key: Hashable) -> None:
-        """Offers the content of a held block under `key`; the first block published under a key stays."""
+        """Offer the content of a held block under `key`; the first block published under a key stays."""
         assert block in self._references, f"block {block} is not held"
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block

@@ -81,7 +81,7 @@ class Admission:
         return True
 
     def _admit_resident(self, sequence: Sequence) -> list[int] | None:
-        """Returns the blocks of the sequence's prefix that were found, or None if there is no room."""
+        """Return the blocks of the sequence's prefix that were found, or None if there is no room."""
         hits = self._cache.prefixes.find(sequence, self._cache.gpu_blocks)
         missing = self._cache.tables.num_blocks(sequence.num_tokens) - len(hits)
         if missing > self._cache.gpu_blocks.num_free:

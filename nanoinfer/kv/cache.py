@@ -86,7 +86,7 @@ class KVCache:
         return sequence.row
 
     def take_host(self, count: int) -> list[int]:
-        """Hands out promised host blocks; waits for copies, if need be."""
+        """Hand out promised host blocks; wait for copies, if need be."""
         assert self.tables.is_offload
         self.tables.lifetimes.wait_for_host(count)
         return self.allocate_host(self.tables.lifetimes, count)
@@ -117,7 +117,7 @@ class KVCache:
         return int((self.tables.gpu[sequence.row, first : self.tables.num_blocks(end)] == NO_BLOCK).sum())
 
     def grow(self, sequence: Sequence, end: int) -> None:
-        """Makes sure that the tokens from `num_computed` to `end` have GPU blocks to be written to.
+        """Make sure that the tokens from `num_computed` to `end` have GPU blocks to be written to.
 
         Raises:
             MemoryError: too few free blocks; ask `max_chunk` or `num_missing` before.
@@ -165,7 +165,7 @@ class KVCache:
         self.copies.limit()
 
     def release(self, sequence: Sequence, *, leave_copies: bool = False) -> None:
-        """Gives back the row and every block of an admitted sequence.
+        """Give back the row and every block of an admitted sequence.
 
         leave_copies: let the next sequence with the same beginning find the full blocks on the GPU. Not after a step
         that failed, since nobody knows what it wrote.

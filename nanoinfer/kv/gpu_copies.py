@@ -30,7 +30,7 @@ class GPUCopies:
     def gpu_room(self) -> int:
         """Number of GPU blocks that can be handed out with nothing dropped. Does not depend on how fast copies are."""
         room = self._tables.gpu_blocks.num_free - len(self._tables.rows_without_tail)
-        return room if not self._tables.is_offload else room + self._tables.lifetimes.num_deferred_gpu
+        return room + self._tables.lifetimes.num_deferred_gpu if self._tables.is_offload else room
 
     @property
     def num_obtainable(self) -> int:
@@ -53,7 +53,7 @@ class GPUCopies:
         return int(np.count_nonzero(np.bincount(self._tables.host[:, : first.max()][streams])))
 
     def take(self, count: int) -> list[int]:
-        """Hands out GPU blocks; in offload mode drops full ones and waits for copies, if need be."""
+        """Hand out GPU blocks; in offload mode drop full ones and wait for copies, if need be."""
         if self._tables.is_offload:
             self.drop(count - self.gpu_room)
             self._tables.lifetimes.reclaim()
@@ -71,6 +71,7 @@ class GPUCopies:
         self._tables.gpu[rows, places] = NO_BLOCK
 
     def limit(self) -> None:
+        """Drop what is above `max_resident_blocks`."""
         if self._max_resident_blocks is not None:
             self.drop(self.num_resident - self._max_resident_blocks)
 

@@ -171,7 +171,7 @@ class Mover:
     # The switch
 
     def switch_to_offload(self, lifetimes: BlockLifetimes, sequences: list[Sequence]) -> None:
-        """Moves every full block of the running sequences to the host.
+        """Move every full block of the running sequences to the host.
 
         Raises:
             ValueError: the host pool cannot hold what the sequences can grow to; nothing changes.
@@ -243,7 +243,7 @@ class Mover:
             )
 
     def switch_to_resident(self, sequences: list[Sequence]) -> None:
-        """Brings every host block of the running sequences into the GPU pool.
+        """Bring every host block of the running sequences into the GPU pool.
 
         Raises:
             ValueError: the GPU pool cannot hold them; nothing changes.
