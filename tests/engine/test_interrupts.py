@@ -63,6 +63,7 @@ MODES = {
     "auto": (dict(enable_cpu_offload="auto", num_gpu_blocks_override=9), None),
 }
 NUM_SAMPLED = 10  # lines of each mode in a test run
+NUM_SHARES = 8  # of all lines of a mode, so that several processes take them
 
 
 @pytest.fixture(scope="module")
@@ -180,29 +181,38 @@ def draw(lines: dict[Line, int], num_drawn: int | None, seed: int) -> list[tuple
     return [(line, times) for _, line, times in sorted(found)[:num_drawn]]
 
 
+def of_share(lines: list[tuple[Line, int]], share: int) -> list[tuple[Line, int]]:
+    """Every line belongs to one share, whichever other lines there are."""
+    return [(line, times) for line, times in lines if random.Random(name(line)).randrange(NUM_SHARES) == share]
+
+
+@pytest.mark.parametrize("share", range(NUM_SHARES))
 @pytest.mark.parametrize("seed", [None, 3], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.sampled("offload-in order", "auto-shuffled")
+@pytest.mark.sampled("offload-in order-0", "auto-shuffled-0")
 @pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
-def test_an_exception_at_any_line_leaves_nothing_behind(path, alone, mode, seed, fuzz):
+def test_an_exception_at_any_line_leaves_nothing_behind(path, alone, mode, seed, share, fuzz):
     found, once = lines_of(Player(path, mode, seed), alone)
     lines = draw(found, None if fuzz else NUM_SAMPLED, seed=len(mode))
+    lines = of_share(lines, share) if fuzz else lines
     errors = itertools.cycle([KeyboardInterrupt, KeyboardInterrupt, lambda: RuntimeError("out of luck")])
     attempts = [([(line, times, None)], error) for (line, times), error in zip(lines, errors, strict=False)]
     num_raised = attempt_all(path, alone, mode, seed, attempts, once)
     assert num_raised > 0.8 * len(lines), f"{num_raised} of {len(lines)} lines were met"
 
 
+@pytest.mark.parametrize("share", range(NUM_SHARES))
 @pytest.mark.parametrize("seed", [None, 3], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.sampled("auto-shuffled")
+@pytest.mark.sampled("auto-shuffled-0")
 @pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
-def test_an_exception_in_the_middle_of_a_recovery_leaves_nothing_behind(path, alone, mode, seed, fuzz):
+def test_an_exception_in_the_middle_of_a_recovery_leaves_nothing_behind(path, alone, mode, seed, share, fuzz):
     player = Player(path, mode, seed)
     found, once = lines_of(player, alone)
     causes = [line for line, _ in draw(found, 40 if fuzz else 4, seed=5) if line not in once]
     causes_of = lines_of_recovery(player, alone, causes)
     lines = draw(dict.fromkeys(causes_of, 1), None if fuzz else NUM_SAMPLED // 2, seed=len(mode))
+    lines = of_share(lines, share) if fuzz else lines
     attempts = [
         ([(random.Random(name(line)).choice(causes_of[line]), 1, None), (line, 1, "_recover")], KeyboardInterrupt)
         for line, _ in lines
