@@ -4,6 +4,7 @@
 """
 
 import functools
+import gc
 import inspect
 import itertools
 import operator
@@ -86,6 +87,7 @@ class Player:
     """
 
     def __init__(self, path, mode: str, seed: int | None) -> None:
+        gc.collect()  # what an earlier engine left is no line of this one
         arguments, num_gpu_blocks = MODES[mode]
         self.mode, self.seed = mode, seed
         self.engine: LLMEngine = make_engine(path, SimulatedRuntime(seed), **(ARGUMENTS | arguments))

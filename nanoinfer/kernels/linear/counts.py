@@ -2,7 +2,7 @@
 
 MAX_ROWS = 512
 """The library computes products of more rows than this, at row counts where it keeps our order of sums."""
-LONG_SIZE = 3072
+LONG_SIZE = 2048
 """Sums over this many columns or more that are added to the residual are computed in `NUM_PARTS` parts."""
 NUM_PARTS = 2
 

@@ -178,7 +178,12 @@ def tiles(num_tokens: int, num_rows: int, num_parts: int, gated: bool, tma: bool
         return 64, 64, 128, 4, 6
     if fit(64, 128) or num_tokens <= 64:
         return 64, 128, 128, 4, 4
-    return (128, 128, 64, 4, 4) if fit(128, 128) else (256, 128, 64, 8, 4)
+    if fit(128, 128):
+        return 128, 128, 64, 4, 4
+    # Many programs, such as those of the head. Of three stages two programs fit on a core.
+    if num_tokens <= 128:
+        return 128, 128, 64, 4, 3
+    return (128, 256, 64, 8, 4) if num_tokens <= 256 else (256, 128, 64, 8, 4)
 
 
 @cache
