@@ -84,4 +84,14 @@ def test_rows_are_padded_to_few_counts_of_which_the_check_knows_all():
 
 
 def test_long_sums_have_parts_and_others_do_not():
-    assert [num_parts(size) for size in (1024, 1920, 2048, 3072, 4096, 9728, 14336, 8193, 8320)] == [1, 1, 2, 2, 2, 2, 2, 1, 1]
+    assert [num_parts(size) for size in (1024, 1920, 2048, 3072, 4096, 9728, 14336, 8193, 8320)] == [
+        1,
+        1,
+        2,
+        2,
+        2,
+        2,
+        2,
+        1,
+        1,
+    ]
