@@ -98,7 +98,7 @@ class LLM:
         token_ids = []
         for place, prompt in enumerate(prompts):
             with _naming(place, len(prompts)):
-                token_ids.append(self.engine.tokenize(prompt))
+                token_ids.append(self.engine.intake.tokenize(prompt))
         before = self.engine.meter.snapshot()
         ids = [self._new_id() for _ in prompts]
         requests = []

@@ -1,10 +1,12 @@
-"""The sequences of one step, as the scheduler chooses them."""
+"""The sequences of one step: as the scheduler chooses them, and once the step was launched."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.requests.sequence import Sequence
+from offload import Timeline
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,20 @@ class Batch:
     def sampled(self) -> list[Sequence]:
         """The sequences that get a token, in the order of `StepPlan.sampled_rows`."""
         return [chunk.sequence for chunk in self.chunks if chunk.is_last] + self.decoding
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that was launched and not read yet.
+
+    Attributes:
+        sampled: the sequences that get a token, in the order of `tokens`.
+        launched: `time.perf_counter` at the begin of the launch.
+    """
+
+    batch: Batch
+    sampled: list[Sequence]
+    tokens: PendingTokens
+    launched: float
+    streamed_bytes: int
+    timeline: Timeline | None

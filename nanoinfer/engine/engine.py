@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import stats
-from nanoinfer.engine.batch import Batch
+from nanoinfer.engine.batch import Batch, LaunchedStep
 from nanoinfer.engine.intake import Intake
-from nanoinfer.engine.meter import StepMeter, StepTotals
+from nanoinfer.engine.meter import StepMeter
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.planner import StepPlanner
+from nanoinfer.engine.recovery import Work
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import BuiltEngine, build
 from nanoinfer.engine.trace import Trace
-from nanoinfer.execution.read_back import PendingTokens
+from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
-from nanoinfer.requests.sequence import Sequence, SequenceState
+from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling_params import SamplingParams
-from offload import BlockLifetimes, Runtime, Timeline
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A step that was launched and not read yet."""
-
-    batch: Batch
-    sampled: list[Sequence]  # in the order of the tokens
-    tokens: PendingTokens
-    launched: float  # time.perf_counter
-    streamed_bytes: int
-    timeline: Timeline | None
+from offload import BlockLifetimes, Runtime
 
 
 class LLMEngine:
@@ -50,7 +37,9 @@ class LLMEngine:
     Attributes:
         on_logits: called in each step that samples, with the sequences that get a token and a function that returns
             their logits, [len(sequences), vocab_size], for work on the compute stream in this step. None: no call.
+        intake: checks prompts, also those of a closed engine.
         modes: which mode is current, and what each can hold.
+        work: the requests, and the step in flight.
     """
 
     @torch.inference_mode()
@@ -75,14 +64,9 @@ class LLMEngine:
             self._fail_sequence,
         )
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
-        self._requests: dict[str, Request] = {}
-        self.times = StepTotals()
         self.meter = StepMeter(built.runner.runtime)
-        self._in_flight: _InFlight | None = None
+        self.work = Work(built, self.scheduler, self.planner, self.modes, self._read_tokens)
         self._outputs: list[StreamOutput] = []  # read from the device, but not returned by `step` yet
-        self._at_risk: list[Sequence] = []  # their state would be unknown after an exception now
-        self._is_whole = True  # False while requests, pools or tables are being changed
-        self._is_recovering = False
         try:
             self.modes.start()
         except BaseException:
@@ -90,19 +74,6 @@ class LLMEngine:
             raise
 
     # Requests
-
-    def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return the checked token ids of a prompt.
-
-        Raises:
-            RequestError: the prompt is empty, too long, holds a token outside the vocabulary, or is text although there
-                is no tokenizer.
-        """
-        return self.intake.tokenize(prompt)
-
-    def check_vocabulary(self, token_ids: list[int]) -> None:
-        """Raise RequestError if an id is outside the vocabulary."""
-        self.intake.check_vocabulary(token_ids)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, token_ids: list[int] | None = None
@@ -116,11 +87,11 @@ class LLMEngine:
             ValueError: the id or the parameters cannot be used. Nothing changes.
             RequestError (a ValueError): the same, but the error names the field that is at fault.
         """
-        if request_id in self._requests:
+        if request_id in self.work.requests:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
         request = self.intake.make_request(request_id, prompt, params, token_ids)
-        with self._changing():
-            self._requests[request_id] = request
+        with self.work.changing():
+            self.work.requests[request_id] = request
             for sequence in request.sequences:
                 self.scheduler.add(sequence)
         return request
@@ -128,8 +99,8 @@ class LLMEngine:
     @torch.inference_mode()
     def abort(self, request_id: str) -> bool:
         """Ends a request and frees its memory; returns False if there is no such request."""
-        with self._changing():
-            request = self._requests.get(request_id)
+        with self.work.changing():
+            request = self.work.requests.get(request_id)
             if request is None:
                 return False
             request.abort()
@@ -139,7 +110,8 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything. A step also finishes a recovery that was interrupted."""
-        return self.scheduler.has_work or self._in_flight is not None or bool(self._outputs) or not self._is_whole
+        is_open = self.work.in_flight is not None or not self.work.is_whole
+        return self.scheduler.has_work or is_open or bool(self._outputs)
 
     # Steps
 
@@ -161,7 +133,7 @@ class LLMEngine:
                 and the engine goes on with all other requests. Outputs that were read before the failure are returned
                 by the next call.
         """
-        with self._changing():
+        with self.work.changing():
             self._advance()
         outputs = self._outputs.copy()
         return (self._outputs.clear(), outputs)[1]  # in one line: an interrupt loses no output
@@ -169,15 +141,15 @@ class LLMEngine:
     def _advance(self) -> None:
         begin = time.perf_counter()
         batch = self.scheduler.schedule()
-        self._trace_host("schedule", begin)
-        before = self._in_flight
+        self.meter.trace_host("schedule", begin)
+        before = self.work.in_flight
         if batch is None:
             if before is not None:
                 self._take(before)
             elif self.scheduler.has_work:
                 self._refuse_first_waiting()
             return
-        self._at_risk = batch.sequences
+        self.work.at_risk = batch.sequences
         launched = self._launch(batch)
         if before is not None:
             self._take(before, launched)
@@ -185,60 +157,7 @@ class LLMEngine:
             # The log-probabilities of a whole step are too large to keep until the next step.
             self._take(launched)
         elif any(not sequence.is_finished for sequence in batch.sequences):
-            self._in_flight = launched
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
-        if not self._is_whole:  # a recovery was interrupted
-            self._recover()
-        self._is_whole = False
-        try:
-            yield
-        except BaseException:
-            self._recover()
-            raise
-        self._at_risk = []
-        self._is_whole = True
-
-    def _recover(self) -> None:
-        """Restores a consistent state after an exception, and keeps the requests that it has not touched.
-
-        The tokens of a step in flight are read, because that step is unharmed. The requests of the failed step are
-        aborted. Then everything else (rows, tables, pools, promises, queues) is rebuilt from the remaining requests.
-
-        The recovery may itself be interrupted and called again. Every request that has begun is aborted then.
-        """
-        has_begun_before, self._is_recovering = self._is_recovering, True
-        is_sound = self.runner.settle() and not has_begun_before
-        step, self._in_flight = self._in_flight, None
-        if step is not None and is_sound:
-            try:
-                self._read_tokens(step)
-            except Exception:
-                self._at_risk = [*self._at_risk, *step.sampled]
-        if not is_sound:
-            self._at_risk = [s for s in self._sequences() if s.state is not SequenceState.WAITING or s.num_pending]
-        for sequence in [*self._at_risk, *(s for s in self._sequences() if s.num_pending)]:
-            if sequence.request_id in self._requests:
-                self._requests[sequence.request_id].abort()
-        self.scheduler.recover([s for s in self._sequences() if s.finish_reason is None])
-        for sequence in self._sequences():
-            if sequence.finish_reason is not None:
-                sequence.state, sequence.row, sequence.kept_blocks = SequenceState.FINISHED, None, None
-        self._requests = {name: request for name, request in self._requests.items() if not request.is_finished}
-        running, waiting = self.scheduler.running, self.scheduler.waiting
-        self.mover.recover(running, waiting, self.lifetimes, keeps_prefixes=is_sound)
-        self.admission.forget()
-        self.planner.forget()
-        self.runner.forget()
-        self._at_risk = []
-        self._is_recovering = False
-        self._is_whole = True
-
-    def _sequences(self) -> list[Sequence]:
-        """Return the sequences of all requests."""
-        return [sequence for request in self._requests.values() for sequence in request.sequences]
+            self.work.in_flight = launched
 
     def _refuse_first_waiting(self) -> None:
         """Fail the first waiting request, which no usable pool can hold.
@@ -253,18 +172,13 @@ class LLMEngine:
             f"{self.modes.max_sequence_tokens('resident')} and the host's cannot be used ({self.modes.error}): lower "
             "max_tokens, shorten the prompt or raise gpu_memory_limit"
         )
-        self._fail(self._requests[sequence.request_id], error)
-        self._remove_ended([self._requests[sequence.request_id]])
+        self._fail_sequence(sequence, error)
 
     def _fail_sequence(self, sequence: Sequence, error: Exception) -> None:
-        """End the request of a running sequence, and free what it holds."""
-        request = self._requests[sequence.request_id]
-        self._fail(request, error)
-        self._remove_ended([request])
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """Ends a single request because of an error that concerns only this request."""
+        """End the request of a sequence because of an error that concerns only this request; free what it holds."""
+        request = self.work.requests[sequence.request_id]
         self._outputs += request.fail(error)
+        self._remove_ended([request])
 
     def _remove_ended(self, requests: Iterable[Request]) -> None:
         """Frees the rows and KV blocks of sequences that have ended."""
@@ -273,14 +187,14 @@ class LLMEngine:
                 if sequence.finish_reason is not None and not sequence.is_finished:
                     self.scheduler.remove(sequence)
             if request.is_finished:
-                self._requests.pop(request.request_id, None)
+                self.work.requests.pop(request.request_id, None)
 
-    def _launch(self, batch: Batch) -> _InFlight:
-        begin, streamed_before = time.perf_counter(), self._streamed_bytes()
+    def _launch(self, batch: Batch) -> LaunchedStep:
+        begin, streamed_before = time.perf_counter(), _streamed_bytes(self.runner)
         is_decode, sampled = not batch.chunks, batch.sampled
         if not is_decode:  # a request's first step is never a decode step
             for sequence in batch.sequences:
-                self._requests[sequence.request_id].mark_scheduled()
+                self.work.requests[sequence.request_id].mark_scheduled()
         timeline = self.meter.timeline(is_decode)
         plan = self.planner.begin_step(batch)
         on_logits = None if self.on_logits is None else partial(self.on_logits, sampled)
@@ -290,54 +204,50 @@ class LLMEngine:
             for sequence, num_bytes in zip(batch.sequences, tokens.streamed_bytes.tolist(), strict=True):
                 sequence.streamed_bytes += num_bytes
         self.meter.resident_share = stats.resident_share(self)
-        self._trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
-        return _InFlight(batch, sampled, tokens, begin, self._streamed_bytes() - streamed_before, timeline)
+        self.meter.trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
+        return LaunchedStep(batch, sampled, tokens, begin, _streamed_bytes(self.runner) - streamed_before, timeline)
 
-    def _trace_host(self, name: str, begin: float) -> None:
-        if self.meter.trace is not None:
-            self.meter.trace.host(name, begin)
-
-    def _take(self, step: _InFlight, behind: _InFlight | None = None) -> None:
+    def _take(self, step: LaunchedStep, behind: LaunchedStep | None = None) -> None:
         """Waits for a step, hands out its tokens and frees the sequences that have ended.
 
         If this fails, the requests of the step are at risk, and so are those of the step `behind` it, which depends on
         its tokens.
         """
-        self._at_risk = [*step.sampled, *([] if behind is None else behind.batch.sequences)]
-        self._in_flight = None
+        self.work.at_risk = [*step.sampled, *([] if behind is None else behind.batch.sequences)]
+        self.work.in_flight = None
         self._read_tokens(step)
         begin = time.perf_counter()
         sequences = step.sampled
         names = {sequence.request_id for sequence in sequences if sequence.finish_reason is not None}
-        self._remove_ended([self._requests[name] for name in names if name in self._requests])
+        self._remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
         for sequence in sequences:
             if sequence.row is not None:
                 self.kv_cache.publish(sequence)
-        self._trace_host("give back and publish", begin)
+        self.meter.trace_host("give back and publish", begin)
 
-    def _read_tokens(self, step: _InFlight) -> None:
+    def _read_tokens(self, step: LaunchedStep) -> None:
         """Waits for a step and hands out its tokens. Tokens of sequences that have ended meanwhile are dropped."""
         begin = time.perf_counter()
         sampled = step.tokens.read()
         read = time.perf_counter()
-        self._trace_host("wait for tokens", begin)
-        self._count(step, read, read - begin)
+        self.meter.trace_host("wait for tokens", begin)
+        self.meter.count(step, read, read - begin)
         found = zip(step.sampled, sampled.tokens, sampled.logprobs, sampled.errors, strict=True)
         for sequence, token_id, logprobs, error in found:
             sequence.num_pending -= 1
             if sequence.finish_reason is not None:
                 continue
-            request = self._requests[sequence.request_id]
+            request = self.work.requests[sequence.request_id]
             try:
                 if error is not None:
                     raise error
                 request.take(sequence, token_id, logprobs, read)
                 output = request.stream_output(sequence)
             except Exception as failure:
-                self._fail(request, failure)
+                self._outputs += request.fail(failure)
                 continue
             self._outputs.append(output)
-        self._trace_host("take tokens", read)
+        self.meter.trace_host("take tokens", read)
 
     # Modes and statistics
 
@@ -361,29 +271,8 @@ class LLMEngine:
         running = self.scheduler.running
         self.modes.check(mode, running, self.scheduler.waiting)  # refuse here, before anything has changed
         if mode != self.mode:
-            with self._changing():
+            with self.work.changing():
                 self.modes.switch(mode, running)
-
-    def _streamed_bytes(self) -> int:
-        return 0 if self.runner.offload is None else self.runner.offload.counters.streamed_bytes
-
-    def _count(self, step: _InFlight, now: float, wait_seconds: float) -> None:
-        """Add a step that was read at `now` to the totals. The host waited for it during the last `wait_seconds`."""
-        times, batch = self.times, step.batch
-        seconds = now - max(step.launched, times.last_read)
-        times.last_read = now
-        if batch.chunks:
-            times.prefill += seconds
-            times.num_prefill_steps += 1
-            times.num_prefill_tokens += sum(chunk.end - chunk.begin for chunk in batch.chunks)
-            times.num_mixed_steps += bool(batch.decoding)
-            times.num_mixed_tokens += len(batch.decoding)
-            return
-        times.num_decode_tokens += len(batch.decoding)
-        self.meter.count(seconds, seconds - wait_seconds, step.streamed_bytes, step.timeline)
-        copy_wait = seconds * self.meter.times.wait_fraction
-        for sequence in batch.decoding if copy_wait else ():
-            sequence.copy_wait_seconds += copy_wait
 
     def stats(self) -> dict[str, int | float | str | list[str]]:
         """Counters since the engine was made, and the state of both pools.
@@ -403,7 +292,7 @@ class LLMEngine:
         settings had no effect.
         """
         if self.lifetimes is not None:
-            with self._changing():
+            with self.work.changing():
                 self.lifetimes.reclaim()
                 self.runner.offload.drop_prefetch(self.lifetimes.take_gone())
         return stats.counters(self) | stats.report(self)
@@ -423,10 +312,13 @@ class LLMEngine:
 
     def close(self) -> None:
         """Aborts all requests and frees device and host memory. The engine cannot be used afterwards."""
-        for request in self._requests.values():
+        for request in self.work.requests.values():
             request.abort()
-        self._requests.clear()
-        self._in_flight = None
         self.runner.close()
         self.modes.close()  # prompts can still be checked
-        del self.runner, self.scheduler, self.planner, self.kv_cache, self.mover, self.admission
+        del self.work, self.runner, self.scheduler, self.planner, self.kv_cache, self.mover, self.admission
+
+
+def _streamed_bytes(runner: ModelRunner) -> int:
+    """Return the bytes of KV blocks that were streamed so far."""
+    return 0 if runner.offload is None else runner.offload.counters.streamed_bytes

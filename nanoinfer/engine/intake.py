@@ -38,7 +38,12 @@ class Intake:
         self._random = random.Random(seed)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return the checked token ids of a prompt; see `LLMEngine.tokenize`."""
+        """Return the checked token ids of a prompt.
+
+        Raises:
+            RequestError: the prompt is empty, too long, holds a token outside the vocabulary, or is text although there
+                is no tokenizer.
+        """
         token_ids = unpack(prompt)
         if isinstance(token_ids, str):
             token_ids = encode(self._tokenizer, token_ids)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
 
+from nanoinfer.engine.batch import LaunchedStep
 from nanoinfer.engine.trace import Trace
 from offload import Runtime, Timeline
-
-if TYPE_CHECKING:
-    pass
 
 SAMPLE_EVERY = 16  # decode steps; a mark costs the host a few microseconds, and there are several per ring slot
 LINK_BOUND = 0.85  # share of the time in which the link is busy
@@ -77,16 +74,33 @@ class DecodeTimes:
 
 
 @dataclass
+class StepTotals:
+    """Totals of prefill steps, and the number of decode tokens; times in seconds. `StepMeter` has the rest of decode.
+
+    Mixed steps are prefill steps that also compute tokens of running sequences; `num_mixed_tokens` counts these tokens.
+    """
+
+    prefill: float = 0.0
+    num_prefill_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_mixed_steps: int = 0
+    num_mixed_tokens: int = 0
+    num_decode_tokens: int = 0
+    last_read: float = 0.0  # when the newest step was read
+
+
+@dataclass
 class StepMeter:
     """Times the streams in one decode step out of `SAMPLE_EVERY`, and in every step while a trace is recorded.
 
     Attributes:
-        times: sums since the engine was made.
+        times, totals: sums since the engine was made, of decode steps and of all others.
         resident_share: share of the full KV blocks of all running sequences that lay on the GPU in the newest step.
     """
 
     runtime: Runtime
     times: DecodeTimes = field(default_factory=DecodeTimes)
+    totals: StepTotals = field(default_factory=StepTotals)
     trace: Trace | None = None
     resident_share: float = 1.0
     _num_launched: int = 0  # decode steps
@@ -102,18 +116,40 @@ class StepMeter:
             self.trace.timelines.append(timeline)
         return timeline
 
-    def count(self, seconds: float, host_seconds: float, streamed_bytes: int, timeline: Timeline | None) -> None:
-        """Add a decode step whose tokens were read to the sums."""
+    def trace_host(self, name: str, begin: float) -> None:
+        """Record what the host did from `begin` (time.perf_counter) until now, if a trace is recorded."""
+        if self.trace is not None:
+            self.trace.host(name, begin)
+
+    def count(self, step: LaunchedStep, now: float, wait_seconds: float) -> None:
+        """Add a step that was read at `now` to the sums. The host waited for it during the last `wait_seconds`."""
+        totals, batch = self.totals, step.batch
+        seconds = now - max(step.launched, totals.last_read)
+        totals.last_read = now
+        if batch.chunks:
+            totals.prefill += seconds
+            totals.num_prefill_steps += 1
+            totals.num_prefill_tokens += sum(chunk.end - chunk.begin for chunk in batch.chunks)
+            totals.num_mixed_steps += bool(batch.decoding)
+            totals.num_mixed_tokens += len(batch.decoding)
+            return
+        totals.num_decode_tokens += len(batch.decoding)
+        self._count_decode(step, seconds, seconds - wait_seconds)
+        copy_wait = seconds * self.times.wait_fraction
+        for sequence in batch.decoding if copy_wait else ():
+            sequence.copy_wait_seconds += copy_wait
+
+    def _count_decode(self, step: LaunchedStep, seconds: float, host_seconds: float) -> None:
         times = self.times
         times.num_steps += 1
         times.seconds += seconds
         times.host_seconds += host_seconds
-        if streamed_bytes:
+        if step.streamed_bytes:
             times.num_streaming_steps += 1
             times.streaming_seconds += seconds
-            times.streamed_bytes += streamed_bytes
-        if timeline is not None:
-            self._open.append((timeline, seconds))
+            times.streamed_bytes += step.streamed_bytes
+        if step.timeline is not None:
+            self._open.append((step.timeline, seconds))
         while self._open and self._open[0][0].is_complete:
             timeline, seconds = self._open.pop(0)
             found = timeline.summary()
@@ -126,19 +162,3 @@ class StepMeter:
         """Begin a run and return the sums so far, for `DecodeTimes.since`. The run's second decode step is timed."""
         self._num_launched = 0
         return copy.copy(self.times)
-
-
-@dataclass
-class StepTotals:
-    """Totals of prefill steps, and the number of decode tokens; times in seconds. `StepMeter` has the rest of decode.
-
-    Mixed steps are prefill steps that also compute tokens of running sequences; `num_mixed_tokens` counts these tokens.
-    """
-
-    prefill: float = 0.0
-    num_prefill_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_mixed_steps: int = 0
-    num_mixed_tokens: int = 0
-    num_decode_tokens: int = 0
-    last_read: float = 0.0  # when the newest step was read

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.meter import DecodeTimes, StepMeter, StepTotals
+from nanoinfer.engine.meter import DecodeTimes, StepMeter
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.execution.runner import ModelRunner
@@ -25,12 +25,11 @@ class Engine(Protocol):
     modes: Modes
     scheduler: Scheduler
     meter: StepMeter
-    times: StepTotals
 
 
 def counters(engine: Engine) -> dict[str, int | float | str | dict]:
     """Return counters since the engine was made, and the state of both pools; see `LLMEngine.stats`."""
-    runner, times, decoded = engine.runner, engine.times, engine.runner.decode_program.counters
+    runner, times, decoded = engine.runner, engine.meter.totals, engine.runner.decode_program.counters
     decode, prefill = engine.meter.times, engine.runner.prefill_program.pieces.counters
     gpu_blocks, offload = engine.kv_cache.gpu_blocks, runner.offload
     host_blocks = None if offload is None else offload.host.blocks

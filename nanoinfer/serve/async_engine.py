@@ -100,7 +100,7 @@ class AsyncEngine:
         self._limit.num_places = engine.plan.max_num_seqs
         self._num_queued = -engine.plan.max_num_seqs
         self.prompts = PromptTokenizer(
-            engine.tokenizer, engine.tokenize, engine.check_vocabulary, engine.plan.max_model_len
+            engine.tokenizer, engine.intake.tokenize, engine.intake.check_vocabulary, engine.plan.max_model_len
         )
 
     def check_health(self) -> None:

@@ -64,7 +64,7 @@ class PromptTokenizer:
         """Return the prompt with its checked token ids.
 
         Raises:
-            RequestError: as for `LLMEngine.tokenize`.
+            RequestError: as for `Intake.tokenize`.
         """
         if isinstance(prompt, str):
             return prompt, await self._tokenize_text(prompt, lambda text: encode(self.tokenizer, text))
@@ -81,7 +81,7 @@ class PromptTokenizer:
             num_bytes: size of the conversation as it was received.
 
         Raises:
-            RequestError: as for `encode_chat` and `LLMEngine.tokenize`.
+            RequestError: as for `encode_chat` and `Intake.tokenize`.
         """
 
         def whole() -> list[int]:

@@ -95,7 +95,7 @@ class Player:
         if num_gpu_blocks is not None:
             self.give_back = shrink_gpu_pool(self.engine, num_gpu_blocks)
         self._tracer = Tracer()
-        self.engine._recover = functools.partial(self._recover, self.engine._recover)
+        self.engine.work.recover = functools.partial(self._recover, self.engine.work.recover)
 
     def _recover(self, recover: Callable[[], None]) -> None:
         """Python stops tracing when a trace function raises."""
@@ -106,7 +106,7 @@ class Player:
         """Completions of each request that could be added. An exception is met wherever it leaves the engine."""
         host_runs.cache_clear()  # else its lines run or not by what has run before, in this process
         engine, requests, self._tracer = self.engine, {}, tracer
-        begun = set(engine._requests)
+        begun = set(engine.work.requests)
         if self.mode == "auto" and engine.mode == "offload":
             engine.switch_mode("resident")
         for step in range(400):
@@ -164,7 +164,7 @@ def lines_of_recovery(player: Player, alone: list, causes: list[Line]) -> dict[L
     lines: dict[Line, list[Line]] = {}
     for cause in causes:
         tracer = Tracer()
-        tracer.raise_at((cause, 1, None), (("", 0), 1, "_recover"), error=KeyboardInterrupt)
+        tracer.raise_at((cause, 1, None), (("", 0), 1, "recover"), error=KeyboardInterrupt)
         player.check(tracer, alone)
         for line in tracer.counts:
             lines.setdefault(line, []).append(cause)
@@ -216,7 +216,7 @@ def test_an_exception_in_the_middle_of_a_recovery_leaves_nothing_behind(path, al
     lines = draw(dict.fromkeys(causes_of, 1), None if fuzz else NUM_SAMPLED // 2, seed=len(mode))
     lines = of_share(lines, share) if fuzz else lines
     attempts = [
-        ([(random.Random(name(line)).choice(causes_of[line]), 1, None), (line, 1, "_recover")], KeyboardInterrupt)
+        ([(random.Random(name(line)).choice(causes_of[line]), 1, None), (line, 1, "recover")], KeyboardInterrupt)
         for line, _ in lines
     ]
     num_raised = attempt_all(path, alone, mode, seed, attempts)

@@ -109,7 +109,7 @@ def switching(modes: dict[int, str]) -> Callable[[LLMEngine, int], None]:
 def assert_pools_as_before(engine: LLMEngine) -> None:
     """Nobody holds anything: rows, blocks of both pools and promises are all back."""
     kv_cache, offload = engine.kv_cache, engine.runner.offload
-    assert not engine.scheduler.running and not engine.scheduler.waiting and not engine._requests
+    assert not engine.scheduler.running and not engine.scheduler.waiting and not engine.work.requests
     if offload is not None:
         offload.drain()
         engine.lifetimes.reclaim()

@@ -1,0 +1,98 @@
+"""What an engine works on, and how it becomes consistent again after an exception at any line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from nanoinfer.engine.batch import LaunchedStep
+from nanoinfer.engine.modes import Modes
+from nanoinfer.engine.planner import StepPlanner
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.start import BuiltEngine
+from nanoinfer.requests.request import Request
+from nanoinfer.requests.sequence import Sequence, SequenceState
+
+
+class Work:
+    """The requests of an engine and its step in flight, which no exception leaves half changed.
+
+    Args:
+        read_tokens: waits for a step and hands out its tokens.
+
+    Attributes:
+        requests: the requests that have not ended, by id.
+        in_flight: the step that was launched and not read yet.
+        at_risk: the sequences whose state would be unknown after an exception now.
+        is_whole: False while requests, pools or tables are being changed.
+    """
+
+    def __init__(
+        self,
+        built: BuiltEngine,
+        scheduler: Scheduler,
+        planner: StepPlanner,
+        modes: Modes,
+        read_tokens: Callable[[LaunchedStep], None],
+    ) -> None:
+        self._built, self._scheduler, self._planner, self._modes = built, scheduler, planner, modes
+        self._read_tokens = read_tokens
+        self.requests: dict[str, Request] = {}
+        self.in_flight: LaunchedStep | None = None
+        self.at_risk: list[Sequence] = []
+        self.is_whole = True
+        self._is_recovering = False
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences of all requests."""
+        return [sequence for request in self.requests.values() for sequence in request.sequences]
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
+        if not self.is_whole:  # a recovery was interrupted
+            self.recover()
+        self.is_whole = False
+        try:
+            yield
+        except BaseException:
+            self.recover()
+            raise
+        self.at_risk = []
+        self.is_whole = True
+
+    def recover(self) -> None:
+        """Restore a consistent state after an exception, and keep the requests that it has not touched.
+
+        The tokens of a step in flight are read, because that step is unharmed. The requests of the failed step are
+        aborted. Then everything else (rows, tables, pools, promises, queues) is rebuilt from the remaining requests.
+
+        The recovery may itself be interrupted and called again. Every request that has begun is aborted then.
+        """
+        built, scheduler = self._built, self._scheduler
+        has_begun_before, self._is_recovering = self._is_recovering, True
+        is_sound = built.runner.settle() and not has_begun_before
+        step, self.in_flight = self.in_flight, None
+        if step is not None and is_sound:
+            try:
+                self._read_tokens(step)
+            except Exception:
+                self.at_risk = [*self.at_risk, *step.sampled]
+        if not is_sound:
+            self.at_risk = [s for s in self.sequences if s.state is not SequenceState.WAITING or s.num_pending]
+        for sequence in [*self.at_risk, *(s for s in self.sequences if s.num_pending)]:
+            if sequence.request_id in self.requests:
+                self.requests[sequence.request_id].abort()
+        scheduler.recover([s for s in self.sequences if s.finish_reason is None])
+        for sequence in self.sequences:
+            if sequence.finish_reason is not None:
+                sequence.state, sequence.row, sequence.kept_blocks = SequenceState.FINISHED, None, None
+        self.requests = {name: request for name, request in self.requests.items() if not request.is_finished}
+        built.mover.recover(scheduler.running, scheduler.waiting, self._modes.lifetimes, keeps_prefixes=is_sound)
+        built.admission.forget()
+        self._planner.forget()
+        built.runner.forget()
+        self.at_risk = []
+        self._is_recovering = False
+        self.is_whole = True
