@@ -61,7 +61,7 @@ def create_app(
         shutdown_timeout: seconds that running requests have to end after the application is told to shut down.
     """
     metrics = ServerMetrics(engine)
-    engine.on_finished = metrics.observe
+    engine.requests.on_finished = metrics.observe
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

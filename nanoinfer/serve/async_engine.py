@@ -7,34 +7,22 @@ import logging
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nanoinfer.engine.engine import LLMEngine
-from nanoinfer.outputs import StreamOutput
-from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.serve.errors import ApiError, EngineStepError, UnavailableError
+from nanoinfer.serve.errors import UnavailableError
 from nanoinfer.serve.queue_limits import DEFAULT_QUEUE_BYTES, Charge, QueueLimit, WaitingBytes, num_queued
-from nanoinfer.serve.request_stream import FinishedRequest, RequestStream
+from nanoinfer.serve.request_stream import RequestStream
+from nanoinfer.serve.served_requests import ServedRequests
 from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
 
 logger = logging.getLogger("nanoinfer.serve")
 T = TypeVar("T")
 _JOIN_SECONDS = 60.0  # for the last step to end, and for freeing pinned memory
 DEFAULT_STEP_SECONDS = 120.0  # the first steps may compile kernels
-
-
-@dataclass(frozen=True)
-class _Tracked:
-    """A request in the engine, and the stream that reads its outputs."""
-
-    request: Request
-    stream: RequestStream
-    place: int
 
 
 class AsyncEngine:
@@ -64,12 +52,7 @@ class AsyncEngine:
         self.waiting = WaitingBytes(max_queue_bytes)
         self._limit = QueueLimit(max_queue)
         self.prompts: PromptTokenizer | None = None
-        """Set by `start`, as are the engine's `mode`, `plan`, `config` and `sampling_defaults`."""
-        self.num_prompt_tokens = 0
-        """Prompt tokens of all accepted requests."""
-        self.num_generated_tokens = 0
-        self.on_finished: Callable[[FinishedRequest], None] = lambda finished: None
-        """Called on the event loop for each prompt that has ended."""
+        """Set by `start`, as are `requests` and the engine's `mode`, `plan`, `config` and `sampling_defaults`."""
         self._make_engine = make_engine
         self._inbox: queue.SimpleQueue[tuple[Callable[[LLMEngine], Any], Future] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # keeps calls out of the inbox after the thread has emptied it for the last time
@@ -77,13 +60,9 @@ class AsyncEngine:
         self._is_draining = False
         self._failure: BaseException | None = None
         self._num_queued = 0  # sequences that wait for a place; below 0: free places
-        self._step_began: float | None = None  # `time.monotonic` at the start of the running step
-        self._tracked: dict[str, _Tracked] = {}  # this and all below: used on the engine's thread
-        self._must_flush = False
-        self._batch: list[Callable[[], None]] = []  # calls for the loop to make after this step
         self._streams: set[RequestStream] = set()  # used on the loop
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._started: Future[LLMEngine] = Future()
+        self._started: Future[tuple[LLMEngine, ServedRequests]] = Future()
         self._thread = threading.Thread(target=self._run, name="nanoinfer-engine", daemon=True)
 
     def start(self) -> None:
@@ -94,7 +73,7 @@ class AsyncEngine:
         """
         self._thread.start()
         # Other threads read only those attributes of the engine that never change after start-up.
-        engine = self._started.result()
+        engine, self.requests = self._started.result()
         self.mode, self.plan, self.config = engine.mode, engine.plan, engine.config
         self.sampling_defaults = engine.sampling_defaults
         self._limit.num_places = engine.plan.max_num_seqs
@@ -116,7 +95,7 @@ class AsyncEngine:
     @property
     def step_seconds(self) -> float:
         """Seconds for which the current step has been running; 0 if no step is running."""
-        began = self._step_began
+        began = self.requests.step_began
         return 0.0 if began is None else time.monotonic() - began
 
     @property
@@ -167,7 +146,7 @@ class AsyncEngine:
             charge.is_handed_over = True
         self._streams.add(stream)
         try:
-            await self._call(lambda engine: self._add(engine, stream, params))
+            await asyncio.wrap_future(self._call(lambda engine: self.requests.add(stream, params)))
         except BaseException:
             stream.close()
             raise
@@ -175,23 +154,20 @@ class AsyncEngine:
 
     async def stats(self) -> dict[str, Any]:
         """Return `LLMEngine.stats` as of the end of the current step."""
-        return await self._call(lambda engine: engine.stats())
+        return await asyncio.wrap_future(self._call(lambda engine: engine.stats()))
 
-    def _call(self, function: Callable[[LLMEngine], T]) -> asyncio.Future[T]:
-        """Runs `function` on the engine's thread between two steps."""
+    def _call(self, function: Callable[[LLMEngine], T]) -> Future[T]:
+        """Run `function` on the engine's thread between two steps."""
         future: Future[T] = Future()
-        self._put((function, future))
-        return asyncio.wrap_future(future)
-
-    def _put(self, call: tuple[Callable[[LLMEngine], Any], Future]) -> None:
         with self._lock:
             if self._is_closed:
                 raise self._dead()
-            self._inbox.put(call)
+            self._inbox.put((function, future))
+        return future
 
     def _abort_later(self, stream: RequestStream) -> None:
         try:
-            self._put((lambda engine: self._abort(engine, stream), Future()))
+            self._call(lambda engine: self.requests.abort(stream))
         except UnavailableError:
             pass  # the engine's thread has ended, so nothing runs any more
 
@@ -241,22 +217,23 @@ class AsyncEngine:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        self._started.set_result(engine)
+        requests = ServedRequests(engine, self._limit)
+        self._started.set_result((engine, requests))
         try:
-            while self._take_inbox(engine):
-                if engine.has_work or self._must_flush:
-                    self._step(engine)
+            while self._take_inbox(engine, requests):
+                if requests.has_work:
+                    requests.step()
                 self._num_queued = num_queued(engine)
-                self._send_batch()
+                self._send(requests)
         except BaseException as error:
             logger.exception("the engine is dead")
             self._failure = error
-        self._end(engine)
+        self._end(engine, requests)
 
-    def _take_inbox(self, engine: LLMEngine) -> bool:
-        """Make the calls in the inbox; wait for one if the engine has no work. Return False if the thread must end."""
+    def _take_inbox(self, engine: LLMEngine, requests: ServedRequests) -> bool:
+        """Make the calls in the inbox; wait for one if there is no work. Return False if the thread must end."""
         try:
-            call = self._inbox.get(block=not engine.has_work and not self._must_flush)
+            call = self._inbox.get(block=not requests.has_work)
             while call is not None:
                 function, future = call
                 if future.set_running_or_notify_cancel():
@@ -271,110 +248,16 @@ class AsyncEngine:
             return True
         return False
 
-    def _add(self, engine: LLMEngine, stream: RequestStream, params: SamplingParams) -> None:
-        if stream.has_ended:
-            return  # the reader has left meanwhile
-        self._limit.check(num_queued(engine), len(stream.prompts) * params.n)
-        name = uuid.uuid4().hex
-        added = {}
-        try:
-            for place, (text, token_ids) in enumerate(stream.prompts):
-                request_id = f"{name}-{place}"
-                request = engine.add_request(request_id, token_ids if text is None else text, params, token_ids)
-                added[request_id] = _Tracked(request, stream, place)
-        except BaseException:
-            for request_id in added:
-                engine.abort(request_id)
-            raise
-        self._tracked.update(added)
-        self.num_prompt_tokens += sum(len(token_ids) for _, token_ids in stream.prompts)
+    def _send(self, requests: ServedRequests) -> None:
+        """Have the event loop make the calls that have come together."""
+        calls, requests.calls = requests.calls, []
+        if calls and self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(_call_all, calls)
+            except RuntimeError:
+                pass  # the loop is closed, so nobody reads
 
-    def _abort(self, engine: LLMEngine, stream: RequestStream) -> None:
-        for request_id in [name for name, tracked in self._tracked.items() if tracked.stream is stream]:
-            engine.abort(request_id)
-            self._finish(request_id)
-
-    def _step(self, engine: LLMEngine) -> None:
-        self._step_began = time.monotonic()
-        try:
-            outputs = engine.step()
-        except Exception as error:
-            logger.exception("a step of the engine failed")
-            self._fail_step(engine, error)
-            self._must_flush = True  # the engine may hold outputs that only the next call of `step` returns
-            return
-        finally:
-            self._step_began = None
-        self._hand_out(engine, outputs)
-        if self._must_flush:
-            self._must_flush = False
-            for request_id in [name for name, tracked in self._tracked.items() if tracked.request.is_finished]:
-                self._finish(request_id, EngineStepError(RuntimeError("outputs were lost in a failed step")))
-
-    def _hand_out(self, engine: LLMEngine, outputs: list[StreamOutput]) -> None:
-        ended = {}
-        for output in outputs:
-            tracked = self._tracked.get(output.request_id)
-            if tracked is None:
-                continue
-            if output.finish_reason == "error":
-                engine.abort(output.request_id)  # aborts the request's other completions, if any
-                ended.pop(output.request_id, None)
-                self._finish(output.request_id, EngineStepError(output.error or "it says no more"))
-                continue
-            if not tracked.stream.has_started:
-                tracked.stream.has_started = True
-                self._batch.append((tracked.stream.start,))
-            self.num_generated_tokens += len(output.token_ids_delta)
-            if tracked.stream.wants_deltas:
-                self._batch.append((tracked.stream.put, tracked.place, output))
-            if tracked.request.is_finished:
-                ended[output.request_id] = tracked
-        for request_id, tracked in ended.items():
-            if not tracked.stream.wants_deltas:
-                self._batch.append((tracked.stream.put, tracked.place, tracked.request.output()))
-            self._finish(request_id)
-
-    def _fail_step(self, engine: LLMEngine, error: Exception) -> None:
-        """End the requests that the engine has aborted; if there are none, end one, so that the next step differs."""
-        failed = [
-            name
-            for name, tracked in self._tracked.items()
-            if any(sequence.finish_reason in ("abort", "error") for sequence in tracked.request.sequences)
-        ]
-        if not failed:
-            engine.runner.settle()  # raises if the device is lost: nothing can run then
-            scheduler = engine.scheduler
-            # Planning failed, most likely while it made room by preempting the youngest sequence. So end that one.
-            victim = scheduler.running[-1] if scheduler.running else next(iter(scheduler.waiting), None)
-            if victim is not None:
-                engine.abort(victim.request_id)
-                failed = [victim.request_id] if victim.request_id in self._tracked else []
-        for request_id in failed:
-            self._finish(request_id, EngineStepError(error))
-
-    def _finish(self, request_id: str, error: ApiError | None = None) -> None:
-        """Forget a request that has ended, and tell its reader."""
-        tracked = self._tracked.pop(request_id)
-        request, stream = tracked.request, tracked.stream
-        reasons = ["error" if error is not None else sequence.finish_reason for sequence in request.sequences]
-        first = None if request.first_token is None else request.first_token - stream.arrival
-        finished = FinishedRequest(reasons, first, time.perf_counter() - stream.arrival, request.metrics())
-        self._batch.append((self.on_finished, finished))
-        self._batch.append((stream.end_one,) if error is None else (stream.fail, error))
-
-    def _send_batch(self) -> None:
-        batch, self._batch = self._batch, []
-        if batch:
-            self._on_loop(_call_all, batch)
-
-    def _on_loop(self, function: Callable, *arguments: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:
-            pass  # the loop is closed, so nobody reads
-
-    def _end(self, engine: LLMEngine) -> None:
+    def _end(self, engine: LLMEngine, requests: ServedRequests) -> None:
         """Fail everything that still waits for the engine, so that nothing waits for ever."""
         with self._lock:
             self._is_closed = True
@@ -382,9 +265,8 @@ class AsyncEngine:
                 call = self._inbox.get()
                 if call is not None and call[1].set_running_or_notify_cancel():
                     call[1].set_exception(self._dead())
-        self._send_batch()
-        if self._loop is not None:
-            self._on_loop(self._fail_all)
+        requests.calls.append((self._fail_all,))
+        self._send(requests)
         try:
             engine.close()
         except Exception:

@@ -110,6 +110,8 @@ class ServerMetrics:
         for name, text, entry in _COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, self._stats[entry])
         yield CounterMetricFamily(
-            PREFIX + "prompt_tokens", "Tokens of the prompts that were taken.", self._engine.num_prompt_tokens
+            PREFIX + "prompt_tokens", "Tokens of the prompts that were taken.", self._engine.requests.num_prompt_tokens
         )
-        yield CounterMetricFamily(PREFIX + "generation_tokens", "Generated tokens.", self._engine.num_generated_tokens)
+        yield CounterMetricFamily(
+            PREFIX + "generation_tokens", "Generated tokens.", self._engine.requests.num_generated_tokens
+        )

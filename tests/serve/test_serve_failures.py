@@ -89,7 +89,7 @@ def test_a_lost_device_ends_everything_and_is_seen_by_the_probe(path):
     async def ask():
         async with serving(path) as served:
             running = [asyncio.create_task(served.post(prompt=[20 + i], **LONG)) for i in range(3)]
-            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 10)
+            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 10)
 
             def lost(*_):
                 raise RuntimeError("the device is lost")
@@ -294,7 +294,7 @@ def test_what_outlasts_the_grace_period_ends_with_an_error(path):
         async with serving(path) as served:
             whole = asyncio.create_task(served.post(prompt=[40], **LONG))
             streamed = asyncio.create_task(served.post(prompt=[40], stream=True, **LONG))
-            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 20)
+            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 20)
             await served.async_engine.drain(0)
             assert (await whole).status_code == 503
             *parts, last = events((await streamed).text)
@@ -308,7 +308,7 @@ def test_requests_get_an_end_when_the_engine_is_closed_under_them(path):
     async def ask():
         async with serving(path) as served:
             running = asyncio.create_task(served.post(prompt=[40], **LONG))
-            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 3)
+            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 3)
             served.async_engine.close()
             assert (await running).status_code == 503
 

@@ -353,7 +353,7 @@ def test_waiting_bytes_beyond_the_limit_are_refused_and_come_back(path, monkeypa
         async with serving(path, max_num_seqs=1, limits=dict(max_queue_bytes=50_000)) as served:
             waiting = served.async_engine.waiting
             running = asyncio.create_task(served.post(prompt=[5], **LONG))
-            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 3)
+            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 3)
             assert waiting.num_bytes == 0, "what runs does not wait"
             arriving = LeavingClient(served.app, dict(prompt=big), is_cut=True)
             await served.wait_until(lambda _: waiting.num_bytes > 30_000)

@@ -31,7 +31,7 @@ def test_a_client_that_leaves_ends_its_request_only(path, stream):
             await served.wait_until_idle()
             leaving = LeavingClient(served.app, dict(prompt=[[20, 21], [22]], n=2, stream=stream, **LONG))
             staying = asyncio.create_task(served.complete([40, 41], **LONG))
-            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 300 + 40)
+            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 300 + 40)
             leaving.leave()
             await leaving.task
             assert (await staying)["choices"] == wanted["choices"]
@@ -48,7 +48,7 @@ def test_a_client_that_leaves_while_it_waits_gives_up_its_place(path):
     async def ask():
         async with serving(path, max_num_seqs=1) as served:
             running = asyncio.create_task(served.complete([40], **LONG))
-            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 3)
+            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 3)
             leaving = LeavingClient(served.app, dict(prompt=[20], stream=True, **LONG))
             await served.wait_until(lambda served: served.async_engine.num_streams == 2)
             leaving.leave()
@@ -64,7 +64,7 @@ def test_a_reader_that_is_cancelled_ends_its_request(path):
     async def ask():
         async with serving(path) as served:
             task = asyncio.create_task(served.complete([20], **LONG))
-            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 3)
+            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 3)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -325,7 +325,7 @@ def test_prompts_beyond_the_queue_are_told_to_come_back_or_that_they_never_fit(p
                 assert "--max-queue" in response.json()["error"]["message"]
             assert (await served.post(prompt=[[5], [6], [7]], max_tokens=2)).status_code == 200
             running = asyncio.create_task(served.complete([40], **LONG))
-            await served.wait_until(lambda served: served.async_engine.num_generated_tokens > 10)
+            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 10)
             for body in (dict(prompt=[[5]] * 3), dict(prompt=[5], n=3)):
                 response = await served.post(**body)
                 assert response.status_code == 429 and response.headers["retry-after"] == "1"

@@ -1,0 +1,154 @@
+"""The requests that the engine's thread runs for HTTP requests, each with the stream that reads its outputs."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.outputs import StreamOutput
+from nanoinfer.requests.request import Request
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.serve.errors import ApiError, EngineStepError
+from nanoinfer.serve.queue_limits import QueueLimit, num_queued
+from nanoinfer.serve.request_stream import FinishedRequest, RequestStream
+
+logger = logging.getLogger("nanoinfer.serve")
+
+
+@dataclass(frozen=True)
+class _Tracked:
+    """A request in the engine, and the stream that reads its outputs."""
+
+    request: Request
+    stream: RequestStream
+    place: int
+
+
+class ServedRequests:
+    """Adds requests to the engine, runs its steps and hands out what they give. Used on the engine's thread only.
+
+    Args:
+        limit: checked for each new request.
+
+    Attributes:
+        calls: functions with their arguments, for the event loop to call after this step.
+        on_finished: called on the event loop for each prompt that has ended.
+        num_prompt_tokens: prompt tokens of all accepted requests.
+        step_began: `time.monotonic` at the start of the running step.
+    """
+
+    def __init__(self, engine: LLMEngine, limit: QueueLimit) -> None:
+        self._engine, self._limit = engine, limit
+        self.calls: list[tuple] = []
+        self.on_finished: Callable[[FinishedRequest], None] = lambda finished: None
+        self.num_prompt_tokens = self.num_generated_tokens = 0
+        self.step_began: float | None = None
+        self._tracked: dict[str, _Tracked] = {}
+        self._must_flush = False
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work or self._must_flush
+
+    def add(self, stream: RequestStream, params: SamplingParams) -> None:
+        """Add all prompts of a stream to the engine, or none.
+
+        Raises:
+            RequestError, OverloadedError: as for `QueueLimit.check` and `LLMEngine.add_request`.
+        """
+        if stream.has_ended:
+            return  # the reader has left meanwhile
+        self._limit.check(num_queued(self._engine), len(stream.prompts) * params.n)
+        name = uuid.uuid4().hex
+        added = {}
+        try:
+            for place, (text, token_ids) in enumerate(stream.prompts):
+                request_id = f"{name}-{place}"
+                request = self._engine.add_request(request_id, token_ids if text is None else text, params, token_ids)
+                added[request_id] = _Tracked(request, stream, place)
+        except BaseException:
+            for request_id in added:
+                self._engine.abort(request_id)
+            raise
+        self._tracked.update(added)
+        self.num_prompt_tokens += sum(len(token_ids) for _, token_ids in stream.prompts)
+
+    def abort(self, stream: RequestStream) -> None:
+        """End those requests of a stream that still run."""
+        for request_id in [name for name, tracked in self._tracked.items() if tracked.stream is stream]:
+            self._engine.abort(request_id)
+            self._finish(request_id)
+
+    def step(self) -> None:
+        """Run a step. If it fails, end the requests that failed with it."""
+        self.step_began = time.monotonic()
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            logger.exception("a step of the engine failed")
+            self._fail_step(error)
+            self._must_flush = True  # the engine may hold outputs that only the next call of `step` returns
+            return
+        finally:
+            self.step_began = None
+        self._hand_out(outputs)
+        if self._must_flush:
+            self._must_flush = False
+            for request_id in [name for name, tracked in self._tracked.items() if tracked.request.is_finished]:
+                self._finish(request_id, EngineStepError(RuntimeError("outputs were lost in a failed step")))
+
+    def _hand_out(self, outputs: list[StreamOutput]) -> None:
+        ended = {}
+        for output in outputs:
+            tracked = self._tracked.get(output.request_id)
+            if tracked is None:
+                continue
+            if output.finish_reason == "error":
+                self._engine.abort(output.request_id)  # aborts the request's other completions, if any
+                ended.pop(output.request_id, None)
+                self._finish(output.request_id, EngineStepError(output.error or "it says no more"))
+                continue
+            if not tracked.stream.has_started:
+                tracked.stream.has_started = True
+                self.calls.append((tracked.stream.start,))
+            self.num_generated_tokens += len(output.token_ids_delta)
+            if tracked.stream.wants_deltas:
+                self.calls.append((tracked.stream.put, tracked.place, output))
+            if tracked.request.is_finished:
+                ended[output.request_id] = tracked
+        for request_id, tracked in ended.items():
+            if not tracked.stream.wants_deltas:
+                self.calls.append((tracked.stream.put, tracked.place, tracked.request.output()))
+            self._finish(request_id)
+
+    def _fail_step(self, error: Exception) -> None:
+        """End the requests that the engine has aborted; if there are none, end one, so that the next step differs."""
+        failed = [
+            name
+            for name, tracked in self._tracked.items()
+            if any(sequence.finish_reason in ("abort", "error") for sequence in tracked.request.sequences)
+        ]
+        if not failed:
+            self._engine.runner.settle()  # raises if the device is lost: nothing can run then
+            scheduler = self._engine.scheduler
+            # Planning failed, most likely while it made room by preempting the youngest sequence. So end that one.
+            victim = scheduler.running[-1] if scheduler.running else next(iter(scheduler.waiting), None)
+            if victim is not None:
+                self._engine.abort(victim.request_id)
+                failed = [victim.request_id] if victim.request_id in self._tracked else []
+        for request_id in failed:
+            self._finish(request_id, EngineStepError(error))
+
+    def _finish(self, request_id: str, error: ApiError | None = None) -> None:
+        """Forget a request that has ended, and tell its reader."""
+        tracked = self._tracked.pop(request_id)
+        request, stream = tracked.request, tracked.stream
+        reasons = ["error" if error is not None else sequence.finish_reason for sequence in request.sequences]
+        first = None if request.first_token is None else request.first_token - stream.arrival
+        finished = FinishedRequest(reasons, first, time.perf_counter() - stream.arrival, request.metrics())
+        self.calls.append((self.on_finished, finished))
+        self.calls.append((stream.end_one,) if error is None else (stream.fail, error))
