@@ -13,7 +13,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from nanoinfer.config import EngineConfig
     from nanoinfer.engine.engine import LLMEngine
     from nanoinfer.llm import LLM
-    from nanoinfer.memory.forecast import Forecast, plan
+    from nanoinfer.memory.forecast import Forecast
+    from nanoinfer.memory.forecaster import plan
     from nanoinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
     from nanoinfer.sampling_params import SamplingParams
 
@@ -47,6 +48,6 @@ __getattr__, __dir__ = lazy_names(
         "RequestOutput": "nanoinfer.outputs",
         "SamplingParams": "nanoinfer.sampling_params",
         "StreamOutput": "nanoinfer.outputs",
-        "plan": "nanoinfer.memory.forecast",
+        "plan": "nanoinfer.memory.forecaster",
     },
 )

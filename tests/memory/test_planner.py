@@ -72,7 +72,7 @@ def test_what_does_not_fit_says_why_and_what_would():
     forecast = nanoinfer.plan("qwen3-4b", context=131_072, batch=4, **QWEN3_4B)
     assert not forecast.fits and "need 72.00 GiB of host memory" in forecast.problem
     assert "a batch of at most 3 at 131,072 tokens" in forecast.advice and "8 GiB more host memory" in forecast.advice
-    assert "does not fit" in forecast.one_line() and "what would help" in forecast.report()
+    assert "does not fit" in forecast.report() and "what would help" in forecast.report()
     assert nanoinfer.plan("qwen3-4b", context=131_072, batch=3, **QWEN3_4B).fits
 
 
