@@ -21,33 +21,20 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
 __version__ = "0.1.0"
 
 __all__ = [
-    "LLM",
-    "CompletionOutput",
-    "EngineConfig",
-    "Forecast",
-    "LLMEngine",
-    "Logprob",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "StreamOutput",
-    "plan",
-]
+    "LLM", "CompletionOutput", "EngineConfig", "Forecast", "LLMEngine", "Logprob", "RequestMetrics", "RequestOutput",
+    "SamplingParams", "StreamOutput", "plan",
+]  # fmt: skip
 
 # Torch and transformers take seconds to import: they come with the first name that needs them.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "LLM": "nanoinfer.llm",
-        "CompletionOutput": "nanoinfer.outputs",
-        "EngineConfig": "nanoinfer.config",
-        "Forecast": "nanoinfer.memory.forecast",
-        "LLMEngine": "nanoinfer.engine.engine",
-        "Logprob": "nanoinfer.outputs",
-        "RequestMetrics": "nanoinfer.outputs",
-        "RequestOutput": "nanoinfer.outputs",
-        "SamplingParams": "nanoinfer.sampling_params",
-        "StreamOutput": "nanoinfer.outputs",
-        "plan": "nanoinfer.memory.forecaster",
+        "config": ["EngineConfig"],
+        "engine.engine": ["LLMEngine"],
+        "llm": ["LLM"],
+        "memory.forecast": ["Forecast"],
+        "memory.forecaster": ["plan"],
+        "outputs": ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "StreamOutput"],
+        "sampling_params": ["SamplingParams"],
     },
 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, modules: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Gives `__getattr__` and `__dir__` for a package's `__init__`, which imports none of its names itself.
 
     Submodules that nobody has imported yet are found as attributes, too. An unknown name raises an AttributeError;
@@ -17,9 +19,10 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
     Args:
         package: its `__name__`.
-        homes: public name -> the module that defines it.
+        modules: module of the package, such as "memory.forecast" -> the public names that it defines.
     """
     module = sys.modules[package]
+    homes = {name: f"{package}.{home}" for home, names in modules.items() for name in names}
 
     def __getattr__(name: str) -> Any:
         if name in homes:

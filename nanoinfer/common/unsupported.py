@@ -10,110 +10,94 @@ from typing import Any
 
 Table = Mapping[str, tuple[tuple, str]]
 
-_LEAVE_OUT = "leave it out"
-_ONE_GPU = "one GPU per engine"
-_NO_LORA = "merge the adapter into the weights"
+LEAVE_OUT = "leave it out"
 _TEXT_ONLY = "models take text only"
+FIRST_COME = "requests are taken first come, first served"
+_NO_LORA = "merge the adapter into the weights"
 _NO_STRUCTURE = "check the text, and ask again where it does not fit"
-_NO_SPECULATION = "there is no speculative decoding"
-_DOWNLOAD = "download the checkpoint and give its directory"
 
-ENGINE: Table = {
-    "tensor_parallel_size": ((1,), _ONE_GPU),
-    "pipeline_parallel_size": ((1,), _ONE_GPU),
-    "data_parallel_size": ((1,), _ONE_GPU),
-    "decode_context_parallel_size": ((1,), _ONE_GPU),
-    "enable_expert_parallel": ((False,), _ONE_GPU),
-    "distributed_executor_backend": (("uni",), _ONE_GPU),
-    "disable_custom_all_reduce": ((True, False), _ONE_GPU),
-    "trust_remote_code": ((False,), "no code of a checkpoint is run"),
-    "quantization": ((), "weights are bfloat16, float16 or float32"),
-    "revision": ((), _DOWNLOAD),
-    "code_revision": ((), "no code of a checkpoint is run"),
-    "tokenizer_revision": ((), "download the tokenizer and give its directory"),
-    "tokenizer_mode": (("auto",), _LEAVE_OUT),
-    "download_dir": ((), "set the environment variable HF_HOME"),
-    "hf_overrides": (({},), "change the checkpoint's config.json"),
-    "rope_scaling": (({},), "change the checkpoint's config.json"),
-    "rope_theta": ((), "change the checkpoint's config.json"),
-    "override_generation_config": (({},), 'give SamplingParams, or generation_config="vllm"'),
-    "task": (("auto", "generate"), "models generate text only"),
-    "runner": (("auto", "generate"), "models generate text only"),
-    "served_model_name": ((), "it is an option of nanoinfer serve"),
-    "cpu_offload_gb": ((0,), "in vLLM it offloads weights, which stay on the GPU here; enable_cpu_offload=True moves "
-                             "the KV cache"),
-    "swap_space": ((0, 4), "host_memory_limit bounds the host memory for KV blocks"),
-    "kv_offloading_size": ((), "give host_memory_limit and enable_cpu_offload=True"),
-    "kv_cache_memory_bytes": ((), "give gpu_memory_limit, which bounds all that the engine takes"),
-    "calculate_kv_scales": ((False,), "the scale of an fp8 KV cache is 1"),
-    "max_seq_len_to_capture": ((8192,), "graphs serve every length"),
-    "cudagraph_capture_sizes": ((), "give cuda_graph_batch_sizes and capture_num_tokens"),
-    "compilation_config": (({}, 0), "give enforce_eager, cuda_graph_batch_sizes and capture_num_tokens"),
-    "enable_chunked_prefill": ((True,), "prompts are computed in chunks of max_num_batched_tokens"),
-    "num_scheduler_steps": ((1,), _LEAVE_OUT),
-    "scheduling_policy": (("fcfs",), "requests are taken first come, first served"),
-    "async_scheduling": ((True,), "the host always runs one step ahead"),
-    "disable_log_stats": ((True,), "llm.stats() has the counters, and nanoinfer serve has /metrics"),
-    "max_logprobs": ((20,), "SamplingParams takes at most logprobs=20"),
-    "logits_processors": (([],), _LEAVE_OUT),
-    "enable_sleep_mode": ((False,), "close() gives all memory back"),
-    "enable_prompt_embeds": ((False,), "prompts are text or token ids"),
-    "enable_lora": ((False,), _NO_LORA),
-    "max_loras": ((1,), _NO_LORA),
-    "max_lora_rank": ((16,), _NO_LORA),
-    "max_cpu_loras": ((), _NO_LORA),
-    "lora_dtype": (("auto",), _NO_LORA),
-    "fully_sharded_loras": ((False,), _NO_LORA),
-    "enable_prompt_adapter": ((False,), _LEAVE_OUT),
-    "speculative_model": ((), _NO_SPECULATION),
-    "speculative_config": ((), _NO_SPECULATION),
-    "num_speculative_tokens": ((0,), _NO_SPECULATION),
-    "guided_decoding_backend": (("auto",), _NO_STRUCTURE),
-    "structured_outputs_config": (({},), _NO_STRUCTURE),
-    "reasoning_parser": (("",), "the text is returned as it is generated"),
-    "limit_mm_per_prompt": (({},), _TEXT_ONLY),
-    "mm_processor_kwargs": (({},), _TEXT_ONLY),
-    "allowed_local_media_path": (("",), _TEXT_ONLY),
-}  # fmt: skip
 
-SAMPLING: Table = {
-    "best_of": ((1,), "all n completions are returned"),
-    "use_beam_search": ((False,), "use n and sampling"),
-    "length_penalty": ((1,), _LEAVE_OUT),
-    "early_stopping": ((False,), _LEAVE_OUT),
-    "prompt_logprobs": ((), "logprobs are those of generated tokens"),
-    "logit_bias": (({},), _LEAVE_OUT),
-    "logits_processors": (([],), _LEAVE_OUT),
-    "allowed_token_ids": ((), _LEAVE_OUT),
-    "bad_words": (([],), _LEAVE_OUT),
-    "guided_decoding": ((), _NO_STRUCTURE),
-    "structured_outputs": ((), _NO_STRUCTURE),
-    "truncate_prompt_tokens": ((), "shorten the prompt"),
-    "detokenize": ((True,), "give skip_tokenizer_init=True to the LLM"),
-    "spaces_between_special_tokens": ((True,), _LEAVE_OUT),
-    "include_stop_str_in_output": ((False,), "add the stop_reason of the answer yourself"),
-    "output_kind": ((), "generate() gives whole completions, generate_stream() what they gained"),
-    "extra_args": (({},), _LEAVE_OUT),
-}
+def by_advice(advised: Mapping[str, Mapping[str, tuple]]) -> dict[str, tuple[tuple, str]]:
+    """Return the table for advice -> {name: values that mean the same as leaving it out}."""
+    return {name: (neutral, advice) for advice, names in advised.items() for name, neutral in names.items()}
 
-GENERATE: Table = {
-    "lora_request": ((), _NO_LORA),
-    "prompt_adapter_request": ((), _LEAVE_OUT),
-    "priority": ((0,), "requests are taken first come, first served"),
-    "prompt_token_ids": ((), 'give {"prompt_token_ids": ids} or the ids themselves as prompts'),
-    "guided_options_request": ((), _NO_STRUCTURE),
-    "tokenization_kwargs": (({},), "give token ids, from get_tokenizer()"),
-}
 
-_RENDER = "render the conversation with get_tokenizer().apply_chat_template() and complete it with generate()"
-CHAT: Table = GENERATE | {
-    "chat_template": ((), _RENDER),
-    "chat_template_kwargs": (({},), _RENDER),
-    "chat_template_content_format": (("auto", "string"), "contents are text"),
-    "continue_final_message": ((False,), _RENDER),
-    "tools": (([],), _RENDER),
-    "mm_processor_kwargs": (({},), _TEXT_ONLY),
-}
+ENGINE: Table = by_advice({
+    "one GPU per engine": dict(
+        tensor_parallel_size=(1,), pipeline_parallel_size=(1,), data_parallel_size=(1,),
+        decode_context_parallel_size=(1,), enable_expert_parallel=(False,), distributed_executor_backend=("uni",),
+        disable_custom_all_reduce=(True, False),
+    ),
+    "no code of a checkpoint is run": dict(trust_remote_code=(False,), code_revision=()),
+    "weights are bfloat16, float16 or float32": dict(quantization=()),
+    "download the checkpoint and give its directory": dict(revision=()),
+    "download the tokenizer and give its directory": dict(tokenizer_revision=()),
+    "set the environment variable HF_HOME": dict(download_dir=()),
+    "change the checkpoint's config.json": dict(hf_overrides=({},), rope_scaling=({},), rope_theta=()),
+    'give SamplingParams, or generation_config="vllm"': dict(override_generation_config=({},)),
+    "models generate text only": dict(task=("auto", "generate"), runner=("auto", "generate")),
+    "it is an option of nanoinfer serve": dict(served_model_name=()),
+    "in vLLM it offloads weights, which stay on the GPU here; enable_cpu_offload=True moves the KV cache": dict(
+        cpu_offload_gb=(0,)
+    ),
+    "host_memory_limit bounds the host memory for KV blocks": dict(swap_space=(0, 4)),
+    "give host_memory_limit and enable_cpu_offload=True": dict(kv_offloading_size=()),
+    "give gpu_memory_limit, which bounds all that the engine takes": dict(kv_cache_memory_bytes=()),
+    "the scale of an fp8 KV cache is 1": dict(calculate_kv_scales=(False,)),
+    "graphs serve every length": dict(max_seq_len_to_capture=(8192,)),
+    "give cuda_graph_batch_sizes and capture_num_tokens": dict(cudagraph_capture_sizes=()),
+    "give enforce_eager, cuda_graph_batch_sizes and capture_num_tokens": dict(compilation_config=({}, 0)),
+    "prompts are computed in chunks of max_num_batched_tokens": dict(enable_chunked_prefill=(True,)),
+    FIRST_COME: dict(scheduling_policy=("fcfs",)),
+    "the host always runs one step ahead": dict(async_scheduling=(True,)),
+    "llm.stats() has the counters, and nanoinfer serve has /metrics": dict(disable_log_stats=(True,)),
+    "SamplingParams takes at most logprobs=20": dict(max_logprobs=(20,)),
+    "close() gives all memory back": dict(enable_sleep_mode=(False,)),
+    "prompts are text or token ids": dict(enable_prompt_embeds=(False,)),
+    _NO_LORA: dict(
+        enable_lora=(False,), max_loras=(1,), max_lora_rank=(16,), max_cpu_loras=(), lora_dtype=("auto",),
+        fully_sharded_loras=(False,),
+    ),
+    "there is no speculative decoding": dict(speculative_model=(), speculative_config=(), num_speculative_tokens=(0,)),
+    _NO_STRUCTURE: dict(guided_decoding_backend=("auto",), structured_outputs_config=({},)),
+    "the text is returned as it is generated": dict(reasoning_parser=("",)),
+    _TEXT_ONLY: dict(limit_mm_per_prompt=({},), mm_processor_kwargs=({},), allowed_local_media_path=("",)),
+    LEAVE_OUT: dict(
+        tokenizer_mode=("auto",), num_scheduler_steps=(1,), logits_processors=([],), enable_prompt_adapter=(False,)
+    ),
+})  # fmt: skip
+
+SAMPLING: Table = by_advice({
+    "all n completions are returned": dict(best_of=(1,)),
+    "use n and sampling": dict(use_beam_search=(False,)),
+    "logprobs are those of generated tokens": dict(prompt_logprobs=()),
+    _NO_STRUCTURE: dict(guided_decoding=(), structured_outputs=()),
+    "shorten the prompt": dict(truncate_prompt_tokens=()),
+    "give skip_tokenizer_init=True to the LLM": dict(detokenize=(True,)),
+    "add the stop_reason of the answer yourself": dict(include_stop_str_in_output=(False,)),
+    "generate() gives whole completions, generate_stream() what they gained": dict(output_kind=()),
+    LEAVE_OUT: dict(
+        length_penalty=(1,), early_stopping=(False,), logit_bias=({},), logits_processors=([],), allowed_token_ids=(),
+        bad_words=([],), spaces_between_special_tokens=(True,), extra_args=({},),
+    ),
+})  # fmt: skip
+
+GENERATE: Table = by_advice({
+    _NO_LORA: dict(lora_request=()),
+    LEAVE_OUT: dict(prompt_adapter_request=()),
+    FIRST_COME: dict(priority=(0,)),
+    'give {"prompt_token_ids": ids} or the ids themselves as prompts': dict(prompt_token_ids=()),
+    _NO_STRUCTURE: dict(guided_options_request=()),
+    "give token ids, from get_tokenizer()": dict(tokenization_kwargs=({},)),
+})  # fmt: skip
+
+CHAT: Table = GENERATE | by_advice({
+    "render the conversation with get_tokenizer().apply_chat_template() and complete it with generate()": dict(
+        chat_template=(), chat_template_kwargs=({},), continue_final_message=(False,), tools=([],)
+    ),
+    "contents are text": dict(chat_template_content_format=("auto", "string")),
+    _TEXT_ONLY: dict(mm_processor_kwargs=({},)),
+})  # fmt: skip
 
 
 def refuse_unsupported(given: Mapping[str, Any], table: Table) -> dict[str, Any]:

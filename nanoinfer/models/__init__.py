@@ -17,11 +17,7 @@ __all__ = ["DecoderModel", "ModelSpec", "find_class", "register", "resolve", "su
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "DecoderModel": "nanoinfer.models.base",
-        "ModelSpec": "nanoinfer.models.base",
-        "find_class": "nanoinfer.models.registry",
-        "register": "nanoinfer.models.registry",
-        "resolve": "nanoinfer.models.registry",
-        "supported_architectures": "nanoinfer.models.registry",
+        "base": ["DecoderModel", "ModelSpec"],
+        "registry": ["find_class", "register", "resolve", "supported_architectures"],
     },
 )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanoinfer.common.unsupported import SAMPLING
+from nanoinfer.common.unsupported import FIRST_COME, LEAVE_OUT, SAMPLING, by_advice
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import BadRequestError
@@ -27,28 +27,18 @@ IGNORED = frozenset(
     ).split()
 )
 # Fields of the API that are not supported: the values that mean the same as leaving the field out, and what to do.
-UNSUPPORTED = SAMPLING | {
-    "suffix": (("",), "leave it out"),
-    "response_format": (({"type": "text"},), "only text is generated"),
-    "tools": (([],), "leave it out"),
-    "tool_choice": (("none", "auto"), "leave it out"),
-    "functions": (([],), "leave it out"),
-    "function_call": (("none",), "leave it out"),
-    "modalities": ((["text"],), "only text is generated"),
-    "audio": ((), "only text is generated"),
-    "prediction": ((), "leave it out"),
-    "reasoning_effort": ((), "use chat_template_kwargs if the model's chat template has a switch"),
-    "verbosity": ((), "leave it out"),
-    "web_search_options": ((), "leave it out"),
-    "priority": ((0,), "requests are taken first come, first served"),
-    "cache_salt": ((), "the prefix cache is one for all requests"),
-    "continue_final_message": ((False,), "use /v1/completions with a finished prompt"),
-    "guided_json": ((), "leave it out"),
-    "guided_regex": ((), "leave it out"),
-    "guided_choice": ((), "leave it out"),
-    "guided_grammar": ((), "leave it out"),
-}
-
+UNSUPPORTED = SAMPLING | by_advice({
+    "only text is generated": dict(response_format=({"type": "text"},), modalities=(["text"],), audio=()),
+    "use chat_template_kwargs if the model's chat template has a switch": dict(reasoning_effort=()),
+    FIRST_COME: dict(priority=(0,)),
+    "the prefix cache is one for all requests": dict(cache_salt=()),
+    "use /v1/completions with a finished prompt": dict(continue_final_message=(False,)),
+    LEAVE_OUT: dict(
+        suffix=("",), tools=([],), tool_choice=("none", "auto"), functions=([],), function_call=("none",),
+        prediction=(), verbosity=(), web_search_options=(), guided_json=(), guided_regex=(), guided_choice=(),
+        guided_grammar=(),
+    ),
+})  # fmt: skip
 
 Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 

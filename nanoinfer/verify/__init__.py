@@ -20,13 +20,5 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
 
 __all__ = ["Mismatch", "RunReport", "Verdict", "verify"]
 
-# The command line reads its options from `command`, without torch.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Mismatch": "nanoinfer.verify.report",
-        "RunReport": "nanoinfer.verify.report",
-        "Verdict": "nanoinfer.verify.report",
-        "verify": "nanoinfer.verify.check",
-    },
-)
+# The command line reads its options without torch.
+__getattr__, __dir__ = lazy_names(__name__, {"check": ["verify"], "report": ["Mismatch", "RunReport", "Verdict"]})
