@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -97,11 +96,12 @@ class Exam:
                 f"--context {length} has no room for the facts of {len(self.grid.depths)} --depths ({error}): name "
                 "fewer --depths or a longer --context"
             ) from error
-        text = _common_prefix([question.prompt_text for question in questions])
+        prompt = questions[0].prompt_text
+        text = prompt[: prompt.rindex("\nQuestion:")]  # the document that all prompts begin with
         document = self.tokenizer.encode(text)
         asked = [self._encode(question.prompt_text[len(text) :]) for question in questions]
         # All questions alike: one of each length tells. A document of 64k tokens takes 0.3 s.
-        if number == 0 and document + asked[0] != self.tokenizer.encode(questions[0].prompt_text):
+        if number == 0 and document + asked[0] != self.tokenizer.encode(prompt):
             raise ValueError(
                 "the model's tokenizer gives a document other tokens when a question follows: recall can be asked of "
                 'tokenizers that begin a token at "\\nQuestion" only'
@@ -186,8 +186,3 @@ def ask(tokenizer: PreTrainedTokenizerBase, grid: Grid, length: int, number: int
     questions = document.questions((KIND,))
     assert len(questions) == len(grid.depths) * FACTS_PER_PLACE
     return questions
-
-
-def _common_prefix(texts: Sequence[str]) -> str:
-    """The document that all prompts begin with."""
-    return texts[0][: texts[0].rindex("\nQuestion:")]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 
 from nanoinfer.recall import words
@@ -250,7 +251,8 @@ def write_document(
     Raises:
         ValueError: the wished facts do not fit, or a depth or kind is not allowed.
     """
-    draft = _Draft(Author(Random(seed)), mix or Mix(), _Counter(count_tokens))
+    count_tokens = cache(count_tokens)
+    draft = _Draft(Author(Random(seed)), mix or Mix(), lambda fragments: sum(map(count_tokens, fragments)))
     wished = sorted(plant, key=lambda item: item[1])
     for kind, depth in wished:
         if not 0 <= depth <= 1:
@@ -278,7 +280,7 @@ def write_document(
 class _Draft:
     """A document that grows. position: its tokens so far."""
 
-    def __init__(self, author: Author, mix: Mix, count: _Counter) -> None:
+    def __init__(self, author: Author, mix: Mix, count: Callable[[Fragments], int]) -> None:
         self.author, self.count = author, count
         self._mix = mix
         self._parts: list[Fragments] = [[HEADING]]
@@ -325,22 +327,6 @@ class _Draft:
                 if last[fact.subject] == start
             ],
         )
-
-
-class _Counter:
-    """Counts tokens of fragments, each distinct one once."""
-
-    def __init__(self, count_tokens: Callable[[str], int]) -> None:
-        self._count_tokens = count_tokens
-        self._known: dict[str, int] = {}
-
-    def __call__(self, fragments: Fragments) -> int:
-        total = 0
-        for fragment in fragments:
-            if fragment not in self._known:
-                self._known[fragment] = self._count_tokens(fragment)
-            total += self._known[fragment]
-        return total
 
 
 def _some(rng: Random, choices: Sequence[str], number: int) -> list[str]:

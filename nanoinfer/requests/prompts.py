@@ -71,47 +71,25 @@ def encode_chat(
     variables: Mapping[str, Any] | None = None,
     *,
     add_generation_prompt: bool = True,
-) -> list[int]:
+    tokenize: bool = True,
+) -> list[int] | str:
     """Return the token ids of a conversation, through the tokenizer's chat template.
 
     Args:
         messages: as `conversation` returns them.
         variables: variables of the template, such as `enable_thinking`; the client chooses the names.
+        tokenize: False returns the text, whose tokens, without special tokens around it, are these ids.
 
     Raises:
         RequestError: there is no template, or it refuses the messages.
     """
-    return list(_templated(tokenizer, messages, variables, add_generation_prompt, tokenize=True, return_dict=False))
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase | None,
-    messages: list[dict[str, Any]],
-    variables: Mapping[str, Any] | None = None,
-    *,
-    add_generation_prompt: bool = True,
-) -> str:
-    """Return a conversation as text; its tokens, without special tokens around it, are those of `encode_chat`.
-
-    Arguments and errors are those of `encode_chat`.
-    """
-    return _templated(tokenizer, messages, variables, add_generation_prompt, tokenize=False)
-
-
-def _templated(
-    tokenizer: PreTrainedTokenizerBase | None,
-    messages: list[dict[str, Any]],
-    variables: Mapping[str, Any] | None,
-    add_generation_prompt: bool,
-    **arguments: Any,
-) -> Any:
     check_chat(tokenizer)
+    wanted = dict(add_generation_prompt=add_generation_prompt, tokenize=tokenize, return_dict=False)
     try:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, **arguments, **(variables or {})
-        )
+        found = tokenizer.apply_chat_template(messages, **wanted, **(variables or {}))
     except Exception as error:  # a template is a program from the checkpoint and may raise anything
         raise RequestError(f"the chat template refuses the messages: {error}", field="messages") from error
+    return list(found) if tokenize else found
 
 
 def too_long(what: str, max_model_len: int) -> RequestError:

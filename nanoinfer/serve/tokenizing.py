@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.requests.prompts import encode, encode_chat, render_chat, too_long
+from nanoinfer.requests.prompts import encode, encode_chat, too_long
 from nanoinfer.serve import text_pieces
 
 T = TypeVar("T")
@@ -84,15 +84,12 @@ class PromptTokenizer:
             RequestError: as for `encode_chat` and `Intake.tokenize`.
         """
 
-        def whole() -> list[int]:
-            return self._check(encode_chat(self.tokenizer, conversation(), **template_arguments))
-
-        def rendered() -> str:
-            return render_chat(self.tokenizer, conversation(), **template_arguments)
+        def templated(**how: bool) -> list[int] | str:
+            return encode_chat(self.tokenizer, conversation(), **template_arguments, **how)
 
         if num_bytes <= _LONG_PROMPT_CHARS or not self._renders_first:
-            return None, await self._on(_lane(num_bytes), whole)
-        text = await self._on(_lane(num_bytes), rendered)
+            return None, await self._on(_lane(num_bytes), lambda: self._check(templated()))
+        text = await self._on(_lane(num_bytes), lambda: templated(tokenize=False))
         return None, await self._tokenize_text(text, self._encode_bare, is_bare=True)
 
     async def text_of(self, prompt: Prompt) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.measure.logits import LogitsRecorder
+from nanoinfer.measure.run import free_memory
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import SequenceState
 from nanoinfer.verify.record import Answer
@@ -36,15 +35,12 @@ def attempt(
     report: RunReport,
 ) -> list[Answer] | None:
     """Return the run's tokens and logits; None if the run was left out or failed, which the report then says."""
+    config = EngineConfig.from_arguments(arguments)
     try:
-        config = EngineConfig.from_arguments(arguments)
-        try:
-            engine = LLMEngine(config, make_runtime(run.name))
-        except ValueError as error:
-            if run.is_required:
-                raise
-            raise LeftOut(str(error)) from error
-    except LeftOut as error:
+        engine = LLMEngine(config, make_runtime(run.name))
+    except ValueError as error:
+        if run.is_required:
+            raise
         report.left_out = str(error)
         return None
     try:
@@ -56,12 +52,9 @@ def attempt(
     except Exception as error:  # a wrong block or a missing wait may lead to any error; the other runs go on
         report.failure = f"{type(error).__name__}: {error}"
     finally:
-        device = engine.runner.runtime.device
         engine.close()
         del engine
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
     return None
 
 
