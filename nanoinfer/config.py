@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from nanoinfer.common.errors import did_you_mean, refuse_unknown
+from nanoinfer.common.errors import did_you_mean, refuse_unknown_keywords
 from nanoinfer.common.units import is_share, parse_bytes
 from nanoinfer.common.unsupported import ENGINE, refuse_unsupported
 
 
+@partial(refuse_unknown_keywords, known=lambda given: refuse_unsupported(given, ENGINE), taker="LLM")
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. Names and meanings follow vLLM where vLLM has the same setting.
+
+    Raises:
+        UnknownNameError: an argument does not exist; the message names the nearest one.
+        ValueError: a value is not allowed, or an argument of vLLM asks for a feature that this engine does not have.
 
     Attributes:
         model: local directory of a Hugging Face checkpoint, or a hub id.
@@ -129,19 +134,6 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization={utilization!r} must be above 0 and at most 1, such as 0.9")
         self._check_batch_sizes()
         self._check_capture_num_tokens()
-
-    @classmethod
-    def from_arguments(cls, arguments: dict[str, Any]) -> EngineConfig:
-        """Build the config. An unknown name is refused with the nearest known one.
-
-        Raises:
-            UnknownNameError: an argument does not exist.
-            ValueError: a value is not allowed, or an argument of vLLM asks for a feature that this engine does not
-                have.
-        """
-        arguments = refuse_unsupported(arguments, ENGINE)
-        refuse_unknown(arguments, [field.name for field in fields(cls)], "LLM")
-        return cls(**arguments)
 
     @property
     def may_offload(self) -> bool:

@@ -45,7 +45,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **arguments: Any) -> None:
-        self._engine: LLMEngine | None = LLMEngine(EngineConfig.from_arguments({"model": model, **arguments}))
+        self._engine: LLMEngine | None = LLMEngine(EngineConfig(model=model, **arguments))
         self._next_request = 0
         self._streams: dict[str, _Stream] = {}  # by request: the stream that gets its outputs, whoever runs the step
         if self.engine.config.progress_bar:

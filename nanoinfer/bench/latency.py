@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
     if options.max_num_seqs is None:
         arguments["max_num_seqs"] = options.batch_size
     with model_directory(options, shape) as model:
-        EngineConfig.from_arguments({"model": model, **arguments})
+        EngineConfig(model=model, **arguments)
         load_config(model)
         # Measured before the engine exists: the buffers would take memory that it reserves for its activations.
         before = measure_floors(device)

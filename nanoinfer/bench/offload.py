@@ -167,7 +167,7 @@ def run(options: argparse.Namespace, command: str) -> list[Row]:
     with model_directory(options, default_shape(device)) as model:
         # A wrong option is refused here, once. Below, the only errors left are cases that do not fit.
         for mode in cases.modes:
-            EngineConfig.from_arguments({"model": model, **engine_arguments(options, cases, mode, cases.contexts[0])})
+            EngineConfig(model=model, **engine_arguments(options, cases, mode, cases.contexts[0]))
         load_config(model)
         floors = measure_floors(device)
         this_run = _Run(model, options, cases, device, floors)

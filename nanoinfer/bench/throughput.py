@@ -138,7 +138,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
     shape = default_shape(device)
     arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)
     with model_directory(options, shape) as model:
-        config = EngineConfig.from_arguments({"model": model, **arguments})
+        config = EngineConfig(model=model, **arguments)
         spec, _ = spec_and_layout(config, load_config(model))
         load = make_load(options.num_prompts, *lengths, options.temperature, options.seed, spec.vocab_size)
         llm = LLM(model, **arguments | dict(max_model_len=load.max_model_len))

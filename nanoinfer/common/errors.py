@@ -61,10 +61,11 @@ def refuse_unknown(given: Iterable[str], allowed: Collection[str], what: str) ->
         raise UnknownNameError(f"{what} got an unknown argument {name!r}{hint} Allowed: {', '.join(allowed)}.")
 
 
-def refuse_unknown_keywords(cls: type, known: Callable[[dict], dict] = dict) -> type:
+def refuse_unknown_keywords(cls: type, known: Callable[[dict], dict], taker: str | None = None) -> type:
     """Make a keyword-only dataclass refuse unknown keywords and name the nearest field. Usable as a decorator.
 
     known: refuses or removes keywords that are known but no fields; returns the remaining keywords.
+    taker: who was given the keywords, in the user's words; None: the class.
     """
     generated_init = cls.__init__
     names = tuple(field.name for field in dataclasses.fields(cls) if field.init)
@@ -77,7 +78,7 @@ def refuse_unknown_keywords(cls: type, known: Callable[[dict], dict] = dict) -> 
                 f"name them, as in {cls.__name__}({names[0]}=...)."
             )
         kwargs = known(kwargs)
-        refuse_unknown(kwargs, names, cls.__name__)
+        refuse_unknown(kwargs, names, taker or cls.__name__)
         generated_init(self, **kwargs)
 
     cls.__init__ = __init__

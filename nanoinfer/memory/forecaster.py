@@ -68,7 +68,7 @@ def plan(
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
     arguments = {"enable_cpu_offload": True, **arguments}
     given = {"model": model, "gpu_memory_limit": gpu_memory, "host_memory_limit": host_memory, **arguments}
-    config = EngineConfig.from_arguments(given)
+    config = EngineConfig(**given)
     with tempfile.TemporaryDirectory() as directory:
         path = write_shape(str(model), directory) if model in SHAPES else model
         hf_config = load_config(path, names=SHAPES)

@@ -82,7 +82,7 @@ def read_options(options: argparse.Namespace) -> Evaluation:
     check_safetensors(model_dir)
     _check_context(model_dir, grid.lengths[-1])
     for name in formats:  # a wrong value is refused also where transformers alone answer
-        EngineConfig.from_arguments(_engine_arguments(options, model_dir, "resident", name, grid.lengths[-1]))
+        EngineConfig(**_engine_arguments(options, model_dir, "resident", name, grid.lengths[-1]))
     runs = []
     for mode in modes:
         if mode == REFERENCE:
@@ -120,7 +120,7 @@ def _check_context(model_dir: Path, longest: int) -> None:
 
 def _check_engine(arguments: dict[str, Any], device: torch.device) -> None:
     """Raises ValueError where the engine would when it starts; the modes before it would have run in vain."""
-    config, available = EngineConfig.from_arguments(arguments), memory_available_bytes()
+    config, available = EngineConfig(**arguments), memory_available_bytes()
     spec, layout = spec_and_layout(config, load_config(config.model))
     make_backend(config.attention_backend, attention_spec(spec, config.block_size), device, config.enable_cpu_offload)
     make_plan(

@@ -30,7 +30,7 @@ def local_server(arguments: dict[str, Any], max_queue: int) -> Iterator[str]:
     from nanoinfer.serve.app import create_app
     from nanoinfer.serve.async_engine import AsyncEngine
 
-    config = EngineConfig.from_arguments(arguments | dict(generation_config="vllm"))
+    config = EngineConfig(**arguments | dict(generation_config="vllm"))
     engine = AsyncEngine(lambda: LLMEngine(config), max_queue=max_queue)
     engine.start()
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -73,7 +73,7 @@ def verify(
         skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=progress, model=model, seed=seed
     )
     arguments |= engine_arguments
-    config = EngineConfig.from_arguments(arguments)
+    config = EngineConfig(**arguments)
     device = resolve_device(config.device)
     machine = Machine(config, device)
     workload = choose_workload(machine, arguments, num_requests, context, output_len, seed)

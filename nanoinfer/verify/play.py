@@ -35,7 +35,7 @@ def attempt(
     report: RunReport,
 ) -> list[Answer] | None:
     """Return the run's tokens and logits; None if the run was left out or failed, which the report then says."""
-    config = EngineConfig.from_arguments(arguments)
+    config = EngineConfig(**arguments)
     try:
         engine = LLMEngine(config, make_runtime(run.name))
     except ValueError as error:

@@ -120,7 +120,7 @@ class Machine:
 
     def plan(self, arguments: dict[str, Any]) -> MemoryPlan:
         """Return the memory plan of an engine with these arguments; raises ValueError if the memory is too small."""
-        config, available = EngineConfig.from_arguments(arguments), memory_available_bytes()
+        config, available = EngineConfig(**arguments), memory_available_bytes()
         return make_plan(
             config,
             self.spec,

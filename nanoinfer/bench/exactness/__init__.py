@@ -151,7 +151,7 @@ def _ask_engines(
         common["max_num_seqs"] = max(*sizes, CROWD)
     with model_directory(options, shape) as model:
         common["model"] = model
-        config = EngineConfig.from_arguments(common)
+        config = EngineConfig(**common)
         spec, _ = spec_and_layout(config, load_config(model))
         workload = make_workload(options.requests, spec.vocab_size, config.block_size, options.output_len, options.seed)
         _check_kept(workload, spec.vocab_size)

@@ -80,7 +80,7 @@ def _logprobs(completion: CompletionOutput) -> list[list[float]] | None:
 @contextmanager
 def open_engine(arguments: dict[str, Any]) -> Iterator[EngineAsker]:
     """Open an engine with these arguments; free its memory afterwards."""
-    asker = EngineAsker(LLMEngine(EngineConfig.from_arguments(arguments)))
+    asker = EngineAsker(LLMEngine(EngineConfig(**arguments)))
     try:
         yield asker
     finally:
