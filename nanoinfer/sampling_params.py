@@ -67,42 +67,13 @@ class SamplingParams:
     """Return log-probabilities of the sampled token and of this many most likely tokens; None: no log-probabilities."""
 
     def __post_init__(self):
-        self._set("n", _integer("n", self.n, low=1, fix="ask for at least one completion"))
-        self._set(
-            "temperature",
-            _number(
-                "temperature",
-                self.temperature,
-                "a finite number >= 0",
-                lambda x: 0 <= x < math.inf,
-                "use 0 for greedy sampling",
-            ),
-        )
-        self._set("top_k", _integer("top_k", self.top_k, low=-1, fix="use 0 to sample from all tokens"))
-        self._set(
-            "top_p",
-            _number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1, "use 1 to sample from all tokens"),
-        )
-        self._set(
-            "min_p", _number("min_p", self.min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1, "use 0 to turn it off")
-        )
-        self._set(
-            "repetition_penalty",
-            _number(
-                "repetition_penalty",
-                self.repetition_penalty,
-                "a finite number > 0",
-                lambda x: 0 < x < math.inf,
-                "use 1 to turn it off",
-            ),
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            given = getattr(self, name)
-            self._set(name, _number(name, given, "a number in [-2, 2]", lambda x: -2 <= x <= 2, "use 0 to turn it off"))
-        if self.max_tokens is not None:
-            checked = _integer("max_tokens", self.max_tokens, low=1, fix="ask for at least one token")
-            self._set("max_tokens", Advised(checked) if isinstance(self.max_tokens, Advised) else checked)
-        self._set("min_tokens", _integer("min_tokens", self.min_tokens, low=0, fix="use 0 to turn it off"))
+        if self.seed == -1:
+            self._set("seed", None)
+        for name, (low, high, fix) in _INTEGERS.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                self._set(name, _integer(name, getattr(self, name), low, high, fix))
+        for name, (allowed, accepts, fix) in _NUMBERS.items():
+            self._set(name, _number(name, getattr(self, name), allowed, accepts, fix))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
@@ -113,19 +84,6 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(_message(name, getattr(self, name), "True or False", "pass one of them"))
-        if self.seed == -1:
-            self._set("seed", None)
-        if self.seed is not None:
-            self._set(
-                "seed",
-                # The range that torch's generators accept, and therefore vLLM.
-                _integer("seed", self.seed, low=-(2**63), high=2**64 - 1, fix="use None to let the engine draw one"),
-            )
-        if self.logprobs is not None:
-            self._set(
-                "logprobs",
-                _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, fix="use None for no log-probabilities"),
-            )
 
     @property
     def is_greedy(self) -> bool:
@@ -136,18 +94,40 @@ class SamplingParams:
         object.__setattr__(self, name, value)  # only from __post_init__: checked values in their plain Python type
 
 
+# Field -> the lowest and the highest allowed number, and what to do.
+_INTEGERS = {
+    "n": (1, None, "ask for at least one completion"),
+    "top_k": (-1, None, "use 0 to sample from all tokens"),
+    "max_tokens": (1, None, "ask for at least one token"),
+    "min_tokens": (0, None, "use 0 to turn it off"),
+    # The range that torch's generators accept, and therefore vLLM.
+    "seed": (-(2**63), 2**64 - 1, "use None to let the engine draw one"),
+    "logprobs": (0, MAX_LOGPROBS, "use None for no log-probabilities"),
+}
+_OPTIONAL = ("max_tokens", "seed", "logprobs")
+_PENALTY = ("a number in [-2, 2]", lambda x: -2 <= x <= 2, "use 0 to turn it off")
+# Field -> the allowed numbers, in words and as a test, and what to do.
+_NUMBERS = {
+    "temperature": ("a finite number >= 0", lambda x: 0 <= x < math.inf, "use 0 for greedy sampling"),
+    "top_p": ("a number in (0, 1]", lambda x: 0 < x <= 1, "use 1 to sample from all tokens"),
+    "min_p": ("a number in [0, 1]", lambda x: 0 <= x <= 1, "use 0 to turn it off"),
+    "repetition_penalty": ("a finite number > 0", lambda x: 0 < x < math.inf, "use 1 to turn it off"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+}
+
+
 def _message(name: str, given: object, allowed: str, fix: str) -> str:
     return f"{name} is {given!r}, it must be {allowed}: {fix}."
 
 
-def _integer(name: str, given: object, *, low: int, fix: str, high: int | None = None) -> int:
+def _integer(name: str, given: object, low: int, high: int | None, fix: str) -> int:
     allowed = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
     # bool is an int in Python; n=True is far more likely a mistake than a 1.
-    if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+    is_integer = isinstance(given, numbers.Integral) and not isinstance(given, bool)
+    if not is_integer or given < low or (high is not None and given > high):
         raise ValueError(_message(name, given, allowed, fix))
-    if given < low or (high is not None and given > high):
-        raise ValueError(_message(name, given, allowed, fix))
-    return int(given)
+    return given if isinstance(given, Advised) else int(given)
 
 
 def _number(name: str, given: object, allowed: str, is_allowed, fix: str) -> float:
