@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -17,7 +18,7 @@ from nanoinfer.recall.answers import Answers, EngineAnswers
 from nanoinfer.recall.evaluate import Exam, Scores, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers
 from nanoinfer.recall.report import compare, figures, plot, table
-from nanoinfer.recall.settings import Evaluation, Run, read_options
+from nanoinfer.recall.settings import Evaluation, read_options
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Scores]:
@@ -32,11 +33,9 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Scores]:
     checkpoint = {"model": asked.model_dir.name, "checkpoint_sha256": checkpoint_sha256(asked.model_dir)}
     results: dict[str, Scores] = {}
     try:
-        for this_run in asked.runs:
-            with _open(this_run, asked, tokenizer.eos_token_id) as answers:
-                results[this_run.label] = evaluate(
-                    answers, exam, progress=not options.no_progress, label=this_run.label
-                )
+        for label, arguments in asked.runs.items():
+            with _open(arguments, asked, tokenizer.eos_token_id) as answers:
+                results[label] = evaluate(answers, exam, progress=not options.no_progress, label=label)
             if options.json:
                 write_figures(options.json, checkpoint | figures(results, asked.grid), None, asked.device, command)
             if options.plot:
@@ -48,13 +47,13 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Scores]:
 
 
 @contextmanager
-def _open(this_run: Run, asked: Evaluation, end_token_id: int) -> Iterator[Answers]:
+def _open(arguments: dict[str, Any] | None, asked: Evaluation, end_token_id: int) -> Iterator[Answers]:
     """Open what answers the questions: the engine, or the reference. Free its memory afterwards."""
     try:
-        if this_run.arguments is None:
+        if arguments is None:
             yield ReferenceAnswers(asked.model_dir, end_token_id, device=asked.device)
         else:
-            with LLM(**this_run.arguments) as llm:
+            with LLM(**arguments) as llm:
                 yield EngineAnswers(llm, end_token_id)
     finally:
         free_memory()

@@ -99,14 +99,13 @@ def run(options: argparse.Namespace) -> int:
                 api_key=options.api_key,
                 allowed_origins=origins,
                 body_timeout=options.body_timeout,
-                shutdown_timeout=options.shutdown_timeout,
             )
             server_config = uvicorn.Config(
                 app,
                 log_level="warning",
                 access_log=False,
                 ws="none",
-                lifespan="on",
+                lifespan="off",
                 timeout_keep_alive=_IDLE_SECONDS,
                 # The engine ends its requests by itself. This limit is for clients that do not read their answers.
                 timeout_graceful_shutdown=_CLOSING_SECONDS,
@@ -171,6 +170,7 @@ def _server_class(base: type) -> type:
                 await self._engine.drain(0)
                 self.force_exit = False  # nothing runs any more, so an orderly end is fast
             await super().shutdown(sockets)
+            self._engine.close()  # here, because a signal that comes meanwhile is still caught
 
     return Server
 

@@ -11,6 +11,18 @@ from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.requests.sequence import Sequence
 from offload import Event
 
+MAX_LOGITS_BYTES = 4 * 2**30
+
+
+def check_can_keep(num_tokens: int, vocab_size: int, advice: str, copies: int = 1) -> None:
+    """Raise ValueError if the logits of so many generated tokens, kept `copies` times, would take too much memory."""
+    num_bytes = 4 * num_tokens * vocab_size * copies
+    if num_bytes > MAX_LOGITS_BYTES:
+        raise ValueError(
+            f"{num_tokens} generated tokens have {num_bytes / 2**30:.1f} GiB of logits to compare, "
+            f"{MAX_LOGITS_BYTES / 2**30:.0f} GiB are allowed: {advice}"
+        )
+
 
 class LogitsRecorder:
     """Keeps the raw logits of every sampled token without waiting for the step that runs.

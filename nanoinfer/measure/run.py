@@ -75,6 +75,20 @@ def random_prompts(vocab_size: int, lengths: list[int], seed: int) -> list[list[
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
+def mixed_params(number: int, seed: int, max_tokens: int) -> SamplingParams:
+    """Return the parameters of request `number`: every second is sampled with a seed, some have penalties."""
+    sampled = number % 2 == 1
+    return SamplingParams(
+        temperature=0.8 if sampled else 0.0,
+        top_p=0.95 if sampled else 1.0,
+        presence_penalty=0.3 * (number % 4 == 3),
+        frequency_penalty=0.1 * (number % 3 == 2),
+        seed=seed + number if sampled else None,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+    )
+
+
 def measure(
     llm: LLM,
     lengths: list[int],

@@ -35,26 +35,18 @@ DEFAULT_MAX_NUM_SEQS = 32
 
 
 @dataclass(frozen=True)
-class Run:
-    """One mode in one KV format.
+class Evaluation:
+    """What one call asks, and whom.
 
     Attributes:
-        label: what the report calls it.
-        arguments: of the LLM; None: transformers answer.
+        runs: for each mode in each KV format, what the report calls it -> arguments of the LLM; None: transformers
+            answer.
     """
-
-    label: str
-    arguments: dict[str, Any] | None
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What one call asks, and whom."""
 
     model_dir: Path
     device: torch.device
     grid: Grid
-    runs: list[Run]
+    runs: dict[str, dict[str, Any] | None]
 
 
 def read_options(options: argparse.Namespace) -> Evaluation:
@@ -83,15 +75,15 @@ def read_options(options: argparse.Namespace) -> Evaluation:
     _check_context(model_dir, grid.lengths[-1])
     for name in formats:  # a wrong value is refused also where transformers alone answer
         EngineConfig(**_engine_arguments(options, model_dir, "resident", name, grid.lengths[-1]))
-    runs = []
+    runs: dict[str, dict[str, Any] | None] = {}
     for mode in modes:
         if mode == REFERENCE:
-            runs.append(Run(mode, None))
+            runs[mode] = None
             continue
         for name in formats:
             arguments = _engine_arguments(options, model_dir, mode, name, grid.lengths[-1])
             _check_engine(arguments, device)
-            runs.append(Run(mode if name == "auto" else f"{mode} {name}", arguments))
+            runs[mode if name == "auto" else f"{mode} {name}"] = arguments
     return Evaluation(model_dir, device, grid, runs)
 
 

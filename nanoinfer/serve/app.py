@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -29,7 +30,6 @@ from nanoinfer.serve.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from nanoinfer.serve.queue_limits import MAX_BODY_BYTES, Charge
 from nanoinfer.serve.receiving import DEFAULT_BODY_SECONDS, read_body, while_client_stays
 from nanoinfer.serve.request_stream import StreamClosedError
 from nanoinfer.serve.responding import EventStream, error_response, whole_answer
@@ -40,6 +40,7 @@ _LARGE_BODY_BYTES = 65_536  # parsing takes about a millisecond
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 TOO_LONG = "context_length_exceeded"
 B = TypeVar("B", bound=Body)
+ReadBody = Callable[..., Coroutine[Any, Any, bytes]]  # `read_body` with its timeout
 
 
 def create_app(
@@ -49,29 +50,18 @@ def create_app(
     api_key: str | None = None,
     allowed_origins: Sequence[str] = (),
     body_timeout: float = DEFAULT_BODY_SECONDS,
-    shutdown_timeout: float = 30.0,
 ) -> FastAPI:
-    """Make the application for an engine that was started.
+    """Make the application for an engine that was started, and that the caller closes.
 
     Args:
         served_model_names: names that clients may use for the model; an answer has the name that its request used.
         api_key: bearer token that clients must send for the `GUARDED` paths; None: no token is needed.
         allowed_origins: origins of web pages that may use the server, in the form that browsers send; "*": all.
         body_timeout: seconds in which a request's body must arrive.
-        shutdown_timeout: seconds that running requests have to end after the application is told to shut down.
     """
     metrics = ServerMetrics(engine)
     engine.requests.on_finished = metrics.observe
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        engine.begin_shutdown()
-        await engine.drain(shutdown_timeout)
-        # This blocks the event loop, which has nothing else to do.
-        engine.close()
-
-    app = FastAPI(lifespan=lifespan, title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None)
     # A request passes the middleware added last first. CORS comes before the API key, because a browser's preflight
     # request has no key, and browsers must be able to read errors, too.
     app.add_middleware(ApiGate, api_key=api_key)
@@ -89,9 +79,9 @@ def create_app(
     app.add_exception_handler(StreamClosedError, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
-    names, reader = list(served_model_names), _Reader(engine, body_timeout)
-    _add_generation(app, engine, names, reader)
-    _add_tokenizing(app, engine, names, reader)
+    names, read = list(served_model_names), partial(read_body, timeout=body_timeout)
+    _add_generation(app, engine, names, read)
+    _add_tokenizing(app, engine, names, read)
     _add_models(app, engine, names)
 
     @app.get("/health")
@@ -112,23 +102,14 @@ def create_app(
     return app
 
 
-class _Reader:
-    """Reads requests."""
-
-    def __init__(self, engine: AsyncEngine, body_timeout: float) -> None:
-        self._engine, self._body_timeout = engine, body_timeout
-
-    async def body(self, request: Request, charge: Charge, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-        return await read_body(request, charge, self._body_timeout, max_bytes)
-
-    async def parsed(self, kind: type[B], body: bytes) -> B:
-        """Like `parse`, but large bodies are parsed on a thread, so that the event loop is not blocked."""
-        if len(body) <= _LARGE_BODY_BYTES:
-            return parse(kind, body)
-        return await self._engine.prompts.read(len(body), lambda is_wanted: parse(kind, body, is_wanted))
+async def _parsed(engine: AsyncEngine, kind: type[B], body: bytes) -> B:
+    """Like `parse`, but large bodies are parsed on a thread, so that the event loop is not blocked."""
+    if len(body) <= _LARGE_BODY_BYTES:
+        return parse(kind, body)
+    return await engine.prompts.read(len(body), lambda is_wanted: parse(kind, body, is_wanted))
 
 
-def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], reader: _Reader) -> None:
+def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: ReadBody) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await respond(request, completion_answer)
@@ -138,7 +119,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], reader:
         return await respond(request, chat_answer)
 
     async def completion_answer(body: bytes) -> tuple[Answer, SamplingParams]:
-        asked = await reader.parsed(CompletionRequest, body)
+        asked = await _parsed(engine, CompletionRequest, body)
         model = _model_name(asked, names)
         params = asked.sampling_params(engine.sampling_defaults | {"max_tokens": DEFAULT_MAX_TOKENS})
         with _refusing(asked):
@@ -147,7 +128,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], reader:
         return CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed=echoed), params
 
     async def chat_answer(body: bytes) -> tuple[Answer, SamplingParams]:
-        asked = await reader.parsed(ChatRequest, body)
+        asked = await _parsed(engine, ChatRequest, body)
         model = _model_name(asked, names)
         params = asked.sampling_params({"max_tokens": None} | engine.sampling_defaults)  # None: what the prompt leaves
         with _refusing(asked):
@@ -159,7 +140,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], reader:
     ) -> Response:
         arrival = time.perf_counter()
         with engine.waiting.charge() as charge:
-            body = await reader.body(request, charge)
+            body = await read(request, charge)
             answer, params = await while_client_stays(request.receive, prepare(body))
             del body  # the answer may take long
             asked = answer.request
@@ -173,7 +154,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], reader:
             return await whole_answer(stream, answer, request.receive)
 
 
-def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str], reader: _Reader) -> None:
+def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str], read: ReadBody) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         def work(asked: TokenizeRequest) -> bytes:
@@ -190,13 +171,13 @@ def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str], reader:
 
     async def respond(request: Request, kind: type[Body], work: Callable[[Any], bytes]) -> Response:
         async def answer(body: bytes) -> bytes:
-            asked = await reader.parsed(kind, body)
+            asked = await _parsed(engine, kind, body)
             _model_name(asked, names)
             with _refusing(asked):
                 return await engine.prompts.aside(lambda: work(asked))
 
         with engine.waiting.charge() as charge:
-            body = await reader.body(request, charge, MAX_TOKENIZING_BYTES)
+            body = await read(request, charge, max_bytes=MAX_TOKENIZING_BYTES)
             content = await while_client_stays(request.receive, answer(body))
         return Response(content, media_type="application/json")
 

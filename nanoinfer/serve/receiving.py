@@ -17,7 +17,7 @@ T = TypeVar("T")
 DEFAULT_BODY_SECONDS = 60.0
 
 
-async def read_body(request: Request, charge: Charge, timeout: float, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+async def read_body(request: Request, charge: Charge, *, timeout: float, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     """Return the request's body.
 
     Args:

@@ -10,6 +10,7 @@ import torch
 
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
+from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.verify.play import attempt
@@ -19,7 +20,6 @@ from nanoinfer.verify.runs import make_runs
 from nanoinfer.verify.workload import Machine, Workload, choose_workload, workload_arguments
 from offload import CpuRuntime, CudaRuntime, Runtime
 
-MAX_LOGITS_BYTES = 4 * 2**30
 # Without fixed splits, logits may differ by this share of the row's largest logit. This is a few times the rounding
 # that accumulates over the layers in this dtype, and far less than the effect of the keys of a wrong block.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
@@ -79,12 +79,7 @@ def verify(
     workload = choose_workload(machine, arguments, num_requests, context, output_len, seed)
     common = arguments | workload_arguments(workload)
     plan = machine.plan(common | dict(enable_cpu_offload=True))  # raises if not even this fits
-    kept_bytes = 4 * workload.num_tokens * machine.spec.vocab_size
-    if kept_bytes > MAX_LOGITS_BYTES:
-        raise ValueError(
-            f"{workload.num_tokens} generated tokens have {kept_bytes / 2**30:.1f} GiB of logits to compare, "
-            f"{MAX_LOGITS_BYTES / 2**30:.0f} GiB are allowed: ask for fewer requests or a shorter output"
-        )
+    check_can_keep(workload.num_tokens, machine.spec.vocab_size, "ask for fewer requests or a shorter output")
     make_runtime = make_runtime or (
         lambda name: CudaRuntime(device, poison=True) if device.type == "cuda" else CpuRuntime(poison=True)
     )

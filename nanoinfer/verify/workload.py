@@ -9,7 +9,7 @@ import torch
 
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
-from nanoinfer.measure.run import random_prompts
+from nanoinfer.measure.run import mixed_params, random_prompts
 from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.memory.sizes import attention_spec, spec_and_layout
 from nanoinfer.sampling_params import SamplingParams
@@ -70,8 +70,7 @@ def make_workload(
 ) -> Workload:
     """Make random prompts of several lengths up to `context` tokens. Every request fills a block while it decodes.
 
-    Every second request is sampled with a seed, all others are greedy; some have penalties. The first request is the
-    shortest and ends at half of `output_len`.
+    Their parameters are those of `mixed_params`. The first request is the shortest and ends at half of `output_len`.
     """
     shares = LENGTH_SHARES if num_requests > 1 else (1.0,)
     lengths, params = [], []
@@ -80,18 +79,7 @@ def make_workload(
         num_blocks = max(1, int(shares[i % len(shares)] * (context // block_size)))
         until_full = 1 + (i * (max_tokens - 2) // num_requests) % (block_size - 1)
         lengths.append(num_blocks * block_size - until_full)
-        is_greedy = i % 2 == 0
-        params.append(
-            SamplingParams(
-                temperature=0.0 if is_greedy else 0.8,
-                top_p=1.0 if is_greedy else 0.95,
-                presence_penalty=0.3 * (i % 4 == 3),
-                frequency_penalty=0.1 * (i % 3 == 2),
-                seed=None if is_greedy else seed + i,
-                max_tokens=max_tokens,
-                ignore_eos=True,
-            )
-        )
+        params.append(mixed_params(i, seed, max_tokens))
     return Workload(random_prompts(vocab_size, lengths, seed), params, block_size)
 
 

@@ -371,7 +371,7 @@ def test_bad_arguments_are_refused(paths, arguments, message):
 
 
 def test_more_logits_than_the_host_should_keep_are_refused(paths, monkeypatch):
-    monkeypatch.setattr("nanoinfer.verify.check.MAX_LOGITS_BYTES", 35 * 160 * 4 - 1)
+    monkeypatch.setattr("nanoinfer.measure.logits.MAX_LOGITS_BYTES", 35 * 160 * 4 - 1)
     with pytest.raises(ValueError, match="35 generated tokens have .* ask for fewer requests or a shorter output"):
         verify(paths["qwen3"], **SMALL)
 

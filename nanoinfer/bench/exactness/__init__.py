@@ -27,6 +27,7 @@ from nanoinfer.bench.exactness.workload import Workload, all_answers, make_workl
 from nanoinfer.common.errors import did_you_mean
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
+from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.measure.report import write_figures
 from nanoinfer.measure.run import free_memory
 from nanoinfer.memory.machine import resolve_device
@@ -47,7 +48,6 @@ from nanoinfer.weights.load import load_config
 LocalServer = Callable[[dict[str, Any], int], AbstractContextManager[str]]
 """Opens a server in this process: (arguments of its engine, the most requests that may wait) -> its address."""
 DEFAULT_VOCAB_SIZE = 1000
-MAX_LOGITS_BYTES = 4 * 2**30
 # Engine options that also apply to another server, or to the benchmark itself.
 _FOR_SERVERS = (
     "api_key base_url batch benchmark block_size checkpoint command model no_progress output_json output_len parser "
@@ -154,7 +154,9 @@ def _ask_engines(
         config = EngineConfig(**common)
         spec, _ = spec_and_layout(config, load_config(model))
         workload = make_workload(options.requests, spec.vocab_size, config.block_size, options.output_len, options.seed)
-        _check_kept(workload, spec.vocab_size)
+        num_tokens = sum(asked.params.max_tokens for asked in workload.asked)
+        # Two copies: the logits of the requests alone, and the logits that are compared with them.
+        check_can_keep(num_tokens, spec.vocab_size, "lower --requests or --output-len", copies=2)
         common["max_model_len"] = workload.max_model_len
         wanted, conditions = _ask_base(options, common, workload, sizes, names)
         for setting in make_settings(names, workload):
@@ -226,17 +228,6 @@ def _ask_own_server(
     finally:
         free_memory()
     return conditions
-
-
-def _check_kept(workload: Workload, vocab_size: int) -> None:
-    num_tokens = sum(asked.params.max_tokens for asked in workload.asked)
-    # The logits of the requests alone, and the logits that are compared with them.
-    num_bytes = 2 * 4 * num_tokens * vocab_size
-    if num_bytes > MAX_LOGITS_BYTES:
-        raise ValueError(
-            f"{num_tokens} generated tokens have {num_bytes / 2**30:.1f} GiB of logits to compare, "
-            f"{MAX_LOGITS_BYTES / 2**30:.0f} GiB are allowed: lower --requests or --output-len"
-        )
 
 
 def _describe(workload: Workload) -> str:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nanoinfer.measure.run import mixed_params
 from nanoinfer.sampling_params import SamplingParams
 
 # The smallest token id in prompts: smaller ids are often special tokens.
@@ -80,7 +81,7 @@ class Workload:
 def make_workload(num_requests: int, vocab_size: int, block_size: int, output_len: int, seed: int) -> Workload:
     """Make prompts of different lengths up to three blocks; half of them share their beginning with others.
 
-    Every second request is sampled with a seed, all others are greedy; some have penalties, some end earlier.
+    Their parameters are those of `mixed_params`; some end earlier.
     """
     generator = random.Random(seed)
     # One beginning ends inside a block, the other at a block edge.
@@ -89,16 +90,7 @@ def make_workload(num_requests: int, vocab_size: int, block_size: int, output_le
     for i in range(num_requests):
         begin = beginnings[i // 4 % 2] if i // 2 % 2 else []
         num_own = generator.randint(1, MAX_PROMPT_BLOCKS * block_size - len(begin))
-        is_greedy = i % 2 == 0
-        params = SamplingParams(
-            temperature=0.0 if is_greedy else 0.8,
-            top_p=1.0 if is_greedy else 0.95,
-            presence_penalty=0.3 * (i % 4 == 3),
-            frequency_penalty=0.1 * (i % 3 == 2),
-            seed=None if is_greedy else seed + i,
-            max_tokens=max(1, output_len - i % 4 * (output_len // 8)),
-            ignore_eos=True,
-        )
+        params = mixed_params(i, seed, max(1, output_len - i % 4 * (output_len // 8)))
         asked.append(Asked(begin + _tokens(generator, vocab_size, num_own), params))
     return Workload(asked, vocab_size, block_size, output_len, seed)
 
