@@ -145,7 +145,8 @@ class LLM:
                 try:
                     request = self.engine.add_request(request_id, prompt, param)
                 except ValueError as error:
-                    unread.append(_refused(request_id, error))
+                    refused = dict(text_delta="", token_ids_delta=[], finished=True, finish_reason="error")
+                    unread.append(StreamOutput(request_id=request_id, index=0, **refused, error=str(error)))
                     continue
                 streams.append(_Stream(request, unread))
                 self._streams[request_id] = streams[-1]
@@ -255,7 +256,7 @@ class LLM:
         except BaseException as error:
             # The next step returns the outputs that were read before the failure.
             num_ended = sum(stream.end_aborted(error) for stream in self._streams.values())
-            is_mine = any(_was_aborted(request) for request in requests)
+            is_mine = any(s.finish_reason == "abort" for request in requests for s in request.sequences)
             if is_mine or not num_ended or not isinstance(error, Exception):
                 raise
             return []
@@ -327,9 +328,9 @@ class _Stream:
     def end_aborted(self, error: BaseException | None = None) -> bool:
         """Put a last output for each aborted completion, with the error if one is given; return whether any was."""
         aborted = [s for s in self.request.sequences if s.index in self.open and s.finish_reason == "abort"]
+        why = {} if error is None else dict(finish_reason="error", error=str(error) or type(error).__name__)
         for sequence in aborted:
-            output = self.request.stream_output(sequence)
-            self.put(output if error is None else replace(output, finish_reason="error", error=_text(error)))
+            self.put(replace(self.request.stream_output(sequence), **why))
         return bool(aborted)
 
 
@@ -337,26 +338,6 @@ def _refuse(unsupported: dict[str, Any], table: Table, method: Callable) -> None
     """Raises ValueError if a keyword is unknown or asks for a feature that this engine does not have."""
     allowed = [name for name in inspect.signature(method).parameters if name not in ("self", "unsupported")]
     refuse_unknown(refuse_unsupported(unsupported, table), allowed, method.__name__)
-
-
-def _was_aborted(request: Request) -> bool:
-    return any(sequence.finish_reason == "abort" for sequence in request.sequences)
-
-
-def _refused(request_id: str, error: ValueError) -> StreamOutput:
-    return StreamOutput(
-        request_id=request_id,
-        index=0,
-        text_delta="",
-        token_ids_delta=[],
-        finished=True,
-        finish_reason="error",
-        error=str(error),
-    )
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def _report(text: str) -> None:

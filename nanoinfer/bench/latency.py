@@ -8,6 +8,7 @@ import statistics
 import numpy as np
 from tqdm import tqdm
 
+from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.llm import LLM
@@ -20,7 +21,6 @@ from nanoinfer.options.measuring import (
     ENGINE_MODES,
     check_at_least,
     check_can_write,
-    check_mode,
     default_shape,
     model_directory,
     model_name,
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
     device = resolve_device(options.device)
     # The first token of a prompt comes from its prefill, so a single token has no decode step.
     check_at_least(options, input_len=1, output_len=2, batch_size=1, num_iters=1, num_iters_warmup=0)
-    check_mode(options.mode, ENGINE_MODES)
+    choose("--mode", options.mode, ENGINE_MODES)
     check_can_write(options.output_json)
     shape = default_shape(device)
     arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)

@@ -7,6 +7,7 @@ import random
 import time
 from dataclasses import dataclass
 
+from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.llm import LLM
@@ -19,7 +20,6 @@ from nanoinfer.options.measuring import (
     bounds,
     check_at_least,
     check_can_write,
-    check_mode,
     default_shape,
     model_directory,
     model_name,
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace, command: str) -> dict:
     """
     device = resolve_device(options.device)
     check_at_least(options, num_prompts=1)
-    check_mode(options.mode, ENGINE_MODES)
+    choose("--mode", options.mode, ENGINE_MODES)
     check_can_write(options.output_json)
     lengths = bounds(options.input_len, "--input-len"), bounds(options.output_len, "--output-len")
     shape = default_shape(device)

@@ -19,6 +19,8 @@ from nanoinfer.options import recall
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import Parser, length, run_command
 
+_COMMANDS = {"plan": plan_command, "serve": serve, "verify": verify}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `nanoinfer ...` and returns its exit status; see `command_line.run_command`.
@@ -49,12 +51,8 @@ def _parser() -> Parser:
 
 def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
     command_line = f"nanoinfer {shlex.join(given)}"
-    if options.command == "plan":
-        return plan_command.run(options)
-    if options.command == "serve":
-        return serve.run(options)
-    if options.command == "verify":
-        return verify.run(options)
+    if options.command in _COMMANDS:
+        return _COMMANDS[options.command].run(options)
     if options.command == "bench":
         return bench.run(options, command_line)
     if options.command == "eval":

@@ -45,6 +45,23 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return f" (did you mean {guess!r}?)" if guess else ""
 
 
+def choose(what: str, name: str, allowed: Collection[str]) -> None:
+    """Refuse a name that is not allowed; `what` is chosen, such as "--mode".
+
+    Raises:
+        ValueError: names the nearest allowed name and all of them.
+    """
+    if name not in allowed:
+        raise ValueError(f"{what} {name!r} is not known{did_you_mean(name, allowed)}: choose from {', '.join(allowed)}")
+
+
+def unknown(what: str, name: str, allowed: Collection[str]) -> str:
+    """Return the message about an unknown name, such as "LLM got an unknown argument", with the nearest allowed one."""
+    guess = nearest(name, allowed)
+    hint = f": did you mean {guess!r}?" if guess else "."
+    return f"{what} {name!r}{hint} Allowed: {', '.join(allowed)}."
+
+
 def refuse_unknown(given: Iterable[str], allowed: Collection[str], what: str) -> None:
     """Refuse the first name in `given` that is not in `allowed`.
 
@@ -54,11 +71,8 @@ def refuse_unknown(given: Iterable[str], allowed: Collection[str], what: str) ->
         UnknownNameError: names the unknown argument, the nearest allowed one, and all allowed ones.
     """
     for name in given:
-        if name in allowed:
-            continue
-        guess = nearest(name, allowed)
-        hint = f": did you mean {guess!r}?" if guess else "."
-        raise UnknownNameError(f"{what} got an unknown argument {name!r}{hint} Allowed: {', '.join(allowed)}.")
+        if name not in allowed:
+            raise UnknownNameError(unknown(f"{what} got an unknown argument", name, allowed))
 
 
 def refuse_unknown_keywords(cls: type, known: Callable[[dict], dict], taker: str | None = None) -> type:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nanoinfer.common.errors import did_you_mean
+from nanoinfer.common.errors import choose
 
 LONG_CONTEXT = 524_288  # positions; random weights have no context limit of their own
 
@@ -79,9 +79,7 @@ def write_shape(name: str, directory: str | Path) -> Path:
     Raises:
         ValueError: there is no such shape. The message names the nearest shape and all shapes.
     """
-    if name not in SHAPES:
-        guess = did_you_mean(name, SHAPES)
-        raise ValueError(f"shape {name!r} is not known{guess}: choose from {', '.join(SHAPES)}")
+    choose("shape", name, SHAPES)
     path = Path(directory) / "config.json"
     path.write_text(json.dumps(SHAPES[name]))
     return path.parent

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoinfer.common.errors import did_you_mean
+from nanoinfer.common.errors import choose
 from nanoinfer.models.shapes import SHAPES, refuse_shape, write_shape
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import length
@@ -113,24 +113,15 @@ def model_name(options: argparse.Namespace, shape: str) -> str:
     return options.model or options.checkpoint or f"{options.shape or shape} shape, random weights"
 
 
-def check_mode(name: str, allowed: Iterable[str]) -> None:
-    """Raises ValueError if there is no such mode; the message names the nearest mode and all modes."""
-    allowed = list(allowed)
-    if name not in allowed:
-        guess = did_you_mean(name, allowed)
-        raise ValueError(f"--mode {name!r} is not known{guess}: choose from {', '.join(allowed)}")
-
-
-def mode_names(text: str, allowed: Iterable[str]) -> list[str]:
+def mode_names(text: str, allowed: Collection[str]) -> list[str]:
     """Parse modes such as "resident,offload"; return each mode once, in the given order.
 
     Raises:
         ValueError: there is no such mode, or the text names none.
     """
-    allowed = list(allowed)
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
-        check_mode(name, allowed)
+        choose("--mode", name, allowed)
     if not names:
         raise ValueError(f"--mode {text!r} names no mode: choose from {', '.join(allowed)}")
     return names

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from nanoinfer.common.errors import nearest
+from nanoinfer.common.errors import unknown
 from nanoinfer.common.unsupported import refusal
 from nanoinfer.serve import json_body
 from nanoinfer.serve.errors import BadRequestError
@@ -50,13 +50,9 @@ def parse(kind: type[R], body: bytes, is_wanted: Callable[[], bool] = lambda: Tr
 
 
 def _refuse_unknown(name: str, allowed: Any, where: str) -> None:
-    guess = nearest(name[:SHOWN_CHARS], allowed)
-    hint = f": did you mean {guess!r}?" if guess else "."
-    raise BadRequestError(
-        f"{where} has an unknown field {name[:SHOWN_CHARS]!r}{hint} Allowed: {', '.join(sorted(allowed))}.",
-        param=name[:SHOWN_CHARS],
-        code="unknown_parameter",
-    )
+    name = name[:SHOWN_CHARS]
+    message = unknown(f"{where} has an unknown field", name, sorted(allowed))
+    raise BadRequestError(message, param=name, code="unknown_parameter")
 
 
 def _load(body: bytes, is_wanted: Callable[[], bool]) -> dict[str, Any]:

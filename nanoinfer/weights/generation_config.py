@@ -12,16 +12,9 @@ from nanoinfer.weights.checkpoint import TOKEN_IDS
 from nanoinfer.weights.load import read_json_object
 
 FILE = "generation_config.json"
-# The fields that vLLM reads, with their names in SamplingParams. Like vLLM we do not read do_sample: checkpoints often
-# leave it at false although they give a temperature that is meant to be used.
-_SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+# The fields that vLLM reads. Like vLLM we do not read do_sample: checkpoints often leave it at false although they give
+# a temperature that is meant to be used.
+_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def read(model_dir: Path) -> dict[str, Any]:
@@ -54,7 +47,9 @@ def sampling_defaults(model_dir: Path) -> dict[str, Any]:
         ValueError: SamplingParams does not accept a value.
     """
     content = read(model_dir)
-    defaults = {name: content[theirs] for theirs, name in _SAMPLING_FIELDS.items() if content.get(theirs) is not None}
+    defaults = {name: content[name] for name in _SAMPLING_FIELDS if content.get(name) is not None}
+    if "max_new_tokens" in defaults:
+        defaults["max_tokens"] = defaults.pop("max_new_tokens")
     try:
         SamplingParams(**defaults)
     except ValueError as error:

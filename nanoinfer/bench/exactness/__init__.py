@@ -24,7 +24,7 @@ from nanoinfer.bench.exactness.comparison import Answer, Condition, is_identical
 from nanoinfer.bench.exactness.engines import CROWD, check_finite, make_settings, open_engine
 from nanoinfer.bench.exactness.servers import ServerAsker
 from nanoinfer.bench.exactness.workload import Workload, all_answers, make_workload
-from nanoinfer.common.errors import did_you_mean
+from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.measure.logits import check_can_keep
@@ -91,9 +91,7 @@ def run(options: argparse.Namespace, command: str, local_server: LocalServer) ->
 def _condition_names(text: str | None) -> list[str]:
     names = list(CONDITIONS) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in CONDITIONS:
-            guess = did_you_mean(name, CONDITIONS)
-            raise ValueError(f"--conditions {name!r} is not known{guess}: choose from {', '.join(CONDITIONS)}")
+        choose("--conditions", name, CONDITIONS)
     return names
 
 
