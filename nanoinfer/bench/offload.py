@@ -13,7 +13,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.trace import write_trace
 from nanoinfer.llm import LLM
-from nanoinfer.measure.report import explain, plot, table, write_json
+from nanoinfer.measure.report import explain, plot, table, write_figures
 from nanoinfer.measure.run import Row, add_floor, compare, free_memory, measure, release
 from nanoinfer.memory.floors import Floors, kv_bytes, measure_floors
 from nanoinfer.memory.machine import resolve_device
@@ -177,7 +177,7 @@ def run(options: argparse.Namespace, command: str) -> list[Row]:
     print(in_options(table(rows), options.parser))
     print(explain(floors, device))
     if options.json:
-        write_json(options.json, rows, floors, device, command)
+        write_figures(options.json, {"rows": [row.figures() for row in rows]}, floors, device, command)
     if options.profile:
         write_trace(options.profile, this_run.traces)
     if options.plot:

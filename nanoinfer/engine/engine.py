@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -90,7 +91,7 @@ class LLMEngine:
         if request_id in self.work.requests:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
         request = self.intake.make_request(request_id, prompt, params, token_ids)
-        with self.work.changing():
+        with self._changing():
             self.work.requests[request_id] = request
             for sequence in request.sequences:
                 self.scheduler.add(sequence)
@@ -99,7 +100,7 @@ class LLMEngine:
     @torch.inference_mode()
     def abort(self, request_id: str) -> bool:
         """Ends a request and frees its memory; returns False if there is no such request."""
-        with self.work.changing():
+        with self._changing():
             request = self.work.requests.get(request_id)
             if request is None:
                 return False
@@ -133,7 +134,7 @@ class LLMEngine:
                 and the engine goes on with all other requests. Outputs that were read before the failure are returned
                 by the next call.
         """
-        with self.work.changing():
+        with self._changing():
             self._advance()
         outputs = self._outputs.copy()
         return (self._outputs.clear(), outputs)[1]  # in one line: an interrupt loses no output
@@ -158,6 +159,21 @@ class LLMEngine:
             self._take(launched)
         elif any(not sequence.is_finished for sequence in batch.sequences):
             self.work.in_flight = launched
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
+        work = self.work
+        if not work.is_whole:  # a recovery was interrupted
+            work.recover()
+        work.is_whole = False
+        try:
+            yield
+        except BaseException:
+            work.recover()
+            raise
+        work.at_risk = []
+        work.is_whole = True
 
     def _refuse_first_waiting(self) -> None:
         """Fail the first waiting request, which no usable pool can hold.
@@ -271,7 +287,7 @@ class LLMEngine:
         running = self.scheduler.running
         self.modes.check(mode, running, self.scheduler.waiting)  # refuse here, before anything has changed
         if mode != self.mode:
-            with self.work.changing():
+            with self._changing():
                 self.modes.switch(mode, running)
 
     def stats(self) -> dict[str, int | float | str | list[str]]:
@@ -292,7 +308,7 @@ class LLMEngine:
         settings had no effect.
         """
         if self.lifetimes is not None:
-            with self.work.changing():
+            with self._changing():
                 self.lifetimes.reclaim()
                 self.runner.offload.drop_prefetch(self.lifetimes.take_gone())
         return stats.counters(self) | stats.report(self)

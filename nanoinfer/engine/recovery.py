@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from nanoinfer.engine.batch import LaunchedStep
 from nanoinfer.engine.modes import Modes
@@ -47,20 +46,6 @@ class Work:
     def sequences(self) -> list[Sequence]:
         """The sequences of all requests."""
         return [sequence for request in self.requests.values() for sequence in request.sequences]
-
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
-        if not self.is_whole:  # a recovery was interrupted
-            self.recover()
-        self.is_whole = False
-        try:
-            yield
-        except BaseException:
-            self.recover()
-            raise
-        self.at_risk = []
-        self.is_whole = True
 
     def recover(self) -> None:
         """Restore a consistent state after an exception, and keep the requests that it has not touched.

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.runner import ModelRunner
@@ -17,13 +16,12 @@ from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.tables import BlockTables
 from nanoinfer.memory.machine import reserved_bytes, resolve_device
-from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
-from nanoinfer.memory.sizes import attention_spec, spec_and_layout
+from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.memory.setup import Setup
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
-from nanoinfer.weights.load import check_safetensors, find_model, load_config, load_model
+from nanoinfer.weights.load import check_safetensors, find_model, load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
 from offload import CpuRuntime, CudaRuntime, KVLayout, Runtime
-from offload.memory.host_memory import memory_available_bytes
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,7 @@ class BuiltEngine:
     sampling_defaults: dict[str, Any]
 
 
-def build(
-    config: EngineConfig,
-    runtime: Runtime | None,
-) -> BuiltEngine:
+def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     """Loads the model and lays out the memory.
 
     Raises:
@@ -49,33 +44,20 @@ def build(
             what to do.
     """
     device = resolve_device(config.device) if runtime is None else runtime.device
-    hf_config = load_config(config.model)
+    setup = Setup(config, device)
     model_dir = find_model(config.model, weights=config.load_format != "dummy")
     if config.load_format != "dummy":
         check_safetensors(model_dir)
-    spec, layout = spec_and_layout(config, hf_config)
-    backend = make_backend(
-        config.attention_backend, attention_spec(spec, config.block_size), device, config.enable_cpu_offload
-    )
-    host_available = memory_available_bytes()
-    is_cuda = device.type == "cuda"
-    plan = make_plan(
-        config,
-        spec,
-        layout,
-        budget_bytes=gpu_budget(config, device, host_available),
-        host_available_bytes=host_available,
-        is_cuda=is_cuda,
-    )
+    spec, layout, plan = setup.spec, setup.layout, setup.plan()
     tokenizer = load_tokenizer(config, model_dir)
-    end_ids = end_token_ids(model_dir, hf_config)
+    end_ids = end_token_ids(model_dir, setup.hf_config)
     defaults = sampling_defaults(model_dir) if config.generation_config == "auto" else {}
     memory_before = reserved_bytes(device)
     if runtime is None:
-        runtime = CudaRuntime(device) if is_cuda else CpuRuntime()
+        runtime = CudaRuntime(device) if device.type == "cuda" else CpuRuntime()
     model = load_model(
         model_dir,
-        hf_config,
+        setup.hf_config,
         spec.dtype,
         device,
         load_format=config.load_format,
@@ -84,7 +66,7 @@ def build(
         progress=config.progress_bar,
     )
     model.spec = spec  # the spec with the KV cache's dtype, which the checkpoint does not contain
-    runner = ModelRunner(config, plan, runtime, model, backend, layout, memory_before)
+    runner = ModelRunner(config, plan, runtime, model, setup.backend, layout, memory_before)
     parts = kv_side(config, plan, spec.windows, layout, runner.num_gpu_blocks, runner.block_copies)
     return BuiltEngine(plan, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **parts)
 

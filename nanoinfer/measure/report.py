@@ -92,14 +92,17 @@ def paragraph(title: str, lines: list[tuple[str, str]]) -> str:
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in lines)])
 
 
-def write_json(path: str | Path, rows: list[Row], floors: Floors, device: torch.device, command: str) -> None:
-    """Writes the rows with everything needed to judge and repeat them: floors, versions, device and command."""
-    write_figures(path, {"rows": [row.figures() for row in rows]}, floors, device, command)
+def write_figures(
+    path: str | Path, figures: dict, floors: Floors | None, device: torch.device | None, command: str
+) -> None:
+    """Write figures by name, and what is needed to judge and repeat them: the command, versions and floors.
 
-
-def write_figures(path: str | Path, figures: dict, floors: Floors | None, device: torch.device, command: str) -> None:
-    """Write figures by name, with the same context as `write_json`; floors only if they were measured."""
-    content: dict = {"command": command, "versions": versions(device)}
+    floors: None: not measured.
+    device: what the figures were measured on; None: not on this machine.
+    """
+    content: dict = {"command": command}
+    if device is not None:
+        content["versions"] = versions(device)
     if floors is not None:
         content["floors"] = {"link_bytes_per_second": floors.link, "device_bytes_per_second": floors.device}
     Path(path).write_text(json.dumps(content | figures, indent=1) + "\n")

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.memory.plan import gpu_budget, make_plan
-from nanoinfer.memory.sizes import attention_spec, spec_and_layout
+from nanoinfer.memory.setup import Setup
+from nanoinfer.memory.sizes import spec_and_layout
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
     check_can_plot,
@@ -25,7 +24,6 @@ from nanoinfer.options.measuring import (
 from nanoinfer.options.recall import DEFAULT_DEPTHS, DEFAULT_MODES, DEFAULT_QUESTIONS, MODES, REFERENCE
 from nanoinfer.recall.evaluate import Grid
 from nanoinfer.weights.load import check_safetensors, find_model, load_config
-from offload.memory.host_memory import memory_available_bytes
 
 DEFAULT_LENGTHS = {"cuda": "1k,2k,4k,8k,16k,32k,64k", "cpu": "1k,2k"}
 ANSWER_ROOM = 64
@@ -82,7 +80,8 @@ def read_options(options: argparse.Namespace) -> Evaluation:
             continue
         for name in formats:
             arguments = _engine_arguments(options, model_dir, mode, name, grid.lengths[-1])
-            _check_engine(arguments, device)
+            # Raises where the engine would when it starts; the modes before it would have run in vain.
+            Setup(EngineConfig(**arguments), device).plan()
             runs[mode if name == "auto" else f"{mode} {name}"] = arguments
     return Evaluation(model_dir, device, grid, runs)
 
@@ -108,21 +107,6 @@ def _check_context(model_dir: Path, longest: int) -> None:
             f"--context {longest} and {ANSWER_ROOM} tokens for longer answers are beyond the model's own limit of "
             f"{spec.max_position} positions: lower --context"
         )
-
-
-def _check_engine(arguments: dict[str, Any], device: torch.device) -> None:
-    """Raises ValueError where the engine would when it starts; the modes before it would have run in vain."""
-    config, available = EngineConfig(**arguments), memory_available_bytes()
-    spec, layout = spec_and_layout(config, load_config(config.model))
-    make_backend(config.attention_backend, attention_spec(spec, config.block_size), device, config.enable_cpu_offload)
-    make_plan(
-        config,
-        spec,
-        layout,
-        budget_bytes=gpu_budget(config, device, available),
-        host_available_bytes=available,
-        is_cuda=device.type == "cuda",
-    )
 
 
 def _depths(text: str) -> tuple[float, ...]:

@@ -13,11 +13,12 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.memory.setup import Setup
 from nanoinfer.verify.play import attempt
 from nanoinfer.verify.record import Answer, compare
 from nanoinfer.verify.report import RunReport, Verdict
 from nanoinfer.verify.runs import make_runs
-from nanoinfer.verify.workload import Machine, Workload, choose_workload, workload_arguments
+from nanoinfer.verify.workload import Workload, choose_workload, workload_arguments
 from offload import CpuRuntime, CudaRuntime, Runtime
 
 # Without fixed splits, logits may differ by this share of the row's largest logit. This is a few times the rounding
@@ -75,16 +76,17 @@ def verify(
     arguments |= engine_arguments
     config = EngineConfig(**arguments)
     device = resolve_device(config.device)
-    machine = Machine(config, device)
-    workload = choose_workload(machine, arguments, num_requests, context, output_len, seed)
+    setup = Setup(config, device, offload=True)
+    is_exact = setup.backend.exact_splits
+    workload = choose_workload(setup, arguments, num_requests, context, output_len, seed)
     common = arguments | workload_arguments(workload)
-    plan = machine.plan(common | dict(enable_cpu_offload=True))  # raises if not even this fits
-    check_can_keep(workload.num_tokens, machine.spec.vocab_size, "ask for fewer requests or a shorter output")
+    plan = setup.plan(EngineConfig(**common | dict(enable_cpu_offload=True)))  # raises if not even this fits
+    check_can_keep(workload.num_tokens, setup.spec.vocab_size, "ask for fewer requests or a shorter output")
     make_runtime = make_runtime or (
         lambda name: CudaRuntime(device, poison=True) if device.type == "cuda" else CpuRuntime(poison=True)
     )
-    rounding = ROUNDING[machine.spec.dtype]
-    setting = describe(machine, workload, plan)
+    rounding = ROUNDING[setup.spec.dtype]
+    setting = describe(setup, workload, plan)
     tell("\n".join([*setting, ""]))
     reports: list[RunReport] = []
     reference: list[Answer] | None = None
@@ -96,9 +98,9 @@ def verify(
             report.is_reference = reference is None
             reference = reference or found
             # The reference is compared with itself, too: this finds logits that are not finite.
-            compare(reference, found, report, None if machine.is_exact else rounding)
-        tell("\n".join(report.lines(machine.is_exact)))
-    return Verdict(setting=setting, runs=reports, is_exact=machine.is_exact)
+            compare(reference, found, report, None if is_exact else rounding)
+        tell("\n".join(report.lines(is_exact)))
+    return Verdict(setting=setting, runs=reports, is_exact=is_exact)
 
 
 def _check_arguments(num_requests: int, context: int | None, output_len: int, engine_arguments: dict[str, Any]) -> None:
@@ -111,21 +113,21 @@ def _check_arguments(num_requests: int, context: int | None, output_len: int, en
             raise ValueError(f"{name}={value!r} must be a whole number of at least {minimum}")
 
 
-def describe(machine: Machine, workload: Workload, plan: MemoryPlan) -> list[str]:
-    config, spec = machine.config, machine.spec
+def describe(setup: Setup, workload: Workload, plan: MemoryPlan) -> list[str]:
+    config, spec = setup.config, setup.spec
     weights = "random weights" if config.load_format == "dummy" else str(config.model)
     lengths = ", ".join(str(len(prompt)) for prompt in workload.prompts)
     num_greedy = sum(params.is_greedy for params in workload.params)
-    if machine.is_exact:
+    if setup.backend.exact_splits:
         compared = f"token ids and the raw logits of all {spec.vocab_size:,} tokens of the vocabulary, bit for bit"
     else:
         compared = (
             f"token ids and the raw logits of all {spec.vocab_size:,} tokens of the vocabulary, to rounding only: the "
-            f"attention backend {machine.backend_name!r} has no fixed splits"
+            f"attention backend {setup.backend.name!r} has no fixed splits"
         )
     return [
-        f"{spec.architecture} ({weights}), {str(spec.dtype).removeprefix('torch.')}, {_device_name(machine.device)}, "
-        f"attention backend {machine.backend_name!r}, KV blocks of {config.block_size} tokens "
+        f"{spec.architecture} ({weights}), {str(spec.dtype).removeprefix('torch.')}, {_device_name(setup.device)}, "
+        f"attention backend {setup.backend.name!r}, KV blocks of {config.block_size} tokens "
         f"({plan.block_bytes / 2**20:.2f} MiB)",
         f"{counted(len(workload.prompts), 'request')}: prompts of {lengths} tokens, {workload.num_tokens} generated "
         f"tokens, {num_greedy} greedy and {len(workload.params) - num_greedy} sampled with a seed",

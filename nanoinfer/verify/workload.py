@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.measure.run import mixed_params, random_prompts
-from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
-from nanoinfer.memory.sizes import attention_spec, spec_and_layout
+from nanoinfer.memory.setup import Setup
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.weights.load import load_config
-from offload.memory.host_memory import memory_available_bytes
 
 # Prompt lengths as shares of the context. The first request decodes, and ends, while others are in prefill.
 LENGTH_SHARES = (0.25, 1.0, 0.5, 0.75)
@@ -93,37 +87,11 @@ def workload_arguments(workload: Workload) -> dict[str, Any]:
     )
 
 
-class Machine:
-    """What model, settings and device allow, known from the config alone.
-
-    Raises:
-        ValueError: the model is not supported, or the attention backend cannot run offload mode.
-    """
-
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        self.config, self.device = config, device
-        self.spec, self.layout = spec_and_layout(config, load_config(config.model))
-        backend = make_backend(config.attention_backend, attention_spec(self.spec, config.block_size), device, True)
-        self.backend_name, self.is_exact = backend.name, backend.exact_splits
-
-    def plan(self, arguments: dict[str, Any]) -> MemoryPlan:
-        """Return the memory plan of an engine with these arguments; raises ValueError if the memory is too small."""
-        config, available = EngineConfig(**arguments), memory_available_bytes()
-        return make_plan(
-            config,
-            self.spec,
-            self.layout,
-            budget_bytes=gpu_budget(config, self.device, available),
-            host_available_bytes=available,
-            is_cuda=self.device.type == "cuda",
-        )
-
-
 def choose_workload(
-    machine: Machine, arguments: dict[str, Any], num_requests: int, context: int | None, output_len: int, seed: int
+    setup: Setup, arguments: dict[str, Any], num_requests: int, context: int | None, output_len: int, seed: int
 ) -> Workload:
     """Return the requests for `context` tokens; for None, the longest requests that fit together in resident mode."""
-    block_size, spec = machine.config.block_size, machine.spec
+    block_size, spec = setup.config.block_size, setup.spec
     shortest, longest = 2 * block_size, spec.max_position - output_len
 
     def workload(tokens: int) -> Workload:
@@ -141,12 +109,12 @@ def choose_workload(
                 f"(the model's {spec.max_position} positions less {output_len} generated tokens)"
             )
         return workload(context)
-    default = LONGEST_DEFAULT_CONTEXT if machine.device.type == "cuda" else LONGEST_DEFAULT_CONTEXT_CPU
+    default = LONGEST_DEFAULT_CONTEXT if setup.device.type == "cuda" else LONGEST_DEFAULT_CONTEXT_CPU
     tokens = max(shortest, min(default, longest))
     while tokens > shortest:
         candidate = workload(tokens)
         try:
-            plan = machine.plan(arguments | workload_arguments(candidate))
+            plan = setup.plan(EngineConfig(**arguments | workload_arguments(candidate)))
         except ValueError:
             plan = None
         if plan is not None and plan.num_gpu_blocks - 1 >= candidate.num_blocks:

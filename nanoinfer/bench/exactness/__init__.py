@@ -8,14 +8,12 @@ batches, for a comparison side by side.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,10 +79,8 @@ def run(options: argparse.Namespace, command: str, local_server: LocalServer) ->
         "title": title,
         "conditions": [condition.figures() for condition in conditions],
     }
-    if options.output_json and device is not None:
+    if options.output_json:
         write_figures(options.output_json, figures, None, device, command)
-    elif options.output_json:
-        Path(options.output_json).write_text(json.dumps({"command": command} | figures, indent=1) + "\n")
     return figures
 
 
