@@ -74,36 +74,28 @@ class DecodeTimes:
 
 
 @dataclass
-class StepTotals:
-    """Totals of prefill steps, and the number of decode tokens; times in seconds. `StepMeter` has the rest of decode.
-
-    Mixed steps are prefill steps that also compute tokens of running sequences; `num_mixed_tokens` counts these tokens.
-    """
-
-    prefill: float = 0.0
-    num_prefill_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_mixed_steps: int = 0
-    num_mixed_tokens: int = 0
-    num_decode_tokens: int = 0
-    last_read: float = 0.0  # when the newest step was read
-
-
-@dataclass
 class StepMeter:
     """Times the streams in one decode step out of `SAMPLE_EVERY`, and in every step while a trace is recorded.
 
     Attributes:
-        times, totals: sums since the engine was made, of decode steps and of all others.
+        times: sums over decode steps since the engine was made.
+        prefill_seconds: of prefill steps, like the counts below. Mixed steps are prefill steps that also compute tokens
+            of running sequences; `num_mixed_tokens` counts these tokens.
         resident_share: share of the full KV blocks of all running sequences that lay on the GPU in the newest step.
     """
 
     runtime: Runtime
     times: DecodeTimes = field(default_factory=DecodeTimes)
-    totals: StepTotals = field(default_factory=StepTotals)
+    prefill_seconds: float = 0.0
+    num_prefill_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_mixed_steps: int = 0
+    num_mixed_tokens: int = 0
+    num_decode_tokens: int = 0
     trace: Trace | None = None
     resident_share: float = 1.0
     _num_launched: int = 0  # decode steps
+    _last_read: float = 0.0  # when the newest step was read
     _open: list[tuple[Timeline, float]] = field(default_factory=list)  # with the step's seconds; copies may still run
 
     def timeline(self, is_decode: bool) -> Timeline | None:
@@ -123,17 +115,16 @@ class StepMeter:
 
     def count(self, step: LaunchedStep, now: float, wait_seconds: float) -> None:
         """Add a step that was read at `now` to the sums. The host waited for it during the last `wait_seconds`."""
-        totals, batch = self.totals, step.batch
-        seconds = now - max(step.launched, totals.last_read)
-        totals.last_read = now
+        batch, seconds = step.batch, now - max(step.launched, self._last_read)
+        self._last_read = now
         if batch.chunks:
-            totals.prefill += seconds
-            totals.num_prefill_steps += 1
-            totals.num_prefill_tokens += sum(chunk.end - chunk.begin for chunk in batch.chunks)
-            totals.num_mixed_steps += bool(batch.decoding)
-            totals.num_mixed_tokens += len(batch.decoding)
+            self.prefill_seconds += seconds
+            self.num_prefill_steps += 1
+            self.num_prefill_tokens += sum(chunk.end - chunk.begin for chunk in batch.chunks)
+            self.num_mixed_steps += bool(batch.decoding)
+            self.num_mixed_tokens += len(batch.decoding)
             return
-        totals.num_decode_tokens += len(batch.decoding)
+        self.num_decode_tokens += len(batch.decoding)
         self._count_decode(step, seconds, seconds - wait_seconds)
         copy_wait = seconds * self.times.wait_fraction
         for sequence in batch.decoding if copy_wait else ():

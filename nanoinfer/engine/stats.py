@@ -30,8 +30,8 @@ class Engine(Protocol):
 
 def counters(engine: Engine) -> dict[str, int | float | str | dict]:
     """Return counters since the engine was made, and the state of both pools; see `LLMEngine.stats`."""
-    runner, times, decoded = engine.runner, engine.meter.totals, engine.runner.decode_program.counters
-    decode, prefill = engine.meter.times, engine.runner.prefill_program.pieces.counters
+    runner, meter, decoded = engine.runner, engine.meter, engine.runner.decode_program.counters
+    decode, prefill = meter.times, engine.runner.prefill_program.pieces.counters
     offload, transfer = runner.offload, None if runner.offload is None else runner.offload.counters
     return {
         "mode": engine.mode,
@@ -49,17 +49,17 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
         "written_bytes": 0 if transfer is None else transfer.written_bytes,
         "decode_streamed_bytes": decode.streamed_bytes,
         "link_gbps": decode.streamed_bytes / decode.streaming_seconds / 1e9 if decode.streamed_bytes else 0.0,
-        "num_prefill_steps": times.num_prefill_steps,
-        "num_prefill_tokens": times.num_prefill_tokens,
-        "num_mixed_steps": times.num_mixed_steps,
-        "num_mixed_tokens": times.num_mixed_tokens,
-        "prefill_seconds": times.prefill,
+        "num_prefill_steps": meter.num_prefill_steps,
+        "num_prefill_tokens": meter.num_prefill_tokens,
+        "num_mixed_steps": meter.num_mixed_steps,
+        "num_mixed_tokens": meter.num_mixed_tokens,
+        "prefill_seconds": meter.prefill_seconds,
         "prefill_graph_steps": prefill.graph_steps,
         "prefill_eager_steps": prefill.eager_steps,
         "prefill_padded_tokens": prefill.padded_tokens,
         "prefill_graph_hit_rate": prefill.graph_hit_rate,
         "num_decode_steps": decode.num_steps,
-        "num_decode_tokens": times.num_decode_tokens,
+        "num_decode_tokens": meter.num_decode_tokens,
         "decode_seconds": decode.seconds,
         "graph_replays": decoded.graph_replays,
         "eager_steps": decoded.eager_steps,

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nanoinfer.serve.async_engine import AsyncEngine
-from nanoinfer.serve.request_stream import FinishedRequest
 
 PREFIX = "nanoinfer:"
 _FIRST_TOKEN_BUCKETS = (
@@ -80,16 +79,23 @@ class ServerMetrics:
     def count_response(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
 
-    def observe(self, finished: FinishedRequest) -> None:
-        """Counts one prompt that has ended."""
-        for reason in finished.reasons:
+    def observe(self, reasons: list[str], first_token: float | None, total: float, per_token: float | None) -> None:
+        """Count one prompt that has ended.
+
+        Args:
+            reasons: finish reason of each completion; "error" if the engine failed, "abort" if the client left.
+            first_token: seconds from the arrival of the HTTP request to the first token; None if there was no token.
+            total: seconds from the arrival of the HTTP request to the end.
+            per_token: mean seconds between tokens; None with fewer than two.
+        """
+        for reason in reasons:
             self._completions.labels(reason).inc()
-        if finished.time_to_first_token is not None:
-            self._first_token.observe(finished.time_to_first_token)
-        if finished.metrics.time_per_output_token is not None:
-            self._per_token.observe(finished.metrics.time_per_output_token)
-        if not {"abort", "error"}.intersection(finished.reasons):
-            self._total.observe(finished.total_time)
+        if first_token is not None:
+            self._first_token.observe(first_token)
+        if per_token is not None:
+            self._per_token.observe(per_token)
+        if not {"abort", "error"}.intersection(reasons):
+            self._total.observe(total)
 
     def render(self, stats: dict[str, Any]) -> bytes:
         """Return the metrics as text; `stats` is the result of `LLMEngine.stats`."""

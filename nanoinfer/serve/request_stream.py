@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from nanoinfer.outputs import RequestMetrics, RequestOutput, StreamOutput
+from nanoinfer.outputs import RequestOutput, StreamOutput
 from nanoinfer.serve.queue_limits import Charge
 from nanoinfer.serve.tokenizing import Prompt
 
@@ -15,22 +14,6 @@ Item = tuple[int, StreamOutput | RequestOutput]
 
 class StreamClosedError(Exception):
     """The reader closed the stream, for example because the client has disconnected."""
-
-
-@dataclass(frozen=True)
-class FinishedRequest:
-    """A prompt that has ended, for the statistics.
-
-    Attributes:
-        reasons: finish reason of each completion; "error" if the engine failed, "abort" if the client left.
-        time_to_first_token: seconds from the arrival of the HTTP request; None if there was no token.
-        total_time: seconds from the arrival of the HTTP request to the end.
-    """
-
-    reasons: list[str]
-    time_to_first_token: float | None
-    total_time: float
-    metrics: RequestMetrics
 
 
 class RequestStream:

@@ -14,7 +14,7 @@ from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import ApiError, EngineStepError
 from nanoinfer.serve.queue_limits import QueueLimit, num_queued
-from nanoinfer.serve.request_stream import FinishedRequest, RequestStream
+from nanoinfer.serve.request_stream import RequestStream
 
 logger = logging.getLogger("nanoinfer.serve")
 
@@ -36,7 +36,7 @@ class ServedRequests:
 
     Attributes:
         calls: functions with their arguments, for the event loop to call after this step.
-        on_finished: called on the event loop for each prompt that has ended.
+        on_finished: called on the event loop for each prompt that has ended, as `ServerMetrics.observe`.
         num_prompt_tokens: prompt tokens of all accepted requests.
         step_began: `time.monotonic` at the start of the running step.
     """
@@ -44,7 +44,7 @@ class ServedRequests:
     def __init__(self, engine: LLMEngine, limit: QueueLimit) -> None:
         self._engine, self._limit = engine, limit
         self.calls: list[tuple] = []
-        self.on_finished: Callable[[FinishedRequest], None] = lambda finished: None
+        self.on_finished: Callable[..., None] = lambda *ended: None
         self.num_prompt_tokens = self.num_generated_tokens = 0
         self.step_began: float | None = None
         self._tracked: dict[str, _Tracked] = {}
@@ -149,6 +149,6 @@ class ServedRequests:
         request, stream = tracked.request, tracked.stream
         reasons = ["error" if error is not None else sequence.finish_reason for sequence in request.sequences]
         first = None if request.first_token is None else request.first_token - stream.arrival
-        finished = FinishedRequest(reasons, first, time.perf_counter() - stream.arrival, request.metrics())
-        self.calls.append((self.on_finished, finished))
+        total = time.perf_counter() - stream.arrival
+        self.calls.append((self.on_finished, reasons, first, total, request.metrics().time_per_output_token))
         self.calls.append((stream.end_one,) if error is None else (stream.fail, error))
