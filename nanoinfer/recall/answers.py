@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoinfer.llm import LLM
@@ -49,14 +49,10 @@ class Answers(ABC):
 
 
 class EngineAnswers(Answers):
-    """Answers of an LLM. With prefix caching a document is computed once and asked about often.
+    """Answers of an LLM. With prefix caching a document is computed once and asked about often."""
 
-    Args:
-        after_document: called between the document and its questions; tests put faults in there.
-    """
-
-    def __init__(self, llm: LLM, end_token_id: int, after_document: Callable[[LLM], None] | None = None) -> None:
-        self._llm, self._end, self._after_document = llm, end_token_id, after_document
+    def __init__(self, llm: LLM, end_token_id: int) -> None:
+        self._llm, self._end = llm, end_token_id
 
     @property
     def streamed_bytes(self) -> int:
@@ -67,8 +63,6 @@ class EngineAnswers(Answers):
     ) -> list[Answer]:
         # Alone, so that its blocks are there to be shared when the questions come.
         self._llm.generate([document], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-        if self._after_document is not None:
-            self._after_document(self._llm)
         params = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,

@@ -20,7 +20,7 @@ FREE_SHARE = 4  # and at most a quarter of the free memory
 
 
 class ReferenceAnswers(Answers):
-    """Greedy answers of transformers, in float32 unless said otherwise.
+    """Greedy answers of transformers, in float32.
 
     A document is computed once. Its questions of equal length are answered as one batch behind copies of its cache: one
     decode step costs about the same for one and for many, and without padding nothing but the batch differs from asking
@@ -36,10 +36,9 @@ class ReferenceAnswers(Answers):
         end_token_id: int,
         *,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
         self._model, self._end, self._device = model.to(device).eval(), end_token_id, torch.device(device)
         self._cache_bytes = cache_bytes
 

@@ -72,8 +72,22 @@ def run(exam, faults=None):
         enable_cpu_offload=True, resident_kv_limit=0, ring_slot_bytes=131072, skip_tokenizer_init=True,
         progress_bar=False,
     ) as llm:  # fmt: skip
-        after = faults.after_document if faults else None
-        return evaluate(EngineAnswers(llm, exam.tokenizer.eos_token_id, after), exam, progress=False)
+        if faults:
+            llm.generate = with_faults(llm, faults)
+        return evaluate(EngineAnswers(llm, exam.tokenizer.eos_token_id), exam, progress=False)
+
+
+def with_faults(llm, faults):
+    """`llm.generate` with faults between a document, which comes alone, and its questions."""
+    generate = llm.generate
+
+    def faulty(prompts, *arguments, **keywords):
+        found = generate(prompts, *arguments, **keywords)
+        if len(prompts) == 1:
+            faults.after_document(llm)
+        return found
+
+    return faulty
 
 
 @pytest.fixture(scope="module")
