@@ -13,8 +13,8 @@ from gpu_common import Bench
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanoinfer.attention import make_backend
 from nanoinfer.attention.base import PrefillPiece
+from nanoinfer.attention.registry import make_backend
 from nanoinfer.memory.sizes import attention_spec
 from nanoinfer.models.registry import resolve
 from nanoinfer.models.shapes import write_shape

@@ -23,7 +23,7 @@ from attention_cases import (
     run_prefill_through_shared_slot,
 )
 
-from nanoinfer.attention import make_backend
+from nanoinfer.attention.registry import make_backend
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 SHAPES = [  # q_heads, kv_heads, head_dim, block_size, dtype, softcap

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_cases import make_spec
 
-from nanoinfer.attention import make_backend
+from nanoinfer.attention.registry import make_backend
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

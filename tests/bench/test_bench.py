@@ -233,7 +233,7 @@ def test_floors_leave_room_beside_an_engine_that_fills_its_budget(free_mib, copi
 
 
 def test_bytes_read_count_windows_and_leave_out_unused_embeddings(tmp_path):
-    from nanoinfer.models import resolve
+    from nanoinfer.models.registry import resolve
     from nanoinfer.weights.load import load_config
 
     for tied in (False, True):

@@ -13,7 +13,7 @@ from nanoinfer.bench.throughput import make_load, run_load
 from nanoinfer.commands import main as cli
 from nanoinfer.measure.run import Row, random_prompts
 from nanoinfer.memory.floors import Floors
-from nanoinfer.models import resolve
+from nanoinfer.models.registry import resolve
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import load_config
 

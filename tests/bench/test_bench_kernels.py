@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoinfer.memory.floors import bytes_read_per_step
-from nanoinfer.models import resolve
+from nanoinfer.models.registry import resolve
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import check_safetensors, load_config, load_model
 

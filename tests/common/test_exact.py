@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from attention_cases import int32, list_items, make_paged, make_q, make_spec, make_work, run_decode
 from request_helpers import threads
 
-from nanoinfer.attention import PrefillPiece, make_backend, torch_backend
+from nanoinfer.attention import torch_backend
+from nanoinfer.attention.base import PrefillPiece
+from nanoinfer.attention.registry import make_backend
 from nanoinfer.common import exact
 from nanoinfer.layers.norm import OffsetRMSNorm, RMSNorm
 from nanoinfer.layers.rope import rope_table

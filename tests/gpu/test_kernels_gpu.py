@@ -34,7 +34,7 @@ from attention_cases import (
     run_prefill_through_ring,
 )
 
-from nanoinfer.attention import make_backend
+from nanoinfer.attention.registry import make_backend
 from nanoinfer.attention.triton_backend import TritonBackend
 
 needs_flash = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")

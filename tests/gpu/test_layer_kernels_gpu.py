@@ -195,8 +195,7 @@ class LayerSteps:
     """A decode step of a few layers, through every kernel that may start before the one in front has ended."""
 
     def __init__(self, num_rows: int, seq_len: int, num_layers: int = 6) -> None:
-        from nanoinfer.attention import AttentionSpec
-        from nanoinfer.attention.base import DecodeWork
+        from nanoinfer.attention.base import AttentionSpec, DecodeWork
         from nanoinfer.attention.triton_backend import TritonBackend
 
         def randn(*size, scale=1.0, mean=0.0):

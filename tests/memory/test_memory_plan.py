@@ -10,7 +10,7 @@ from tiny_models import make_checkpoint, tiny_config
 from nanoinfer import EngineConfig, SamplingParams
 from nanoinfer.common.units import GIB, parse_bytes
 from nanoinfer.memory.plan import make_plan
-from nanoinfer.models import resolve
+from nanoinfer.models.registry import resolve
 from nanoinfer.models.shapes import SHAPES, write_shape
 from nanoinfer.weights.load import load_config
 from offload import KVLayout

@@ -15,7 +15,8 @@ from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.memory import plan as memory
 from nanoinfer.memory.sizes import attention_spec
-from nanoinfer.models import DecoderModel, resolve, supported_architectures
+from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.registry import resolve, supported_architectures
 
 pytest.importorskip("triton")
 

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma3 import modeling_gemma3
 
 from nanoinfer.layers.qkv import KVSlots
-from nanoinfer.models import DecoderModel
+from nanoinfer.models.base import DecoderModel
 from nanoinfer.weights.load import load_config, load_model
 
 LLAMA3_ROPE = dict(

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tiny_models import FAMILIES, tiny_config
 
-from nanoinfer.models import ModelSpec, register, resolve, supported_architectures
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.registry import register, resolve, supported_architectures
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -10,7 +10,7 @@ import torch
 if "triton" not in sys.modules and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
-from nanoinfer.attention import AttentionSpec, DecodeWork, PrefillPiece
+from nanoinfer.attention.base import AttentionSpec, DecodeWork, PrefillPiece
 
 POISON = float("nan")
 

@@ -17,7 +17,7 @@ from transformers import logging
 
 from nanoinfer import EngineConfig
 from nanoinfer.memory.sizes import spec_and_layout
-from nanoinfer.models import supported_architectures
+from nanoinfer.models.registry import supported_architectures
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import check_safetensors, load_config, load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
