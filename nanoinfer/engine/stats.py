@@ -12,7 +12,6 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.memory.plan import MemoryPlan
-from offload import BlockPool
 
 
 class Engine(Protocol):
@@ -32,14 +31,22 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
     """Return counters since the engine was made, and the state of both pools; see `LLMEngine.stats`."""
     runner, meter, decoded = engine.runner, engine.meter, engine.runner.decode_program.counters
     decode, prefill = meter.times, engine.runner.prefill_program.pieces.counters
-    offload, transfer = runner.offload, None if runner.offload is None else runner.offload.counters
+    gpu_blocks, offload = engine.kv_cache.gpu_blocks, runner.offload
+    host_blocks = None if offload is None else offload.host.blocks
+    transfer = None if offload is None else offload.counters
     return {
         "mode": engine.mode,
         "num_waiting": len(engine.scheduler.waiting),
         "num_running": len(engine.scheduler.running),
         "num_preemptions": engine.scheduler.num_preemptions,
-        **_pool_counters("gpu", engine.kv_cache.gpu_blocks),
-        **_pool_counters("host", None if offload is None else offload.host.blocks),
+        "gpu_blocks_total": gpu_blocks.num_blocks,
+        "gpu_blocks_used": gpu_blocks.num_used,
+        "gpu_blocks_free": gpu_blocks.num_free,
+        "gpu_blocks_cached": gpu_blocks.num_cached,
+        "host_blocks_total": 0 if host_blocks is None else host_blocks.num_blocks,
+        "host_blocks_used": 0 if host_blocks is None else host_blocks.num_used,
+        "host_blocks_free": 0 if host_blocks is None else host_blocks.num_free,
+        "host_blocks_cached": 0 if host_blocks is None else host_blocks.num_cached,
         "prefix_cache_queried_tokens": engine.kv_cache.prefixes.num_queried_tokens,
         "prefix_cache_hit_tokens": engine.kv_cache.prefixes.num_hit_tokens,
         "kv_blocks_resident": engine.kv_cache.copies.num_resident,
@@ -69,12 +76,6 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
             "x".join(map(str, check.shape)): list(check.differing) for check in runner.product_checks if check.differing
         },
     }
-
-
-def _pool_counters(name: str, pool: BlockPool | None) -> dict[str, int]:
-    """Return how many blocks of a pool there are, in use, free and held by the prefix cache only; None: no pool yet."""
-    counts = (0, 0, 0, 0) if pool is None else (pool.num_blocks, pool.num_used, pool.num_free, pool.num_cached)
-    return dict(zip((f"{name}_blocks_{what}" for what in ("total", "used", "free", "cached")), counts, strict=True))
 
 
 def report(engine: Engine) -> dict[str, int | float | str | list[str]]:
