@@ -82,7 +82,7 @@ class LLMEngine:
         """Queues a request.
 
         Args:
-            token_ids: the prompt's tokens, if `tokenize` was called before.
+            token_ids: the prompt's tokens, if `intake.tokenize` was called before.
 
         Raises:
             ValueError: the id or the parameters cannot be used. Nothing changes.

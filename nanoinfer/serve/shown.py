@@ -9,17 +9,12 @@ SHOWN_CHARS = 80
 
 
 def shown(value: Any) -> str:
-    text = value if isinstance(value, str) and len(value) > SHOWN_CHARS else _beginning(value)
-    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
-
-
-def _beginning(value: Any) -> str:
-    """Return the beginning of the value's `repr`; a whole `repr` of a large value would take seconds."""
+    """Return the beginning of a long text, or of the value's `repr`; all of a large value's would take seconds."""
     text = ""
-    for part in _repr_parts(value):
+    for part in [value] if isinstance(value, str) and len(value) > SHOWN_CHARS else _repr_parts(value):
         text += part
         if len(text) > SHOWN_CHARS:
-            break
+            return text[:SHOWN_CHARS] + "..."
     return text
 
 
@@ -33,7 +28,9 @@ def _repr_parts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict):
         yield "{"
         for place, (name, one) in enumerate(value.items()):
-            yield f"{', ' if place else ''}{_beginning(name)}: "
+            yield ", " if place else ""
+            yield from _repr_parts(name)
+            yield ": "
             yield from _repr_parts(one)
         yield "}"
     else:
