@@ -26,7 +26,7 @@ from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence, SequenceState
 from nanoinfer.sampling_params import SamplingParams
-from offload import BlockLifetimes, Runtime, Timeline
+from offload import Runtime, Timeline
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class LLMEngine:
                 sequence.state, sequence.row, sequence.kept_blocks = SequenceState.FINISHED, None, None
         self._requests = {name: request for name, request in self._requests.items() if not request.is_finished}
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        self.mover.recover(running, waiting, self.lifetimes, keeps_prefixes=is_sound)
+        self.mover.recover(running, waiting, keeps_prefixes=is_sound)
         self.admission.forget()
         self.planner.forget()
         self.runner.forget()
@@ -346,11 +346,6 @@ class LLMEngine:
         """The current mode, "resident" or "offload"."""
         return self.modes.current
 
-    @property
-    def lifetimes(self) -> BlockLifetimes | None:
-        """Who holds which host block, once offload mode was needed for the first time."""
-        return self.modes.lifetimes
-
     @torch.inference_mode()
     def switch_mode(self, mode: str) -> None:
         """Switch to "offload" or "resident" mode. Running requests keep their KV, so their output does not change.
@@ -402,10 +397,10 @@ class LLMEngine:
         wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help, and which
         settings had no effect.
         """
-        if self.lifetimes is not None:
+        if self.runner.offload is not None:
             with self._changing():
-                self.lifetimes.reclaim()
-                self.runner.offload.drop_prefetch(self.lifetimes.take_gone())
+                self.kv_cache.tables.lifetimes.reclaim()
+                self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
         return stats.counters(self) | stats.report(self)
 
     def start_trace(self) -> None:

@@ -143,7 +143,7 @@ class Scheduler:
 
     def _spill(self) -> bool:
         """Enter offload mode, where every full block can leave the GPU; False if impossible or already done."""
-        return self._enter_offload is not None and not self._kv_cache.is_offload and self._enter_offload()
+        return self._enter_offload is not None and not self._kv_cache.tables.is_offload and self._enter_offload()
 
     def _preempt_youngest(self) -> None:
         victim = self.running[-1]

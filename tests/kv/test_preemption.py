@@ -87,12 +87,12 @@ def test_a_row_that_is_used_again_at_the_same_length_reads_the_blocks_of_its_new
     def at_step(engine, step):
         (sequence,) = engine.scheduler.running or [None]
         if sequence is not None and step == 3:
-            row = engine.kv_cache.gpu_table[sequence.row]
+            row = engine.kv_cache.tables.gpu[sequence.row]
             held.append({int(block) for block in row if block >= 0})
 
     for prompt in prompts:
         outcomes += run(engine, [prompt], params, at_step)
-        pool = engine.kv_cache.gpu_blocks
+        pool = engine.kv_cache.tables.gpu_blocks
         taken = pool.allocate(3)  # the next one gets others
     pool.release(taken)
     assert held[0] and held[1] and not held[0] & held[1]
@@ -112,7 +112,7 @@ def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
     requests += [engine.add_request(str(i), prompts[i], params[i]) for i in (1, 2)]
     for _ in range(4):
         engine.step()
-    table, kept = engine.kv_cache.gpu_table, engine.runner.kept
+    table, kept = engine.kv_cache.tables.gpu, engine.runner.kept
     rows = [sequence.row for sequence in engine.scheduler.running]
     assert len(rows) == 3 and all((table[row, :6] == table[rows[0], :6]).all() for row in rows)
     with torch.inference_mode():
@@ -143,17 +143,17 @@ def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
         engine.step()
     with torch.inference_mode():
         engine.scheduler._preempt_youngest()
-    assert engine.mover._gpu_copies
+    assert engine.mover.kept._key_of
     waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
     while not first.is_finished:
         engine.step()
-    engine.kv_cache.gpu_blocks.allocate(engine.kv_cache.gpu_blocks.num_free)  # every cached block goes
-    held = list(engine.kv_cache.gpu_blocks._references)
+    engine.kv_cache.tables.gpu_blocks.allocate(engine.kv_cache.tables.gpu_blocks.num_free)  # every cached block goes
+    held = list(engine.kv_cache.tables.gpu_blocks._references)
     with torch.inference_mode():
         engine.runner.gpu_kv[:, held] = torch.nan
     (sequence,) = waiting
     assert engine.mover.num_missing(sequence) == 7, "none of its blocks is there"
-    engine.kv_cache.gpu_blocks.release(held)
+    engine.kv_cache.tables.gpu_blocks.release(held)
     engine.scheduler.waiting = waiting
     while engine.has_work:
         engine.step()
