@@ -391,6 +391,7 @@ class LLMEngine:
         `prefill_graph_steps` counts prefill steps whose layers ran from graphs, `prefill_graph_hit_rate` is their share
         of all prefill steps, and `prefill_padded_tokens` counts the padding added to small steps.
 
+        `host_blocks_*` count the blocks of the host pool, and those that are kept for sequences that gave way.
         `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
         step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are
         estimates from a sample of the steps. `host_seconds` is the part of `decode_seconds` in which the host did not

@@ -23,7 +23,7 @@ class GPUCopies:
     """
 
     def __init__(self, tables: BlockTables, max_resident_blocks: int | None, window: int | None) -> None:
-        self.residency = Residency(len(tables.gpu), tables.gpu, tables.host, joins=window is None)
+        self.residency = Residency(tables.gpu, tables.host, joins=window is None)
         self.window = window
         self._tables, self._max_resident_blocks = tables, max_resident_blocks
 

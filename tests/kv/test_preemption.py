@@ -120,7 +120,9 @@ def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
         engine.scheduler._preempt_youngest()
     waiting = [sequence.kept_blocks for sequence in engine.scheduler.waiting]
     assert waiting[0][:6] == waiting[1][:6] and not set(waiting[0][6:]) & set(waiting[1][6:])
-    assert kept.num_bytes == len({*waiting[0], *waiting[1]}) * kept.layout.block_bytes
+    num_kept, stats = len({*waiting[0], *waiting[1]}), engine.stats()
+    assert kept.num_bytes == num_kept * kept.layout.block_bytes
+    assert [stats[f"host_blocks_{what}"] for what in ("total", "used", "free", "cached")] == [num_kept, num_kept, 0, 0]
     while engine.scheduler.waiting:
         engine.step()
     rows = [sequence.row for sequence in engine.scheduler.running]
@@ -129,6 +131,45 @@ def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
         engine.step()
     assert [request.sequences[0].output_token_ids for request in requests] == tokens_of(wanted)
     assert_pools_as_before(engine)
+
+
+def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path):
+    """Each shared block is copied once, to the host and back."""
+    engine = make_engine(path, max_num_batched_tokens=256)
+    (document,) = random_prompts(1, 96, 96, seed=6)
+    prompts = [document + end for end in random_prompts(3, 5, 5, seed=7)]
+    wanted = run(make_engine(path, enable_prefix_caching=False), prompts, [greedy(30)] * 3)
+    requests = [engine.add_request("0", prompts[0], greedy(30))]
+    engine.step()
+    requests += [engine.add_request(str(i), prompts[i], greedy(30)) for i in (1, 2)]
+    for _ in range(4):
+        engine.step()
+    copied, copy = [], engine.runner.block_copies.copy
+
+    def counted(source, destination, pairs):
+        copied.append((source, destination, len(pairs)))
+        copy(source, destination, pairs)
+
+    engine.runner.block_copies.copy = counted
+    with torch.inference_mode():
+        engine.scheduler._preempt_youngest()
+        engine.scheduler._preempt_youngest()
+    waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
+    engine.step()  # reads their tokens
+    engine.abort("0")
+    pool = engine.kv_cache.tables.gpu_blocks
+    pool.release(pool.allocate(pool.num_free))  # what it left is gone
+    engine.scheduler.waiting = waiting
+    while engine.scheduler.waiting:
+        engine.step()
+    rows = engine.kv_cache.tables.gpu[[sequence.row for sequence in engine.scheduler.running], :6]
+    assert len(rows) == 2 and (rows[0] == rows[1]).all()
+    assert copied == [("gpu", "kept", 7), ("gpu", "kept", 1), ("kept", "gpu", 7), ("kept", "gpu", 1)]
+    while engine.has_work:
+        engine.step()
+    assert [request.sequences[0].output_token_ids for request in requests[1:]] == tokens_of(wanted)[1:]
+    assert_pools_as_before(engine)
+    assert engine.stats()["host_blocks_total"] == 0
 
 
 def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
