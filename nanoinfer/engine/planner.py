@@ -52,7 +52,7 @@ class StepPlanner:
         sampling = self._changed_settings(sampled)
         all_rows = np.concatenate([np.array([chunk.sequence.row for chunk in chunks], dtype=np.int32), rows])
         longest = max([*(chunk.end for chunk in chunks), int(ends.max(initial=0))])
-        width = -(-longest // kv_cache.block_size)
+        width = tables.num_blocks(longest)
         gpu_blocks, host_blocks = tables.gpu[all_rows, :width], tables.host[all_rows, :width]
         promoted = kv_cache.copies.promote(rows.tolist())
         plan = StepPlan(

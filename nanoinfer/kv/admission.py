@@ -76,7 +76,7 @@ class Admission:
         hits = self._admit_resident(sequence) if not self._tables.is_offload else self._admit_offload(sequence)
         if hits is None:
             return False
-        sequence.num_computed = sequence.num_cached = len(hits) * self._cache.block_size
+        sequence.num_computed = sequence.num_cached = len(hits) * self._tables.block_size
         sequence.num_published = len(hits)
         self._cache.prefixes.count(sequence, len(hits))
         return True
@@ -102,7 +102,7 @@ class Admission:
             return None
         host = self._tables.lifetimes.host_blocks
         hits = self._cache.prefixes.find(sequence, host)
-        reserve = sequence.max_num_tokens // self._cache.block_size - len(hits)
+        reserve = sequence.max_num_tokens // self._tables.block_size - len(hits)
         num_short, num_own = reserve - self._cache.num_unpromised_host, self._num_own_blocks(sequence, hits)
         if num_short > 0 or not self._keeps_throughput(num_own):
             self._refuse(sequence, hits, host, max(1, num_short), num_own if num_short <= 0 else None)
@@ -112,7 +112,7 @@ class Admission:
         self._cache.reserve_host(sequence, reserve)
         copies = self._cache.copies.find(hits)
         self._tables.gpu[row, len(hits) - len(copies) : len(hits)] = copies
-        self._cache.copies.note(row, first=len(hits) - len(copies), num_computed=len(hits) * self._cache.block_size)
+        self._cache.copies.note(row, first=len(hits) - len(copies), num_computed=len(hits) * self._tables.block_size)
         self._cache.copies.promise_tail(row)
         self._cache.copies.limit()
         return hits
@@ -156,7 +156,7 @@ class Admission:
         cache, tables, mover = self._cache, self._tables, self._mover
         num_blocks = tables.num_blocks(sequence.num_tokens)
         if tables.is_offload:
-            needed, num_full = sequence.max_num_tokens // cache.block_size, sequence.num_computed // cache.block_size
+            needed, num_full = sequence.max_num_tokens // tables.block_size, sequence.num_computed // tables.block_size
             if (
                 cache.copies.num_obtainable < 1
                 or needed > cache.num_unpromised_host

@@ -43,7 +43,6 @@ class KVCache:
 
     def __init__(self, tables: BlockTables, copies: GPUCopies, *, enable_prefix_caching: bool) -> None:
         self.tables, self.copies = tables, copies
-        self.block_size = tables.block_size
         self.prefixes = PrefixCache(tables.block_size, enable_prefix_caching)
         self.free_rows = list(range(len(tables.gpu) - 1, -1, -1))
         self.num_reserved_host = self.num_reserved_splits = self.num_given_back = 0
