@@ -44,13 +44,13 @@ class BlockCopies:
     def copy(self, source: str, destination: str, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks between two pools, given by name; `pairs` are (block of `source`, block of `destination`).
 
-        Waits for all streams before and after.
+        At least one of the pools lies on the host. Wait for all streams before; the copies have run at the end, because
+        torch waits for a copy between host and GPU that is not said to be `non_blocking`.
         """
         self._runtime.synchronize()
         for layer in range(self._layout.num_layers):
             for read, written in pairs:
                 self._block(destination, layer, written).copy_(self._block(source, layer, read))
-        self._runtime.synchronize()
 
     def check_pool(self) -> None:
         """Raise PinError if the host pool cannot be used."""
