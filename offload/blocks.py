@@ -1,10 +1,17 @@
-"""A pool of numbered blocks: who holds which, which may be shared, and which are cached for reuse."""
+"""A pool of numbered blocks: who holds which, which may be shared, and which are cached for reuse.
+
+Holding and publishing are one class, because they are one state: whether a block that nobody holds is free or cached
+depends on its key, and whether a key still leads to a block depends on who was handed the block.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+
+GPU, HOST, KEPT = "gpu", "host", "kept"
+"""The pools by name: GPU memory, pinned host memory, and pageable host memory for sequences that gave way."""
 
 
 class BlockPool:
@@ -82,35 +89,24 @@ class BlockPool:
     def lookup(self, key: Hashable) -> int | None:
         """Take up the block published under `key` and hold it, or return None."""
         block = self._block_of.get(key)
-        if block is None:
-            return None
+        if block is not None:
+            self.hold(block)
+        return block
+
+    def hold(self, block: int) -> None:
+        """Add a reference to a held or cached block."""
+        assert block in self._references or block in self._cached, f"block {block} is not held or cached"
         self._cached.pop(block, None)
         self._references[block] = self._references.get(block, 0) + 1
         self._num_references += 1
-        return block
-
-    def share(self, block: int) -> None:
-        """Add a reference to a held block."""
-        assert block in self._references, f"block {block} is not held"
-        self._references[block] += 1
-        self._num_references += 1
-
-    def claim(self, block: int) -> bool:
-        """Hold a cached block. Return False if the block is not cached."""
-        if block not in self._cached:
-            return False
-        del self._cached[block]
-        self._references[block] = 1
-        self._num_references += 1
-        return True
 
     def published(self, key: Hashable) -> int | None:
         """Return the block published under `key`, or None, without holding it."""
         return self._block_of.get(key)
 
-    def is_published(self, block: int) -> bool:
-        """Whether the block can be found by a key."""
-        return block in self._key_of
+    def key(self, block: int) -> Hashable | None:
+        """Return the key under which the block is published, or None."""
+        return self._key_of.get(block)
 
     def forget(self, key: Hashable) -> None:
         """Withdraw `key`: nobody finds the block published under it any more. If the block was cached, it is free."""

@@ -281,15 +281,3 @@ class OffloadEngine:
             for place, segment, begin, part in host_runs(blocks, self.host.blocks_per_segment):
                 on_gpu = self._gpu_kv[layer, gpu_block + place : gpu_block + place + part]
                 yield on_gpu, self.host.run(layer, segment, begin, part)
-
-    def poison_gpu(self, blocks: Iterable[int]) -> None:
-        """Poison freed GPU blocks, so that whoever still reads them notices."""
-        for block in blocks if self.runtime.poisons else ():
-            for layer in range(self.layout.num_layers):
-                self.runtime.poison(self.compute, self._gpu_kv[layer, block])
-
-    def poison_host(self, blocks: Iterable[int]) -> None:
-        """Poison freed host blocks."""
-        for block in blocks if self.runtime.poisons else ():
-            for layer in range(self.layout.num_layers):
-                self.runtime.poison(self.write, self.host.block(layer, block))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from offload.blocks import BlockPool
+from offload.blocks import GPU, HOST, BlockPool
 
 GPU_RULE = "gpu_block.reuse_after_write_through"
 HOST_RULE = "host_block.reuse_after_copies"
@@ -46,8 +46,8 @@ class BlockLifetimes:
 
     Args:
         gpu_blocks, host_blocks: who holds which block.
-        acknowledgements: what the side that copies says.
-        poison: overwrites blocks that became free (the pool, the blocks), in runtimes that look for wrong reads.
+        acknowledgements: what the side that copies says; not asked before the first copy.
+        poison: overwrites blocks that became free (the pool's name, the blocks), in runtimes that look for wrong reads.
 
     Attributes:
         operation: number of the newest operation.
@@ -58,12 +58,12 @@ class BlockLifetimes:
         gpu_blocks: BlockPool,
         host_blocks: BlockPool,
         acknowledgements: Acknowledgements,
-        poison: Callable[[BlockPool, list[int]], None] = lambda pool, blocks: None,
+        poison: Callable[[str, list[int]], None] = lambda pool, blocks: None,
     ) -> None:
-        self.host_blocks = host_blocks
+        self.gpu_blocks, self.host_blocks = gpu_blocks, host_blocks
         self._poison = poison
         self.operation = 0
-        self._gpu_blocks, self._acknowledgements = gpu_blocks, acknowledgements
+        self._acknowledgements = acknowledgements
         self._writing: deque[tuple[int, list[int]]] = deque()  # operations whose writes may not have run, their blocks
         self._last_write: dict[int, int] = {}  # the newest of these by GPU block
         self._newest_write = 0
@@ -91,23 +91,24 @@ class BlockLifetimes:
         waiting: dict[int, _Deferred] = {}
         finished = []
         for block in blocks:
-            if self._gpu_blocks.references(block) > 1:
-                self._gpu_blocks.release([block])  # somebody else still holds it: the last release waits
+            if self.gpu_blocks.references(block) > 1:
+                self.gpu_blocks.release([block])  # somebody else still holds it: the last release waits
                 continue
             write = self._last_write.get(block)
             if write is None:
                 finished.append(block)
             else:
                 waiting.setdefault(write, _Deferred([], write)).blocks.append(block)
-        self._free(self._gpu_blocks, finished)
+        self._free(self.gpu_blocks, finished)
         for deferred in waiting.values():
             insort(self._deferred_gpu, deferred, key=lambda other: other.writes)
 
     def release_host(self, blocks: Iterable[int]) -> None:
         """Give back host blocks, once the copies that read or write them have run."""
         released = list(blocks)
-        self._deferred_host.append(_Deferred(released, self._newest_write, self.operation))
-        self._gone |= self._leaving_host.intersection(released)
+        if released:
+            self._deferred_host.append(_Deferred(released, self._newest_write, self.operation))
+            self._gone |= self._leaving_host.intersection(released)
 
     def take_back_gpu(self, block: int) -> bool:
         """Hold a released GPU block again that a write-through still reads. Return False if the block is no such block.
@@ -123,12 +124,12 @@ class BlockLifetimes:
     def reclaim(self) -> None:
         """Put released blocks whose copies have run back into their pools."""
         self._forget_finished_writes()
-        self._reclaim(self._deferred_gpu, self._gpu_blocks, GPU_RULE)
+        self._reclaim(self._deferred_gpu, self.gpu_blocks, GPU_RULE)
         self._reclaim(self._deferred_host, self.host_blocks, HOST_RULE)
 
     def wait_for_gpu(self, count: int) -> None:
         """Wait, for as few copies as possible, until `count` GPU blocks are free or all released ones are."""
-        self._reclaim(self._deferred_gpu, self._gpu_blocks, GPU_RULE, wanted=count)
+        self._reclaim(self._deferred_gpu, self.gpu_blocks, GPU_RULE, wanted=count)
 
     def wait_for_host(self, count: int) -> None:
         """Wait, for as few copies as possible, until `count` host blocks are free or all released ones are."""
@@ -176,4 +177,5 @@ class BlockLifetimes:
             self._free(pool, waiting.pop(0).blocks)
 
     def _free(self, pool: BlockPool, blocks: list[int]) -> None:
-        self._poison(pool, pool.release(blocks))
+        if freed := pool.release(blocks):
+            self._poison(GPU if pool is self.gpu_blocks else HOST, freed)

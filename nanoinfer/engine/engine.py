@@ -26,7 +26,7 @@ from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling_params import SamplingParams
-from offload import BlockLifetimes, Runtime
+from offload import Runtime
 
 
 class LLMEngine:
@@ -66,7 +66,7 @@ class LLMEngine:
         )
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
         self.meter = StepMeter(built.runner.runtime)
-        self.work = Work(built, self.scheduler, self.planner, self.modes, self._read_tokens)
+        self.work = Work(built, self.scheduler, self.planner, self._read_tokens)
         self._outputs: list[StreamOutput] = []  # read from the device, but not returned by `step` yet
         try:
             self.modes.start()
@@ -272,11 +272,6 @@ class LLMEngine:
         """The current mode, "resident" or "offload"."""
         return self.modes.current
 
-    @property
-    def lifetimes(self) -> BlockLifetimes | None:
-        """Who holds which host block, once offload mode was needed for the first time."""
-        return self.modes.lifetimes
-
     @torch.inference_mode()
     def switch_mode(self, mode: str) -> None:
         """Switch to "offload" or "resident" mode. Running requests keep their KV, so their output does not change.
@@ -301,16 +296,17 @@ class LLMEngine:
         `prefill_graph_steps` counts prefill steps whose layers ran from graphs, `prefill_graph_hit_rate` is their share
         of all prefill steps, and `prefill_padded_tokens` counts the padding added to small steps.
 
+        `host_blocks_*` count the blocks of the host pool, and those that are kept for sequences that gave way.
         `kv_resident_share` is the share of the running sequences' full KV blocks that lay on the GPU in the newest
         step. `link_busy_fraction`, `compute_busy_fraction` (of the time of decode steps) and `copy_wait_seconds` are
         estimates from a sample of the steps. `host_seconds` is the part of `decode_seconds` in which the host did not
         wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help, and which
         settings had no effect.
         """
-        if self.lifetimes is not None:
+        if self.runner.offload is not None:
             with self._changing():
-                self.lifetimes.reclaim()
-                self.runner.offload.drop_prefetch(self.lifetimes.take_gone())
+                self.kv_cache.tables.lifetimes.reclaim()
+                self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
         return stats.counters(self) | stats.report(self)
 
     def start_trace(self) -> None:

@@ -12,7 +12,7 @@ from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.requests.sequence import Sequence
-from offload import BlockLifetimes, BlockPool
+from offload import BlockPool
 from offload.memory.pinned import PinError
 
 MODES = ("resident", "offload")
@@ -22,7 +22,6 @@ class Modes:
     """The engine's modes.
 
     Attributes:
-        lifetimes: who holds which host block, once offload mode was needed for the first time.
         may_spill: whether the engine may enter offload mode by itself: "auto", and not all full-length rows fit.
         error: why "auto" could not enter offload mode.
     """
@@ -36,22 +35,20 @@ class Modes:
         admission: Admission,
         mover: Mover,
     ) -> None:
-        self.lifetimes: BlockLifetimes | None = None
         self.error: Exception | None = None
         self._config, self._plan, self._runner = config, plan, runner
         self._kv_cache, self._admission, self._mover = kv_cache, admission, mover
-        rows, blocks_per_row = kv_cache.gpu_table.shape
-        fits = rows * blocks_per_row <= kv_cache.gpu_blocks.num_blocks
+        rows, blocks_per_row = kv_cache.tables.gpu.shape
+        fits = rows * blocks_per_row <= kv_cache.tables.gpu_blocks.num_blocks
         self.may_spill = config.enable_cpu_offload == "auto" and not fits
 
     def close(self) -> None:
         """Let go of everything that holds memory. The modes cannot be used afterwards."""
-        self.lifetimes = None
         del self._runner, self._kv_cache, self._admission, self._mover
 
     @property
     def current(self) -> str:
-        return "offload" if self._kv_cache.is_offload else "resident"
+        return "offload" if self._kv_cache.tables.is_offload else "resident"
 
     @property
     def possible(self) -> list[str]:
@@ -63,7 +60,7 @@ class Modes:
         block_size = self._config.block_size
         if mode == "offload":
             return self._plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
-        return self._kv_cache.gpu_blocks.num_blocks * block_size
+        return self._kv_cache.tables.gpu_blocks.num_blocks * block_size
 
     def start(self) -> None:
         """Enter the first mode, and capture the graphs of every mode that the engine may enter by itself."""
@@ -72,7 +69,7 @@ class Modes:
             return
         if self.may_spill:
             try:
-                self._get_lifetimes()  # begins to map and pin the host pool
+                self._require_host_pool()
             except (MemoryError, PinError) as error:
                 self._note(error)
         self._runner.capture(self.may_spill)
@@ -102,7 +99,7 @@ class Modes:
         self._check_room(mode, running)
         with self._runner.compute.current():
             if mode == "offload":
-                self._mover.switch_to_offload(self._get_lifetimes(), running)
+                self._mover.switch_to_offload(running)
             else:
                 self._mover.switch_to_resident(running)
             self._admission.forget()
@@ -126,18 +123,15 @@ class Modes:
 
     def _check_room(self, mode: str, running: list[Sequence]) -> None:
         if mode == "offload":
-            self._mover.check_offload(self._get_lifetimes(), running)
+            self._require_host_pool()
+            self._mover.check_offload(running)
         else:
             self._mover.check_resident(running)
 
-    def _get_lifetimes(self) -> BlockLifetimes:
-        """Return who holds which host block; the host pool is mapped and pinned when it is first needed."""
+    def _require_host_pool(self) -> None:
+        """Begin to map and pin the host pool, if it is needed for the first time."""
         self._runner.check_offload()
-        if self.lifetimes is None:
-            offload, gpu_blocks = self._runner.get_offload(), self._kv_cache.gpu_blocks
-
-            def poison(pool: BlockPool, blocks: list[int]) -> None:
-                (offload.poison_gpu if pool is gpu_blocks else offload.poison_host)(blocks)
-
-            self.lifetimes = BlockLifetimes(gpu_blocks, offload.host.blocks, offload, poison)
-        return self.lifetimes
+        self._runner.get_offload()
+        lifetimes = self._kv_cache.tables.lifetimes
+        if not lifetimes.host_blocks.num_blocks:
+            lifetimes.host_blocks = BlockPool(self._plan.num_host_blocks)

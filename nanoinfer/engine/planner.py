@@ -27,8 +27,8 @@ class StepPlanner:
         self._end_token_ids = frozenset(end_token_ids)
         self._number = 0
         # For each row, what the device has: the version of the block table, and whose sampling settings.
-        self._versions = np.full(len(kv_cache.gpu_table), UNKNOWN, dtype=np.int64)
-        self._settings_of = [UNKNOWN] * len(kv_cache.gpu_table)
+        self._versions = np.full(len(kv_cache.tables.gpu), UNKNOWN, dtype=np.int64)
+        self._settings_of = [UNKNOWN] * len(kv_cache.tables.gpu)
 
     def forget(self) -> None:
         """Send every row again: after an exception, the device may hold anything."""
@@ -44,19 +44,17 @@ class StepPlanner:
         rows = np.array([sequence.row for sequence in decoding], dtype=np.int32)
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
         write_through = [pair for chunk in chunks for pair in kv_cache.fill(chunk.sequence, chunk.end)]
-        lifetimes = kv_cache.tables.lifetimes
-        if lifetimes is not None:
+        tables = kv_cache.tables
+        if tables.is_offload:
             write_through += [pair for sequence in decoding for pair in kv_cache.fill(sequence, sequence.num_tokens)]
             self._count_blocks_read(batch.sequences)
         changed = self._changed_lines(decoding, rows)
         sampling = self._changed_settings(sampled)
         all_rows = np.concatenate([np.array([chunk.sequence.row for chunk in chunks], dtype=np.int32), rows])
         longest = max([*(chunk.end for chunk in chunks), int(ends.max(initial=0))])
-        width = -(-longest // kv_cache.block_size)
-        gpu_blocks, host_blocks = kv_cache.gpu_table[all_rows, :width], kv_cache.host_table[all_rows, :width]
-        num_streamed = kv_cache.residency.num_streamed
+        width = tables.num_blocks(longest)
+        gpu_blocks, host_blocks = tables.gpu[all_rows, :width], tables.host[all_rows, :width]
         promoted = kv_cache.copies.promote(rows.tolist())
-        have_come = kv_cache.residency.num_streamed < num_streamed
         plan = StepPlan(
             number=self._number,
             chunks=tuple(
@@ -74,8 +72,8 @@ class StepPlanner:
             ends=ends,
             gpu_blocks=gpu_blocks,
             host_blocks=host_blocks,
-            later_gpu_blocks=kv_cache.gpu_table[rows, :width] if have_come else None,
-            may_stream=lifetimes is not None,
+            later_gpu_blocks=None if promoted is None else tables.gpu[rows, :width],
+            may_stream=tables.is_offload,
             changed_rows=changed,
             sampling=sampling,
             sampled_rows=all_rows[[*(chunk.is_last for chunk in chunks), *[True] * len(rows)]] if chunks else rows,
@@ -85,9 +83,9 @@ class StepPlanner:
                 if sequence.params.logprobs is not None
             },
             write_through=tuple(write_through),
-            promoted=promoted,
-            operation=0 if lifetimes is None else lifetimes.begin([gpu_block for gpu_block, _ in write_through]),
-            gone_host_blocks=() if lifetimes is None else lifetimes.take_gone(),
+            promoted=promoted or {},
+            operation=tables.lifetimes.begin([gpu_block for gpu_block, _ in write_through]) if tables.is_offload else 0,
+            gone_host_blocks=tables.lifetimes.take_gone(),
         )
         self._number += 1
         return plan
@@ -106,7 +104,7 @@ class StepPlanner:
 
     def _changed_lines(self, sequences: list[Sequence], rows: np.ndarray) -> np.ndarray:
         """Return `StepPlan.changed_rows` for these sequences, whose rows are `rows`, and count them as sent."""
-        table, versions = self._kv_cache.gpu_table, self._kv_cache.table_versions
+        table, versions = self._kv_cache.tables.gpu, self._kv_cache.tables.versions
         changed = np.flatnonzero(self._versions[rows] != versions[rows])
         lines = np.zeros((len(changed), NUM_HEAD_COLUMNS + table.shape[1]), dtype=np.int32)
         for line, place in zip(lines, changed.tolist(), strict=True):
@@ -142,7 +140,7 @@ class StepPlanner:
 
     def _count_blocks_read(self, sequences: list[Sequence]) -> None:
         """Add to each sequence's counts how many full blocks the step reads, and how many of them lie on the GPU."""
-        residency = self._kv_cache.residency
+        residency = self._kv_cache.copies.residency
         for sequence in sequences:
             first, full = int(residency.first[sequence.row]), int(residency.full[sequence.row])
             sequence.num_blocks_read += full

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nanoinfer.engine.batch import LaunchedStep
-from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import BuiltEngine
@@ -31,10 +30,9 @@ class Work:
         built: BuiltEngine,
         scheduler: Scheduler,
         planner: StepPlanner,
-        modes: Modes,
         read_tokens: Callable[[LaunchedStep], None],
     ) -> None:
-        self._built, self._scheduler, self._planner, self._modes = built, scheduler, planner, modes
+        self._built, self._scheduler, self._planner = built, scheduler, planner
         self._read_tokens = read_tokens
         self.requests: dict[str, Request] = {}
         self.in_flight: LaunchedStep | None = None
@@ -74,7 +72,7 @@ class Work:
             if sequence.finish_reason is not None:
                 sequence.state, sequence.row, sequence.kept_blocks = SequenceState.FINISHED, None, None
         self.requests = {name: request for name, request in self.requests.items() if not request.is_finished}
-        built.mover.recover(scheduler.running, scheduler.waiting, self._modes.lifetimes, keeps_prefixes=is_sound)
+        built.mover.recover(scheduler.running, scheduler.waiting, keeps_prefixes=is_sound)
         built.admission.forget()
         self._planner.forget()
         built.runner.forget()

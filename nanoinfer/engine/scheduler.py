@@ -117,7 +117,7 @@ class Scheduler:
         """Append the sequence's next chunk if there is room for one; return the chunk's number of tokens, or 0."""
         begin = sequence.num_computed
         end = begin + self._kv_cache.max_chunk(sequence, min(budget, sequence.num_tokens - begin))
-        edge = end // self._kv_cache.block_size * self._kv_cache.block_size
+        edge = end - end % self._kv_cache.tables.block_size
         if begin < edge and end < sequence.num_tokens:
             end = edge  # a chunk that ends on a block edge leaves no half-written block behind
         if end <= begin:
@@ -143,7 +143,7 @@ class Scheduler:
 
     def _spill(self) -> bool:
         """Enter offload mode, where every full block can leave the GPU; False if impossible or already done."""
-        return self._enter_offload is not None and not self._kv_cache.is_offload and self._enter_offload()
+        return self._enter_offload is not None and not self._kv_cache.tables.is_offload and self._enter_offload()
 
     def _preempt_youngest(self) -> None:
         victim = self.running[-1]

@@ -21,7 +21,7 @@ from nanoinfer.memory.setup import Setup
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import check_safetensors, find_model, load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
-from offload import CpuRuntime, CudaRuntime, KVLayout, Runtime
+from offload import BlockLifetimes, BlockPool, CpuRuntime, CudaRuntime, KVLayout, Runtime
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def kv_side(
         windows: the window of each layer.
         copies: copies blocks, given by their numbers.
     """
-    tables = BlockTables(
-        layout.block_size, num_gpu_blocks, plan.max_num_seqs, -(-plan.max_model_len // layout.block_size)
-    )
+    # Block 0 of the GPU pool is scratch: padding rows write there.
+    lifetimes = BlockLifetimes(BlockPool(num_gpu_blocks, first=1), BlockPool(0), copies, copies.poison)
+    tables = BlockTables(layout.block_size, lifetimes, plan.max_num_seqs, -(-plan.max_model_len // layout.block_size))
     window = max((window for window in windows if window is not None), default=None)
     gpu_copies = GPUCopies(tables, plan.max_resident_blocks, window)
-    kv_cache = KVCache(tables, gpu_copies, enable_prefix_caching=config.enable_prefix_caching, poison=copies.poison)
+    kv_cache = KVCache(tables, gpu_copies, enable_prefix_caching=config.enable_prefix_caching)
     mover = Mover(kv_cache, copies, layout.block_bytes)
     only_if_faster = config.enable_cpu_offload == "auto"
     admission = Admission(kv_cache, mover, max_splits=plan.max_splits, only_if_faster=only_if_faster)

@@ -11,6 +11,7 @@ from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.mover import Mover
 from nanoinfer.memory.plan import MemoryPlan
 
 
@@ -22,6 +23,7 @@ class Engine(Protocol):
     plan: MemoryPlan
     runner: ModelRunner
     kv_cache: KVCache
+    mover: Mover
     modes: Modes
     scheduler: Scheduler
     meter: StepMeter
@@ -31,9 +33,8 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
     """Return counters since the engine was made, and the state of both pools; see `LLMEngine.stats`."""
     runner, meter, decoded = engine.runner, engine.meter, engine.runner.decode_program.counters
     decode, prefill = meter.times, engine.runner.prefill_program.pieces.counters
-    gpu_blocks, offload = engine.kv_cache.gpu_blocks, runner.offload
-    host_blocks = None if offload is None else offload.host.blocks
-    transfer = None if offload is None else offload.counters
+    gpu_blocks, host_blocks = engine.kv_cache.tables.gpu_blocks, engine.kv_cache.tables.lifetimes.host_blocks
+    kept, transfer = engine.mover.kept, None if runner.offload is None else runner.offload.counters
     return {
         "mode": engine.mode,
         "num_waiting": len(engine.scheduler.waiting),
@@ -43,10 +44,10 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
         "gpu_blocks_used": gpu_blocks.num_used,
         "gpu_blocks_free": gpu_blocks.num_free,
         "gpu_blocks_cached": gpu_blocks.num_cached,
-        "host_blocks_total": 0 if host_blocks is None else host_blocks.num_blocks,
-        "host_blocks_used": 0 if host_blocks is None else host_blocks.num_used,
-        "host_blocks_free": 0 if host_blocks is None else host_blocks.num_free,
-        "host_blocks_cached": 0 if host_blocks is None else host_blocks.num_cached,
+        "host_blocks_total": host_blocks.num_blocks + kept.num_blocks,
+        "host_blocks_used": host_blocks.num_used + kept.num_used,
+        "host_blocks_free": host_blocks.num_free + kept.num_free,
+        "host_blocks_cached": host_blocks.num_cached,
         "prefix_cache_queried_tokens": engine.kv_cache.prefixes.num_queried_tokens,
         "prefix_cache_hit_tokens": engine.kv_cache.prefixes.num_hit_tokens,
         "kv_blocks_resident": engine.kv_cache.copies.num_resident,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload import KVLayout, OffloadEngine, Runtime, Stream
+from offload.blocks import GPU, HOST, KEPT
 from offload.memory.pageable_pool import PageablePool
 
 
@@ -14,6 +15,9 @@ class BlockCopies:
     Args:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         kept: the pageable blocks.
+
+    Attributes:
+        offload: the pinned blocks and their copies; set once offload mode is possible.
     """
 
     def __init__(
@@ -21,7 +25,13 @@ class BlockCopies:
     ) -> None:
         self._runtime, self._compute, self._layout = runtime, compute, layout
         self._gpu_kv, self._kept = gpu_kv, kept
-        self.offload: OffloadEngine | None = None  # set once offload mode is possible
+        self.offload: OffloadEngine | None = None
+
+    def _block(self, pool: str, layer: int, block: int) -> torch.Tensor:
+        """`[2, block_size, num_kv_heads, head_dim]` view of a block of the pool of this name."""
+        if pool == GPU:
+            return self._gpu_kv[layer, block]
+        return (self._kept if pool == KEPT else self.offload.host).block(layer, block)
 
     def reserve(self, num_blocks: int) -> None:
         """Make room for `num_blocks` pageable blocks in all. Raise MemoryError if there is none."""
@@ -31,28 +41,16 @@ class BlockCopies:
         """Give the memory of all pageable blocks back."""
         self._kept.trim()
 
-    def to_host(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy GPU blocks to pageable blocks: (GPU block, pageable block). Waits for all streams before and after."""
-        self._runtime.synchronize()
-        for layer in range(self._layout.num_layers):
-            for on_gpu, on_host in pairs:
-                self._kept.block(layer, on_host).copy_(self._gpu_kv[layer, on_gpu])
-        self._runtime.synchronize()
+    def copy(self, source: str, destination: str, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks between two pools, given by name; `pairs` are (block of `source`, block of `destination`).
 
-    def to_gpu(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pageable blocks to GPU blocks: (GPU block, pageable block). Waits for all streams before and after."""
+        At least one of the pools lies on the host. Wait for all streams before; the copies have run at the end, because
+        torch waits for a copy between host and GPU that is not said to be `non_blocking`.
+        """
         self._runtime.synchronize()
         for layer in range(self._layout.num_layers):
-            for on_gpu, on_host in pairs:
-                self._gpu_kv[layer, on_gpu].copy_(self._kept.block(layer, on_host))
-        self._runtime.synchronize()
-
-    def to_pool(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pageable blocks to blocks of the host pool: (block of the host pool, pageable block)."""
-        self._runtime.synchronize()
-        for layer in range(self._layout.num_layers):
-            for in_pool, on_host in pairs:
-                self.offload.host.block(layer, in_pool).copy_(self._kept.block(layer, on_host))
+            for read, written in pairs:
+                self._block(destination, layer, written).copy_(self._block(source, layer, read))
 
     def check_pool(self) -> None:
         """Raise PinError if the host pool cannot be used."""
@@ -66,16 +64,26 @@ class BlockCopies:
         """Copy (GPU block, block of the host pool) pairs to the GPU."""
         self.offload.load(pairs)
 
+    def has_run(self, kind: str, operation: int, rule: str) -> bool:
+        """Whether all copies of this kind up to this operation have run; see `offload.lifetimes.Acknowledgements`."""
+        return self.offload.has_run(kind, operation, rule)
+
+    def wait(self, kind: str, operation: int, rule: str) -> None:
+        """Wait until `has_run` is true."""
+        self.offload.wait(kind, operation, rule)
+
     def drain(self) -> None:
         """Wait until no copy is in flight, and drop what was prefetched."""
         self.offload.drain()
 
     def recover(self, operation: int) -> None:
         """Forget every copy up to this operation. Nothing is in flight."""
-        self.offload.recover(operation)
+        if self.offload is not None:
+            self.offload.recover(operation)
 
-    def poison(self, blocks: list[int]) -> None:
-        """Overwrite GPU blocks that nobody holds any more, in runtimes that look for wrong reads."""
+    def poison(self, pool: str, blocks: list[int]) -> None:
+        """Overwrite blocks of a pool that nobody holds any more, in runtimes that look for wrong reads."""
         for block in blocks if self._runtime.poisons else []:
+            stream = self.offload.write if pool == HOST else self._compute
             for layer in range(self._layout.num_layers):
-                self._runtime.poison(self._compute, self._gpu_kv[layer, block])
+                self._runtime.poison(stream, self._block(pool, layer, block))

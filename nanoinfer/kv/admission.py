@@ -46,7 +46,8 @@ class Admission:
 
     def __init__(self, cache: KVCache, mover: Mover, *, max_splits: int, only_if_faster: bool) -> None:
         self.max_splits = max_splits
-        self._cache, self._mover, self._only_if_faster = cache, mover, only_if_faster
+        self._cache, self._tables, self._mover = cache, cache.tables, mover
+        self._only_if_faster = only_if_faster
         self._refusal: _Refusal | None = None  # of the newest sequence that found no room
 
     def forget(self) -> None:
@@ -63,7 +64,7 @@ class Admission:
         if not self._cache.free_rows:
             return False
         # Rows that share blocks need few blocks, but attend to as many splits as others.
-        if self._cache.num_reserved_splits + self._cache.tables.num_blocks(sequence.max_num_tokens) > self.max_splits:
+        if self._cache.num_reserved_splits + self._tables.num_blocks(sequence.max_num_tokens) > self.max_splits:
             return False
         if sequence.kept_blocks is not None:
             admitted = self._admit_kept(sequence)
@@ -72,24 +73,24 @@ class Admission:
             return admitted
         if self._is_refused_again(sequence):
             return False
-        hits = self._admit_resident(sequence) if not self._cache.is_offload else self._admit_offload(sequence)
+        hits = self._admit_resident(sequence) if not self._tables.is_offload else self._admit_offload(sequence)
         if hits is None:
             return False
-        sequence.num_computed = sequence.num_cached = len(hits) * self._cache.block_size
+        sequence.num_computed = sequence.num_cached = len(hits) * self._tables.block_size
         sequence.num_published = len(hits)
         self._cache.prefixes.count(sequence, len(hits))
         return True
 
     def _admit_resident(self, sequence: Sequence) -> list[int] | None:
         """Return the blocks of the sequence's prefix that were found, or None if there is no room."""
-        hits = self._cache.prefixes.find(sequence, self._cache.gpu_blocks)
-        missing = self._cache.tables.num_blocks(sequence.num_tokens) - len(hits)
-        if missing > self._cache.gpu_blocks.num_free:
-            self._refuse(sequence, hits, self._cache.gpu_blocks, missing - self._cache.gpu_blocks.num_free)
+        hits = self._cache.prefixes.find(sequence, self._tables.gpu_blocks)
+        missing = self._tables.num_blocks(sequence.num_tokens) - len(hits)
+        if missing > self._tables.gpu_blocks.num_free:
+            self._refuse(sequence, hits, self._tables.gpu_blocks, missing - self._tables.gpu_blocks.num_free)
             return None
         row = self._cache.take_row(sequence)
-        blocks = hits + self._cache.gpu_blocks.allocate(missing)
-        self._cache.gpu_table[row, : len(blocks)] = blocks
+        blocks = hits + self._tables.gpu_blocks.allocate(missing)
+        self._tables.gpu[row, : len(blocks)] = blocks
         return hits
 
     def _admit_offload(self, sequence: Sequence) -> list[int] | None:
@@ -97,22 +98,21 @@ class Admission:
 
         Return the same as `_admit_resident`.
         """
-        assert self._cache.is_offload
         if self._cache.copies.num_obtainable < 1:
             return None
-        host = self._cache.tables.lifetimes.host_blocks
+        host = self._tables.lifetimes.host_blocks
         hits = self._cache.prefixes.find(sequence, host)
-        reserve = sequence.max_num_tokens // self._cache.block_size - len(hits)
+        reserve = sequence.max_num_tokens // self._tables.block_size - len(hits)
         num_short, num_own = reserve - self._cache.num_unpromised_host, self._num_own_blocks(sequence, hits)
         if num_short > 0 or not self._keeps_throughput(num_own):
             self._refuse(sequence, hits, host, max(1, num_short), num_own if num_short <= 0 else None)
             return None
         row = self._cache.take_row(sequence)
-        self._cache.host_table[row, : len(hits)] = hits
+        self._tables.host[row, : len(hits)] = hits
         self._cache.reserve_host(sequence, reserve)
         copies = self._cache.copies.find(hits)
-        self._cache.gpu_table[row, len(hits) - len(copies) : len(hits)] = copies
-        self._cache.copies.note(row, first=len(hits) - len(copies), num_computed=len(hits) * self._cache.block_size)
+        self._tables.gpu[row, len(hits) - len(copies) : len(hits)] = copies
+        self._cache.copies.note(row, first=len(hits) - len(copies), num_computed=len(hits) * self._tables.block_size)
         self._cache.copies.promise_tail(row)
         self._cache.copies.limit()
         return hits
@@ -127,7 +127,7 @@ class Admission:
 
     def _is_refused_again(self, sequence: Sequence) -> bool:
         """Whether the sequence would be refused for the same reason as before."""
-        refusal, (_, pool) = self._refusal, self._cache.tables.home()
+        refusal, (_, pool) = self._refusal, self._tables.home()
         if refusal is None or not refusal.holds(sequence, pool, self._cache.num_given_back):
             return False
         return refusal.num_own is None or not self._keeps_throughput(refusal.num_own)
@@ -137,8 +137,8 @@ class Admission:
 
         Host blocks that it shares with a running sequence need no further room, and stream once for all.
         """
-        num_shared = int((self._cache.host_table[:, : len(hits)] == hits).any(axis=0).sum())
-        return self._cache.tables.num_blocks(sequence.num_tokens) - num_shared
+        num_shared = int((self._tables.host[:, : len(hits)] == hits).any(axis=0).sum())
+        return self._tables.num_blocks(sequence.num_tokens) - num_shared
 
     def _keeps_throughput(self, num_blocks: int) -> bool:
         """Whether one more sequence, with `num_blocks` blocks of its own, does not lower the tokens per second of all.
@@ -148,15 +148,15 @@ class Admission:
         """
         if not self._only_if_faster or num_blocks <= self._cache.copies.gpu_room:
             return True
-        num_running = len(self._cache.gpu_table) - len(self._cache.free_rows)
+        num_running = len(self._tables.gpu) - len(self._cache.free_rows)
         return num_running == 0 or num_blocks * num_running <= self._cache.copies.num_streamed
 
     def _admit_kept(self, sequence: Sequence) -> bool:
         """Admit a sequence that gave way. Return False, with nothing changed, if there is no room."""
-        cache, mover = self._cache, self._mover
-        num_blocks = cache.tables.num_blocks(sequence.num_tokens)
-        if cache.is_offload:
-            needed, num_full = sequence.max_num_tokens // cache.block_size, sequence.num_computed // cache.block_size
+        cache, tables, mover = self._cache, self._tables, self._mover
+        num_blocks = tables.num_blocks(sequence.num_tokens)
+        if tables.is_offload:
+            needed, num_full = sequence.max_num_tokens // tables.block_size, sequence.num_computed // tables.block_size
             if (
                 cache.copies.num_obtainable < 1
                 or needed > cache.num_unpromised_host
@@ -165,11 +165,11 @@ class Admission:
                 return False
             cache.take_row(sequence)
             cache.reserve_host(sequence, needed - num_full)
-            mover.bring_back_streaming(sequence)
+            mover.bring_back(sequence)
             return True
         # One block to spare for each running row, or the sequence would have to give way again at once.
-        num_running = len(cache.gpu_table) - len(cache.free_rows)
-        if mover.num_missing(sequence) + num_running > cache.gpu_blocks.num_free:
+        num_running = len(tables.gpu) - len(cache.free_rows)
+        if mover.num_missing(sequence) + num_running > tables.gpu_blocks.num_free:
             return False
         cache.take_row(sequence)
         mover.bring_back(sequence)

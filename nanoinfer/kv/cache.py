@@ -16,17 +16,13 @@ until their room is wanted, for the next sequence with the same beginning.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.prefix_cache import PrefixCache
-from nanoinfer.kv.residency import Residency
 from nanoinfer.kv.tables import BlockTables, present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
-from offload import BlockLifetimes, BlockPool
 
 
 class KVCache:
@@ -37,7 +33,6 @@ class KVCache:
     Args:
         tables: where the blocks lie.
         copies: which full blocks have a copy on the GPU.
-        poison: overwrites GPU blocks that nobody holds any more, in runtimes that look for wrong reads.
 
     Attributes:
         free_rows: rows without a sequence.
@@ -46,53 +41,34 @@ class KVCache:
         num_given_back: blocks, and promises of blocks, that sequences ever gave back.
     """
 
-    def __init__(
-        self,
-        tables: BlockTables,
-        copies: GPUCopies,
-        *,
-        enable_prefix_caching: bool,
-        poison: Callable[[list[int]], None],
-    ) -> None:
-        self.tables, self.copies, self._poison = tables, copies, poison
-        self.block_size = tables.block_size
-        self.gpu_table, self.host_table, self.table_versions = tables.gpu, tables.host, tables.versions
-        self.gpu_blocks: BlockPool = tables.gpu_blocks
-        self.residency: Residency = copies.residency
+    def __init__(self, tables: BlockTables, copies: GPUCopies, *, enable_prefix_caching: bool) -> None:
+        self.tables, self.copies = tables, copies
         self.prefixes = PrefixCache(tables.block_size, enable_prefix_caching)
         self.free_rows = list(range(len(tables.gpu) - 1, -1, -1))
         self.num_reserved_host = self.num_reserved_splits = self.num_given_back = 0
 
     @property
-    def is_offload(self) -> bool:
-        """Whether the mode is offload mode."""
-        return self.tables.is_offload
-
-    @property
     def num_unpromised_host(self) -> int:
         """Number of host blocks that are free, or will be once copies have run, and promised to no sequence."""
         lifetimes = self.tables.lifetimes
-        assert lifetimes is not None, "resident mode promises no host blocks"
         return lifetimes.host_blocks.num_free + lifetimes.num_deferred_host - self.num_reserved_host
 
     def reserve_host(self, sequence: Sequence, count: int) -> None:
+        """Promise the sequence `count` host blocks."""
         sequence.num_reserved_host = count
         self.num_reserved_host += count
 
     def take_row(self, sequence: Sequence) -> int:
+        """Give the sequence a row, and return it."""
         sequence.row = self.free_rows.pop()
         self.tables.versions[sequence.row] += 1
         self.num_reserved_splits += self.tables.num_blocks(sequence.max_num_tokens)
         return sequence.row
 
     def take_host(self, count: int) -> list[int]:
-        """Hand out promised host blocks; wait for copies, if need be."""
-        assert self.tables.is_offload
+        """Hand out host blocks; wait for copies, if need be."""
         self.tables.lifetimes.wait_for_host(count)
-        return self.allocate_host(self.tables.lifetimes, count)
-
-    def allocate_host(self, lifetimes: BlockLifetimes, count: int) -> list[int]:
-        blocks = lifetimes.host_blocks.allocate(count)
+        blocks = self.tables.lifetimes.host_blocks.allocate(count)
         for block in blocks:
             self.tables.gpu_blocks.forget(block)  # what was left on the GPU is a copy of something else
         return blocks
@@ -132,16 +108,14 @@ class KVCache:
         self.tables.versions[row] += 1
 
     def fill(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
-        """In offload mode, allocate a host block for each block that becomes full when `end` tokens are computed.
+        """Take a promised host block for each block that becomes full when `end` tokens are computed.
 
         Returns:
-            (GPU block, host block) pairs to write through; empty in resident mode.
+            (GPU block, host block) pairs to write through; empty where nothing is promised, as in resident mode.
         """
-        if not self.tables.is_offload:
-            return []
         row = sequence.row
         full = range(sequence.num_computed // self.tables.block_size, end // self.tables.block_size)
-        if not full:
+        if not full or not sequence.num_reserved_host:
             return []
         host_blocks = self.take_host(len(full))
         sequence.num_reserved_host -= len(full)
@@ -150,15 +124,15 @@ class KVCache:
         return [(int(self.tables.gpu[row, s]), block) for s, block in zip(full, host_blocks, strict=True)]
 
     def commit(self, sequence: Sequence, end: int) -> None:
-        """Notes that the tokens up to `end` have their KV, or will have by the time that later work reads it."""
+        """Note that the tokens up to `end` have their KV, or will have by the time that later work reads it."""
         row = sequence.row
         was_full, is_full = sequence.num_computed // self.tables.block_size, end // self.tables.block_size
         sequence.num_computed = end
         if was_full == is_full:
             return
         self.publish(sequence)
-        if not self.tables.is_offload:
-            return
+        if self.tables.host[row, was_full] == NO_BLOCK:
+            return  # the GPU's block is the only one, so it is no copy that can be dropped
         self.copies.note(row, int(self.copies.residency.first[row]), end)
         if self.copies.lacks_tail(sequence):
             self.copies.promise_tail(row)
@@ -175,13 +149,9 @@ class KVCache:
         if leave_copies:
             self.copies.leave(row)
         on_gpu, on_host = present(self.tables.gpu[row]), present(self.tables.host[row])
-        if self.tables.is_offload:
-            # A row keeps its newest blocks: the oldest are evicted first.
-            self.tables.lifetimes.release_gpu(on_gpu[::-1])
-            self.tables.lifetimes.release_host(on_host)
-        else:
-            assert not on_host, "resident mode holds no host blocks"
-            self._poison(self.tables.gpu_blocks.release(on_gpu))
+        # Of copies a row keeps the newest, so the oldest are evicted first. Of a beginning the last is evicted first.
+        self.tables.lifetimes.release_gpu(on_gpu[::-1] if on_host else on_gpu)
+        self.tables.lifetimes.release_host(on_host)
         self.tables.gpu[row] = NO_BLOCK
         self.tables.host[row] = NO_BLOCK
         self.num_given_back += len(on_gpu) + len(on_host) + sequence.num_reserved_host

@@ -1,4 +1,4 @@
-"""Hand out GPU blocks; in offload mode, drop copies of full blocks for that, and take copies back."""
+"""Hand out GPU blocks; drop copies of full blocks for that where the host has them, too, and take copies back."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from nanoinfer.step.plan import NO_BLOCK
 
 
 class GPUCopies:
-    """Hands out GPU blocks. In offload mode it drops copies of full blocks for that, all of which the host has, too.
+    """Hands out GPU blocks, and drops copies of full blocks for that. What only the GPU has is no copy.
 
     Args:
-        max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
+        max_resident_blocks: full blocks that the host has and that may stay on the GPU, too; None: as many as there is
+            room for.
         window: the widest sliding window of the layers that have one, in tokens.
 
     Attributes:
-        residency: which full blocks of each row lie on the GPU.
+        residency: which full blocks of each row the host has, and which of these lie on the GPU, too.
     """
 
     def __init__(self, tables: BlockTables, max_resident_blocks: int | None, window: int | None) -> None:
-        self.residency = Residency(len(tables.gpu), tables.gpu, tables.host, joins=window is None)
+        self.residency = Residency(tables.gpu, tables.host, joins=window is None)
         self.window = window
         self._tables, self._max_resident_blocks = tables, max_resident_blocks
 
     @property
     def gpu_room(self) -> int:
         """Number of GPU blocks that can be handed out with nothing dropped. Does not depend on how fast copies are."""
-        room = self._tables.gpu_blocks.num_free - len(self._tables.rows_without_tail)
-        return room + self._tables.lifetimes.num_deferred_gpu if self._tables.is_offload else room
+        tables = self._tables
+        return tables.gpu_blocks.num_free + tables.lifetimes.num_deferred_gpu - len(tables.rows_without_tail)
 
     @property
     def num_obtainable(self) -> int:
@@ -40,32 +41,29 @@ class GPUCopies:
     @property
     def num_resident(self) -> int:
         """Number of GPU copies of full blocks, all of which can be dropped; 0 in resident mode."""
-        # In offload mode no other GPU blocks are shared.
-        return 0 if not self._tables.is_offload else self.residency.num_resident - self._tables.gpu_blocks.num_shared
+        # Where there are copies, rows share no other GPU blocks.
+        return max(0, self.residency.num_resident - self._tables.gpu_blocks.num_shared)
 
     @property
     def num_streamed(self) -> int:
         """Number of host blocks that a step of all rows streams: those of which some row has no GPU copy."""
         num_streamed, first = self.residency.num_streamed, self.residency.first
-        if not self._tables.is_offload or not num_streamed or not self._tables.lifetimes.host_blocks.num_shared:
+        if not num_streamed or not self._tables.lifetimes.host_blocks.num_shared:
             return num_streamed
         streams = np.arange(first.max()) < first[:, None]
         return int(np.count_nonzero(np.bincount(self._tables.host[:, : first.max()][streams])))
 
     def take(self, count: int) -> list[int]:
-        """Hand out GPU blocks; in offload mode drop full ones and wait for copies, if need be."""
-        if self._tables.is_offload:
-            self.drop(count - self.gpu_room)
-            self._tables.lifetimes.reclaim()
-            self._tables.lifetimes.wait_for_gpu(count)
+        """Hand out GPU blocks; drop copies and wait for what still reads them, if need be."""
+        self.drop(count - self.gpu_room)
+        self._tables.lifetimes.reclaim()
+        self._tables.lifetimes.wait_for_gpu(count)
         return self._tables.gpu_blocks.allocate(count)
 
     def drop(self, count: int) -> None:
         """Drop up to `count` GPU copies of full blocks, all of which the host has, too."""
-        if count <= 0:
+        if count <= 0 or not (dropped := self.residency.drop(min(count, self.num_resident))):
             return
-        assert self._tables.is_offload
-        dropped = self.residency.drop(min(count, self.num_resident))
         rows, places = np.array(dropped, dtype=np.int64).reshape(-1, 2).T
         self._tables.lifetimes.release_gpu(self._tables.gpu[rows, places].tolist())
         self._tables.gpu[rows, places] = NO_BLOCK
@@ -92,7 +90,7 @@ class GPUCopies:
             window = max(0, num_computed - self.window + 1) // self._tables.block_size
         self.residency.set(row, first, full, window)
 
-    def promote(self, rows: list[int]) -> dict[int, int]:
+    def promote(self, rows: list[int]) -> dict[int, int] | None:
         """Allocate GPU blocks for full blocks that stream in this step, where there is room, and note them as resident.
 
         The caller must copy their content from the ring to the GPU pool while this step runs.
@@ -101,50 +99,48 @@ class GPUCopies:
             rows: the rows of this step. Any other row would hold blocks without content if the step failed.
 
         Returns:
-            Host block -> GPU block.
+            Host block -> GPU block of what is to be copied; None where no row has gained a GPU block, not even one that
+            another row had.
         """
-        if not self._tables.is_offload or not self.residency.num_streamed:
-            return {}
-        for row, block, gpu_block in self.residency.join(rows):
-            self._tables.gpu_blocks.share(gpu_block)
+        if not self.residency.num_streamed:
+            return None
+        joined = self.residency.join(rows)
+        for row, block, gpu_block in joined:
+            self._tables.gpu_blocks.hold(gpu_block)
             self._tables.gpu[row, block] = gpu_block
             self._tables.versions[row] += 1
         count = min(MAX_PROMOTED, self.gpu_room - promotion_margin(len(rows)))
         if self._max_resident_blocks is not None:
             count = min(count, self._max_resident_blocks - self.num_resident)
         if count <= 0:
-            return {}
+            return {} if joined else None
         promoted = self.residency.promote(count, rows)
         new = iter(self.take(len({int(self._tables.host[place]) for place in promoted})))
         result: dict[int, int] = {}
         for row, block in promoted:
             host_block = int(self._tables.host[row, block])
             if host_block in result:
-                self._tables.gpu_blocks.share(result[host_block])
+                self._tables.gpu_blocks.hold(result[host_block])
             else:
                 result[host_block] = next(new)
             self._tables.gpu[row, block] = result[host_block]
             self._tables.versions[row] += 1
-        return result
+        return result if joined or promoted else None
 
     def find(self, host_blocks: list[int]) -> list[int]:
         """Take up the GPU copies of the last of these host blocks, held by running sequences or left by ended ones.
 
         Stop at the first block, from the end, that has no copy: a row keeps its newest blocks.
         """
-        assert self._tables.is_offload
-        copies: list[int] = []
+        tables, copies = self._tables, []
         for place, host_block in reversed(list(enumerate(host_blocks))):
             copy = self.residency.copy(place, host_block)
-            if copy is not None:
-                self._tables.gpu_blocks.share(copy)
-            else:
-                copy = self._tables.gpu_blocks.published(host_block)
-                if copy is None or not (
-                    self._tables.lifetimes.take_back_gpu(copy) or self._tables.gpu_blocks.claim(copy)
-                ):
-                    break
-            self._tables.gpu_blocks.forget(host_block)  # so that resident mode can publish it under its tokens
+            is_held = copy is not None
+            if not is_held and (copy := tables.gpu_blocks.published(host_block)) is None:
+                break
+            if is_held or not tables.lifetimes.take_back_gpu(copy):
+                tables.gpu_blocks.hold(copy)
+            tables.gpu_blocks.forget(host_block)  # so that resident mode can publish it under its tokens
             copies.append(copy)
         return copies[::-1]
 
@@ -155,9 +151,9 @@ class GPUCopies:
         with an equal beginning may each have computed it, one of them as its own output, and the published host block
         is a copy of only one of the two.
         """
-        if not self._tables.is_offload or self.window is not None:
+        if self.window is not None:
             return  # blocks that came back through the ring lack layers whose window had moved on
         for block in range(int(self.residency.first[row]), int(self.residency.full[row])):
             host_block = int(self._tables.host[row, block])
-            if self._tables.lifetimes.host_blocks.is_published(host_block):
+            if self._tables.lifetimes.host_blocks.key(host_block) is not None:
                 self._tables.gpu_blocks.publish(int(self._tables.gpu[row, block]), host_block)

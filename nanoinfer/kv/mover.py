@@ -12,7 +12,8 @@ from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.tables import present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
-from offload import BlockLifetimes, BlockPool
+from offload import BlockPool
+from offload.blocks import GPU, HOST, KEPT
 
 # Blocks that go to the host in one operation, so that a wait for a few blocks does not wait for the whole pool.
 STORE_GROUP = 64
@@ -27,14 +28,8 @@ class BlockCopier(Protocol):
     def trim(self) -> None:
         """Give the memory of all pageable blocks back."""
 
-    def to_host(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy GPU blocks to pageable blocks: (GPU block, pageable block)."""
-
-    def to_gpu(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pageable blocks to GPU blocks: (GPU block, pageable block)."""
-
-    def to_pool(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy pageable blocks to blocks of the host pool: (block of the host pool, pageable block)."""
+    def copy(self, source: str, destination: str, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks between two pools (`GPU`, `HOST`, `KEPT`): (block of `source`, block of `destination`). Wait."""
 
     def check_pool(self) -> None:
         """Raise PinError if the host pool cannot be used."""
@@ -56,105 +51,101 @@ class Mover:
     """Moves the blocks of sequences.
 
     Attributes:
-        kept: who holds which pageable block, in which the KV of sequences that gave way lies.
+        kept: who holds which pageable block, in which the KV of sequences that gave way lies. A full block is published
+            under the name of the content of the GPU block that it equals (`BlockPool.stamped`).
     """
 
     def __init__(self, cache: KVCache, copier: BlockCopier, block_bytes: int) -> None:
         self.kept = BlockPool(0)
         self._cache, self._tables, self._copies = cache, cache.tables, cache.copies
         self._copier, self._block_bytes = copier, block_bytes
-        # Full blocks that lie in both places, as (block, how often it was handed out): kept -> GPU, and back.
-        self._gpu_copies: dict[tuple[int, int], tuple[int, int]] = {}
-        self._kept_copies: dict[tuple[int, int], tuple[int, int]] = {}
 
     # Giving way and coming back
 
     def give_way(self, sequence: Sequence) -> None:
         """Copy the computed KV of a resident sequence to the host and give back its row and blocks.
 
-        Blocks that it shares with others are copied once for all.
+        Full blocks that are kept already, for whoever shared them, are not copied again.
 
         Raises:
             MemoryError: the host has no room for it; nothing changes.
         """
-        cache, pool = self._cache, self.kept
-        assert not cache.is_offload, "offload mode promises every block at admission, so nobody has to give way"
-        blocks = cache.gpu_table[sequence.row, : cache.tables.num_blocks(sequence.num_computed)].tolist()
-        found = [self._kept_copies.get(cache.gpu_blocks.stamped(block), (NO_BLOCK, 0)) for block in blocks]
-        copies = [
-            kept if pool.references(kept) and pool.stamped(kept) == (kept, stamp) else NO_BLOCK for kept, stamp in found
-        ]
-        num_new = copies.count(NO_BLOCK)
-        if (missing := num_new - pool.num_free) > 0:
-            self._copier.reserve(pool.num_blocks + missing)
-            pool.grow(missing)
-        new = iter(pool.allocate(num_new))
-        kept, pairs = [], []
-        for block, copy in zip(blocks, copies, strict=True):
-            if copy == NO_BLOCK:
-                copy = next(new)
-                pairs.append((block, copy))
-            else:
-                pool.share(copy)
-            kept.append(copy)
-        self._copier.to_host(pairs)
-        num_full = sequence.num_computed // cache.block_size
-        for block, copy in zip(blocks[:num_full], kept, strict=False):
-            if cache.gpu_blocks.references(block) > 1:
-                on_gpu, on_host = cache.gpu_blocks.stamped(block), pool.stamped(copy)
-                self._gpu_copies[on_host], self._kept_copies[on_gpu] = on_gpu, on_host
+        tables, pool = self._tables, self.kept
+        assert not tables.is_offload, "offload mode promises every block at admission, so nobody has to give way"
+        blocks = tables.gpu[sequence.row, : tables.num_blocks(sequence.num_computed)].tolist()
+        contents = [tables.gpu_blocks.stamped(block) for block in blocks[: self._num_full(sequence)]]
+        kept = [pool.lookup(content) for content in contents]
+        kept += [None] * (len(blocks) - len(kept))  # the tail
+        missing = [place for place, block in enumerate(kept) if block is None]
+        if (num_short := len(missing) - pool.num_free) > 0:
+            try:
+                self._copier.reserve(pool.num_blocks + num_short)
+            except MemoryError:
+                pool.release(block for block in kept if block is not None)
+                raise
+            pool.grow(num_short)
+        for place, block in zip(missing, pool.allocate(len(missing)), strict=True):
+            kept[place] = block
+        self._copier.copy(GPU, KEPT, [(blocks[place], kept[place]) for place in missing])
+        for block, content in zip(kept, contents, strict=False):
+            pool.publish(block, content)
         sequence.kept_blocks = kept
         sequence.num_published = 0
-        cache.release(sequence)
+        self._cache.release(sequence)
+
+    def _num_full(self, sequence: Sequence) -> int:
+        return sequence.num_computed // self._tables.block_size
 
     def _gpu_copy(self, kept: int) -> int | None:
         """Return the GPU block with the content of a kept block that some sequence holds, or None."""
-        copy, stamp = self._gpu_copies.get(self.kept.stamped(kept), (NO_BLOCK, 0))
-        pool = self._cache.gpu_blocks
-        return copy if copy != NO_BLOCK and pool.references(copy) and pool.stamped(copy) == (copy, stamp) else None
+        content, pool = self.kept.key(kept), self._tables.gpu_blocks
+        is_there = content is not None and pool.references(content[0]) and pool.stamped(content[0]) == content
+        return content[0] if is_there else None
 
     def num_missing(self, sequence: Sequence) -> int:
         """Return how many GPU blocks a sequence that gave way needs to come back in resident mode."""
         num_there = sum(self._gpu_copy(block) is not None for block in sequence.kept_blocks)
-        return self._cache.tables.num_blocks(sequence.num_tokens) - num_there
+        return self._tables.num_blocks(sequence.num_tokens) - num_there
 
     def bring_back(self, sequence: Sequence) -> None:
-        """Copy the KV of a sequence that gave way into blocks for its new row. `forget` the kept blocks afterwards."""
-        cache, row, kept = self._cache, sequence.row, sequence.kept_blocks
-        copies = [self._gpu_copy(block) for block in kept]
-        for copy in copies:
-            if copy is not None:
-                cache.gpu_blocks.share(copy)
-        num_blocks = cache.tables.num_blocks(sequence.num_tokens)
-        new = iter(cache.gpu_blocks.allocate(num_blocks - len(kept) + copies.count(None)))
-        copies += [None] * (num_blocks - len(kept))
-        table = [next(new) if copy is None else copy for copy in copies]
-        cache.gpu_table[row, :num_blocks] = table
-        self._copier.to_gpu([pair for pair, copy in zip(zip(table, kept), copies) if copy is None])
+        """Copy the KV of a sequence that gave way into blocks for its new row. `forget` the kept blocks afterwards.
 
-    def bring_back_streaming(self, sequence: Sequence) -> None:
-        """Like `bring_back`, in offload mode: full blocks go to the host pool, the tail to the GPU."""
-        cache, row, kept = self._cache, sequence.row, sequence.kept_blocks
-        num_full = sequence.num_computed // cache.block_size
-        host_blocks = cache.take_host(num_full)
-        cache.host_table[row, :num_full] = host_blocks
-        cache.copies.note(row, first=num_full, num_computed=sequence.num_computed)
-        if len(kept) > num_full:
-            cache.gpu_table[row, num_full] = cache.copies.take(1)[0]
-        else:
-            cache.copies.promise_tail(row)
-        self._copier.to_pool(list(zip(host_blocks, kept, strict=False)))
-        self._copier.to_gpu(
-            list(zip(cache.gpu_table[row, num_full : len(kept)].tolist(), kept[num_full:], strict=True))
-        )
+        In offload mode full blocks go to the host pool, and what was promised for them is used up.
+        """
+        cache, tables, row, kept = self._cache, self._tables, sequence.row, sequence.kept_blocks
+        num_full = self._num_full(sequence)
+        if tables.is_offload:
+            host_blocks = cache.take_host(num_full)
+            tables.host[row, :num_full] = host_blocks
+            self._copies.note(row, first=num_full, num_computed=sequence.num_computed)
+            if len(kept) > num_full:
+                tables.gpu[row, num_full] = self._copies.take(1)[0]
+            else:
+                self._copies.promise_tail(row)
+            self._copier.copy(KEPT, HOST, list(zip(kept, host_blocks, strict=False)))
+            tail = tables.gpu[row, num_full : len(kept)].tolist()
+            self._copier.copy(KEPT, GPU, list(zip(kept[num_full:], tail, strict=True)))
+            return
+        table = [self._gpu_copy(block) for block in kept]
+        for block in table:
+            if block is not None:
+                tables.gpu_blocks.hold(block)
+        table += [None] * (tables.num_blocks(sequence.num_tokens) - len(kept))
+        missing = [place for place, block in enumerate(table) if block is None]
+        for place, block in zip(missing, tables.gpu_blocks.allocate(len(missing)), strict=True):
+            table[place] = block
+        tables.gpu[row, : len(table)] = table
+        self._copier.copy(KEPT, GPU, [(kept[place], table[place]) for place in missing if place < len(kept)])
+        for place in missing:
+            if place < num_full:  # whoever else is kept in this block shares the new copy
+                self.kept.forget(self.kept.key(kept[place]))
+                self.kept.publish(kept[place], tables.gpu_blocks.stamped(table[place]))
 
     def forget(self, sequence: Sequence) -> None:
         """Give back what is kept of a sequence, if anything."""
         blocks, sequence.kept_blocks = sequence.kept_blocks, None
         if blocks is not None:
-            for block in self.kept.release(blocks):  # nobody holds it any more: it is no copy of anything
-                on_gpu = self._gpu_copies.pop(self.kept.stamped(block), None)
-                self._kept_copies.pop(on_gpu, None)
+            self.kept.release(blocks)
             self._trim()
 
     def _trim(self, *, is_certain: bool = True) -> None:
@@ -165,12 +156,10 @@ class Mover:
         if not self.kept.num_used and (self.kept.num_blocks or not is_certain):
             self.kept = BlockPool(0)
             self._copier.trim()
-            self._gpu_copies.clear()
-            self._kept_copies.clear()
 
     # The switch
 
-    def switch_to_offload(self, lifetimes: BlockLifetimes, sequences: list[Sequence]) -> None:
+    def switch_to_offload(self, sequences: list[Sequence]) -> None:
         """Move every full block of the running sequences to the host.
 
         Raises:
@@ -178,9 +167,10 @@ class Mover:
             PinError: the host pool cannot be used; nothing changes.
         """
         assert not self._tables.is_offload
-        self.check_offload(lifetimes, sequences)
-        full = {sequence.row: sequence.num_computed // self._tables.block_size for sequence in sequences}
-        pairs = self._pairs_to_store(lifetimes, full)
+        lifetimes = self._tables.lifetimes
+        self.check_offload(sequences)
+        full = {sequence.row: self._num_full(sequence) for sequence in sequences}
+        pairs = self._pairs_to_store(full)
         try:
             for begin in range(0, len(pairs), STORE_GROUP):
                 group = pairs[begin : begin + STORE_GROUP]
@@ -193,10 +183,10 @@ class Mover:
         host_blocks = dict(pairs)
         for row, count in full.items():
             self._tables.host[row, :count] = [host_blocks[block] for block in self._tables.gpu[row, :count].tolist()]
-        self._tables.lifetimes = lifetimes  # from here on every full block lies on the host
+        self._tables.is_offload = True  # from here on every full block lies on the host
         for row in full:
             for block in present(self._tables.host[row]):
-                lifetimes.host_blocks.share(block)
+                lifetimes.host_blocks.hold(block)
         lifetimes.host_blocks.release(host_blocks.values())
         for sequence in sequences:
             row = sequence.row
@@ -210,13 +200,13 @@ class Mover:
             self._cache.publish(sequence)
         self._copies.limit()
 
-    def check_offload(self, lifetimes: BlockLifetimes, sequences: list[Sequence]) -> None:
+    def check_offload(self, sequences: list[Sequence]) -> None:
         """Raise what `switch_to_offload` would raise, without changing anything or waiting for copies."""
         self._copier.check_pool()  # with nothing to store, only the first step would notice, and fail
         needed = sum(sequence.max_num_tokens // self._tables.block_size for sequence in sequences)
-        self._check_room("offload", "can grow to", needed, "host", lifetimes.host_blocks)
+        self._check_room("offload", "can grow to", needed, "host", self._tables.lifetimes.host_blocks)
 
-    def _pairs_to_store(self, lifetimes: BlockLifetimes, full: dict[int, int]) -> list[tuple[int, int]]:
+    def _pairs_to_store(self, full: dict[int, int]) -> list[tuple[int, int]]:
         """Allocate a host block for each of the first `full[row]` blocks of each row; a shared block gets one.
 
         Return (GPU block, host block) pairs. The oldest blocks come first, a stretch of each row in turn: they are
@@ -229,7 +219,7 @@ class Mover:
             for row, count in full.items()
         ]
         gpu_blocks = list(dict.fromkeys(block for stretch in stretches for block in stretch))
-        return list(zip(gpu_blocks, self._cache.allocate_host(lifetimes, len(gpu_blocks)), strict=True))
+        return list(zip(gpu_blocks, self._cache.take_host(len(gpu_blocks)), strict=True))
 
     def _check_room(self, mode: str, what: str, needed: int, name: str, pool: BlockPool, num_deferred: int = 0) -> None:
         num_free = pool.num_free + num_deferred
@@ -248,10 +238,9 @@ class Mover:
         Raises:
             ValueError: the GPU pool cannot hold them; nothing changes.
         """
-        lifetimes = self._tables.lifetimes
-        assert lifetimes is not None
+        assert self._tables.is_offload
         self.check_resident(sequences)
-        self._drain(lifetimes)
+        self._drain()
         pairs, tables = [], {}
         for sequence in sequences:
             row, missing = sequence.row, self._missing(sequence)
@@ -266,23 +255,23 @@ class Mover:
         for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
             self._tables.gpu[row] = table
             self._tables.versions[row] += 1
-        self._tables.lifetimes = None
+        self._tables.is_offload = False
         for sequence in sequences:
-            lifetimes.release_host(present(self._tables.host[sequence.row]))
+            self._tables.lifetimes.release_host(present(self._tables.host[sequence.row]))
             self._tables.host[sequence.row] = NO_BLOCK
             self._cache.num_reserved_host -= sequence.num_reserved_host
             sequence.num_reserved_host = 0
             self._copies.residency.clear(sequence.row)
             sequence.num_published = 0
         self._tables.rows_without_tail.clear()
-        self._drain(lifetimes)
+        self._drain()
         for sequence in sequences:
             self._cache.publish(sequence)
 
-    def _drain(self, lifetimes: BlockLifetimes) -> None:
+    def _drain(self) -> None:
         """Wait until no copy is in flight, and reclaim every released block."""
         self._copier.drain()
-        lifetimes.reclaim()
+        self._tables.lifetimes.reclaim()
 
     def check_resident(self, sequences: list[Sequence]) -> None:
         """Raise what `switch_to_resident` would raise, without changing anything or waiting for copies."""
@@ -299,14 +288,7 @@ class Mover:
 
     # Recovery
 
-    def recover(
-        self,
-        sequences: list[Sequence],
-        waiting: Iterable[Sequence],
-        lifetimes: BlockLifetimes | None,
-        *,
-        keeps_prefixes: bool,
-    ) -> None:
+    def recover(self, sequences: list[Sequence], waiting: Iterable[Sequence], *, keeps_prefixes: bool) -> None:
         """Rebuild rows, tables, pools and promises from what the given admitted sequences hold.
 
         To be called after an exception at any point, once nothing is in flight. Of the old state it reads only the
@@ -316,13 +298,11 @@ class Mover:
         Args:
             sequences: the sequences that go on, none of which took part in a step that failed.
             waiting: those that wait; some of them may have given way before.
-            lifetimes: those of offload mode, whichever mode is current.
             keeps_prefixes: whether published blocks are known to have their content; if not, they are forgotten.
         """
         waiting = list(waiting)
         for sequence in waiting:
             sequence.num_reserved_host = 0  # promised to a sequence that was being admitted
-        self._gpu_copies, self._kept_copies = {}, {}
         self.kept.rebuild(block for sequence in waiting for block in sequence.kept_blocks or ())
         self._trim(is_certain=False)
         rows = [sequence.row for sequence in sequences]
@@ -340,20 +320,19 @@ class Mover:
         self._tables.gpu_blocks.rebuild(
             present(self._tables.gpu), lambda key: keeps_prefixes and isinstance(key, bytes)
         )
-        if lifetimes is not None:
-            lifetimes.recover()
-            self._copier.recover(lifetimes.operation)
-            lifetimes.host_blocks.rebuild(present(self._tables.host), lambda key: keeps_prefixes)
+        lifetimes = self._tables.lifetimes
+        lifetimes.recover()
+        self._copier.recover(lifetimes.operation)
+        lifetimes.host_blocks.rebuild(present(self._tables.host), lambda key: keeps_prefixes)
         for sequence in sequences:
             sequence.num_published = 0
             self._cache.publish(sequence)
-        if self._tables.is_offload:
-            self._copies.drop(-self._copies.gpu_room)
-            self._copies.limit()
+        self._copies.drop(-self._copies.gpu_room)
+        self._copies.limit()
 
     def _recover_row(self, sequence: Sequence) -> None:
         """Rebuild a row's promises and residency from its tables and the sequence's number of computed tokens."""
-        row, full = sequence.row, sequence.num_computed // self._tables.block_size
+        row, full = sequence.row, self._num_full(sequence)
         self._cache.num_reserved_splits += self._tables.num_blocks(sequence.max_num_tokens)
         sequence.num_reserved_host = 0
         if not self._tables.is_offload:

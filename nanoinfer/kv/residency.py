@@ -29,7 +29,7 @@ class Residency:
 
     Args:
         gpu_table, host_table: [num_rows, max_blocks] the GPU and host block at each place of each row, below 0 for
-            none; only read. None: no two rows share a block.
+            none; only read.
         joins: whether a row may take up a copy that another row has. With sliding windows, the copy may lack layers
             whose window had moved on in the other row.
 
@@ -39,18 +39,10 @@ class Residency:
         window: [num_rows] the first block that a sliding window still reads; blocks from there on are dropped last.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        gpu_table: np.ndarray | None = None,
-        host_table: np.ndarray | None = None,
-        joins: bool = True,
-    ) -> None:
-        self.first = np.zeros(num_rows, dtype=np.int64)
-        self.full = np.zeros(num_rows, dtype=np.int64)
-        self.window = np.zeros(num_rows, dtype=np.int64)
+    def __init__(self, gpu_table: np.ndarray, host_table: np.ndarray, joins: bool = True) -> None:
+        self.first, self.full, self.window = np.zeros((3, len(gpu_table)), dtype=np.int64)
         self._gpu_table, self._host_table = gpu_table, host_table
-        self._joins = joins and gpu_table is not None
+        self._joins = joins
 
     @property
     def num_resident(self) -> int:
@@ -99,8 +91,6 @@ class Residency:
         """
         while True:
             block = int(self.first[row])
-            if self._gpu_table is None:
-                return block, [row]
             same = self._gpu_table[:, block] == self._gpu_table[row, block]
             rows = np.flatnonzero(same & self._keeps(block))
             row = int(rows[self.first[rows].argmin()])
@@ -148,11 +138,11 @@ class Residency:
             (row, block) of each block taken back; blocks of one row in ascending order.
         """
         promoted: dict[int, list[int]] = {}
-        new: set[object] = set()
+        new: set[int] = set()
         for row in sorted(rows, key=lambda row: (self.full[row] - self.first[row], row)):
             while self.first[row] > 0:
                 block = int(self.first[row]) - 1
-                host_block = (row, block) if self._host_table is None else int(self._host_table[row, block])
+                host_block = int(self._host_table[row, block])
                 if host_block not in new:
                     if len(new) == count or self.copy(block, host_block) is not None:
                         break

@@ -9,10 +9,12 @@ from offload import BlockLifetimes, BlockPool
 
 
 class BlockTables:
-    """Block tables of all rows, and the GPU pool's block numbers.
+    """Block tables of all rows for both tiers, GPU and host, who holds their blocks, and the mode.
+
+    Both tiers are there in both modes. In resident mode the host's holds no block of a row.
 
     Args:
-        num_gpu_blocks: blocks of the GPU pool. Block 0 is scratch: padding rows write there.
+        lifetimes: who holds which block of either tier, and when released ones may be handed out again.
         max_num_seqs: number of rows.
         max_blocks_per_seq: logical blocks of a row.
 
@@ -20,27 +22,21 @@ class BlockTables:
         gpu, host: [max_num_seqs, max_blocks_per_seq] int32, where each row's blocks lie (or `NO_BLOCK`).
         versions: [max_num_seqs] int64, changes when the part of a row's GPU table does that decode steps need.
         gpu_blocks: who holds which block of the GPU pool.
-        lifetimes: when released blocks may be handed out again, and who holds which host block; set while in offload
-            mode.
-        rows_without_tail: in offload mode, the rows to which a GPU block is promised.
+        is_offload: whether the mode is offload mode. Only `Mover` sets it, at the end of a switch.
+        rows_without_tail: the rows to which a GPU block is promised; none in resident mode.
     """
 
-    def __init__(self, block_size: int, num_gpu_blocks: int, max_num_seqs: int, max_blocks_per_seq: int) -> None:
+    def __init__(self, block_size: int, lifetimes: BlockLifetimes, max_num_seqs: int, max_blocks_per_seq: int) -> None:
         self.block_size = block_size
         self.gpu = np.full((max_num_seqs, max_blocks_per_seq), NO_BLOCK, dtype=np.int32)
         self.host = np.full((max_num_seqs, max_blocks_per_seq), NO_BLOCK, dtype=np.int32)
         self.versions = np.zeros(max_num_seqs, dtype=np.int64)
-        self.gpu_blocks = BlockPool(num_gpu_blocks, first=1)
-        self.lifetimes: BlockLifetimes | None = None
+        self.lifetimes, self.gpu_blocks = lifetimes, lifetimes.gpu_blocks
+        self.is_offload = False
         self.rows_without_tail: set[int] = set()
 
-    @property
-    def is_offload(self) -> bool:
-        """Whether the mode is offload mode."""
-        return self.lifetimes is not None
-
     def home(self) -> tuple[np.ndarray, BlockPool]:
-        """Return the table and pool in which full blocks lie, and are published, in this mode."""
+        """Return the table and pool of the tier in which full blocks are published in this mode."""
         if self.is_offload:
             return self.host, self.lifetimes.host_blocks
         return self.gpu, self.gpu_blocks

@@ -26,9 +26,13 @@ _GAUGES = (
     ("gpu_kv_blocks_used", "KV blocks of the GPU pool that requests hold.", "gpu_blocks_used"),
     ("gpu_kv_blocks_cached", "KV blocks of the GPU pool that only the prefix cache holds.", "gpu_blocks_cached"),
     ("gpu_kv_blocks_total", "KV blocks of the GPU pool.", "gpu_blocks_total"),
-    ("host_kv_blocks_used", "KV blocks of the host pool that requests hold.", "host_blocks_used"),
+    ("host_kv_blocks_used", "KV blocks on the host that requests hold, preempted ones included.", "host_blocks_used"),
     ("host_kv_blocks_cached", "KV blocks of the host pool that only the prefix cache holds.", "host_blocks_cached"),
-    ("host_kv_blocks_total", "KV blocks of the host pool; 0 until offload mode is first entered.", "host_blocks_total"),
+    (
+        "host_kv_blocks_total",
+        "KV blocks on the host; 0 until offload mode is first entered or a request is preempted.",
+        "host_blocks_total",
+    ),
     ("graph_bytes", "GPU memory that capturing CUDA graphs took.", "graph_bytes"),
     ("kv_resident_share", "Share of the running sequences' full KV blocks that lies on the GPU.", "kv_resident_share"),
 )

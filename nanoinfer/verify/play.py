@@ -60,7 +60,7 @@ def attempt(
 
 def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) -> list[Answer]:
     """Run the workload on the engine and return the answers."""
-    num_blocks = engine.kv_cache.gpu_blocks.num_blocks
+    num_blocks = engine.kv_cache.tables.gpu_blocks.num_blocks
     if num_blocks < run.min_gpu_blocks:
         raise LeftOut(
             f"the requests need {run.min_gpu_blocks} KV blocks on the GPU, {num_blocks} fit: raise gpu_memory_limit "

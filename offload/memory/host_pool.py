@@ -6,15 +6,11 @@ from typing import Protocol
 
 import torch
 
-from offload.blocks import BlockPool
 from offload.layout import KVLayout
 
 
 class Arena(Protocol):
     """Host memory in equal segments, such as `offload.memory.pinned.HostArena`."""
-
-    @property
-    def num_ready(self) -> int: ...
 
     def segment(self, index: int) -> torch.Tensor: ...
 
@@ -22,17 +18,17 @@ class Arena(Protocol):
 
 
 class HostPool:
-    """Blocks in host memory. The last segment may hold fewer than the others.
+    """Memory of blocks on the host. Who holds which block is counted elsewhere (`BlockPool`).
 
     Segment g holds `blocks_per_segment` blocks for all layers as
     `[num_layers, blocks_per_segment, 2, block_size, num_kv_heads, head_dim]`. Within a segment, neighbouring blocks of
-    a layer are one contiguous range, so one copy moves a run of them. A segment is usable as soon as it is pinned, even
-    while later segments are not.
+    a layer are one contiguous range, so one copy moves a run of them. The last segment may hold fewer blocks than the
+    others. A segment is usable as soon as it is pinned, even while later segments are not.
     """
 
     def __init__(self, layout: KVLayout, arena: Arena, num_blocks: int, blocks_per_segment: int) -> None:
         self.layout = layout
-        self.blocks = BlockPool(num_blocks)
+        self.num_blocks = num_blocks
         self.blocks_per_segment = blocks_per_segment
         self._arena = arena
         self._segments: list[torch.Tensor] = []
@@ -40,7 +36,7 @@ class HostPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks."""
-        return self.blocks.num_blocks * self.layout.block_bytes
+        return self.num_blocks * self.layout.block_bytes
 
     def check(self) -> None:
         """Waits until the first segment is pinned.
@@ -58,7 +54,7 @@ class HostPool:
         while len(self._segments) <= segment:
             index = len(self._segments)
             self._arena.wait(index + 1)
-            num_blocks = min(self.blocks_per_segment, self.blocks.num_blocks - index * self.blocks_per_segment)
+            num_blocks = min(self.blocks_per_segment, self.num_blocks - index * self.blocks_per_segment)
             memory = self._arena.segment(index)[: num_blocks * self.layout.block_bytes]
             self._segments.append(memory.view(self.layout.dtype).view(self.layout.pool_shape(num_blocks)))
         return self._segments[segment][layer, begin : begin + count]

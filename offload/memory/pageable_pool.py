@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 import torch
 
 from offload.layout import KVLayout
@@ -19,15 +17,13 @@ class PageablePool:
     """
 
     def __init__(self, layout: KVLayout, max_bytes: int | None = None) -> None:
-        self.layout = layout
-        self.max_bytes = max_bytes
-        # The number of each segment's first block, and [num_layers, blocks, 2, block_size, num_kv_heads, head_dim].
-        self._segments: list[tuple[int, torch.Tensor]] = []
+        self.layout, self.max_bytes = layout, max_bytes
+        self._blocks: list[torch.Tensor] = []  # each [num_layers, 2, block_size, num_kv_heads, head_dim]
 
     @property
     def num_blocks(self) -> int:
         """Blocks for which there is memory."""
-        return sum(segment.shape[1] for _, segment in self._segments)
+        return len(self._blocks)
 
     @property
     def num_bytes(self) -> int:
@@ -50,16 +46,15 @@ class PageablePool:
                 f"host_memory_limit ({self.max_bytes} bytes, {self.num_bytes} are taken): raise it"
             )
         try:
-            segment = torch.empty(self.layout.pool_shape(missing), dtype=self.layout.dtype)
+            blocks = torch.empty((missing, self.layout.num_layers, *self.layout.block_shape), dtype=self.layout.dtype)
         except RuntimeError as error:
             raise MemoryError(f"no host memory for the KV of a preempted sequence ({error})") from error
-        self._segments.append((self.num_blocks, segment))
+        self._blocks += blocks.unbind()
 
     def trim(self) -> None:
         """Give all memory back."""
-        self._segments = []
+        self._blocks = []
 
     def block(self, layer: int, block: int) -> torch.Tensor:
         """`[2, block_size, num_kv_heads, head_dim]` view of one block."""
-        first, segment = self._segments[bisect_right(self._segments, block, key=lambda pair: pair[0]) - 1]
-        return segment[layer, block - first]
+        return self._blocks[block][layer]

@@ -40,7 +40,7 @@ def auto_engine(path, num_gpu_blocks: int, seed: int | None = None, **arguments)
     arguments = dict(enable_cpu_offload="auto", num_gpu_blocks_override=num_gpu_blocks) | arguments
     engine = make_engine(path, SimulatedRuntime(seed), **(ARGUMENTS | arguments))
     assert engine.mode == "resident"
-    assert engine.kv_cache.gpu_blocks.num_blocks < num_gpu_blocks, "the pool is not as small as it should be"
+    assert engine.kv_cache.tables.gpu_blocks.num_blocks < num_gpu_blocks, "the pool is not as small as it should be"
     return engine
 
 
@@ -186,10 +186,10 @@ def test_blocks_that_rows_share_are_counted_once_when_offload_mode_is_entered(pa
     requests = [engine.add_request(str(i), [*prefix, 7 + i], greedy(20)) for i in range(4)]
     while any(request.first_token is None for request in requests):
         engine.step()
-    kv_cache, pool = engine.kv_cache, engine.kv_cache.gpu_blocks
+    kv_cache, pool = engine.kv_cache, engine.kv_cache.tables.gpu_blocks
     num_free = pool.num_free
     engine.switch_mode("offload")
-    assert engine.lifetimes.num_deferred_gpu == 0 and pool.num_free == num_free
+    assert engine.kv_cache.tables.lifetimes.num_deferred_gpu == 0 and pool.num_free == num_free
     assert kv_cache.copies.num_resident == 6, "the rows share the 6 full blocks"
     assert kv_cache.copies.num_obtainable == num_free + 6
     while engine.has_work:
@@ -220,7 +220,7 @@ def test_a_block_below_shared_ones_is_not_reused_while_it_is_stored(path):
         while requests["E"].first_token is None:
             engine.step()  # the next step is F's: no row that runs waits for the host's copies before it
         kv_cache, (d,) = engine.kv_cache, requests["D"].sequences
-        references = [kv_cache.gpu_blocks.references(block) for block in kv_cache.gpu_table[d.row, :3].tolist()]
+        references = [kv_cache.tables.gpu_blocks.references(block) for block in kv_cache.tables.gpu[d.row, :3].tolist()]
         assert references == [1, 2, 2], "D's first block is its own, the next two are E's as well"
         engine.switch_mode("offload")
         requests["F"] = engine.add_request("F", prompts["F"], greedy(24))
@@ -235,7 +235,7 @@ def test_a_released_host_block_that_is_taken_up_again_is_not_promised_to_others(
     engine = make_engine(path, SimulatedRuntime(0), **ARGUMENTS, enable_cpu_offload=True)
     prompt = random_prompts(1, 64, 64, seed=7)[0]
     run(engine, [[*prompt, 5]], [greedy(2)])
-    lifetimes = engine.lifetimes
+    lifetimes = engine.kv_cache.tables.lifetimes
     assert lifetimes.num_deferred_host == 4, "the copies that read them have run"
     first = engine.add_request("0", [*prompt, 6], greedy(9))
     engine.step()
@@ -300,7 +300,7 @@ def test_an_abort_in_the_step_that_enters_offload_mode_and_after_it(path, grown)
 def test_a_request_may_grow_to_what_the_host_holds_and_no_further(path):
     engine = auto_engine(path, 9, host_memory_limit=20 * BLOCK_BYTES, max_model_len=None)
     limit = engine.plan.max_model_len
-    assert limit >= 20 * 16 > engine.kv_cache.gpu_blocks.num_blocks * 16
+    assert limit >= 20 * 16 > engine.kv_cache.tables.gpu_blocks.num_blocks * 16
     before = engine.stats()
     with pytest.raises(ValueError, match=f"the prompt has {limit} tokens, max_model_len is {limit}"):
         engine.add_request("too long", [5] * limit, greedy(10))

@@ -160,7 +160,7 @@ def test_switch_to_resident_is_refused_with_the_numbers_when_it_cannot_fit(paths
     prompts, params = random_prompts(3, 150, 200, seed=2), some_params(3)
     wanted = run(make_engine(paths["qwen3"], **arguments), prompts, params)
     engine = make_engine(paths["qwen3"], enable_cpu_offload=True, **arguments)
-    pool = engine.kv_cache.gpu_blocks
+    pool = engine.kv_cache.tables.gpu_blocks
     taken = pool.allocate(pool.num_free - 8)  # a pool too small for resident mode
 
     def at_step(engine, step):

@@ -49,7 +49,7 @@ def test_preemption_loses_nothing(path, penalties):
     arguments = dict(max_model_len=128, enable_prefix_caching=False)
     wanted = [[c[0] for c in completions] for completions in run(make_engine(path, **arguments), prompts, params)]
     engine = make_engine(path, **arguments)
-    pool = engine.kv_cache.gpu_blocks
+    pool = engine.kv_cache.tables.gpu_blocks
     taken = pool.allocate(pool.num_free - 20)
     outcomes = run(engine, prompts, params)
     assert engine.scheduler.num_preemptions > 0

@@ -42,12 +42,12 @@ def play(path, seed, scenario, dropped_rule=None):
     engine = make_engine(path, SimulatedRuntime(seed, dropped_rule), **(TIGHT | arguments))
     if engine.mode == "offload":
         # Leaves the blocks that the step needs and hardly more.
-        pool = engine.kv_cache.gpu_blocks
+        pool = engine.kv_cache.tables.gpu_blocks
         taken = pool.allocate(max(0, pool.num_free - 6))
     else:
         taken = []
     outcomes = run(engine, PROMPTS, PARAMS, switching(modes))
-    engine.kv_cache.gpu_blocks.release(taken)
+    engine.kv_cache.tables.gpu_blocks.release(taken)
     assert_pools_as_before(engine)
     return outcomes, engine.runner.runtime.rules_seen
 

@@ -37,7 +37,7 @@ def small_gpu_pool(path):
         max_model_len=4000,
         enable_prefix_caching=False,
     )
-    gpu_tokens = engine.kv_cache.gpu_blocks.num_blocks * 16
+    gpu_tokens = engine.kv_cache.tables.gpu_blocks.num_blocks * 16
     assert gpu_tokens < 1000, "the GPU pool is not small"
     return engine, gpu_tokens
 

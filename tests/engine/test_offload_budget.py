@@ -82,7 +82,7 @@ class Watch:
         self.engine = engine
         self.promoted, self.dropped, self.states = [], [], []
         self.filled = {"PrefillStep": Counter(), "DecodeStep": Counter()}
-        residency, offload, step = engine.kv_cache.residency, engine.runner.offload, engine.step
+        residency, offload, step = engine.kv_cache.copies.residency, engine.runner.offload, engine.step
         promote, drop = residency.promote, residency.drop
         residency.promote = lambda *args: self._note(self.promoted, promote(*args))
         residency.drop = lambda *args: self._note(self.dropped, drop(*args))
@@ -173,9 +173,9 @@ def test_blocks_leave_as_sequences_grow_and_come_back_when_others_end(path_of):
         stated.append(tuple(stats[name] for name in names))
         kv_cache, rows = engine.kv_cache, engine.runner.decode_program.rows
         for sequence in engine.scheduler.running:
-            is_sent = engine.planner._versions[sequence.row] == kv_cache.table_versions[sequence.row]
+            is_sent = engine.planner._versions[sequence.row] == kv_cache.tables.versions[sequence.row]
             if watch.promoted and sequence.num_generated and is_sent:
-                held = kv_cache.gpu_table[sequence.row]
+                held = kv_cache.tables.gpu[sequence.row]
                 assert rows.block_table[sequence.row].numpy()[held >= 0].tolist() == held[held >= 0].tolist()
                 num_checked += 1
 
@@ -272,7 +272,7 @@ def test_blocks_that_rows_share_when_offload_mode_begins_can_leave_one_by_one(pa
 
         def at_step(engine, step):
             if step == 20:
-                held = engine.kv_cache.gpu_blocks.num_used
+                held = engine.kv_cache.tables.gpu_blocks.num_used
                 assert sum(s.num_computed // 16 for s in engine.scheduler.running) > held - 90, "nothing is shared"
                 engine.switch_mode("offload")
 
@@ -294,7 +294,7 @@ def test_host_blocks_that_others_still_hold_are_not_promised_as_soon_as_one_row_
     run(engine, [[*prefix, 3]], [greedy(2)])
     outcomes = run(engine, prompts, params)
     assert [completions[0][0] for completions in outcomes] == wanted
-    assert engine.runner.offload.host.blocks.num_cached > 0
+    assert engine.kv_cache.tables.lifetimes.host_blocks.num_cached > 0
     assert_pools_as_before(engine)
 
 

@@ -236,7 +236,7 @@ def test_an_error_while_offload_mode_is_entered_leaves_resident_mode_as_it_was(p
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
         patch.setattr(OffloadEngine, name, fail_at(1, getattr(OffloadEngine, name), RuntimeError))
         finish(engine)
-    assert engine.mode == "resident" and engine.runner.offload.host.blocks.num_used == 0
+    assert engine.mode == "resident" and engine.kv_cache.tables.lifetimes.host_blocks.num_used == 0
     finish(engine)
     assert engine.mode == "offload"
     assert not assert_only_aborted_ones_differ(requests, alone)
@@ -271,7 +271,7 @@ def test_a_request_is_preempted_and_that_step_fails(path, alone, place, monkeypa
 def test_a_host_pool_that_runs_out_in_a_prefill_ends_the_requests_of_that_step(path, alone, call, monkeypatch):
     engine, give_back = start(path, "offload", seed=call)
     requests = add_all(engine)
-    host = engine.runner.offload.host.blocks
+    host = engine.kv_cache.tables.lifetimes.host_blocks
     with monkeypatch.context() as patch, pytest.raises(MemoryError, match="out of luck"):
         patch.setattr(host, "allocate", fail_at(call, host.allocate, MemoryError))
         finish(engine)

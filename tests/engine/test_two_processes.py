@@ -26,20 +26,18 @@ def test_two_processes_give_the_tokens_of_one(tmp_path, mode, monkeypatch):
     num_tensors = sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
     config = EngineConfig(model=path, **(COMMON | dict(max_model_len=144) | MODES[mode]))
     engine, plans = make_parted_engine(config, monkeypatch), []
-    begin_step, lifetimes = engine.planner.begin_step, engine.lifetimes
+    begin_step, lifetimes = engine.planner.begin_step, engine.kv_cache.tables.lifetimes
     engine.planner.begin_step = lambda batch: plans.append(begin_step(batch)) or plans[-1]
     try:
         assert run(engine, prompts, params) == wanted
         assert engine.runner._ask("num_sequences") == 0
         assert sum(isinstance(one, torch.Tensor) for one in gc.get_objects()) <= num_tensors
         assert (engine.scheduler.num_preemptions > 0) == (mode == "preempted")
-        assert any(plan.write_through for plan in plans) == (engine.lifetimes is not None)
-        assert engine.kv_cache.gpu_blocks.num_used == 0 or engine.lifetimes.num_deferred_gpu
-        if engine.lifetimes is not None:  # blocks come back by acknowledgement only
-            assert lifetimes is None or lifetimes is engine.lifetimes
-            engine.lifetimes._acknowledgements = SilentRunner()
-            run(engine, prompts[:1], params[:1])
-            assert engine.lifetimes.num_deferred_host
+        assert any(plan.write_through for plan in plans) == (engine.mode == "offload") == (mode != "preempted")
+        assert lifetimes.gpu_blocks.num_used == 0 or lifetimes.num_deferred_gpu
+        lifetimes._acknowledgements = SilentRunner()
+        run(engine, prompts[:1], params[:1])  # blocks come back by acknowledgement only
+        assert bool(lifetimes.num_deferred_host) == (mode != "preempted")
     finally:
         engine.close()
 

@@ -63,10 +63,10 @@ def test_a_switch_there_and_back_between_two_steps_changes_no_bit(path):
     def there_and_back(engine, step):
         nonlocal num_moved
         if step % 3 == 0 and engine.mode == "resident":
-            before = engine.kv_cache.gpu_table.copy()
+            before = engine.kv_cache.tables.gpu.copy()
             engine.switch_mode("offload")
             engine.switch_mode("resident")
-            num_moved += int((engine.kv_cache.gpu_table != before).sum())
+            num_moved += int((engine.kv_cache.tables.gpu != before).sum())
 
     assert run(engine_with_graphs(path, SimulatedRuntime(poison=True)), CHUNKED, params, there_and_back) == wanted
     assert num_moved > 0, "every block came back to its place, which shows nothing"

@@ -105,7 +105,7 @@ def test_any_share_of_the_kv_on_the_gpu_gives_the_same_bits(model, expected):
     for blocks in (1, 5, 12, 25):
         arguments = COMMON | dict(resident_kv_limit=blocks * 4 * 2 * 32 * 2 * 256 * 2, ring_slot_bytes="128KiB")
         with LLM(model, **arguments, enable_cpu_offload=True) as llm:
-            residency = llm.engine.kv_cache.residency
+            residency = llm.engine.kv_cache.copies.residency
             taken, promote = [], residency.promote
             residency.promote = lambda count, rows, p=promote, t=taken: t.append(p(count, rows)) or t[-1]
             assert run(llm) == expected and llm.stats()["streamed_bytes"] > 0

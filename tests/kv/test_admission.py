@@ -66,9 +66,9 @@ def test_a_preempted_sequence_returns_only_where_the_others_can_grow_a_little(pa
 
     def admit(sequence):
         nonlocal num_refused
-        num_running, num_free = len(engine.scheduler.running), cache.gpu_blocks.num_free
+        num_running, num_free = len(engine.scheduler.running), cache.tables.gpu_blocks.num_free
         admitted = admit_kept(sequence)
-        assert not admitted or cache.gpu_blocks.num_free >= num_running
+        assert not admitted or cache.tables.gpu_blocks.num_free >= num_running
         num_refused += not admitted and -(-sequence.num_tokens // 16) <= num_free
         return admitted
 

@@ -87,12 +87,12 @@ def test_a_row_that_is_used_again_at_the_same_length_reads_the_blocks_of_its_new
     def at_step(engine, step):
         (sequence,) = engine.scheduler.running or [None]
         if sequence is not None and step == 3:
-            row = engine.kv_cache.gpu_table[sequence.row]
+            row = engine.kv_cache.tables.gpu[sequence.row]
             held.append({int(block) for block in row if block >= 0})
 
     for prompt in prompts:
         outcomes += run(engine, [prompt], params, at_step)
-        pool = engine.kv_cache.gpu_blocks
+        pool = engine.kv_cache.tables.gpu_blocks
         taken = pool.allocate(3)  # the next one gets others
     pool.release(taken)
     assert held[0] and held[1] and not held[0] & held[1]
@@ -112,7 +112,7 @@ def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
     requests += [engine.add_request(str(i), prompts[i], params[i]) for i in (1, 2)]
     for _ in range(4):
         engine.step()
-    table, kept = engine.kv_cache.gpu_table, engine.runner.kept
+    table, kept = engine.kv_cache.tables.gpu, engine.runner.kept
     rows = [sequence.row for sequence in engine.scheduler.running]
     assert len(rows) == 3 and all((table[row, :6] == table[rows[0], :6]).all() for row in rows)
     with torch.inference_mode():
@@ -120,7 +120,9 @@ def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
         engine.scheduler._preempt_youngest()
     waiting = [sequence.kept_blocks for sequence in engine.scheduler.waiting]
     assert waiting[0][:6] == waiting[1][:6] and not set(waiting[0][6:]) & set(waiting[1][6:])
-    assert kept.num_bytes == len({*waiting[0], *waiting[1]}) * kept.layout.block_bytes
+    num_kept, stats = len({*waiting[0], *waiting[1]}), engine.stats()
+    assert kept.num_bytes == num_kept * kept.layout.block_bytes
+    assert [stats[f"host_blocks_{what}"] for what in ("total", "used", "free", "cached")] == [num_kept, num_kept, 0, 0]
     while engine.scheduler.waiting:
         engine.step()
     rows = [sequence.row for sequence in engine.scheduler.running]
@@ -129,6 +131,45 @@ def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
         engine.step()
     assert [request.sequences[0].output_token_ids for request in requests] == tokens_of(wanted)
     assert_pools_as_before(engine)
+
+
+def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path):
+    """Each shared block is copied once, to the host and back."""
+    engine = make_engine(path, max_num_batched_tokens=256)
+    (document,) = random_prompts(1, 96, 96, seed=6)
+    prompts = [document + end for end in random_prompts(3, 5, 5, seed=7)]
+    wanted = run(make_engine(path, enable_prefix_caching=False), prompts, [greedy(30)] * 3)
+    requests = [engine.add_request("0", prompts[0], greedy(30))]
+    engine.step()
+    requests += [engine.add_request(str(i), prompts[i], greedy(30)) for i in (1, 2)]
+    for _ in range(4):
+        engine.step()
+    copied, copy = [], engine.runner.block_copies.copy
+
+    def counted(source, destination, pairs):
+        copied.append((source, destination, len(pairs)))
+        copy(source, destination, pairs)
+
+    engine.runner.block_copies.copy = counted
+    with torch.inference_mode():
+        engine.scheduler._preempt_youngest()
+        engine.scheduler._preempt_youngest()
+    waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
+    engine.step()  # reads their tokens
+    engine.abort("0")
+    pool = engine.kv_cache.tables.gpu_blocks
+    pool.release(pool.allocate(pool.num_free))  # what it left is gone
+    engine.scheduler.waiting = waiting
+    while engine.scheduler.waiting:
+        engine.step()
+    rows = engine.kv_cache.tables.gpu[[sequence.row for sequence in engine.scheduler.running], :6]
+    assert len(rows) == 2 and (rows[0] == rows[1]).all()
+    assert copied == [("gpu", "kept", 7), ("gpu", "kept", 1), ("kept", "gpu", 7), ("kept", "gpu", 1)]
+    while engine.has_work:
+        engine.step()
+    assert [request.sequences[0].output_token_ids for request in requests[1:]] == tokens_of(wanted)[1:]
+    assert_pools_as_before(engine)
+    assert engine.stats()["host_blocks_total"] == 0
 
 
 def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
@@ -143,17 +184,17 @@ def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
         engine.step()
     with torch.inference_mode():
         engine.scheduler._preempt_youngest()
-    assert engine.mover._gpu_copies
+    assert engine.mover.kept._key_of
     waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
     while not first.is_finished:
         engine.step()
-    engine.kv_cache.gpu_blocks.allocate(engine.kv_cache.gpu_blocks.num_free)  # every cached block goes
-    held = list(engine.kv_cache.gpu_blocks._references)
+    engine.kv_cache.tables.gpu_blocks.allocate(engine.kv_cache.tables.gpu_blocks.num_free)  # every cached block goes
+    held = list(engine.kv_cache.tables.gpu_blocks._references)
     with torch.inference_mode():
         engine.runner.gpu_kv[:, held] = torch.nan
     (sequence,) = waiting
     assert engine.mover.num_missing(sequence) == 7, "none of its blocks is there"
-    engine.kv_cache.gpu_blocks.release(held)
+    engine.kv_cache.tables.gpu_blocks.release(held)
     engine.scheduler.waiting = waiting
     while engine.has_work:
         engine.step()

@@ -65,7 +65,7 @@ def test_a_block_that_is_taken_back_and_dropped_still_waits_for_its_write_throug
     for seed in range(8):
         engine = make_engine(path, SimulatedRuntime(seed), **ROOMY)
         play(engine, [BEGINNING + ENDS[0]], params=replace(PARAMS, max_tokens=13))
-        lifetimes, pool = engine.lifetimes, engine.kv_cache.gpu_blocks
+        lifetimes, pool = engine.kv_cache.tables.lifetimes, engine.kv_cache.tables.gpu_blocks
         unread = [(number, event) for number, event in engine.runner.offload._unread[GPU_RULE, WRITES]]
         running = {number for number, event in unread if not event.is_reached}
         waiting = [deferred for deferred in lifetimes._deferred_gpu if deferred.writes in running]
@@ -104,7 +104,7 @@ def test_sequences_that_run_beside_each_other_share_a_copy(path):
     held = []
 
     def at_step(engine, step):
-        pool = engine.kv_cache.gpu_blocks
+        pool = engine.kv_cache.tables.gpu_blocks
         held.extend(pool.references(block) for block in list(pool._references))
 
     got += run(engine, prompts[1:], [PARAMS] * 2, at_step)
@@ -121,7 +121,7 @@ def test_what_a_failed_step_leaves_is_not_taken_up(path, monkeypatch):
         patch.setattr(engine.runner.offload, "run", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
-    assert engine.kv_cache.gpu_blocks.num_cached == 0
+    assert engine.kv_cache.tables.gpu_blocks.num_cached == 0
     outcomes, streamed = play(engine, prompts[1:])
     assert outcomes == wanted and streamed[0] > 0 and engine.stats()["prefix_cache_hit_tokens"] == 160
     assert_pools_as_before(engine)
@@ -166,7 +166,7 @@ def test_the_limit_of_what_stays_on_the_gpu_holds_for_copies_too(path):
     prompts = [BEGINNING + end for end in ENDS]
     wanted, _ = play(make_engine(path), prompts)
     engine = make_engine(path, **ROOMY | dict(resident_kv_limit=4 * BLOCK_BYTES))
-    residency = engine.kv_cache.residency
+    residency = engine.kv_cache.copies.residency
     assert play(engine, prompts[:2])[0] == wanted[:2]
     other = engine.add_request("other", random_prompts(1, 150, 150, seed=8)[0], PARAMS)
     while other.sequences[0].num_generated < 2:
@@ -190,7 +190,7 @@ def test_with_a_window_nothing_is_kept(tmp_path):
     kv_cache = engine.kv_cache
     outcomes, streamed = play(engine, prompts[:2])
     assert outcomes == wanted[:2] and streamed[1] > 0, "the second one's beginning came back through the ring"
-    assert kv_cache.gpu_blocks.num_cached == 0
+    assert kv_cache.tables.gpu_blocks.num_cached == 0
     engine.switch_mode("resident")
     assert run(engine, prompts[2:], [PARAMS]) == wanted[2:]
 
@@ -232,25 +232,26 @@ def test_rows_that_share_blocks_behind_one_of_their_own_share_them_in_offload_mo
         for _ in range(3):
             engine.step()
     rows = [sequence.row for sequence in engine.scheduler.running]
-    pool, (first, second) = kv_cache.gpu_blocks, kv_cache.gpu_table[rows, 0].tolist()
+    pool, (first, second) = kv_cache.tables.gpu_blocks, kv_cache.tables.gpu[rows, 0].tolist()
     assert first == second, "the beginning is shared"
     (own,) = pool.allocate(1)
     with torch.inference_mode():
         engine.runner.gpu_kv[:, own] = engine.runner.gpu_kv[:, first]
-    kv_cache.gpu_table[rows[1], 0] = own
-    kv_cache.table_versions[rows[1]] += 1
+    kv_cache.tables.gpu[rows[1], 0] = own
+    kv_cache.tables.versions[rows[1]] += 1
     pool.release([first])
     engine.switch_mode("offload")
-    held, (a, b) = kv_cache.gpu_table[rows], rows
+    held, (a, b) = kv_cache.tables.gpu[rows], rows
     held = Counter(held[held >= 0].tolist())
     assert all(pool.references(block) == count for block, count in held.items()) and max(held.values()) == 2
-    is_shared = (kv_cache.gpu_table[a] == kv_cache.gpu_table[b]) & (kv_cache.gpu_table[a] >= 0)
+    is_shared = (kv_cache.tables.gpu[a] == kv_cache.tables.gpu[b]) & (kv_cache.tables.gpu[a] >= 0)
     assert is_shared.sum() == 9 and not is_shared[0]
-    assert np.array_equal(kv_cache.host_table[a][is_shared], kv_cache.host_table[b][is_shared])
-    num_free, num_resident = pool.num_free + engine.lifetimes.num_deferred_gpu, kv_cache.copies.num_resident
+    assert np.array_equal(kv_cache.tables.host[a][is_shared], kv_cache.tables.host[b][is_shared])
+    lifetimes, num_resident = kv_cache.tables.lifetimes, kv_cache.copies.num_resident
+    num_free = pool.num_free + lifetimes.num_deferred_gpu
     assert kv_cache.copies.num_obtainable == num_free + num_resident - len(kv_cache.tables.rows_without_tail)
     kv_cache.copies.drop(num_resident)  # really free, whoever shared them
-    assert pool.num_free + engine.lifetimes.num_deferred_gpu == num_free + num_resident
+    assert pool.num_free + lifetimes.num_deferred_gpu == num_free + num_resident
     while engine.has_work:
         engine.step()
     assert_pools_as_before(engine)

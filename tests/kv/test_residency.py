@@ -47,6 +47,12 @@ class Naive:
         return promoted
 
 
+def unshared(num_rows: int) -> Residency:
+    """No two rows have a block in common."""
+    table = np.arange(num_rows * 100).reshape(num_rows, 100)
+    return Residency(table, table)
+
+
 def assert_equal(residency: Residency, naive: Naive) -> None:
     assert (residency.num_resident, residency.num_streamed) == (naive.num_resident, naive.num_streamed)
     for row, blocks in enumerate(naive.on_gpu):
@@ -57,7 +63,7 @@ def assert_equal(residency: Residency, naive: Naive) -> None:
 def test_any_sequence_of_changes_equals_the_model_of_single_blocks(seed):
     generator = random.Random(seed)
     num_rows = generator.choice([1, 2, 5, 9])
-    residency, naive = Residency(num_rows), Naive(num_rows)
+    residency, naive = unshared(num_rows), Naive(num_rows)
     num_dropped = num_promoted = num_in_window = 0
     for _ in range(400):
         change = generator.choice(["set", "grow", "clear", "drop", "promote", "promote"])
@@ -91,7 +97,7 @@ def test_any_sequence_of_changes_equals_the_model_of_single_blocks(seed):
 
 
 def test_the_blocks_of_every_window_go_last_and_the_fullest_row_gives_first():
-    residency = Residency(3)
+    residency = unshared(3)
     residency.set(0, 0, 6, window=4)
     residency.set(1, 0, 3, window=3)
     residency.set(2, 0, 4, window=0)  # a sequence that its window covers
@@ -103,7 +109,7 @@ def test_the_blocks_of_every_window_go_last_and_the_fullest_row_gives_first():
 
 
 def test_a_drop_and_a_promotion_undo_each_other():
-    residency = Residency(2)
+    residency = unshared(2)
     residency.set(0, 0, 5, 5)
     residency.set(1, 2, 4, 4)
     dropped = residency.drop(4)
@@ -112,7 +118,7 @@ def test_a_drop_and_a_promotion_undo_each_other():
 
 
 def test_only_the_rows_that_were_asked_for_are_promoted():
-    residency = Residency(3)
+    residency = unshared(3)
     for row in range(3):
         residency.set(row, 4, 4, 4)
     assert residency.promote(6, [2, 0]) == [(0, 0), (0, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
@@ -120,7 +126,7 @@ def test_only_the_rows_that_were_asked_for_are_promoted():
 
 
 def test_more_than_there_is_cannot_be_dropped():
-    residency = Residency(1)
+    residency = unshared(1)
     residency.set(0, 1, 3, 3)
     with pytest.raises(AssertionError, match="3 blocks to drop, 2 are there"):
         residency.drop(3)
@@ -137,7 +143,7 @@ def tables(*rows: tuple[list[int], list[int]]) -> tuple[np.ndarray, np.ndarray]:
 def residency_of(*rows: tuple[list[int], list[int]], **arguments) -> Residency:
     """All blocks are full; those with a GPU block are noted as resident."""
     gpu, host = tables(*rows)
-    residency = Residency(len(rows), gpu, host, **arguments)
+    residency = Residency(gpu, host, **arguments)
     for row, blocks in enumerate(gpu):
         residency.set(row, int((blocks < 0).sum()), len(blocks), len(blocks))
     return residency
@@ -176,7 +182,7 @@ def test_a_row_outside_of_the_step_gets_nothing_with_the_others():
 
 def test_a_row_takes_up_the_copies_that_others_have_and_makes_no_second_one():
     gpu, host = tables(([4, 5, 6, 7], [1, 2, 3, 4]), ([-1, -1, -1, -1], [1, 2, 3, 9]))
-    residency = Residency(2, gpu, host)
+    residency = Residency(gpu, host)
     residency.set(0, 1, 4, 4)  # block 0 of row 0 has left, although the table still knows where it was
     residency.set(1, 4, 4, 4)
     assert residency.join([1]) == [], "its newest block is its own"
@@ -190,7 +196,7 @@ def test_a_row_takes_up_the_copies_that_others_have_and_makes_no_second_one():
 def test_a_block_that_is_not_full_yet_is_no_copy():
     """Its host block is known before the step that fills it."""
     gpu, host = tables(([4, 5], [1, 2]), ([-1, -1], [1, 2]))
-    residency = Residency(2, gpu, host)
+    residency = Residency(gpu, host)
     residency.set(0, 0, 1, 1)
     residency.set(1, 2, 2, 2)
     assert residency.join([1]) == [] and residency.copy(1, 2) is None
@@ -216,7 +222,7 @@ def test_every_drop_frees_a_copy_and_rows_keep_their_newest_blocks(seed):
         if generator.random() < 0.3:  # it computed its beginning itself, and found what follows
             rows[-1][0] = 2000 + row
     gpu, host = np.full((num_rows, length), -1), np.array(rows)
-    residency = Residency(num_rows, gpu, host)
+    residency = Residency(gpu, host)
     for row in range(num_rows):
         residency.set(row, length, length, length)
     next_block, num_shared = 0, 0

@@ -56,29 +56,28 @@ def greedy(max_tokens: int, **arguments) -> SamplingParams:
 
 def check_references(engine) -> int:
     """Each block of both pools is held once for each place in the tables; returns how many GPU blocks rows share."""
-    kv_cache, lifetimes = engine.kv_cache, engine.lifetimes
-    held = Counter(kv_cache.gpu_table[kv_cache.gpu_table != NO_BLOCK].tolist())
+    kv_cache, lifetimes = engine.kv_cache, engine.kv_cache.tables.lifetimes
+    held = Counter(kv_cache.tables.gpu[kv_cache.tables.gpu != NO_BLOCK].tolist())
     num_shared = sum(count > 1 for count in held.values())
-    if lifetimes is not None:
-        leaving = [block for deferred in lifetimes._deferred_gpu for block in deferred.blocks]
-        assert not set(leaving) & set(held) and len(set(leaving)) == len(leaving), "given back, and in use"
-        held.update(leaving)
-        on_host = Counter(kv_cache.host_table[kv_cache.host_table != NO_BLOCK].tolist())
-        on_host.update(block for deferred in lifetimes._deferred_host for block in deferred.blocks)
-        assert on_host == lifetimes.host_blocks._references
-    pool, taken = kv_cache.gpu_blocks, getattr(engine, "taken", [])
+    leaving = [block for deferred in lifetimes._deferred_gpu for block in deferred.blocks]
+    assert not set(leaving) & set(held) and len(set(leaving)) == len(leaving), "given back, and in use"
+    held.update(leaving)
+    on_host = Counter(kv_cache.tables.host[kv_cache.tables.host != NO_BLOCK].tolist())
+    on_host.update(block for deferred in lifetimes._deferred_host for block in deferred.blocks)
+    assert on_host == lifetimes.host_blocks._references
+    pool, taken = kv_cache.tables.gpu_blocks, getattr(engine, "taken", [])
     assert held + Counter(taken) == pool._references
     assert pool.num_shared == sum(pool._references.values()) - len(pool._references)
-    if not kv_cache.is_offload:
+    if not kv_cache.tables.is_offload:
         return num_shared
-    first, full = kv_cache.residency.first, kv_cache.residency.full
+    first, full = kv_cache.copies.residency.first, kv_cache.copies.residency.full
     for row in range(len(first)):
-        assert np.all(kv_cache.gpu_table[row, : first[row]] == NO_BLOCK)
-        assert np.all(kv_cache.gpu_table[row, first[row] : full[row]] != NO_BLOCK)
-        assert np.all(kv_cache.host_table[row, : full[row]] != NO_BLOCK)
+        assert np.all(kv_cache.tables.gpu[row, : first[row]] == NO_BLOCK)
+        assert np.all(kv_cache.tables.gpu[row, first[row] : full[row]] != NO_BLOCK)
+        assert np.all(kv_cache.tables.host[row, : full[row]] != NO_BLOCK)
     places = [(row, block) for row in range(len(first)) for block in range(first[row], full[row])]
-    assert kv_cache.copies.num_resident == len({int(kv_cache.gpu_table[place]) for place in places})
-    streams = {int(kv_cache.host_table[row, block]) for row in range(len(first)) for block in range(first[row])}
+    assert kv_cache.copies.num_resident == len({int(kv_cache.tables.gpu[place]) for place in places})
+    streams = {int(kv_cache.tables.host[row, block]) for row in range(len(first)) for block in range(first[row])}
     assert kv_cache.copies.num_streamed == len(streams)
     if engine.plan.max_resident_blocks is not None:
         assert kv_cache.copies.num_resident <= engine.plan.max_resident_blocks
@@ -100,7 +99,7 @@ def tree_engine(generator: random.Random, path, seed: int):
         num_ring_slots=generator.choice([2, 3]),
         resident_kv_limit=generator.choice([None, None, None, 0, 3 * BLOCK_BYTES, 9 * BLOCK_BYTES]),
     )
-    pool = engine.kv_cache.gpu_blocks
+    pool = engine.kv_cache.tables.gpu_blocks
     engine.taken = pool.allocate(max(0, pool.num_free - generator.randint(17 if mode else 20, 40)))
     return engine
 
@@ -140,7 +139,7 @@ def test_beginnings_drawn_from_a_tree(paths, alone, first_seed, fuzz):
                 is_whole = (tokens, reason) == (wanted_tokens, wanted_reason)
                 is_beginning = i in aborted and tokens == wanted_tokens[: len(tokens)]
                 assert is_whole or is_beginning, f"seed {seed}, request {i}"
-        engine.kv_cache.gpu_blocks.release(engine.taken)
+        engine.kv_cache.tables.gpu_blocks.release(engine.taken)
         assert_pools_as_before(engine)
         total_shared += num_shared
     assert total_shared, "no two rows shared a block of the GPU"
@@ -188,7 +187,7 @@ def test_every_budget_ring_and_order_of_streams_gives_the_bits_of_resident_mode(
             num_ring_slots=generator.randint(2, 4),
             ring_slot_bytes=generator.randint(1, 5) * LAYER_BLOCK_BYTES,
         )
-        free = engine.kv_cache.gpu_blocks
+        free = engine.kv_cache.tables.gpu_blocks
         engine.taken = free.allocate(free.num_free - pool) if pool else []
         step = engine.step
 
@@ -293,9 +292,9 @@ def test_a_prefetch_of_what_nobody_holds_any_more_is_dropped(paths):
         engine.step()
     prefetched = {block for _, chunk in engine.runner.offload._filled for block in chunk.host_blocks}
     engine.abort("0")
-    assert prefetched and not prefetched & engine.lifetimes._gone
+    assert prefetched and not prefetched & engine.kv_cache.tables.lifetimes._gone
     engine.abort("1")
-    assert prefetched <= engine.lifetimes._gone
+    assert prefetched <= engine.kv_cache.tables.lifetimes._gone
     discarded = engine.runner.offload.counters.discarded_bytes
     while engine.has_work:
         engine.step()
@@ -373,8 +372,8 @@ def shared_engine(path, num_free: int | None, runtime=None, **arguments):
     engine = make_engine(path, runtime or SimulatedRuntime(), **STREAMED | dict(resident_kv_limit=None) | arguments)
     run(engine, [DOCUMENT[:165]], [greedy(2)])
     engine.runner.offload.drain()
-    engine.lifetimes.reclaim()
-    pool = engine.kv_cache.gpu_blocks
+    engine.kv_cache.tables.lifetimes.reclaim()
+    pool = engine.kv_cache.tables.gpu_blocks
     for key in [key for key in pool._block_of if isinstance(key, int)]:
         pool.forget(key)  # what the first one left on the GPU
     engine.give_back = (lambda: None) if num_free is None else shrink_gpu_pool(engine, num_free)
@@ -396,7 +395,7 @@ def test_one_gpu_block_comes_back_for_all_rows(paths, limit):
         engine.step()
         check_references(engine)
         if kv_cache.copies.num_resident == 10 and len(engine.scheduler.running) == 6:
-            assert kv_cache.residency.num_resident == 60 and kv_cache.copies.num_streamed == 0
+            assert kv_cache.copies.residency.num_resident == 60 and kv_cache.copies.num_streamed == 0
     moved = [sum(map(len, layers)) for name, layers, _ in link.steps if name == "DecodeStep"]
     assert moved[:3] == [20, 4, 0] and not any(moved[3:])
     engine.give_back()
@@ -413,7 +412,7 @@ def test_who_comes_later_takes_up_the_copies_of_running_rows(paths, limit):
     link.steps.clear()
     (late,) = add_questions(engine, 1, prefix="late")
     engine.step()
-    assert kv_cache.residency.first[late.sequences[0].row] == 0 and check_references(engine) == 10
+    assert kv_cache.copies.residency.first[late.sequences[0].row] == 0 and check_references(engine) == 10
     assert not any(blocks for _, layers, _ in link.steps for blocks in layers), "something streams"
     while engine.has_work:
         engine.step()
@@ -429,9 +428,9 @@ def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(path
     while kv_cache.copies.num_streamed or not engine.scheduler.running:
         engine.step()
     row = requests[1].sequences[0].row
-    kv_cache.gpu_blocks.release(kv_cache.gpu_table[row, :10].tolist())  # as if it had been out of the steps
-    kv_cache.gpu_table[row, :10] = NO_BLOCK
-    kv_cache.residency.first[row] = 10
+    kv_cache.tables.gpu_blocks.release(kv_cache.tables.gpu[row, :10].tolist())  # as if it had been out of the steps
+    kv_cache.tables.gpu[row, :10] = NO_BLOCK
+    kv_cache.copies.residency.first[row] = 10
     link = Link(engine)
     engine.step()
     assert check_references(engine) == 10 and kv_cache.copies.num_streamed == 0
@@ -439,7 +438,7 @@ def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(path
     assert all(len(blocks) == 10 for blocks in layers) and not offload._filled, "nothing is to stream in the next step"
     engine.step()
     on_device = engine.runner.decode_program.rows.block_table[row, :10]
-    assert on_device.tolist() == kv_cache.gpu_table[row, :10].tolist()
+    assert on_device.tolist() == kv_cache.tables.gpu[row, :10].tolist()
     while engine.has_work:
         engine.step()
         check_references(engine)
@@ -494,7 +493,7 @@ def test_a_step_that_fails_leaves_no_block_without_content_to_rows_outside_of_it
             while True:
                 engine.step()
     assert request.sequences[0].row == row, "the prompt was in the step that failed"
-    assert kv_cache.residency.first[row] == 10 or np.all(kv_cache.gpu_table[row, :10] == NO_BLOCK)
+    assert kv_cache.copies.residency.first[row] == 10 or np.all(kv_cache.tables.gpu[row, :10] == NO_BLOCK)
     while engine.has_work:
         engine.step()
         check_references(engine)

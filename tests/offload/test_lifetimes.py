@@ -67,7 +67,7 @@ def test_no_block_is_handed_out_while_a_copy_may_touch_it(seed):
                     writes.append((gpu_block, block))
             copies.run(writes, set(generator.sample(on_host, generator.randint(0, len(on_host)))))
         elif event < 0.7 and held:
-            copies.gpu_blocks.share(block := generator.choice(held))
+            copies.gpu_blocks.hold(block := generator.choice(held))
             held.append(block)
         elif event < 0.85 and held:
             gone = [held.pop(generator.randrange(len(held))) for _ in range(generator.randint(1, len(held)))]
@@ -93,7 +93,7 @@ def test_no_block_is_handed_out_while_a_copy_may_touch_it(seed):
 def test_what_nobody_holds_is_named_once():
     copies = Copies(random.Random(0), 4, 4)
     blocks = copies.host_blocks.allocate(3)
-    copies.host_blocks.share(blocks[0])
+    copies.host_blocks.hold(blocks[0])
     copies.lifetimes.release_host(blocks[:2])
     assert copies.lifetimes.take_gone() == (blocks[1],), "the first one is still held"
     assert copies.lifetimes.take_gone() == ()

@@ -135,17 +135,18 @@ def test_shared_blocks_are_freed_by_the_last_holder():
 def test_references_beyond_the_first_are_counted():
     pool = BlockPool(4)
     a, b, c = pool.allocate(3)
-    pool.share(a)
-    pool.share(a)
+    pool.hold(a)
+    pool.hold(a)
     pool.publish(b, "key")
     assert pool.lookup("key") == b and (pool.references(a), pool.num_shared) == (3, 3)
     assert pool.release([a, b, c]) == [c] and pool.num_shared == 1
     pool.release([b])
-    assert pool.claim(b) and pool.num_shared == 1
+    pool.hold(b)  # it was cached
+    assert pool.num_cached == 0 and pool.num_shared == 1
     pool.release([a, a, b])
     assert pool.num_shared == pool.num_used == 0
     with pytest.raises(AssertionError, match="block 0 is not held"):
-        pool.share(a)
+        pool.hold(a)
 
 
 def test_publishing_an_equal_block_twice_keeps_the_first():

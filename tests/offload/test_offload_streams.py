@@ -15,6 +15,7 @@ from engines import RULES
 from simulated import RaceError, SimulatedRuntime
 
 from offload import BlockLifetimes, BlockPool, Chunk, HostPool, KVLayout, OffloadEngine, Ring, Staging, StreamPlan, pack
+from offload.blocks import GPU
 from offload.lifetimes import GPU_RULE, WRITES
 
 LAYOUT = KVLayout(num_layers=3, block_size=2, num_kv_heads=1, head_dim=1, dtype=torch.float32)
@@ -25,7 +26,6 @@ class PlainArena:
     """Host memory that is ready at once."""
 
     def __init__(self, num_segments: int, segment_bytes: int) -> None:
-        self.num_ready = num_segments
         self._segments = [torch.zeros(segment_bytes, dtype=torch.uint8) for _ in range(num_segments)]
 
     def segment(self, index: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ class Toy:
         host = HostPool(LAYOUT, PlainArena(4, 3 * LAYOUT.block_bytes), num_blocks=12, blocks_per_segment=3)
         ring = Ring(self.runtime, LAYOUT, num_ring_slots, blocks_per_slot)
         self.engine = OffloadEngine(self.runtime, self.gpu_kv, host, ring, self.compute_stream)
-        self.lifetimes = BlockLifetimes(self.gpu_blocks, host.blocks, self.engine, self._poison)
+        self.lifetimes = BlockLifetimes(self.gpu_blocks, BlockPool(host.num_blocks), self.engine, self._poison)
         self.staging = Staging(self.runtime, 8, torch.float32)
         self.new_kv = torch.zeros(8)
         self.sums = torch.zeros(LAYOUT.num_layers)
@@ -68,8 +68,12 @@ class Toy:
         self.sequences: list[ToySequence] = []
         self.num_started = 0
 
-    def _poison(self, pool: BlockPool, blocks: list[int]) -> None:
-        (self.engine.poison_gpu if pool is self.gpu_blocks else self.engine.poison_host)(blocks)
+    def _poison(self, pool: str, blocks: list[int]) -> None:
+        for layer, block in itertools.product(range(LAYOUT.num_layers), blocks):
+            if pool == GPU:
+                self.runtime.poison(self.compute_stream, self.gpu_kv[layer, block])
+            else:
+                self.runtime.poison(self.engine.write, self.engine.host.block(layer, block))
 
     def run(self) -> None:
         operation = self.lifetimes.begin([gpu_block for gpu_block, _ in self.write_through])
@@ -125,7 +129,7 @@ class Toy:
             sequence.num_tokens += 1
             if sequence.num_tokens % 2 == 0:
                 self.lifetimes.wait_for_host(1)
-                (host_block,) = self.engine.host.blocks.allocate(1)
+                (host_block,) = self.lifetimes.host_blocks.allocate(1)
                 sequence.host.append(host_block)
                 self.write_through.append((sequence.tail, host_block))
         values = [kv_value(sequence.number, sequence.num_tokens - 1, 0) for sequence in self.sequences]
@@ -143,7 +147,7 @@ class Toy:
             assert torch.equal(self.sums_host, expected), f"{self.sums_host} instead of {expected}"
 
     def _start_and_end(self) -> None:
-        if self.sequences and (self.random.random() < 0.2 or self.engine.host.blocks.num_used > 8):
+        if self.sequences and (self.random.random() < 0.2 or self.lifetimes.host_blocks.num_used > 8):
             ended = self.sequences.pop(self.random.randrange(len(self.sequences)))
             self.sums_read.synchronize("host.read_after_step")
             self.lifetimes.release_host(ended.host)
@@ -174,7 +178,7 @@ class Toy:
             if sequence.tail is not None:
                 self.lifetimes.release_gpu([sequence.tail])
         self.drain()
-        assert self.gpu_blocks.num_free == 5 and self.engine.host.blocks.num_free == 12
+        assert self.gpu_blocks.num_free == 5 and self.lifetimes.host_blocks.num_free == 12
 
 
 @functools.cache
@@ -214,7 +218,7 @@ def test_each_wait_removed_is_noticed(rule):
 
 def test_prefetch_crosses_the_step_boundary():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
-    host_blocks = toy.engine.host.blocks.allocate(3)
+    host_blocks = toy.lifetimes.host_blocks.allocate(3)
     toy.plan = toy.ahead = StreamPlan((pack(host_blocks, 1),) * LAYOUT.num_layers)
     toy.write_through = []
     per_step = 3 * LAYOUT.num_layers
@@ -226,7 +230,7 @@ def test_prefetch_crosses_the_step_boundary():
 
 def test_a_freed_block_drops_the_prefetch_that_holds_it():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
-    host_blocks = toy.engine.host.blocks.allocate(3)
+    host_blocks = toy.lifetimes.host_blocks.allocate(3)
     toy.plan = toy.ahead = StreamPlan((pack(host_blocks, 1),) * LAYOUT.num_layers)
     toy.write_through = []
     toy.run()
@@ -266,7 +270,7 @@ def storing_toy(seed: int) -> tuple[Toy, torch.Tensor]:
     toy = Toy(seed, dropped_rule=None, num_ring_slots=2, blocks_per_slot=2)
     content = torch.arange(1, toy.gpu_kv.numel() + 1, dtype=torch.float32).view_as(toy.gpu_kv)
     toy.gpu_kv.copy_(content)
-    on_gpu, on_host = toy.gpu_blocks.allocate(5), toy.engine.host.blocks.allocate(5)
+    on_gpu, on_host = toy.gpu_blocks.allocate(5), toy.lifetimes.host_blocks.allocate(5)
     toy.store(list(zip(on_gpu, on_host, strict=True)))
     return toy, content
 
@@ -299,7 +303,7 @@ def test_who_wants_a_host_block_does_not_wait_for_those_of_the_gpu():
         toy.store([(1, 2), (2, 3), (3, 4)])
         toy.lifetimes.release_gpu([1, 2, 3])
         toy.lifetimes.wait_for_host(9)
-        assert toy.engine.host.blocks.num_free >= 9
+        assert toy.lifetimes.host_blocks.num_free >= 9
         num_writing += is_queued(toy, "write")
     assert num_writing > 5
 
@@ -325,7 +329,7 @@ def test_a_block_that_is_written_twice_waits_for_the_second_time():
     for seed in range(60):
         toy, content = storing_toy(seed)
         (_, first) = toy.engine._unread[GPU_RULE, WRITES][0]
-        toy.engine.host.blocks.allocate(1)
+        toy.lifetimes.host_blocks.allocate(1)
         toy.store([(1, 5)])  # again, to another host block
         toy.runtime.advance(lambda first=first: first.is_reached)
         toy.lifetimes.reclaim()  # forgets the writes that have run
@@ -343,7 +347,7 @@ def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
     """It lies in ring slots that the next step counts from another place."""
     for calls in (1, 5, 9):
         toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
-        host_blocks = toy.engine.host.blocks.allocate(3)
+        host_blocks = toy.lifetimes.host_blocks.allocate(3)
         toy.plan = toy.ahead = StreamPlan((pack(host_blocks, 1),) * LAYOUT.num_layers)
         toy.write_through = []
         toy.run()
@@ -370,7 +374,7 @@ def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
 
 def test_events_that_nobody_asks_about_do_not_pile_up():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
-    host_blocks = toy.engine.host.blocks.allocate(4)
+    host_blocks = toy.lifetimes.host_blocks.allocate(4)
     toy.plan = toy.ahead = StreamPlan((pack(host_blocks[:3], 1),) * LAYOUT.num_layers)
     toy.write_through = [(1, host_blocks[3])]
     toy.gpu_blocks.allocate(1)

@@ -109,20 +109,21 @@ def switching(modes: dict[int, str]) -> Callable[[LLMEngine, int], None]:
 def assert_pools_as_before(engine: LLMEngine) -> None:
     """Nobody holds anything: rows, blocks of both pools and promises are all back."""
     kv_cache, offload = engine.kv_cache, engine.runner.offload
+    tables, lifetimes = kv_cache.tables, kv_cache.tables.lifetimes
     assert not engine.scheduler.running and not engine.scheduler.waiting and not engine.work.requests
     if offload is not None:
         offload.drain()
-        engine.lifetimes.reclaim()
-        assert offload.host.blocks.num_used == 0
-        assert offload.host.blocks.num_free == offload.host.blocks.num_blocks
-        assert engine.lifetimes.num_deferred_gpu == engine.lifetimes.num_deferred_host == 0
-        for key, on_gpu in kv_cache.gpu_blocks._block_of.items():
+        lifetimes.reclaim()
+        assert lifetimes.host_blocks.num_blocks == offload.host.num_blocks
+        for key, on_gpu in tables.gpu_blocks._block_of.items():
             if isinstance(key, int):  # a number of a host block, of which it is a copy; others are digests of tokens
                 pairs = [(layer[on_gpu], offload.host.block(i, key)) for i, layer in enumerate(engine.runner.gpu_kv)]
                 assert all(torch.equal(copy.cpu(), block) for copy, block in pairs), f"host block {key} is another one"
-    assert kv_cache.gpu_blocks.num_used == 0 and kv_cache.gpu_blocks.num_free == kv_cache.gpu_blocks.num_blocks
-    assert len(kv_cache.free_rows) == len(kv_cache.gpu_table)
+    assert lifetimes.num_deferred_gpu == lifetimes.num_deferred_host == 0
+    for pool in (tables.gpu_blocks, lifetimes.host_blocks):
+        assert pool.num_used == 0 and pool.num_free == pool.num_blocks
+    assert len(kv_cache.free_rows) == len(tables.gpu)
     assert engine.mover.kept.num_blocks == engine.runner.kept.num_bytes == 0, "somebody's KV is kept"
-    assert kv_cache.num_reserved_host == kv_cache.num_reserved_splits == 0 and not kv_cache.tables.rows_without_tail
-    assert kv_cache.residency.num_resident == kv_cache.residency.num_streamed == 0
-    assert np.all(kv_cache.gpu_table == NO_BLOCK) and np.all(kv_cache.host_table == NO_BLOCK)
+    assert kv_cache.num_reserved_host == kv_cache.num_reserved_splits == 0 and not tables.rows_without_tail
+    assert kv_cache.copies.residency.num_resident == kv_cache.copies.residency.num_streamed == 0
+    assert np.all(tables.gpu == NO_BLOCK) and np.all(tables.host == NO_BLOCK)

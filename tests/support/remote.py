@@ -14,7 +14,7 @@ from nanoinfer.engine import engine as engine_module
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.start import build, kv_side
 from nanoinfer.requests.sequence import Sequence
-from offload import BlockPool, CpuRuntime
+from offload import CpuRuntime
 
 
 def execute_steps(connection, config: EngineConfig) -> None:
@@ -34,7 +34,7 @@ def execute_steps(connection, config: EngineConfig) -> None:
             return sum(isinstance(one, Sequence) for one in gc.get_objects())
 
         own = dict(execute=execute, read=lambda number: pending.pop(number).read(), num_sequences=num_sequences)
-        own["get_offload"] = lambda: runner.get_offload().host.blocks.num_blocks
+        own["get_offload"] = lambda: bool(runner.get_offload())
         while (message := connection.recv()) is not None:
             name, arguments = message
             try:
@@ -84,9 +84,8 @@ class RemoteRunner(Remote):
 
     def get_offload(self):
         if self.offload is None:
-            host = SimpleNamespace(blocks=BlockPool(self._ask("get_offload")))
-            counters = SimpleNamespace(streamed_bytes=0)
-            self.offload = Remote(self._ask, "offload", host=host, counters=counters)
+            self._ask("get_offload")
+            self.offload = Remote(self._ask, "offload", counters=SimpleNamespace(streamed_bytes=0))
         return self.offload
 
     def execute(self, plan, timeline=None, on_logits=None):
