@@ -50,8 +50,9 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     Returns: [B] int64, on the same device.
     """
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}, the sampler takes float32"
-    assert logits.shape == (batch.num_rows, batch.vocab_size), (
-        f"logits have shape {tuple(logits.shape)}, the batch is {batch.num_rows} x {batch.vocab_size}"
+    num_rows = len(batch.settings.words)
+    assert logits.shape == (num_rows, batch.vocab_size), (
+        f"logits have shape {tuple(logits.shape)}, the batch is {num_rows} x {batch.vocab_size}"
     )
     scores = _penalise(logits, batch)
     greedy = scores.argmax(dim=-1)
@@ -134,21 +135,21 @@ def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     invalid = logits.isnan()
     if not any(map(len, (batch.penalty_rows, batch.counted_rows, batch.banned_ids))) and not invalid.any():
         return logits
-    scores = logits.masked_fill(invalid, -torch.inf)
+    scores, settings = logits.masked_fill(invalid, -torch.inf), batch.settings
     num_chunk_rows = _chunk_rows(batch.vocab_size)
     for rows, seen in zip(batch.penalty_rows.split(num_chunk_rows), batch.seen.split(num_chunk_rows), strict=True):
-        score, penalty = scores[rows], batch.repetition_penalty[rows, None]
+        score, penalty = scores[rows], settings["repetition_penalty"][rows, None]
         scores[rows] = torch.where(seen, torch.where(score > 0, score / penalty, score * penalty), score)
     for rows, counts in zip(batch.counted_rows.split(num_chunk_rows), batch.counts.split(num_chunk_rows), strict=True):
-        score = scores[rows] - batch.frequency_penalty[rows, None] * counts.float()
-        scores[rows] = torch.where(counts > 0, score - batch.presence_penalty[rows, None], score)
+        score = scores[rows] - settings["frequency_penalty"][rows, None] * counts.float()
+        scores[rows] = torch.where(counts > 0, score - settings["presence_penalty"][rows, None], score)
     scores[batch.banned_rows, batch.banned_ids] = -torch.inf
     return scores
 
 
 def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tensor:
     """Put -inf where min_p, top_k or top_p drop a token; in place if `scores` is `owned`."""
-    min_p_rows, sort_rows = batch.min_p_rows, batch.sort_rows
+    min_p_rows, sort_rows, settings = batch.min_p_rows, batch.sort_rows, batch.settings
     if not len(min_p_rows) and not len(sort_rows):
         return scores
     if not owned:
@@ -156,9 +157,10 @@ def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tenso
     num_chunk_rows = _chunk_rows(batch.vocab_size)
     # Chunks of rows: a sort takes many times the memory of its input.
     for rows in min_p_rows.split(num_chunk_rows) if len(min_p_rows) else ():
-        scores[rows] = _cut_min_p(scores[rows], batch.temperature[rows], batch.min_p[rows])
+        scores[rows] = _cut_min_p(scores[rows], settings["temperature"][rows], settings["min_p"][rows])
     for rows in sort_rows.split(num_chunk_rows) if len(sort_rows) else ():
-        scores[rows] = _cut_top_k_top_p(scores[rows], batch.temperature[rows], batch.top_k[rows], batch.top_p[rows])
+        temperature, top_k, top_p = (settings[name][rows] for name in ("temperature", "top_k", "top_p"))
+        scores[rows] = _cut_top_k_top_p(scores[rows], temperature, top_k.long(), top_p)
     return scores
 
 
@@ -206,12 +208,12 @@ def _cut_top_k_top_p(
 
 
 def _draw(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Draws from softmax(scores / temperature): [B] int64."""
+    """Draw from softmax(scores / temperature): [B] int64."""
     num_chunk_rows = _chunk_rows(batch.vocab_size)
     drawn = []
-    for start in range(0, batch.num_rows, num_chunk_rows):
+    for start in range(0, len(scores), num_chunk_rows):
         rows = slice(start, start + num_chunk_rows)
-        drawn.append(_race(scores[rows], batch.temperature[rows], batch.seed[rows], batch.step[rows]))
+        drawn.append(_race(scores[rows], *(batch.settings[name][rows] for name in ("temperature", "seed", "step"))))
     return torch.cat(drawn)
 
 

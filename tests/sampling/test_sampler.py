@@ -226,7 +226,7 @@ def test_a_sampled_token_is_penalised_from_the_next_step_on():
     for _ in range(4):
         state.sample(logits, rows, tokens)
         seen.append(tokens.tolist())
-    assert seen == [[0, 0], [1, 0], [0, 0], [0, 0]] and state.step[:2].tolist() == [4, 4]
+    assert seen == [[0, 0], [1, 0], [0, 0], [0, 0]] and state.settings["step"][:2].tolist() == [4, 4]
 
 
 def test_banned_tokens_do_not_come_before_min_tokens_and_may_afterwards():
