@@ -18,7 +18,7 @@ from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.tables import BlockTables
 from nanoinfer.memory.machine import reserved_bytes, resolve_device
 from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
-from nanoinfer.memory.sizes import attention_spec, spec_and_layout
+from nanoinfer.memory.sizes import spec_and_layout
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import check_safetensors, find_model, load_config, load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
@@ -54,9 +54,7 @@ def build(
     if config.load_format != "dummy":
         check_safetensors(model_dir)
     spec, layout = spec_and_layout(config, hf_config)
-    backend = make_backend(
-        config.attention_backend, attention_spec(spec, config.block_size), device, config.enable_cpu_offload
-    )
+    backend = make_backend(config.attention_backend, spec.attention, device, config.enable_cpu_offload)
     host_available = memory_available_bytes()
     is_cuda = device.type == "cuda"
     plan = make_plan(

@@ -80,7 +80,7 @@ class DecodeProgram:
         self._runtime, self._compute, self._sampling = runtime, compute, sampling
         self._model, self._backend, self._ring = model, backend, ring
         self._gpu_kv, self._block_size = gpu_kv, block_size
-        heads = (max_batch, spec.num_q_heads, spec.head_dim)
+        heads = (max_batch, spec.attention.num_q_heads, spec.attention.head_dim)
         self._x = torch.zeros(max_batch, spec.hidden_size, dtype=spec.dtype, device=device)
         self._q = torch.zeros(heads, dtype=spec.dtype, device=device)
         self._attention = torch.zeros(heads, dtype=spec.dtype, device=device)

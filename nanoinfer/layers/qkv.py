@@ -48,8 +48,6 @@ def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def norm_rotate_store(
     qkv: Tensor,
-    num_q_heads: int,
-    num_kv_heads: int,
     norms: tuple[RMSNorm, RMSNorm] | None,
     rope: Tensor,
     positions: Tensor,
@@ -60,15 +58,14 @@ def norm_rotate_store(
     qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim]; norms: of a query and of a key head; rope: `rope_table`;
     positions: [N] int64. Returns the queries, [N, num_q_heads, head_dim], packed.
     """
-    q = target.q
+    q, num_kv_heads = target.q, target.kv.shape[3]
+    num_q_heads = qkv.shape[1] - 2 * num_kv_heads
     if q is None:
         q = torch.empty(len(qkv), num_q_heads, qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
     if qkv.is_cuda:
         weights = None if norms is None else (norms[0].weight, norms[1].weight)
         eps, offset = (0.0, False) if norms is None else (norms[0].eps, norms[0].offset)
-        fused_kernels().norm_rope_store(
-            qkv, num_q_heads, num_kv_heads, weights, eps, offset, rope, positions, target.kv, target.slots, q
-        )
+        fused_kernels().norm_rope_store(qkv, weights, eps, offset, rope, positions, target.kv, target.slots, q)
         return q
     qk, v = qkv.split((num_q_heads + num_kv_heads, num_kv_heads), dim=1)
     if norms is not None:

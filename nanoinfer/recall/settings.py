@@ -13,7 +13,7 @@ from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.plan import gpu_budget, make_plan
-from nanoinfer.memory.sizes import attention_spec, spec_and_layout
+from nanoinfer.memory.sizes import spec_and_layout
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
     check_can_plot,
@@ -122,7 +122,7 @@ def _check_engine(arguments: dict[str, Any], device: torch.device) -> None:
     """Raises ValueError where the engine would when it starts; the modes before it would have run in vain."""
     config, available = EngineConfig.from_arguments(arguments), memory_available_bytes()
     spec, layout = spec_and_layout(config, load_config(config.model))
-    make_backend(config.attention_backend, attention_spec(spec, config.block_size), device, config.enable_cpu_offload)
+    make_backend(config.attention_backend, spec.attention, device, config.enable_cpu_offload)
     make_plan(
         config,
         spec,

@@ -11,7 +11,7 @@ from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.measure.run import random_prompts
 from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
-from nanoinfer.memory.sizes import attention_spec, spec_and_layout
+from nanoinfer.memory.sizes import spec_and_layout
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.load import load_config
 from offload.memory.host_memory import memory_available_bytes
@@ -115,7 +115,7 @@ class Machine:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.spec, self.layout = spec_and_layout(config, load_config(config.model))
-        backend = make_backend(config.attention_backend, attention_spec(self.spec, config.block_size), device, True)
+        backend = make_backend(config.attention_backend, self.spec.attention, device, True)
         self.backend_name, self.is_exact = backend.name, backend.exact_splits
 
     def plan(self, arguments: dict[str, Any]) -> MemoryPlan:

@@ -235,7 +235,7 @@ class LayerSteps:
         for layer, kv in zip(self.layers, self.pools, strict=True):
             qkv = kernels.linear(normed, layer["qkv"]).unflatten(-1, (48, 128))
             heads = (self.head_norm, self.head_norm)
-            kernels.norm_rope_store(qkv, 32, 8, heads, 1e-6, False, self.rope, self.positions, kv, self.slots, self.q)
+            kernels.norm_rope_store(qkv, heads, 1e-6, False, self.rope, self.positions, kv, self.slots, self.q)
             self.backend.decode_partial(self.q, kv, self.work, self.lengths, self.partials, None)
             self.backend.merge(self.partials, self.ranges, self.work.partials_per_block, self.attn)
             added = kernels.linear(self.attn.flatten(1), layer["o"])
@@ -320,7 +320,7 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
         if kernel == "norm_rope_store":
             q, heads = torch.zeros_like(step.q), (step.head_norm, step.head_norm)
             source = delayed(qkv)
-            kernels.norm_rope_store(source, 32, 8, heads, 1e-6, False, step.rope, step.positions, kv, step.slots, q)
+            kernels.norm_rope_store(source, heads, 1e-6, False, step.rope, step.positions, kv, step.slots, q)
             return q
         if kernel == "decode_partial":
             partials = step.backend.partials(len(step.work.items))

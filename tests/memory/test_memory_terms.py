@@ -1,5 +1,6 @@
 """Each term of the memory plan against the bytes of the tensors that it stands for."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,6 @@ from nanoinfer.execution.segments import PrefillPieces, StepTensors
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.memory import plan as memory
-from nanoinfer.memory.sizes import attention_spec
 from nanoinfer.models import DecoderModel, resolve, supported_architectures
 
 pytest.importorskip("triton")
@@ -159,7 +159,7 @@ def meta_model(family: str, **fields) -> DecoderModel:
 
 def meta_pool(model: DecoderModel) -> torch.Tensor:
     spec = model.spec
-    shape = (spec.num_layers, 2, 2, 16, spec.num_kv_heads, spec.head_dim)
+    shape = (spec.num_layers, 2, 2, 16, spec.attention.num_kv_heads, spec.attention.head_dim)
     return torch.empty(shape, dtype=spec.dtype, device="meta")
 
 
@@ -180,7 +180,7 @@ def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
     table = torch.empty(3, num_tokens, dtype=torch.int32, device="meta")
     tensors = StepTensors(table.view(-1), [slice(i * num_tokens, (i + 1) * num_tokens) for i in range(3)])
     pieces = SimpleNamespace(_model=model, _gpu_kv=meta_pool(model))
-    backend = TorchBackend(attention_spec(model.spec, 16), "meta")
+    backend = TorchBackend(replace(model.spec.attention, block_size=16), "meta")
     with LiveBytes() as live:
         state = backend.prefill_state(num_tokens)
         tensors.reserve(model.spec)
@@ -199,7 +199,8 @@ def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
     """Of decode steps, whose rows have buffers for what one layer leaves for the next."""
     model, num_rows = meta_model(family, **SHAPES[shape]), 64
     spec, pool = model.spec, meta_pool(model)
-    q = torch.empty(num_rows, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device="meta")
+    heads = (num_rows, spec.attention.num_q_heads, spec.attention.head_dim)
+    q = torch.empty(heads, dtype=spec.dtype, device="meta")
     attention, numbers = torch.empty_like(q), torch.empty(num_rows, dtype=torch.int64, device="meta")
     with LiveBytes() as live:
         x, normed = model.embed(numbers)

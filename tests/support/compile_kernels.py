@@ -125,7 +125,7 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
     )  # fmt: skip
     qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)
     weights = zeros(head_dim), zeros(head_dim)
-    layers.norm_rope_store(qkv, 32, 8, weights, 1e-6, False, table, slots, kv, slots, q)
+    layers.norm_rope_store(qkv, weights, 1e-6, False, table, slots, kv, slots, q)
     out, lse, state = floats(8, 32, head_dim), floats(8, 32), (floats(8, 32, head_dim), floats(8, 32), floats(8, 32))
     tables = (ints(2), ints(1), ints(1), ints(1), ints(1))
     tiles = prefill_tiles(shape, gpu.shared_memory)

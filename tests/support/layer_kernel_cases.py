@@ -65,10 +65,10 @@ def check_norm_rope_store(
     kv = torch.full((3, 2, block_size, num_kv_heads, head_dim), 7.0, device=device).to(kv_dtype or dtype)
     q = torch.full((num_tokens, num_q_heads, head_dim), 7.0, dtype=dtype, device=device)
     want_kv = kv.to("cpu", copy=True)
-    norm_rope_store(qkv, num_q_heads, num_kv_heads, weights, EPS, offset, table, positions, kv, slots, q)
+    norm_rope_store(qkv, weights, EPS, offset, table, positions, kv, slots, q)
     on_cpu = None if norms is None else tuple(norm.cpu() for norm in norms)
     target = KVSlots(want_kv, slots.cpu())
-    want_q = norm_rotate_store(qkv.cpu(), num_q_heads, num_kv_heads, on_cpu, table.cpu(), positions.cpu(), target)
+    want_q = norm_rotate_store(qkv.cpu(), on_cpu, table.cpu(), positions.cpu(), target)
     got_kv, want_kv = kv.cpu().float(), want_kv.float()
     scale = 1 if kv_dtype is None or with_norm else 300
     assert is_close(q, want_q, scale)
