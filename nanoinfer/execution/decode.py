@@ -207,20 +207,8 @@ class DecodeProgram:
         rows, state, block_size = self._batch_rows.tensor[:size], self.rows, self._block_size
         if whole_rows:
             self._block_table[:size].copy_(state.block_table.index_select(0, rows))
-        if rows.is_cuda:
-            from nanoinfer.kernels.step.step_inputs import step_inputs  # triton comes with CUDA builds of torch only
-
-            step_inputs(
-                rows, state.token, state.length, state.block_table,
-                self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:size], block_size,
-            )  # fmt: skip
-            return
-        self._next[:size].copy_(state.token.index_select(0, rows))
-        self._lengths[:size].copy_(state.length.index_select(0, rows))
-        positions = self._positions[:size]
-        positions.copy_(self._lengths[:size] - 1)
-        blocks = state.block_table[rows.long(), positions // block_size]
-        self._slots[:size].copy_(blocks * block_size + positions % block_size)
+        inputs = self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:size]
+        state.operations.step_inputs(rows, state.tensors, inputs, block_size)
 
     def _finish(self, size: int, normed: torch.Tensor) -> None:
         logits = self._model.logits(normed, self.logits[:size])

@@ -9,14 +9,11 @@ import numpy as np
 import torch
 
 from nanoinfer.execution.tables import RowState
-from nanoinfer.sampling.reference import sample
 from nanoinfer.sampling.settings import (
-    MAX_BANNED,
     MAX_COUNT,
     ROW,
     ROW_WORDS,
     RowSampling,
-    SamplingBatch,
     SettingsTable,
 )
 from offload import Runtime, Staging, Stream
@@ -33,10 +30,12 @@ class SamplingState:
         max_batch: largest padded batch.
 
     Attributes:
+        rows: the rows' other state.
         settings: of each row, and how many tokens it has sampled.
         seen: [rows, vocab_size / 32] int32, a bit per token of prompt and output; kept only with a repetition penalty.
         counts: [rows, vocab_size] int16, how often each token is in the output, up to `MAX_COUNT`; kept only with a
             presence or frequency penalty.
+        space: what the kernels pass to each other.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class SamplingState:
     ) -> None:
         num_rows, device = len(rows.token), runtime.device
         self.vocab_size = vocab_size
-        self._rows = rows
+        self.rows = rows
         lines = self._lines([(row, RowSampling()) for row in range(num_rows)])
         self.settings = SettingsTable(torch.tensor(lines, device=device))
         self.seen = torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
@@ -58,14 +57,7 @@ class SamplingState:
         self._seen_updates = torch.zeros_like(self.seen)
         self._seen_staging = Staging(runtime, self.seen.numel(), torch.int32)
         self._counts_staging = Staging(runtime, vocab_size, torch.int16)  # for one row: pinned memory is expensive
-        self._sample = self._reference
-        if device.type == "cuda":
-            from nanoinfer.kernels.step import sample as kernels  # triton comes with CUDA builds of torch only
-
-            space = kernels.workspace(max_batch, vocab_size, device)
-            self._sample = lambda logits, batch_rows, tokens: kernels.sample_rows(
-                logits, batch_rows, self, space, tokens, rows.token, rows.length
-            )
+        self.space = rows.operations.sampling_workspace(max_batch, vocab_size, device)
 
     def update(self, stream: Stream, settings: Several[tuple[int, RowSampling]]) -> None:
         """Upload settings, each with its row, for all work enqueued on `stream` from here on."""
@@ -131,45 +123,4 @@ class SamplingState:
         logits: [B, vocab_size], any float type, not changed; batch_rows: [B] int32; tokens: [B] int64, out, also
         written to `RowState.token`. The rows' lengths are incremented, except the padding row's.
         """
-        self._sample(logits, batch_rows, tokens)
-
-    def gather(self, batch_rows: torch.Tensor) -> SamplingBatch:
-        """Return the rows of a batch as the reference takes them. This reads the state, so it waits for the device."""
-        rows = batch_rows.long()
-        settings = SettingsTable(self.settings.words[rows])
-        penalised = (settings["repetition_penalty"] != 1).nonzero()[:, 0]
-        counted = settings["is_counted"].nonzero()[:, 0]
-        shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
-        bits = (self.seen[rows[penalised]].view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1)
-        listed = torch.arange(MAX_BANNED, device=rows.device) < settings["num_banned"][:, None]
-        banned = (listed & (settings["step"] < settings["banned_until"])[:, None]).nonzero()
-        return SamplingBatch(
-            vocab_size=self.vocab_size,
-            settings=settings,
-            penalty_rows=penalised,
-            seen=bits.flatten(1)[:, : self.vocab_size].view(torch.bool),
-            counted_rows=counted,
-            counts=self.counts[rows[counted]],
-            banned_rows=banned[:, 0],
-            banned_ids=settings["banned_ids"][banned[:, 0], banned[:, 1]].long(),
-        )
-
-    def _reference(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        rows = batch_rows.long()
-        batch = self.gather(batch_rows)
-        tokens.copy_(sample(logits.float(), batch))
-        self._rows.token.index_copy_(0, rows, tokens)
-        self.settings["step"].index_copy_(0, rows, batch.settings["step"] + 1)
-        for row in batch.penalty_rows.tolist():
-            token = int(tokens[row])
-            self.seen[rows[row], token // 32] |= _bit(token % 32)
-        if len(batch.counted_rows):
-            place = rows[batch.counted_rows], tokens[batch.counted_rows]
-            self.counts[place] = (self.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
-        is_real = (rows != self._rows.padding_row).to(torch.int32)
-        self._rows.length.index_copy_(0, rows, self._rows.length[rows] + is_real)
-
-
-def _bit(place: int) -> int:
-    """1 << place as an int32."""
-    return 1 << place if place < 31 else -(2**31)
+        self.rows.operations.sample_rows(logits, batch_rows, self, tokens)

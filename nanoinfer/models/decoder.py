@@ -65,7 +65,7 @@ class Attention(nn.Module):
         """Write keys and values to `target` and return q: [N, num_q_heads, head_dim]."""
         qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._head_dim))
         norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
-        return norm_rotate_store(qkv, norms, rope, positions, target)
+        return norm_rotate_store(self.qkv_proj.operations, qkv, norms, rope, positions, target)
 
 
 class DecoderLayer(nn.Module):

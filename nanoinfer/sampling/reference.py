@@ -1,4 +1,4 @@
-"""Picks the next tokens from the logits, on the device, without a host synchronisation.
+"""Pick the next tokens from the logits, on the device, without a host synchronisation.
 
 A row's token depends only on that row's logits, settings, seed and step: never on its place in the batch, its
 neighbours or the batch's size. So top_p sums integers, whose order does not matter, one program adds up a tile's
@@ -16,18 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from nanoinfer.common.exact import elementwise
-from nanoinfer.sampling.settings import TILE_TOKENS, RowSampling, SamplingBatch
+from nanoinfer.sampling.settings import MAX_BANNED, MAX_COUNT, TILE_TOKENS, SamplingBatch, SettingsTable
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
-
-__all__ = [
-    "RowSampling",
-    "SamplingBatch",
-    "exponential_noise",
-    "logprobs_bytes",
-    "logprobs_of",
-    "sample",
-    "workspace_bytes",
-]
 
 # Elements of the rows that are filtered at a time: 13 rows of a vocabulary of 150,000.
 CHUNK_ELEMENTS = 2**21
@@ -60,6 +50,47 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         return greedy
     scores = _cut(scores, batch, owned=scores is not logits)
     return torch.where(batch.is_greedy, greedy, _draw(scores, batch))
+
+
+def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.Tensor) -> None:
+    """Sample the next token of each row, as the kernels do it (`nanoinfer.kernels.step.sample`).
+
+    logits: [B, vocab_size]; rows: [B] int32, rows of `state` (a `SamplingState`); tokens: [B] int64, out.
+    """
+    batch, rows = gather(state, rows), rows.long()
+    tokens.copy_(sample(logits.float(), batch))
+    state.rows.token.index_copy_(0, rows, tokens)
+    state.settings["step"].index_copy_(0, rows, batch.settings["step"] + 1)
+    for row in batch.penalty_rows.tolist():
+        token = int(tokens[row])
+        state.seen[rows[row], token // 32] |= _bit(token % 32)
+    if len(batch.counted_rows):
+        place = rows[batch.counted_rows], tokens[batch.counted_rows]
+        state.counts[place] = (state.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
+    lengths, is_real = state.rows.length, (rows != state.rows.padding_row).to(torch.int32)
+    lengths.index_copy_(0, rows, lengths[rows] + is_real)
+
+
+def gather(state, rows: torch.Tensor) -> SamplingBatch:
+    """Return rows of `state` (a `SamplingState`), [B] int32. This reads the state, so it waits for the device."""
+    rows, vocab_size = rows.long(), state.counts.shape[1]
+    settings = SettingsTable(state.settings.words[rows])
+    penalised = (settings["repetition_penalty"] != 1).nonzero()[:, 0]
+    counted = settings["is_counted"].nonzero()[:, 0]
+    shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
+    bits = (state.seen[rows[penalised]].view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1)
+    listed = torch.arange(MAX_BANNED, device=rows.device) < settings["num_banned"][:, None]
+    banned = (listed & (settings["step"] < settings["banned_until"])[:, None]).nonzero()
+    return SamplingBatch(
+        vocab_size=vocab_size,
+        settings=settings,
+        penalty_rows=penalised,
+        seen=bits.flatten(1)[:, :vocab_size].view(torch.bool),
+        counted_rows=counted,
+        counts=state.counts[rows[counted]],
+        banned_rows=banned[:, 0],
+        banned_ids=settings["banned_ids"][banned[:, 0], banned[:, 1]].long(),
+    )
 
 
 def logprobs_of(
@@ -117,6 +148,11 @@ def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor)
     u = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4))))  # of -log(1 - u); its error at 2^-6 is below 2e-8
     return torch.where(u < 2.0**-6, series, -elementwise(torch.log, 1 - u))
+
+
+def _bit(place: int) -> int:
+    """1 << place as an int32."""
+    return 1 << place if place < 31 else -(2**31)
 
 
 def _chunk_rows(vocab_size: int) -> int:

@@ -16,8 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.tables import RowState
 from nanoinfer.sampling import reference as sampler
-from nanoinfer.sampling.reference import RowSampling
-from nanoinfer.sampling.settings import MAX_COUNT, state_bytes
+from nanoinfer.sampling.settings import MAX_COUNT, RowSampling, state_bytes
 
 VOCAB_SIZE = 40
 
@@ -141,7 +140,7 @@ def test_a_state_takes_what_it_says(max_num_seqs, vocab_size, max_batch):
     runtime = SimulatedRuntime()
     state = SamplingState(runtime, RowState(runtime, max_num_seqs, 1), vocab_size, max_batch)
     tensors = [value for value in vars(state).values() if isinstance(value, torch.Tensor)] + [state.settings.words]
-    tensors += kernels.workspace(max_batch, vocab_size, torch.device("cpu")).values()
+    tensors += kernels.sampling_workspace(max_batch, vocab_size, torch.device("cpu")).values()
     assert sum(tensor.nbytes for tensor in tensors) == state_bytes(max_num_seqs, vocab_size, max_batch)
 
 

@@ -1,6 +1,7 @@
 """Each term of the memory plan against the bytes of the tensors that it stands for."""
 
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from nanoinfer.models import DecoderModel, resolve, supported_architectures
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels.step.sample import workspace
+from nanoinfer.kernels.step.sample import sampling_workspace
 
 ARGUMENTS = dict(
     enable_cpu_offload=True,
@@ -74,7 +75,7 @@ def buffers(engine: LLMEngine) -> tuple[int, int]:
     runner, plan = engine.runner, engine.plan
     kv = [runner.ring, *runner.ring.slots, runner.gpu_kv, runner.offload, runner._arena]
     on_host = [buffer for buffer, _ in runner._tokens_host]
-    kernels = workspace(len(runner.decode_program.logits), runner.model.spec.vocab_size, torch.device("cpu"))
+    kernels = sampling_workspace(len(runner.decode_program.logits), runner.model.spec.vocab_size, torch.device("cpu"))
     held = held_bytes(runner, kernels, without=[runner.model, *kv, *on_host])
     return held, plan.workspace_bytes + plan.max_splits * plan.split_bytes
 
@@ -145,6 +146,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.MAX_ROWS", 2)
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.padded_rows", lambda count: count)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr("nanoinfer.kernels.operations.reference", import_module("nanoinfer.kernels.fused"))
 
 
 def meta_model(family: str, **fields) -> DecoderModel:

@@ -344,7 +344,7 @@ def _choose_kernel(
         tl.store(row_lengths + row, tl.load(row_lengths + row) + 1)
 
 
-def workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
+def sampling_workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Allocate what the launches pass to each other, for batches of up to `max_batch` rows."""
     num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
 
@@ -360,20 +360,12 @@ def workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str
     }
 
 
-def sample_rows(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    state,
-    space: dict[str, torch.Tensor],
-    tokens: torch.Tensor,
-    row_tokens: torch.Tensor,
-    row_lengths: torch.Tensor,
-) -> None:
-    """Sample the next token of each row into tokens and row_tokens; advance the rows' step, seen tokens and counts.
+def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.Tensor) -> None:
+    """Sample the next token of each row, and advance the rows' step, seen tokens and counts.
 
-    logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); space: `workspace`;
-    tokens: [B] int64; row_tokens: [rows] int64; row_lengths: [rows] int32, incremented except for the last row, which
-    is for padding.
+    logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); tokens: [B] int64, out, also
+    written to the rows' own tokens. The rows' lengths are incremented, except that of the last row, which is for
+    padding.
     """
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and rows.dtype == torch.int32 and tokens.is_contiguous()
@@ -382,8 +374,7 @@ def sample_rows(
     if num_rows == 0:
         return
     num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
-    tile_max, tile_weight = space["tile_max"], space["tile_weight"]
-    cuts = space["peak"], space["cut"], space["cut_id"]
+    tile_max, tile_weight, *cuts = (state.space[name] for name in ("tile_max", "tile_weight", "peak", "cut", "cut_id"))
     sizes = dict(
         VOCAB_SIZE=vocab_size, SEEN_WORDS=state.seen.shape[1], TILE=sampler.TILE_TOKENS, GREEDY=GREEDY_TEMPERATURE
     )
@@ -393,6 +384,6 @@ def sample_rows(
     _cut_kernel[(num_rows,)](*common, *cuts, num_tiles, **sizes, **tiles, num_warps=16)
     _cut_weight_kernel[(num_rows, min(CUT_PROGRAMS, num_tiles))](*common, *cuts, tile_weight, num_tiles, **sizes)
     _choose_kernel[(num_rows,)](
-        *common, *cuts, tile_weight, tokens, row_tokens, row_lengths, num_tiles, len(row_tokens) - 1, **sizes, **tiles,
-        MAX_COUNT=MAX_COUNT,
+        *common, *cuts, tile_weight, tokens, state.rows.token, state.rows.length, num_tiles, state.rows.padding_row,
+        **sizes, **tiles, MAX_COUNT=MAX_COUNT,
     )  # fmt: skip
