@@ -67,7 +67,7 @@ class SamplingState:
         self._staging.acquire().numpy()[: lines.size] = lines.reshape(-1)
         uploaded = self._updates[: len(lines)]
         self._staging.upload(stream, uploaded.view(-1))
-        stream.run(lambda: self._apply(uploaded))
+        stream.run(lambda: self.settings.words.index_copy_(0, SettingsTable(uploaded)["row"].long(), uploaded))
         penalised = [(row, given.penalty_token_ids) for row, given in settings if given.repetition_penalty != 1]
         if penalised:
             self._upload_seen(stream, penalised)
@@ -113,9 +113,6 @@ class SamplingState:
             line["num_banned"] = len(banned)
             line["banned_ids"][: len(banned)] = banned
         return lines.view(np.int32).reshape(len(lines), ROW_WORDS)
-
-    def _apply(self, lines: torch.Tensor) -> None:
-        self.settings.words.index_copy_(0, SettingsTable(lines)["row"].long(), lines)
 
     def sample(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Sample the next token of each row, on the current stream; may be captured in a CUDA graph.

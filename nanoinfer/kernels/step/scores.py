@@ -71,6 +71,7 @@ def load_scores(source, ids, VOCAB_SIZE: tl.constexpr):
         # The fma keeps the compiler from choosing between one rounding and two: every launch must find the same score.
         score = tl.fma(count.to(tl.float32), -real(settings, FREQUENCY_PENALTY), score)
         score = tl.where(count > 0, score - real(settings, PRESENCE_PENALTY), score)
-    for i in range(num_banned):
-        score = tl.where(ids == tl.load(settings + BANNED_IDS + i), -float("inf"), score)
+    if num_banned > 0:  # an empty loop would cost registers
+        for i in range(num_banned):
+            score = tl.where(ids == tl.load(settings + BANNED_IDS + i), -float("inf"), score)
     return tl.where(score == score, score + 0.0, -float("inf"))  # -0.0 and 0.0 are one score
