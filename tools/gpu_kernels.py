@@ -78,7 +78,8 @@ def kernel_floor(
         num_bytes = kv_bytes(spec, lengths) / spec.num_layers
     elif served == "merge":
         num_splits = sum(-(-length // block_size) for length in lengths)
-        num_bytes = num_splits * spec.num_q_heads * (spec.head_dim + 1) * 4  # float32: the sum, and one exponent
+        heads = spec.attention
+        num_bytes = num_splits * heads.num_q_heads * (heads.head_dim + 1) * 4  # float32: the sum, and one exponent
     return num_bytes / device_bandwidth
 
 
@@ -89,7 +90,7 @@ def _served(name: str) -> str | None:
 
 def product_bytes(spec: ModelSpec) -> dict[str, int]:
     """Bytes of the weights of each product of a layer, and of the head."""
-    q, kv = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q, kv = spec.attention.q_size, spec.attention.kv_size
     rows = {
         "qkv": q + 2 * kv,
         "o": q,

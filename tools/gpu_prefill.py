@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoinfer.attention.base import PrefillPiece
 from nanoinfer.attention.registry import make_backend
-from nanoinfer.memory.sizes import attention_spec
 from nanoinfer.models.registry import resolve
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import load_config
@@ -34,7 +34,7 @@ def prefill_attention(bench: Bench) -> dict:
     with tempfile.TemporaryDirectory() as directory:
         hf_config = load_config(write_shape(bench.large, directory))
     model_spec = resolve(hf_config).spec_from_config(hf_config, dtype)
-    spec = attention_spec(model_spec, BLOCK_SIZE)
+    spec = replace(model_spec.attention, block_size=BLOCK_SIZE)
     chunk, context = (max(BLOCK_SIZE, count // bench.scale) for count in (CHUNK, CONTEXT))
     begin, num_blocks = context - chunk, context // BLOCK_SIZE
     heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim

@@ -41,13 +41,7 @@ class TritonBackend(AttentionBackend):
         super().__init__(spec, device)
         is_cuda = self.device.type == "cuda"
         self.shape = KernelShape(
-            num_q_heads=spec.num_q_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            block_size=spec.block_size,
-            scale=spec.scale,
-            softcap=spec.softcap,
-            dtype=spec.dtype,
+            **vars(spec),
             tma=is_cuda and can_use_tma(torch.cuda.get_device_capability(self.device), spec.head_dim, spec.dtype),
             interpreted=not is_cuda,
         )

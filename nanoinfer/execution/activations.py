@@ -115,7 +115,8 @@ class Activations:
         )
         spec = self._model.spec
         state = self._backend.prefill_state(tokens)
-        out = torch.empty(tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
+        heads = (tokens, spec.attention.num_q_heads, spec.attention.head_dim)
+        out = torch.empty(heads, dtype=spec.dtype, device=device)
         x, normed = self._model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
         positions = torch.arange(tokens, device=device) % self._plan.max_model_len
         target = KVSlots(kv, positions % self._layout.block_size)

@@ -80,7 +80,7 @@ class DecodeProgram:
         self._runtime, self._compute, self._sampling = runtime, compute, sampling
         self._model, self._backend, self._ring = model, backend, ring
         self._gpu_kv, self._block_size = gpu_kv, block_size
-        heads = (max_batch, spec.num_q_heads, spec.head_dim)
+        heads = (max_batch, spec.attention.num_q_heads, spec.attention.head_dim)
         self._x = torch.zeros(max_batch, spec.hidden_size, dtype=spec.dtype, device=device)
         self._q = torch.zeros(heads, dtype=spec.dtype, device=device)
         self._attention = torch.zeros(heads, dtype=spec.dtype, device=device)
@@ -207,20 +207,8 @@ class DecodeProgram:
         rows, state, block_size = self._batch_rows.tensor[:size], self.rows, self._block_size
         if whole_rows:
             self._block_table[:size].copy_(state.block_table.index_select(0, rows))
-        if rows.is_cuda:
-            from nanoinfer.kernels.step.step_inputs import step_inputs  # triton comes with CUDA builds of torch only
-
-            step_inputs(
-                rows, state.token, state.length, state.block_table,
-                self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:size], block_size,
-            )  # fmt: skip
-            return
-        self._next[:size].copy_(state.token.index_select(0, rows))
-        self._lengths[:size].copy_(state.length.index_select(0, rows))
-        positions = self._positions[:size]
-        positions.copy_(self._lengths[:size] - 1)
-        blocks = state.block_table[rows.long(), positions // block_size]
-        self._slots[:size].copy_(blocks * block_size + positions % block_size)
+        inputs = self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:size]
+        state.operations.step_inputs(rows, state.tensors, inputs, block_size)
 
     def _finish(self, size: int, normed: torch.Tensor) -> None:
         logits = self._model.logits(normed, self.logits[:size])

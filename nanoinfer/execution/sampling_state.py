@@ -9,23 +9,15 @@ import numpy as np
 import torch
 
 from nanoinfer.execution.tables import RowState
-from nanoinfer.sampling.reference import sample
 from nanoinfer.sampling.settings import (
-    BANNED_COLUMNS,
-    FLOAT_COLUMNS,
-    FLOATS,
-    INTEGER_COLUMNS,
-    INTEGERS,
-    MAX_BANNED,
-    NUM_COLUMNS,
-    WIDE_COLUMNS,
+    MAX_COUNT,
+    ROW,
+    ROW_WORDS,
     RowSampling,
-    SamplingBatch,
+    SettingsTable,
 )
 from offload import Runtime, Staging, Stream
 
-MAX_COUNT = torch.iinfo(torch.int16).max
-"""Largest count of a token in a row's output. Further occurrences are not counted."""
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -38,13 +30,12 @@ class SamplingState:
         max_batch: largest padded batch.
 
     Attributes:
-        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: [rows] float32.
-        top_k, banned_until, num_banned: [rows] int32; before step banned_until the first num_banned of banned_ids,
-            [rows, `MAX_BANNED`] int32, are banned.
-        seed, step: [rows] int64; the 64 bits of the unsigned seed; tokens sampled so far.
+        rows: the rows' other state.
+        settings: of each row, and how many tokens it has sampled.
         seen: [rows, vocab_size / 32] int32, a bit per token of prompt and output; kept only with a repetition penalty.
-        counts: [rows, vocab_size] int16, how often each token is in the output, up to `MAX_COUNT`; kept only where
-            is_counted, [rows] int32, is 1: with a presence or frequency penalty.
+        counts: [rows, vocab_size] int16, how often each token is in the output, up to `MAX_COUNT`; kept only with a
+            presence or frequency penalty.
+        space: what the kernels pass to each other.
     """
 
     def __init__(
@@ -56,42 +47,27 @@ class SamplingState:
     ) -> None:
         num_rows, device = len(rows.token), runtime.device
         self.vocab_size = vocab_size
-        self._rows = rows
-        for name in FLOATS:
-            fill = 1.0 if name in ("top_p", "repetition_penalty") else 0.0
-            setattr(self, name, torch.full((num_rows,), fill, dtype=torch.float32, device=device))
-        for name in INTEGERS:
-            setattr(self, name, torch.zeros(num_rows, dtype=torch.int32, device=device))
-        self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.step = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.banned_ids = torch.zeros(num_rows, MAX_BANNED, dtype=torch.int32, device=device)
+        self.rows = rows
+        lines = self._lines([(row, RowSampling()) for row in range(num_rows)])
+        self.settings = SettingsTable(torch.tensor(lines, device=device))
         self.seen = torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
         self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device)
-        self._updates = torch.zeros(num_rows * NUM_COLUMNS, dtype=torch.int32, device=device)
-        self._staging = Staging(runtime, num_rows * NUM_COLUMNS, torch.int32)
+        self._updates = torch.zeros_like(self.settings.words)
+        self._staging = Staging(runtime, num_rows * ROW_WORDS, torch.int32)
         self._seen_updates = torch.zeros_like(self.seen)
         self._seen_staging = Staging(runtime, self.seen.numel(), torch.int32)
         self._counts_staging = Staging(runtime, vocab_size, torch.int16)  # for one row: pinned memory is expensive
-        self._sample = self._reference
-        if device.type == "cuda":
-            from nanoinfer.kernels.step import sample as kernels  # triton comes with CUDA builds of torch only
-
-            space = kernels.workspace(max_batch, vocab_size, device)
-            self._sample = lambda logits, batch_rows, tokens: kernels.sample_rows(
-                logits, batch_rows, self, space, tokens, rows.token, rows.length
-            )
+        self.space = rows.operations.sampling_workspace(max_batch, vocab_size, device)
 
     def update(self, stream: Stream, settings: Several[tuple[int, RowSampling]]) -> None:
         """Upload settings, each with its row, for all work enqueued on `stream` from here on."""
         if not settings:
             return
-        lines = np.zeros((len(settings), NUM_COLUMNS), dtype=np.int32)
-        for line, (row, given) in zip(lines, settings, strict=True):
-            self._write_line(line, row, given)
+        lines = self._lines(settings)
         self._staging.acquire().numpy()[: lines.size] = lines.reshape(-1)
-        uploaded = self._updates[: lines.size]
-        self._staging.upload(stream, uploaded)
-        stream.run(lambda: self._apply(uploaded.view(-1, NUM_COLUMNS)))
+        uploaded = self._updates[: len(lines)]
+        self._staging.upload(stream, uploaded.view(-1))
+        stream.run(lambda: self.settings.words.index_copy_(0, SettingsTable(uploaded)["row"].long(), uploaded))
         penalised = [(row, given.penalty_token_ids) for row, given in settings if given.repetition_penalty != 1]
         if penalised:
             self._upload_seen(stream, penalised)
@@ -119,89 +95,29 @@ class SamplingState:
         np.minimum(found, MAX_COUNT, out=self._counts_staging.acquire().numpy(), casting="unsafe")
         self._counts_staging.upload(stream, counts)
 
-    def _write_line(self, line: np.ndarray, row: int, given: RowSampling) -> None:
-        # A stop token id beyond the vocabulary can never come, so there is nothing to ban.
-        banned = sorted(token_id for token_id in given.banned_token_ids if token_id < self.vocab_size)
-        floats = (
-            min(given.temperature, _FLOAT32.max),  # an infinite one would give -inf / inf
-            given.top_p,
-            given.min_p,
-            min(max(given.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max),
-            given.presence_penalty,
-            given.frequency_penalty,
-        )
-        banned_until = min(given.min_tokens, 2**31 - 1) if banned else 0
-        line[0] = row
-        line[FLOAT_COLUMNS] = np.array(floats, dtype=np.float32).view(np.int32)
-        line[INTEGER_COLUMNS] = min(given.top_k, self.vocab_size), banned_until, len(banned), given.counts_output
-        line[WIDE_COLUMNS] = np.array([given.seed, given.step], dtype=np.uint64).view(np.int32)
-        line[BANNED_COLUMNS][: len(banned)] = banned
-
-    def _apply(self, lines: torch.Tensor) -> None:
-        rows = lines[:, 0].long()
-        for name, column in zip(FLOATS, lines[:, FLOAT_COLUMNS].unbind(1), strict=True):
-            getattr(self, name).index_copy_(0, rows, column.contiguous().view(torch.float32))
-        for name, column in zip(INTEGERS, lines[:, INTEGER_COLUMNS].unbind(1), strict=True):
-            getattr(self, name).index_copy_(0, rows, column)
-        wide = lines[:, WIDE_COLUMNS].clone(memory_format=torch.contiguous_format).view(torch.int64)
-        self.seed.index_copy_(0, rows, wide[:, 0])
-        self.step.index_copy_(0, rows, wide[:, 1])
-        self.banned_ids.index_copy_(0, rows, lines[:, BANNED_COLUMNS])
+    def _lines(self, settings: Several[tuple[int, RowSampling]]) -> np.ndarray:
+        """Return settings, each with its row, as the table holds them: [n, ROW_WORDS] int32."""
+        lines = np.zeros(len(settings), dtype=ROW)
+        for line, (row, given) in zip(lines, settings, strict=True):
+            # A stop token id beyond the vocabulary can never come, so there is nothing to ban.
+            banned = sorted(token_id for token_id in given.banned_token_ids if token_id < self.vocab_size)
+            line["row"], line["step"] = row, given.step
+            line["seed"] = np.uint64(given.seed).view(np.int64)
+            line["temperature"] = min(given.temperature, _FLOAT32.max)  # an infinite one would give -inf / inf
+            line["repetition_penalty"] = min(max(given.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max)
+            for name in ("top_p", "min_p", "presence_penalty", "frequency_penalty"):
+                line[name] = getattr(given, name)
+            line["top_k"] = min(given.top_k, self.vocab_size)
+            line["is_counted"] = given.counts_output
+            line["banned_until"] = min(given.min_tokens, 2**31 - 1) if banned else 0
+            line["num_banned"] = len(banned)
+            line["banned_ids"][: len(banned)] = banned
+        return lines.view(np.int32).reshape(len(lines), ROW_WORDS)
 
     def sample(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Samples the next token of each row, on the current stream; may be captured in a CUDA graph.
+        """Sample the next token of each row, on the current stream; may be captured in a CUDA graph.
 
         logits: [B, vocab_size], any float type, not changed; batch_rows: [B] int32; tokens: [B] int64, out, also
         written to `RowState.token`. The rows' lengths are incremented, except the padding row's.
         """
-        self._sample(logits, batch_rows, tokens)
-
-    def gather(self, batch_rows: torch.Tensor) -> SamplingBatch:
-        """Return the rows of a batch as the reference takes them. This reads the state, so it waits for the device."""
-        rows = batch_rows.long()
-        penalised = (self.repetition_penalty[rows] != 1).nonzero()[:, 0]
-        counted = self.is_counted[rows].nonzero()[:, 0]
-        shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
-        bits = (self.seen[rows[penalised]].view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1)
-        step, until, count = self.step[rows], self.banned_until[rows].long(), self.num_banned[rows]
-        listed = torch.arange(MAX_BANNED, device=rows.device) < count[:, None]
-        banned = (listed & (step < until)[:, None]).nonzero()
-        temperature, top_k, top_p = self.temperature[rows], self.top_k[rows].long(), self.top_p[rows]
-        return SamplingBatch(
-            vocab_size=self.vocab_size,
-            temperature=temperature,
-            top_p=top_p,
-            min_p=self.min_p[rows],
-            repetition_penalty=self.repetition_penalty[rows],
-            presence_penalty=self.presence_penalty[rows],
-            frequency_penalty=self.frequency_penalty[rows],
-            top_k=top_k,
-            seed=self.seed[rows],
-            step=step,
-            penalty_rows=penalised,
-            seen=bits.flatten(1)[:, : self.vocab_size].view(torch.bool),
-            counted_rows=counted,
-            counts=self.counts[rows[counted]],
-            banned_rows=banned[:, 0],
-            banned_ids=self.banned_ids[rows].long()[banned[:, 0], banned[:, 1]],
-        )
-
-    def _reference(self, logits: torch.Tensor, batch_rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        rows = batch_rows.long()
-        batch = self.gather(batch_rows)
-        tokens.copy_(sample(logits.float(), batch))
-        self._rows.token.index_copy_(0, rows, tokens)
-        self.step.index_copy_(0, rows, batch.step + 1)
-        for row in batch.penalty_rows.tolist():
-            token = int(tokens[row])
-            self.seen[rows[row], token // 32] |= _bit(token % 32)
-        if len(batch.counted_rows):
-            place = rows[batch.counted_rows], tokens[batch.counted_rows]
-            self.counts[place] = (self.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
-        is_real = (rows != self._rows.padding_row).to(torch.int32)
-        self._rows.length.index_copy_(0, rows, self._rows.length[rows] + is_real)
-
-
-def _bit(place: int) -> int:
-    """1 << place as an int32."""
-    return 1 << place if place < 31 else -(2**31)
+        self.rows.operations.sample_rows(logits, batch_rows, self, tokens)

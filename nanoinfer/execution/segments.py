@@ -86,7 +86,7 @@ class StepTensors:
 
         This comes first: allocated later, it would lie in the middle of tensors that come and go.
         """
-        heads = (len(self), spec.num_q_heads, spec.head_dim)
+        heads = (len(self), spec.attention.num_q_heads, spec.attention.head_dim)
         self.attention = torch.empty(heads, dtype=spec.dtype, device=self.token_ids.device)
 
     def attention_rows(self, count: int, begin: int = 0) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ class FixedBuffers:
     """Buffers of `num_tokens` rows; see `StepTensors`. `memory.plan` counts their bytes."""
 
     def __init__(self, spec: ModelSpec, num_tokens: int, device: torch.device) -> None:
-        heads = (num_tokens, spec.num_q_heads, spec.head_dim)
+        heads = (num_tokens, spec.attention.num_q_heads, spec.attention.head_dim)
         self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self.x = torch.zeros(num_tokens, spec.hidden_size, dtype=spec.dtype, device=device)
         self.q = torch.zeros(heads, dtype=spec.dtype, device=device)

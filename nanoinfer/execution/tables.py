@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from nanoinfer.execution.splits import SplitLists, slot_records, work_table
+from nanoinfer.kernels.operations import operations_of
 from nanoinfer.step.plan import NUM_HEAD_COLUMNS, ON_DEVICE
 from offload import Chunk, Runtime, Staging, Stream
 
@@ -109,14 +110,17 @@ class RowState:
         token: [max_num_seqs + 1] int64, the token whose KV is computed next.
         length: [max_num_seqs + 1] int32, tokens of the sequence, `token` included.
         block_table: [max_num_seqs + 1, max_blocks_per_seq] int32, GPU blocks; 0 (scratch) where there is none.
+        operations: what the device computes on them.
     """
 
     def __init__(self, runtime: Runtime, max_num_seqs: int, max_blocks_per_seq: int) -> None:
         device = runtime.device
+        self.operations = operations_of(device)
         self.padding_row = max_num_seqs
         self.token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.length = torch.ones(max_num_seqs + 1, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(max_num_seqs + 1, max_blocks_per_seq, dtype=torch.int32, device=device)
+        self.tensors = self.token, self.length, self.block_table
         self._width = NUM_HEAD_COLUMNS + max_blocks_per_seq
         self._updates = torch.zeros(max_num_seqs * self._width, dtype=torch.int32, device=device)
         self._staging = Staging(runtime, max_num_seqs * self._width, torch.int32)
@@ -128,18 +132,7 @@ class RowState:
         self._staging.acquire().numpy()[: lines.size] = lines.reshape(-1)
         updates = self._updates[: lines.size]
         self._staging.upload(stream, updates)
-        stream.run(lambda: self._apply(updates.view(lines.shape)))
-
-    def _apply(self, lines: torch.Tensor) -> None:
-        if lines.is_cuda:
-            from nanoinfer.kernels.step.update_rows import update_rows  # triton comes with CUDA builds of torch only
-
-            update_rows(lines, self.token, self.length, self.block_table, ON_DEVICE)
-            return
-        rows, tokens = lines[:, 0].long(), lines[:, 1].long()
-        self.token.index_copy_(0, rows, torch.where(tokens == ON_DEVICE, self.token[rows], tokens))
-        self.length.index_copy_(0, rows, lines[:, 2])
-        self.block_table.index_copy_(0, rows, lines[:, 3:])
+        stream.run(lambda: self.operations.update_rows(updates.view(lines.shape), self.tensors, ON_DEVICE))
 
 
 class Packer:

@@ -1,1 +1,4 @@
-"""Triton kernels over the paged KV cache. Importing a module of this package, but for `counts`, imports triton."""
+"""Device operations: Triton kernels, and plain torch where there are none.
+
+`operations`, `reference`, `attention/spec`, `attention/limits` and `linear/counts` can be imported without triton.
+"""

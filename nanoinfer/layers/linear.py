@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.norm import RMSNorm
@@ -16,7 +17,7 @@ class Linear(nn.Module):
 
     out_features: output features of each projection, by its name in the checkpoint. Their rows lie in this order in the
     weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. weights:
-    how the weight lies in memory.
+    how the weight lies in memory. `operations` are those of the device, for the format to multiply with.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Linear(nn.Module):
         super().__init__()
         self.parts = out_features if isinstance(out_features, dict) else None
         self.num_rows = sum(self.parts.values()) if self.parts else out_features
-        self.weights = weights
+        self.weights, self.operations = weights, operations_of(device)
         weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
         self.bias = empty_weight(self.num_rows, dtype=dtype, device=device) if bias else None
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.common import exact
-from nanoinfer.layers.fused import fused_kernels
+from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.weight import empty_weight
 
 
@@ -19,32 +18,23 @@ class RMSNorm(nn.Module):
     neutral_weight = 1.0
     """The weight that leaves the normalised x as it is."""
     offset = False
-    """Whether the factor is 1 + weight and the product is rounded once; selects the kernel's variant."""
+    """Whether the factor is 1 + weight and the product is rounded once; selects the operation's variant."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device) -> None:
         super().__init__()
         self.eps = eps
         self.weight = empty_weight(size, dtype=dtype, device=device)
+        self._operations = operations_of(device)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return fused_kernels().rms_norm(x, self.weight, self.eps, offset=self.offset)
-        return self.norm(x, self.weight, self.eps)
+        return self._operations.rms_norm(x, self.weight, self.eps, offset=self.offset)
 
     def after_sum(self, x: Tensor, other: Tensor) -> Tensor:
         """Add `other` to x, in place, and return the norm of x.
 
         On CUDA `other` may be the parts of a sum, [parts, N, size] float32.
         """
-        if x.is_cuda:
-            return fused_kernels().rms_norm(x, self.weight, self.eps, offset=self.offset, other=other)
-        x += other
-        return self.norm(x, self.weight, self.eps)
-
-    @staticmethod
-    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the norm of x, [..., size]; the weight broadcasts to x."""
-        return weight * _over_rms(x, eps).to(x.dtype)
+        return self._operations.rms_norm(x, self.weight, self.eps, offset=self.offset, other=other)
 
 
 class OffsetRMSNorm(RMSNorm):
@@ -52,12 +42,3 @@ class OffsetRMSNorm(RMSNorm):
 
     neutral_weight = 0.0
     offset = True
-
-    @staticmethod
-    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return (_over_rms(x, eps) * (1.0 + weight.float())).to(x.dtype)
-
-
-def _over_rms(x: Tensor, eps: float) -> Tensor:
-    x = x.float()
-    return x * exact.elementwise(torch.rsqrt, x.pow(2).mean(-1, keepdim=True) + eps)

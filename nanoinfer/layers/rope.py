@@ -63,16 +63,6 @@ def rope_table(
     return table
 
 
-def apply_rope(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """Rotate every head of x: [N, num_heads, head_dim], at positions [N] int64; returns a new contiguous tensor.
-
-    The products are rounded to x's dtype before they are added, as in transformers (x * cos + rotate_half(x) * sin).
-    """
-    cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
 def _default(inv_freq: Tensor, parameters: Mapping) -> Tensor:
     return inv_freq
 

@@ -81,7 +81,7 @@ def _median(work: Callable[[], object], device: torch.device | None, repeats: in
 def kv_bytes(spec: ModelSpec, lengths: list[int]) -> int:
     """KV bytes that rows of `lengths` tokens read in one decode step over all layers; a window bounds its layer."""
     num_tokens = sum(length if window is None else min(length, window) for window in spec.windows for length in lengths)
-    return num_tokens * 2 * spec.num_kv_heads * spec.head_dim * spec.kv_dtype.itemsize
+    return num_tokens * 2 * spec.attention.kv_size * spec.attention.kv_dtype.itemsize
 
 
 def bytes_read_per_step(spec: ModelSpec, lengths: list[int]) -> int:

@@ -177,17 +177,18 @@ def _spend(
     blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * sizes.max_num_seqs)
     # Attention partials, float32; the tables of items and ring chunks, of decode and prefill, take 60 bytes per split
     # and window, and the record of each ring slot 16 per split.
-    split_bytes = spec.num_q_heads * (spec.head_dim + 2) * 4 + 60 * len(set(spec.windows)) + 16 * config.num_ring_slots
+    heads, windows = spec.attention, spec.attention.windows
+    split_bytes = heads.num_q_heads * (heads.head_dim + 2) * 4 + 60 * len(windows) + 16 * config.num_ring_slots
     size = spec.dtype.itemsize
     # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
     max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
-    row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim) + TABLE_ROW_BYTES
+    row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.attention.q_size) + TABLE_ROW_BYTES
     workspace = state_bytes(sizes.max_num_seqs, spec.vocab_size, max_batch)
     workspace += max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * padded_rows(sizes.max_num_batched_tokens)
     # Of small prefill steps: positions, hidden states, queries, attention outputs.
     graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)
     workspace += MAX_TILES_APART * split_bytes  # partials of blocks that are cut into tiles
-    workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.num_q_heads * spec.head_dim))
+    workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.attention.q_size))
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
         weight_bytes=spec.weight_bytes + spec.rope_bytes(sizes.max_model_len),
@@ -237,9 +238,8 @@ def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
 
     Each line stands for a place in `PrefillStep` and `nanoinfer.layers`.
     """
-    size, hidden, heads = spec.dtype.itemsize, spec.hidden_size, spec.num_q_heads * spec.head_dim
-    kv = spec.num_kv_heads * spec.head_dim
-    state = 4 * spec.num_q_heads * (spec.head_dim + 2)  # the running softmax, float32
+    size, hidden, heads, kv = spec.dtype.itemsize, spec.hidden_size, spec.attention.q_size, spec.attention.kv_size
+    state = 4 * spec.attention.num_q_heads * (spec.attention.head_dim + 2)  # the running softmax, float32
     always = 8 + state + size * (hidden + heads)  # positions, state, residual stream, attention output
     # Projections: their output, queries after the rotation, and the normalised input.
     attention = always + size * (2 * heads + 2 * kv + hidden)
@@ -253,7 +253,7 @@ def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
 
 def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
-    size, heads = spec.dtype.itemsize, spec.num_q_heads * spec.head_dim
+    size, heads = spec.dtype.itemsize, spec.attention.q_size
     layer = size * (4 * spec.hidden_size + 3 * heads + 3 * spec.intermediate_size)
     logits = (4 + size) * spec.vocab_size + size * spec.hidden_size
     return max(max(rows, prefill_tokens) * layer, rows * logits)

@@ -7,7 +7,7 @@ import torch
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
-from nanoinfer.memory.sizes import attention_spec, spec_and_layout
+from nanoinfer.memory.sizes import spec_and_layout
 from nanoinfer.weights.load import load_config
 from offload.memory.host_memory import memory_available_bytes
 
@@ -26,9 +26,7 @@ class Setup:
         self.config, self.device, self.hf_config = config, device, load_config(config.model)
         self.spec, self.layout = spec_and_layout(config, self.hf_config)
         offload = config.may_offload if offload is None else offload
-        self.backend = make_backend(
-            config.attention_backend, attention_spec(self.spec, config.block_size), device, offload
-        )
+        self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)
 
     def plan(self, config: EngineConfig | None = None) -> MemoryPlan:
         """Return the memory plan of an engine with this config, or with another one for the same model.

@@ -22,39 +22,26 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.qkv import KVSlots
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model's numbers, from its config alone.
-
-    Raises:
-        ValueError: numbers that the attention kernels cannot run.
-    """
+    """A model's numbers, from its config alone."""
 
     architecture: str
     """The checkpoint's own word, such as "Qwen3ForCausalLM"."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    """Elements of one head; may differ from hidden_size / num_q_heads."""
+    attention: AttentionSpec
     vocab_size: int
     max_position: int
     """Tokens of context that the checkpoint's config allows."""
-    attention_scale: float
-    """Factor on q.k."""
-    softcap: float | None
-    """Attention logits become softcap * tanh(logits / softcap); None: no cap."""
     windows: tuple[int | None, ...]
     """Per layer: a query at position i sees keys j with i - window < j <= i; None: all j <= i."""
     tied_embeddings: bool
-    dtype: torch.dtype
-    kv_cache_dtype: torch.dtype | None = None
-    """Type in which keys and values are stored; None: `dtype`."""
     num_rope_tables: int = 1
     """Distinct position tables that the layers share."""
     num_parameters: int
@@ -65,25 +52,16 @@ class ModelSpec:
     """Bytes of the embeddings, of which a step reads a few rows."""
 
     def __post_init__(self) -> None:
-        if self.head_dim < 16 or self.head_dim > 256 or self.head_dim % 16:
-            raise ValueError(
-                f"{self.architecture} has head_dim={self.head_dim}: supported are multiples of 16 from 16 to 256"
-            )
-        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.architecture} has {self.num_q_heads} query heads and {self.num_kv_heads} KV heads: "
-                "num_attention_heads must be a multiple of num_key_value_heads"
-            )
         assert len(self.windows) == self.num_layers, "one window (or None) per layer"
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        """Type in which keys and values are stored."""
-        return self.kv_cache_dtype or self.dtype
+    def dtype(self) -> torch.dtype:
+        """Type of the weights and of what the layers compute."""
+        return self.attention.dtype
 
     def rope_bytes(self, max_position: int) -> int:
         """Bytes of the position tables of a model built for `max_position` tokens."""
-        return self.num_rope_tables * max_position * self.head_dim * self.dtype.itemsize
+        return self.num_rope_tables * max_position * self.attention.head_dim * self.dtype.itemsize
 
 
 class DecoderModel(nn.Module, ABC):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
+from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.formats.base import WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.registry import format_of
@@ -52,21 +53,19 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
         super().__init__()
-        self._num_q_heads, self._num_kv_heads, self._head_dim = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
-        q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q_size, kv_size, self._head_dim = spec.attention.q_size, spec.attention.kv_size, spec.attention.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         options = dict(dtype=spec.dtype, device=device)
         self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, weights=traits.weights, **options)
         self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, weights=traits.weights, **options)
-        self.q_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
-        self.k_norm = traits.norm(spec.head_dim, traits.norm_eps, **options) if traits.qk_norm else None
+        self.q_norm = traits.norm(self._head_dim, traits.norm_eps, **options) if traits.qk_norm else None
+        self.k_norm = traits.norm(self._head_dim, traits.norm_eps, **options) if traits.qk_norm else None
 
     def project(self, normed: Tensor, rope: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
         """Write keys and values to `target` and return q: [N, num_q_heads, head_dim]."""
-        num_heads = self._num_q_heads + 2 * self._num_kv_heads
-        qkv = self.qkv_proj(normed).unflatten(-1, (num_heads, self._head_dim))
+        qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._head_dim))
         norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
-        return norm_rotate_store(qkv, self._num_q_heads, self._num_kv_heads, norms, rope, positions, target)
+        return norm_rotate_store(self.qkv_proj.operations, qkv, norms, rope, positions, target)
 
 
 class DecoderLayer(nn.Module):
@@ -115,7 +114,7 @@ class Decoder(DecoderModel):
         self._embedding_scale = _rounded(traits.embedding_scale, spec.dtype)
         self._logits_softcap = traits.logits_softcap
         ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
-        self._rope_tables = [rope_table(rope, spec.head_dim, max_position, **options) for rope in ropes]
+        self._rope_tables = [rope_table(rope, spec.attention.head_dim, max_position, **options) for rope in ropes]
 
     # What a family reads from its config
 
@@ -147,24 +146,36 @@ class Decoder(DecoderModel):
     @classmethod
     def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
         _weight_format(hf_config)  # refuses what is not supported
+        architecture, windows = (hf_config.architectures or [cls.__name__])[0], cls.windows(hf_config)
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-        windows = cls.windows(hf_config)
+        num_q_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+        if head_dim < 16 or head_dim > 256 or head_dim % 16:
+            raise ValueError(f"{architecture} has head_dim={head_dim}: supported are multiples of 16 from 16 to 256")
+        if num_kv_heads < 1 or num_q_heads % num_kv_heads:
+            raise ValueError(
+                f"{architecture} has {num_q_heads} query heads and {num_kv_heads} KV heads: "
+                "num_attention_heads must be a multiple of num_key_value_heads"
+            )
+        attention = AttentionSpec(
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=cls.attention_scale(hf_config, head_dim),
+            softcap=cls.attention_softcap(hf_config),
+            windows=tuple(dict.fromkeys(windows)),
+            dtype=dtype,
+        )
         ropes, _ = _distinct(cls.rope_parameters(hf_config))
         spec = ModelSpec(
-            architecture=(hf_config.architectures or [cls.__name__])[0],
+            architecture=architecture,
             num_layers=hf_config.num_hidden_layers,
             hidden_size=hf_config.hidden_size,
             intermediate_size=hf_config.intermediate_size,
-            num_q_heads=hf_config.num_attention_heads,
-            num_kv_heads=hf_config.num_key_value_heads,
-            head_dim=head_dim,
+            attention=attention,
             vocab_size=hf_config.vocab_size,
             max_position=hf_config.max_position_embeddings,
-            attention_scale=cls.attention_scale(hf_config, head_dim),
-            softcap=cls.attention_softcap(hf_config),
             windows=windows,
             tied_embeddings=hf_config.tie_word_embeddings,
-            dtype=dtype,
             num_rope_tables=len(ropes),
             num_parameters=0,
             weight_bytes=0,

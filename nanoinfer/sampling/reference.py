@@ -1,4 +1,4 @@
-"""Picks the next tokens from the logits, on the device, without a host synchronisation.
+"""Pick the next tokens from the logits, on the device, without a host synchronisation.
 
 A row's token depends only on that row's logits, settings, seed and step: never on its place in the batch, its
 neighbours or the batch's size. So top_p sums integers, whose order does not matter, one program adds up a tile's
@@ -16,18 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from nanoinfer.common.exact import elementwise
-from nanoinfer.sampling.settings import TILE_TOKENS, RowSampling, SamplingBatch
+from nanoinfer.sampling.settings import MAX_BANNED, MAX_COUNT, TILE_TOKENS, SamplingBatch, SettingsTable
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
-
-__all__ = [
-    "RowSampling",
-    "SamplingBatch",
-    "exponential_noise",
-    "logprobs_bytes",
-    "logprobs_of",
-    "sample",
-    "workspace_bytes",
-]
 
 # Elements of the rows that are filtered at a time: 13 rows of a vocabulary of 150,000.
 CHUNK_ELEMENTS = 2**21
@@ -50,8 +40,9 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     Returns: [B] int64, on the same device.
     """
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}, the sampler takes float32"
-    assert logits.shape == (batch.num_rows, batch.vocab_size), (
-        f"logits have shape {tuple(logits.shape)}, the batch is {batch.num_rows} x {batch.vocab_size}"
+    num_rows = len(batch.settings.words)
+    assert logits.shape == (num_rows, batch.vocab_size), (
+        f"logits have shape {tuple(logits.shape)}, the batch is {num_rows} x {batch.vocab_size}"
     )
     scores = _penalise(logits, batch)
     greedy = scores.argmax(dim=-1)
@@ -59,6 +50,47 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         return greedy
     scores = _cut(scores, batch, owned=scores is not logits)
     return torch.where(batch.is_greedy, greedy, _draw(scores, batch))
+
+
+def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.Tensor) -> None:
+    """Sample the next token of each row, as the kernels do it (`nanoinfer.kernels.step.sample`).
+
+    logits: [B, vocab_size]; rows: [B] int32, rows of `state` (a `SamplingState`); tokens: [B] int64, out.
+    """
+    batch, rows = gather(state, rows), rows.long()
+    tokens.copy_(sample(logits.float(), batch))
+    state.rows.token.index_copy_(0, rows, tokens)
+    state.settings["step"].index_copy_(0, rows, batch.settings["step"] + 1)
+    for row in batch.penalty_rows.tolist():
+        token = int(tokens[row])
+        state.seen[rows[row], token // 32] |= _bit(token % 32)
+    if len(batch.counted_rows):
+        place = rows[batch.counted_rows], tokens[batch.counted_rows]
+        state.counts[place] = (state.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
+    lengths, is_real = state.rows.length, (rows != state.rows.padding_row).to(torch.int32)
+    lengths.index_copy_(0, rows, lengths[rows] + is_real)
+
+
+def gather(state, rows: torch.Tensor) -> SamplingBatch:
+    """Return rows of `state` (a `SamplingState`), [B] int32. This reads the state, so it waits for the device."""
+    rows, vocab_size = rows.long(), state.counts.shape[1]
+    settings = SettingsTable(state.settings.words[rows])
+    penalised = (settings["repetition_penalty"] != 1).nonzero()[:, 0]
+    counted = settings["is_counted"].nonzero()[:, 0]
+    shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
+    bits = (state.seen[rows[penalised]].view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1)
+    listed = torch.arange(MAX_BANNED, device=rows.device) < settings["num_banned"][:, None]
+    banned = (listed & (settings["step"] < settings["banned_until"])[:, None]).nonzero()
+    return SamplingBatch(
+        vocab_size=vocab_size,
+        settings=settings,
+        penalty_rows=penalised,
+        seen=bits.flatten(1)[:, :vocab_size].view(torch.bool),
+        counted_rows=counted,
+        counts=state.counts[rows[counted]],
+        banned_rows=banned[:, 0],
+        banned_ids=settings["banned_ids"][banned[:, 0], banned[:, 1]].long(),
+    )
 
 
 def logprobs_of(
@@ -118,6 +150,11 @@ def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor)
     return torch.where(u < 2.0**-6, series, -elementwise(torch.log, 1 - u))
 
 
+def _bit(place: int) -> int:
+    """1 << place as an int32."""
+    return 1 << place if place < 31 else -(2**31)
+
+
 def _chunk_rows(vocab_size: int) -> int:
     return max(1, CHUNK_ELEMENTS // vocab_size)
 
@@ -134,21 +171,21 @@ def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     invalid = logits.isnan()
     if not any(map(len, (batch.penalty_rows, batch.counted_rows, batch.banned_ids))) and not invalid.any():
         return logits
-    scores = logits.masked_fill(invalid, -torch.inf)
+    scores, settings = logits.masked_fill(invalid, -torch.inf), batch.settings
     num_chunk_rows = _chunk_rows(batch.vocab_size)
     for rows, seen in zip(batch.penalty_rows.split(num_chunk_rows), batch.seen.split(num_chunk_rows), strict=True):
-        score, penalty = scores[rows], batch.repetition_penalty[rows, None]
+        score, penalty = scores[rows], settings["repetition_penalty"][rows, None]
         scores[rows] = torch.where(seen, torch.where(score > 0, score / penalty, score * penalty), score)
     for rows, counts in zip(batch.counted_rows.split(num_chunk_rows), batch.counts.split(num_chunk_rows), strict=True):
-        score = scores[rows] - batch.frequency_penalty[rows, None] * counts.float()
-        scores[rows] = torch.where(counts > 0, score - batch.presence_penalty[rows, None], score)
+        score = scores[rows] - settings["frequency_penalty"][rows, None] * counts.float()
+        scores[rows] = torch.where(counts > 0, score - settings["presence_penalty"][rows, None], score)
     scores[batch.banned_rows, batch.banned_ids] = -torch.inf
     return scores
 
 
 def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tensor:
     """Put -inf where min_p, top_k or top_p drop a token; in place if `scores` is `owned`."""
-    min_p_rows, sort_rows = batch.min_p_rows, batch.sort_rows
+    min_p_rows, sort_rows, settings = batch.min_p_rows, batch.sort_rows, batch.settings
     if not len(min_p_rows) and not len(sort_rows):
         return scores
     if not owned:
@@ -156,9 +193,10 @@ def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tenso
     num_chunk_rows = _chunk_rows(batch.vocab_size)
     # Chunks of rows: a sort takes many times the memory of its input.
     for rows in min_p_rows.split(num_chunk_rows) if len(min_p_rows) else ():
-        scores[rows] = _cut_min_p(scores[rows], batch.temperature[rows], batch.min_p[rows])
+        scores[rows] = _cut_min_p(scores[rows], settings["temperature"][rows], settings["min_p"][rows])
     for rows in sort_rows.split(num_chunk_rows) if len(sort_rows) else ():
-        scores[rows] = _cut_top_k_top_p(scores[rows], batch.temperature[rows], batch.top_k[rows], batch.top_p[rows])
+        temperature, top_k, top_p = (settings[name][rows] for name in ("temperature", "top_k", "top_p"))
+        scores[rows] = _cut_top_k_top_p(scores[rows], temperature, top_k.long(), top_p)
     return scores
 
 
@@ -206,12 +244,12 @@ def _cut_top_k_top_p(
 
 
 def _draw(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Draws from softmax(scores / temperature): [B] int64."""
+    """Draw from softmax(scores / temperature): [B] int64."""
     num_chunk_rows = _chunk_rows(batch.vocab_size)
     drawn = []
-    for start in range(0, batch.num_rows, num_chunk_rows):
+    for start in range(0, len(scores), num_chunk_rows):
         rows = slice(start, start + num_chunk_rows)
-        drawn.append(_race(scores[rows], batch.temperature[rows], batch.seed[rows], batch.step[rows]))
+        drawn.append(_race(scores[rows], *(batch.settings[name][rows] for name in ("temperature", "seed", "step"))))
     return torch.cat(drawn)
 
 

@@ -3,20 +3,36 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 MAX_BANNED = 64
 """Most tokens that may be banned from a row until it has `min_tokens`."""
-FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-INTEGERS = ("top_k", "banned_until", "num_banned", "is_counted")
-# Columns of a row's settings on their way to the device, 32 bits each; the first one is the row.
-FLOAT_COLUMNS = slice(1, 1 + len(FLOATS))
-INTEGER_COLUMNS = slice(FLOAT_COLUMNS.stop, FLOAT_COLUMNS.stop + len(INTEGERS))
-WIDE_COLUMNS = slice(INTEGER_COLUMNS.stop, INTEGER_COLUMNS.stop + 4)  # seed and step
-BANNED_COLUMNS = slice(WIDE_COLUMNS.stop, WIDE_COLUMNS.stop + MAX_BANNED)
-NUM_COLUMNS = BANNED_COLUMNS.stop
+MAX_COUNT = torch.iinfo(torch.int16).max
+"""Largest count of a token in a row's output. Further occurrences are not counted."""
+ROW = np.dtype(
+    [
+        ("seed", np.int64),  # the 64 bits of the unsigned seed
+        ("step", np.int64),  # tokens sampled so far
+        ("row", np.int32),  # where a line of an upload belongs
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("top_k", np.int32),
+        ("is_counted", np.int32),  # 1: it matters how often each token was generated
+        ("banned_until", np.int32),  # before this step, the first num_banned of banned_ids are banned
+        ("num_banned", np.int32),
+        ("banned_ids", np.int32, MAX_BANNED),
+    ],
+    align=True,
+)
+"""A row's settings as they lie on the device, the one declaration for upload, reference and kernels."""
+ROW_WORDS = ROW.itemsize // 4
 # Tokens in a tile. A vocabulary of 150,000 has 74 tiles: with two rows, these are enough programs to fill a GPU.
 TILE_TOKENS = 2048
 
@@ -86,20 +102,25 @@ class RowSampling:
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+@dataclass(frozen=True)
+class SettingsTable:
+    """Settings of rows, words: [rows, ROW_WORDS] int32. `table["top_p"]` is a view of that field of `ROW`: [rows]."""
+
+    words: torch.Tensor
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        dtype, offset = ROW.fields[name][:2]
+        values = self.words.view(getattr(torch, dtype.base.name))
+        begin = offset // dtype.base.itemsize
+        return values[:, begin : begin + dtype.shape[0]] if dtype.shape else values[:, begin]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingBatch:
     """The rows of one step, B of them, as tensors beside the logits."""
 
     vocab_size: int
-    temperature: torch.Tensor  # [B] float32
-    top_p: torch.Tensor  # [B] float32
-    min_p: torch.Tensor  # [B] float32
-    repetition_penalty: torch.Tensor  # [B] float32
-    presence_penalty: torch.Tensor  # [B] float32
-    frequency_penalty: torch.Tensor  # [B] float32
-    top_k: torch.Tensor  # [B] int64
-    seed: torch.Tensor  # [B] int64, the 64 bits of the unsigned seed
-    step: torch.Tensor  # [B] int64
+    settings: SettingsTable  # of the B rows
     penalty_rows: torch.Tensor  # [P] int64: rows with a repetition penalty
     seen: torch.Tensor  # [P, vocab_size] bool: the tokens in their prompts and outputs
     counted_rows: torch.Tensor  # [C] int64: rows with a presence or frequency penalty
@@ -108,28 +129,25 @@ class SamplingBatch:
     banned_ids: torch.Tensor  # [N] int64
 
     @property
-    def num_rows(self) -> int:
-        return self.temperature.shape[0]
-
-    @property
     def is_greedy(self) -> torch.Tensor:
         """[B] bool."""
-        return self.temperature < GREEDY_TEMPERATURE
+        return self.settings["temperature"] < GREEDY_TEMPERATURE
 
     @property
     def min_p_rows(self) -> torch.Tensor:
         """[M] int64: random rows with a min_p."""
-        return (~self.is_greedy & (self.min_p > 0)).nonzero()[:, 0]
+        return (~self.is_greedy & (self.settings["min_p"] > 0)).nonzero()[:, 0]
 
     @property
     def sort_rows(self) -> torch.Tensor:
         """[S] int64: random rows with a top_k or top_p, the only ones that are sorted."""
-        has_top_k = (self.top_k > 0) & (self.top_k < self.vocab_size)
-        return (~self.is_greedy & (has_top_k | (self.top_p < 1))).nonzero()[:, 0]
+        top_k, top_p = self.settings["top_k"], self.settings["top_p"]
+        has_top_k = (top_k > 0) & (top_k < self.vocab_size)
+        return (~self.is_greedy & (has_top_k | (top_p < 1))).nonzero()[:, 0]
 
 
 def state_bytes(max_num_seqs: int, vocab_size: int, max_batch: int) -> int:
     """Device bytes of all rows' settings and the kernels' workspace, for as long as an engine lives."""
-    row = 4 * (len(FLOATS) + len(INTEGERS) + MAX_BANNED + NUM_COLUMNS) + 16
+    row = 2 * ROW.itemsize  # settings and their upload
     row += 2 * 4 * -(-vocab_size // 32) + 2 * vocab_size  # seen tokens and their upload, counts
     return (max_num_seqs + 1) * row + max_batch * (12 + 8 * -(-vocab_size // TILE_TOKENS))

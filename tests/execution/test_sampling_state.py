@@ -13,11 +13,10 @@ from sampling_cases import MIXED_ROWS, build, check_rows, make_state, random_log
 from simulated import SimulatedRuntime
 from torch.profiler import ProfilerActivity, profile
 
-from nanoinfer.execution.sampling_state import MAX_COUNT, SamplingState
+from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.tables import RowState
 from nanoinfer.sampling import reference as sampler
-from nanoinfer.sampling.reference import RowSampling
-from nanoinfer.sampling.settings import state_bytes
+from nanoinfer.sampling.settings import MAX_COUNT, RowSampling, state_bytes
 
 VOCAB_SIZE = 40
 
@@ -92,7 +91,7 @@ def test_a_row_begins_at_zero_and_a_sequence_that_comes_back_with_its_output(see
     runtime.synchronize()
     assert state.counts[0].tolist() == counted() and set(state.counts[1].tolist()) == {-99}
     assert [state.counts[row].tolist() for row in (2, 3, 4)] == [counted(row, 7, 7) for row in (2, 3, 4)]
-    assert state.is_counted.tolist() == [1, 0, 1, 1, 1, 0, 0]
+    assert state.settings["is_counted"].tolist() == [1, 0, 1, 1, 1, 0, 0]
     # Rows change hands: one's counts are not the next one's.
     again, other = row_settings(3, [9] * 5, **on), row_settings(2, [], **on)
     state.update(stream, [new, again, other])
@@ -100,7 +99,7 @@ def test_a_row_begins_at_zero_and_a_sequence_that_comes_back_with_its_output(see
     assert [state.counts[row].tolist() for row in (3, 2)] == [counted(*[9] * 5), counted()]
     state.update(stream, [row_settings(0, [])])
     runtime.synchronize()
-    assert state.is_counted[0] == 0
+    assert state.settings["is_counted"][0] == 0
 
 
 def test_kernels_penalise_as_the_reference_in_any_combination(fuzz, monkeypatch):
@@ -140,8 +139,8 @@ def test_a_state_takes_what_it_says(max_num_seqs, vocab_size, max_batch):
 
     runtime = SimulatedRuntime()
     state = SamplingState(runtime, RowState(runtime, max_num_seqs, 1), vocab_size, max_batch)
-    tensors = [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
-    tensors += kernels.workspace(max_batch, vocab_size, torch.device("cpu")).values()
+    tensors = [value for value in vars(state).values() if isinstance(value, torch.Tensor)] + [state.settings.words]
+    tensors += kernels.sampling_workspace(max_batch, vocab_size, torch.device("cpu")).values()
     assert sum(tensor.nbytes for tensor in tensors) == state_bytes(max_num_seqs, vocab_size, max_batch)
 
 

@@ -135,7 +135,7 @@ def test_the_bits_of_a_gated_row_do_not_depend_on_how_many_rows_there_are(activa
 
 @pytest.mark.parametrize("size, num_rows, num_parts", [(9728, 2560, 2), (14336, 4096, 2), (8192, 1000, 4)])
 def test_the_bits_of_parts_do_not_depend_on_how_many_rows_there_are(size, num_rows, num_parts):
-    from nanoinfer.kernels.layer.fused import rms_norm
+    from nanoinfer.kernels.fused import rms_norm
     from nanoinfer.kernels.linear.rows import linear_parts
 
     weight = torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda") * size**-0.5
@@ -155,16 +155,16 @@ def test_the_bits_of_parts_do_not_depend_on_how_many_rows_there_are(size, num_ro
 
 
 def test_float32_rows_do_not_depend_on_how_many_there_are():
-    from nanoinfer.layers.formats.dense import product
+    from nanoinfer.kernels.fused import linear
 
     weight, bias = torch.randn(700, 300, device="cuda"), torch.randn(700, device="cuda")
     x = torch.randn(400, 300, device="cuda")
-    want = product(x, weight, bias)
+    want = linear(x, weight, bias)
     assert torch.allclose(
         want, torch.nn.functional.linear(x.double(), weight.double(), bias.double()).float(), atol=1e-4
     )
     for begin, end in ((0, 1), (5, 7), (100, 300), (131, 400)):
-        assert torch.equal(product(x[begin:end].clone(), weight, bias), want[begin:end])
+        assert torch.equal(linear(x[begin:end].clone(), weight, bias), want[begin:end])
 
 
 def test_a_library_that_adds_up_in_another_order_is_found_at_start():
@@ -227,14 +227,14 @@ class LayerSteps:
         self.pools = [randn(num_rows * num_blocks, 2, 256, 8, 128) for _ in range(num_layers)]
 
     def run(self) -> torch.Tensor:
-        from nanoinfer.kernels.layer import fused as kernels
+        from nanoinfer.kernels import fused as kernels
 
         x = self.first.clone()
         normed = kernels.rms_norm(x, self.norm, 1e-6, offset=False)
         for layer, kv in zip(self.layers, self.pools, strict=True):
             qkv = kernels.linear(normed, layer["qkv"]).unflatten(-1, (48, 128))
             heads = (self.head_norm, self.head_norm)
-            kernels.norm_rope_store(qkv, 32, 8, heads, 1e-6, False, self.rope, self.positions, kv, self.slots, self.q)
+            kernels.norm_rope_store(qkv, heads, 1e-6, False, self.rope, self.positions, kv, self.slots, self.q)
             self.backend.decode_partial(self.q, kv, self.work, self.lengths, self.partials, None)
             self.backend.merge(self.partials, self.ranges, self.work.partials_per_block, self.attn)
             added = kernels.linear(self.attn.flatten(1), layer["o"])
@@ -306,7 +306,7 @@ def late(tensor: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
-    from nanoinfer.kernels.layer import fused as kernels
+    from nanoinfer.kernels import fused as kernels
 
     num_rows = {"rows_linear of 12": 12, "tile_linear of 48": 48}.get(kernel, 1)
     step = LayerSteps(num_rows, 600, num_layers=1)
@@ -319,7 +319,7 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
         if kernel == "norm_rope_store":
             q, heads = torch.zeros_like(step.q), (step.head_norm, step.head_norm)
             source = delayed(qkv)
-            kernels.norm_rope_store(source, 32, 8, heads, 1e-6, False, step.rope, step.positions, kv, step.slots, q)
+            kernels.norm_rope_store(source, heads, 1e-6, False, step.rope, step.positions, kv, step.slots, q)
             return q
         if kernel == "decode_partial":
             partials = step.backend.partials(len(step.work.items))

@@ -8,7 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanoinfer.sampling.reference import RowSampling, logprobs_bytes, logprobs_of
+from nanoinfer.sampling.reference import logprobs_bytes, logprobs_of
+from nanoinfer.sampling.settings import RowSampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

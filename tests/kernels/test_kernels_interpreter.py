@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 from nanoinfer.attention.triton_backend import TritonBackend
-from nanoinfer.execution.decode import DecodeProgram
+from nanoinfer.kernels import reference
 from nanoinfer.kernels.attention import merge
 from nanoinfer.kernels.attention.limits import SHORT_BLOCKS
 from nanoinfer.kernels.attention.shape import KernelShape, decode_programs, decode_tiles, prefill_tiles
@@ -173,8 +172,11 @@ def test_update_rows_writes_what_the_torch_code_writes():
         if line[1] != kept:
             want[0][line[0]] = line[1]
         want[1][line[0]], want[2][line[0]] = line[2], torch.tensor(line[3:])
-    update_rows(lines, *got, kept)
+    with_reference = [tensor.clone() for tensor in before]
+    update_rows(lines, got, kept)
+    reference.update_rows(lines, with_reference, kept)
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(with_reference, want, strict=True))
     assert got[0][0] == before[0][0] and got[0][7] == lines[0, 1]
 
 
@@ -186,17 +188,14 @@ def test_step_inputs_are_those_of_the_torch_code_at_block_edges(block_size):
     num_rows, size = len(lengths), 11  # some rows not at all, some twice, as padding is
     generator = torch.Generator().manual_seed(0)
     table = torch.randint(1, 2**31 // block_size, (num_rows, 3), dtype=torch.int32, generator=generator)
-    rows = SimpleNamespace(token=torch.arange(num_rows) + 2**40, length=lengths, block_table=table)
+    state = torch.arange(num_rows) + 2**40, lengths, table
     batch_rows = int32([7, 6, 0, 5, 4, 3, 2, 1, 0, 0, 7])
 
     def outputs():
         wide = [torch.full((size + 1,), -7) for _ in range(3)]
-        return SimpleNamespace(_next=wide[0], _lengths=int32([-7] * (size + 1)), _positions=wide[1], _slots=wide[2])
+        return wide[0], int32([-7] * (size + 1)), wide[1], wide[2]
 
     want, got = outputs(), outputs()
-    want.rows, want._batch_rows = rows, SimpleNamespace(tensor=batch_rows)
-    want._block_size = block_size
-    DecodeProgram._prepare(want, size, whole_rows=False)
-    step_inputs(batch_rows, rows.token, lengths, table, got._next, got._lengths, got._positions, got._slots, block_size)
-    for name in ("_next", "_lengths", "_positions", "_slots"):
-        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    reference.step_inputs(batch_rows, state, tuple(tensor[:size] for tensor in want), block_size)
+    step_inputs(batch_rows, state, got, block_size)
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))

@@ -10,7 +10,7 @@ from nanoinfer import EngineConfig
 from nanoinfer.attention.base import AttentionSpec
 from nanoinfer.attention.flash_attn_backend import FlashAttnBackend
 from nanoinfer.attention.torch_backend import TorchBackend
-from nanoinfer.layers.qkv import KVSlots
+from nanoinfer.kernels import reference
 from nanoinfer.memory.floors import kv_bytes
 from nanoinfer.models.base import ModelSpec
 
@@ -52,15 +52,16 @@ def test_every_mode_gives_the_same_bits(path):
 def test_only_the_store_rounds(path, monkeypatch):
     """A wide cache that is given rounded keys and values yields the same bits: nothing else is done in fewer."""
     wanted = run(make_fp8_engine(path), PROMPTS, PARAMS)
-    store = KVSlots.store
-    monkeypatch.setattr(KVSlots, "store", lambda self, k, v: store(self, k.to(FP8).to(k.dtype), v.to(FP8).to(v.dtype)))
+    store = reference.store_kv
+    rounded = lambda k, v, *where: store(k.to(FP8).to(k.dtype), v.to(FP8).to(v.dtype), *where)  # noqa: E731
+    monkeypatch.setattr(reference, "store_kv", rounded)
     assert run(make_engine(path), PROMPTS, PARAMS) == wanted
 
 
 def test_values_beyond_the_range_are_stored_as_the_largest():
     kv = torch.zeros(1, 2, 16, 1, 16, dtype=FP8)
     k = torch.full((1, 1, 16), 1e6)
-    KVSlots(kv, torch.tensor([3])).store(k, -k)
+    reference.store_kv(k, -k, kv, torch.tensor([3]))
     assert (kv[0, 0, 3].float() == 448).all() and (kv[0, 1, 3].float() == -448).all()
     assert not kv.float()[0, :, :3].any() and not kv.float()[0, :, 4:].any()
 

@@ -22,8 +22,8 @@ def spec_and_layout(tmp_path, shape="qwen3-4b", block_size=256):
     layout = KVLayout(
         num_layers=spec.num_layers,
         block_size=block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=spec.attention.num_kv_heads,
+        head_dim=spec.attention.head_dim,
         dtype=spec.dtype,
     )
     return spec, layout

@@ -1,5 +1,7 @@
 """Each term of the memory plan against the bytes of the tensors that it stands for."""
 
+from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +16,12 @@ from nanoinfer.execution.segments import PrefillPieces, StepTensors
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.memory import plan as memory
-from nanoinfer.memory.sizes import attention_spec
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.models.registry import resolve, supported_architectures
 
 pytest.importorskip("triton")
 
-from nanoinfer.kernels.step.sample import workspace
+from nanoinfer.kernels.step.sample import sampling_workspace
 
 ARGUMENTS = dict(
     enable_cpu_offload=True,
@@ -75,7 +76,7 @@ def buffers(engine: LLMEngine) -> tuple[int, int]:
     runner, plan = engine.runner, engine.plan
     kv = [runner.ring, *runner.ring.slots, runner.gpu_kv, runner.offload, runner._arena]
     on_host = [buffer for buffer, _ in runner._tokens_host]
-    kernels = workspace(len(runner.decode_program.logits), runner.model.spec.vocab_size, torch.device("cpu"))
+    kernels = sampling_workspace(len(runner.decode_program.logits), runner.model.spec.vocab_size, torch.device("cpu"))
     held = held_bytes(runner, kernels, without=[runner.model, *kv, *on_host])
     return held, plan.workspace_bytes + plan.max_splits * plan.split_bytes
 
@@ -146,6 +147,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.MAX_ROWS", 2)
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.padded_rows", lambda count: count)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr("nanoinfer.kernels.operations.reference", import_module("nanoinfer.kernels.fused"))
 
 
 def meta_model(family: str, **fields) -> DecoderModel:
@@ -160,7 +162,7 @@ def meta_model(family: str, **fields) -> DecoderModel:
 
 def meta_pool(model: DecoderModel) -> torch.Tensor:
     spec = model.spec
-    shape = (spec.num_layers, 2, 2, 16, spec.num_kv_heads, spec.head_dim)
+    shape = (spec.num_layers, 2, 2, 16, spec.attention.num_kv_heads, spec.attention.head_dim)
     return torch.empty(shape, dtype=spec.dtype, device="meta")
 
 
@@ -181,7 +183,7 @@ def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
     table = torch.empty(3, num_tokens, dtype=torch.int32, device="meta")
     tensors = StepTensors(table.view(-1), [slice(i * num_tokens, (i + 1) * num_tokens) for i in range(3)])
     pieces = SimpleNamespace(_model=model, _gpu_kv=meta_pool(model))
-    backend = TorchBackend(attention_spec(model.spec, 16), "meta")
+    backend = TorchBackend(replace(model.spec.attention, block_size=16), "meta")
     with LiveBytes() as live:
         state = backend.prefill_state(num_tokens)
         tensors.reserve(model.spec)
@@ -200,7 +202,8 @@ def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
     """Of decode steps, whose rows have buffers for what one layer leaves for the next."""
     model, num_rows = meta_model(family, **SHAPES[shape]), 64
     spec, pool = model.spec, meta_pool(model)
-    q = torch.empty(num_rows, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device="meta")
+    heads = (num_rows, spec.attention.num_q_heads, spec.attention.head_dim)
+    q = torch.empty(heads, dtype=spec.dtype, device="meta")
     attention, numbers = torch.empty_like(q), torch.empty(num_rows, dtype=torch.int64, device="meta")
     with LiveBytes() as live:
         x, normed = model.embed(numbers)

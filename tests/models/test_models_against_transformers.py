@@ -42,7 +42,8 @@ def dense_attention(q, k, v, scale, softcap, window):
 
 def empty_slots(spec, num_tokens: int) -> KVSlots:
     """One block in which token i has slot i."""
-    kv = torch.zeros(1, 2, num_tokens, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype)
+    attention = spec.attention
+    kv = torch.zeros(1, 2, num_tokens, attention.num_kv_heads, attention.head_dim, dtype=spec.dtype)
     return KVSlots(kv, torch.arange(num_tokens))
 
 
@@ -54,7 +55,7 @@ def dense_logits(model: DecoderModel, token_ids: list[int], first_position: int 
         target = empty_slots(spec, len(token_ids))
         q = model.before_attention(layer, normed, positions, target)
         k, v = target.kv[0]
-        attn = dense_attention(q, k, v, spec.attention_scale, spec.softcap, spec.windows[layer])
+        attn = dense_attention(q, k, v, spec.attention.scale, spec.attention.softcap, spec.windows[layer])
         normed = model.after_attention(layer, x, attn)
     return model.logits(normed)
 

@@ -5,8 +5,9 @@ import torch
 from tiny_models import tiny_config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from nanoinfer.kernels.reference import apply_rope
 from nanoinfer.layers import rope
-from nanoinfer.layers.rope import apply_rope, rope_inv_freq, rope_table
+from nanoinfer.layers.rope import rope_inv_freq, rope_table
 
 DEFAULT = dict(rope_type="default", rope_theta=10000.0)
 LLAMA3 = dict(

@@ -14,7 +14,8 @@ from sampling_cases import MIXED_ROWS, SETTINGS, build, check_rows, make_state, 
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanoinfer.sampling import reference as sampler
-from nanoinfer.sampling.reference import RowSampling, exponential_noise, logprobs_of, sample, workspace_bytes
+from nanoinfer.sampling.reference import exponential_noise, logprobs_of, sample, workspace_bytes
+from nanoinfer.sampling.settings import RowSampling
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -226,7 +227,7 @@ def test_a_sampled_token_is_penalised_from_the_next_step_on():
     for _ in range(4):
         state.sample(logits, rows, tokens)
         seen.append(tokens.tolist())
-    assert seen == [[0, 0], [1, 0], [0, 0], [0, 0]] and state.step[:2].tolist() == [4, 4]
+    assert seen == [[0, 0], [1, 0], [0, 0], [0, 0]] and state.settings["step"][:2].tolist() == [4, 4]
 
 
 def test_banned_tokens_do_not_come_before_min_tokens_and_may_afterwards():
@@ -243,7 +244,7 @@ def test_banned_tokens_do_not_come_before_min_tokens_and_may_afterwards():
 
 def test_only_real_rows_grow():
     state, rows = make_state([RowSampling(), RowSampling()], 4)
-    lengths = state._rows.length
+    lengths = state.rows.length
     before, padding = lengths.clone(), len(lengths) - 1
     batch_rows = torch.tensor([1, padding, padding], dtype=torch.int32)
     state.sample(torch.randn(3, 4), batch_rows, torch.zeros(3, dtype=torch.int64))

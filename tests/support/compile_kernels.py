@@ -67,12 +67,13 @@ jit.JITFunction.__getitem__ = compile_only
 
 from sampling_cases import make_state
 
+from nanoinfer.kernels import fused as layers
 from nanoinfer.kernels.attention import decode_partial, merge, prefill, store_partials
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
-from nanoinfer.kernels.layer import fused as layers
+from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.linear import tiles as tile_linear
 from nanoinfer.kernels.step import sample, step_inputs, update_rows
-from nanoinfer.sampling.reference import RowSampling
+from nanoinfer.sampling.settings import RowSampling
 
 for name, module in list(sys.modules.items()):
     if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
@@ -104,7 +105,7 @@ def compile_layers() -> None:
     layers.linear(zeros(16, 333), zeros(100, 333))
     layers.linear_parts(eight, wide, 2)
     layers.linear(zeros(64, 333), zeros(100, 333))
-    layers.act_and_mul(zeros(8, 512), "gelu_pytorch_tanh")
+    act_and_mul(zeros(8, 512), "gelu_pytorch_tanh")
 
 
 def compile_tile_linear() -> None:
@@ -125,7 +126,7 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
     )  # fmt: skip
     qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)
     weights = zeros(head_dim), zeros(head_dim)
-    layers.norm_rope_store(qkv, 32, 8, weights, 1e-6, False, table, slots, kv, slots, q)
+    layers.norm_rope_store(qkv, weights, 1e-6, False, table, slots, kv, slots, q)
     out, lse, state = floats(8, 32, head_dim), floats(8, 32), (floats(8, 32, head_dim), floats(8, 32), floats(8, 32))
     tables = (ints(2), ints(1), ints(1), ints(1), ints(1))
     tiles = prefill_tiles(shape, gpu.shared_memory)
@@ -158,8 +159,9 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
 
 def compile_step() -> None:
     wide = torch.zeros(4, dtype=torch.int64)
-    update_rows.update_rows(ints(2, 12), wide, ints(4), ints(4, 9), -1)
-    step_inputs.step_inputs(ints(4), wide, ints(4), ints(4, 9), wide, ints(4), wide, wide, 256)
+    state = wide, ints(4), ints(4, 9)
+    update_rows.update_rows(ints(2, 12), state, -1)
+    step_inputs.step_inputs(ints(4), state, (wide, ints(4), wide, wide), 256)
     store_partials.store_partials(
         zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32)
     )

@@ -1,11 +1,11 @@
-"""Checks of the layer kernels against the torch code of `nanoinfer.layers`, for the interpreter and for a GPU."""
+"""Checks of the layer kernels against `nanoinfer.kernels.reference`, for the interpreter and for a GPU."""
 
 import torch
 
-from nanoinfer.kernels.layer.fused import act_and_mul, linear, linear_parts, norm_rope_store, rms_norm
+from nanoinfer.kernels import reference
+from nanoinfer.kernels.fused import linear, linear_parts, norm_rope_store, rms_norm
+from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.layers.mlp import find_activation
-from nanoinfer.layers.norm import OffsetRMSNorm, RMSNorm
-from nanoinfer.layers.qkv import KVSlots, norm_rotate_store
 from nanoinfer.layers.rope import rope_table
 
 EPS = 1e-6
@@ -17,26 +17,27 @@ def is_close(got: torch.Tensor, want: torch.Tensor, scale: float = 1.0) -> bool:
     return torch.allclose(got.float().cpu(), want.float().cpu(), rtol=tolerance, atol=tolerance * scale)
 
 
-def make_norm(size: int, offset: bool, dtype: torch.dtype, device: str) -> RMSNorm:
-    norm = (OffsetRMSNorm if offset else RMSNorm)(size, EPS, dtype=dtype, device=device)
-    norm.weight.data = (torch.randn(size) * 0.2 + (not offset)).to(device, dtype)
-    return norm
+def make_weight(size: int, offset: bool, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A norm's weight."""
+    return (torch.randn(size) * 0.2 + (not offset)).to(device, dtype)
 
 
 def check_rms_norm(size: int, offset: bool, dtype: torch.dtype, device: str) -> None:
     wide = torch.randn(5, size + 16).to(device, dtype)
     x, other = wide[:, :size], torch.randn(5, size).to(device, dtype)
-    norm = make_norm(size, offset, dtype, device)
+    weight = make_weight(size, offset, dtype, device)
     before = x.clone()
-    assert is_close(rms_norm(x, norm.weight, EPS, offset=offset), norm.norm(x, norm.weight, EPS))
+    assert is_close(rms_norm(x, weight, EPS, offset=offset), reference.rms_norm(x, weight, EPS, offset=offset))
     assert torch.equal(x, before)
-    alone = rms_norm(x[3:4], norm.weight, EPS, offset=offset)
-    assert torch.equal(alone, rms_norm(x, norm.weight, EPS, offset=offset)[3:4]), "a row depends on its neighbours"
-    normed = rms_norm(x, norm.weight, EPS, offset=offset, other=other)
-    assert torch.equal(x, before + other) and is_close(normed, norm.norm(before + other, norm.weight, EPS))
+    alone = rms_norm(x[3:4], weight, EPS, offset=offset)
+    assert torch.equal(alone, rms_norm(x, weight, EPS, offset=offset)[3:4]), "a row depends on its neighbours"
+    normed = rms_norm(x, weight, EPS, offset=offset, other=other)
+    want = reference.rms_norm(before, weight, EPS, offset=offset, other=other)
+    assert torch.equal(x, before) and is_close(normed, want)
     parts, before = torch.randn(3, 5, size).to(device), x.clone()
-    normed = rms_norm(x, norm.weight, EPS, offset=offset, other=parts)
-    assert is_close(x, before + parts.sum(0).to(dtype)) and is_close(normed, norm.norm(x, norm.weight, EPS))
+    normed = rms_norm(x, weight, EPS, offset=offset, other=parts)
+    want = reference.rms_norm(x, weight, EPS, offset=offset)
+    assert is_close(x, before + parts.sum(0).to(dtype)) and is_close(normed, want)
 
 
 def check_norm_rope_store(
@@ -60,15 +61,15 @@ def check_norm_rope_store(
     table = rope_table({"rope_theta": 10000.0}, head_dim, 200, dtype, device)
     positions = torch.tensor([0, 7, 199, 3, 64], device=device)
     slots = torch.tensor([47, 0, -1, 16, 33], device=device)
-    norms = tuple(make_norm(head_dim, offset, dtype, device) for _ in range(2)) if with_norm else None
-    weights = None if norms is None else (norms[0].weight, norms[1].weight)
+    weights = tuple(make_weight(head_dim, offset, dtype, device) for _ in range(2)) if with_norm else None
     kv = torch.full((3, 2, block_size, num_kv_heads, head_dim), 7.0, device=device).to(kv_dtype or dtype)
     q = torch.full((num_tokens, num_q_heads, head_dim), 7.0, dtype=dtype, device=device)
     want_kv = kv.to("cpu", copy=True)
-    norm_rope_store(qkv, num_q_heads, num_kv_heads, weights, EPS, offset, table, positions, kv, slots, q)
-    on_cpu = None if norms is None else tuple(norm.cpu() for norm in norms)
-    target = KVSlots(want_kv, slots.cpu())
-    want_q = norm_rotate_store(qkv.cpu(), num_q_heads, num_kv_heads, on_cpu, table.cpu(), positions.cpu(), target)
+    norm_rope_store(qkv, weights, EPS, offset, table, positions, kv, slots, q)
+    on_cpu, want_q = weights and tuple(weight.cpu() for weight in weights), torch.empty_like(q, device="cpu")
+    reference.norm_rope_store(
+        qkv.cpu(), on_cpu, EPS, offset, table.cpu(), positions.cpu(), want_kv, slots.cpu(), want_q
+    )
     got_kv, want_kv = kv.cpu().float(), want_kv.float()
     scale = 1 if kv_dtype is None or with_norm else 300
     assert is_close(q, want_q, scale)
@@ -122,10 +123,10 @@ def check_linear_parts(
     assert parts.shape == (num_parts, num_tokens, num_rows) and parts.dtype == torch.float32
     wanted = [a.float() @ b.float().T for a, b in zip(x.chunk(num_parts, 1), weight.chunk(num_parts, 1), strict=True)]
     assert all(_almost(part.to(dtype), want.to(dtype)) for part, want in zip(parts, wanted, strict=True))
-    norm, total = make_norm(num_rows, False, dtype, device), other.clone()
-    normed = rms_norm(total, norm.weight, EPS, offset=False, other=parts)
+    factors, total = make_weight(num_rows, False, dtype, device), other.clone()
+    normed = rms_norm(total, factors, EPS, offset=False, other=parts)
     assert _almost(total, other + (x.float() @ weight.float().T).to(dtype))
-    assert _almost(normed, norm.norm(total, norm.weight, EPS))
+    assert _almost(normed, reference.rms_norm(total, factors, EPS, offset=False))
 
 
 def _almost(got: torch.Tensor, want: torch.Tensor) -> bool:

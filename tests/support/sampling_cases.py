@@ -5,7 +5,8 @@ from simulated import SimulatedRuntime
 
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.tables import RowState
-from nanoinfer.sampling.reference import RowSampling, SamplingBatch, sample
+from nanoinfer.sampling.reference import gather, sample
+from nanoinfer.sampling.settings import RowSampling, SamplingBatch
 
 MIXED_ROWS = [
     RowSampling(),
@@ -59,16 +60,14 @@ def make_state(
         state.update(stream, list(enumerate(settings)))
     runtime.synchronize()
     if kernels is not None:
-        space = kernels.workspace(max(1, len(settings)), vocab_size, runtime.device)
-        state._sample = lambda logits, batch_rows, tokens: kernels.sample_rows(
-            logits, batch_rows, state, space, tokens, rows.token, rows.length
-        )
+        rows.operations = kernels
+        state.space = kernels.sampling_workspace(max(1, len(settings)), vocab_size, runtime.device)
     return state, torch.arange(len(settings), dtype=torch.int32, device=runtime.device)
 
 
 def build(settings: list[RowSampling], vocab_size: int) -> SamplingBatch:
     state, rows = make_state(settings, vocab_size)
-    return state.gather(rows)
+    return gather(state, rows)
 
 
 def check_rows(settings: list[RowSampling], logits: torch.Tensor, steps: int, runtime=None, wrong: int = 0) -> None:
@@ -82,13 +81,14 @@ def check_rows(settings: list[RowSampling], logits: torch.Tensor, steps: int, ru
     want, got = torch.zeros(len(settings), dtype=torch.int64), torch.zeros_like(device_rows, dtype=torch.int64)
     on_device = logits.to(device_rows.device)
     for _ in range(steps):
-        batch = reference.gather(rows)
+        batch = gather(reference, rows)
         assert torch.equal(sample(logits.float(), batch), sample(logits.float(), batch))
         reference.sample(logits, rows, want)
         state.sample(on_device, device_rows, got)
         assert (got.cpu() != want).sum() <= wrong, (got.cpu() != want).nonzero()
         if wrong:  # go on from the same tokens
             return
-        for name in ("seen", "counts", "step"):
+        for name in ("seen", "counts"):
             assert torch.equal(getattr(state, name).cpu(), getattr(reference, name)), name
-        assert torch.equal(state._rows.token.cpu(), reference._rows.token)
+        assert torch.equal(state.settings.words.cpu(), reference.settings.words)
+        assert torch.equal(state.rows.token.cpu(), reference.rows.token)

@@ -219,7 +219,8 @@ def test_older_config_files_give_the_same_model(tmp_path):
     for layer in range(new_model.spec.num_layers):
         outputs = []
         for model in (new_model, old_model):
-            kv = torch.zeros(1, 2, 4, model.spec.num_kv_heads, model.spec.head_dim)
+            attention = model.spec.attention
+            kv = torch.zeros(1, 2, 4, attention.num_kv_heads, attention.head_dim)
             outputs.append((model.before_attention(layer, normed, positions, KVSlots(kv, torch.arange(4))), kv))
         assert all(torch.equal(new, old) for new, old in zip(*outputs, strict=True))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.kernels.launch.sizes import largest_tile, next_power_of_2
 
 NO_WINDOW = 1 << 30
@@ -20,16 +21,9 @@ NO_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelShape:
-    """The constants of one model's attention."""
+class KernelShape(AttentionSpec):
+    """The constants of one model's attention on one kind of device."""
 
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    scale: float
-    softcap: float | None
-    dtype: torch.dtype
     tma: bool = False
     """Whether tiles of KV are loaded by Hopper's copy unit (the tensor memory accelerator)."""
     interpreted: bool
@@ -50,7 +44,7 @@ class KernelShape:
         """The constexpr arguments that all attention kernels share."""
         return {
             "NUM_KV_HEADS": self.num_kv_heads,
-            "GROUP_SIZE": self.num_q_heads // self.num_kv_heads,
+            "GROUP_SIZE": self.group_size,
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,
             "BLOCK_SIZE": self.block_size,
@@ -86,7 +80,7 @@ def kv_descriptor(kv: Tensor, block_n: int, shape: KernelShape) -> TensorDescrip
     """
     if not shape.tma:
         return None
-    row = shape.num_kv_heads * shape.head_dim
+    row = shape.kv_size
     return TensorDescriptor(kv, [kv.numel() // row, row], [row, 1], [block_n, shape.head_dim])
 
 
@@ -98,8 +92,7 @@ def decode_tiles(shape: KernelShape) -> Tiles:
     tokens. Tiles of 64 keys need half as many dependent steps per block: 8 rows of 1k tokens gain from that (a layer's
     attention takes 12 instead of 14 microseconds). Fewer rows do not, since their tiles are separate items.
     """
-    group = shape.num_q_heads // shape.num_kv_heads
-    rows = max(16, next_power_of_2(group))  # tl.dot takes no side below 16
+    rows = max(16, next_power_of_2(shape.group_size))  # tl.dot takes no side below 16
     wide = shape.block_d * shape.dtype.itemsize > 256
     block_n = largest_tile(shape.block_size, 16 if wide and shape.dtype == torch.float32 else 32 if wide else 64)
     if shape.tma and not wide:

@@ -95,8 +95,6 @@ def norm_rope_store_kernel(
 
 def norm_rope_store(
     qkv: Tensor,
-    num_q_heads: int,
-    num_kv_heads: int,
     weights: tuple[Tensor, Tensor] | None,
     eps: float,
     offset: bool,
@@ -114,6 +112,7 @@ def norm_rope_store(
     num_q_heads, head_dim], packed.
     """
     num_tokens, num_heads, head_dim = qkv.shape
+    num_q_heads, num_kv_heads = q.shape[1], kv.shape[3]
     assert num_heads == num_q_heads + 2 * num_kv_heads, f"{num_heads} heads"
     assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim, "heads of a token must be packed"
     assert q.is_contiguous() and kv.is_contiguous(), "q and kv must be packed"

@@ -17,7 +17,20 @@ import triton.language as tl
 
 from nanoinfer.kernels.attention.online_softmax import finite
 from nanoinfer.kernels.launch.sizes import next_power_of_2
+from nanoinfer.kernels.step.scores import (
+    MIN_P,
+    SEED,
+    STEP,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    load_scores,
+    real,
+    scoring,
+    wide,
+)
 from nanoinfer.sampling import reference as sampler
+from nanoinfer.sampling.settings import MAX_COUNT
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
 # Programs per row in launch 3, which weighs tiles after a cut. In rows without a cut they end at once, but still have
@@ -56,34 +69,6 @@ def exponential_from_bits(bits):
 
 
 @triton.jit
-def load_scores(
-    logits, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
-    step, banned_until, banned_ids, num_banned,
-    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr,
-):  # fmt: skip
-    """Scores of token ids after repetition penalty (Keskar et al., 2019, section 4.1), frequency and presence penalty
-    and bans; -inf beyond the vocabulary and for NaN.
-
-    logits: pointer to one batch row; the other arguments: the row's state.
-    """
-    inside = ids < VOCAB_SIZE
-    score = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
-    if penalty != 1.0:
-        word = tl.load(seen + row * SEEN_WORDS + ids // 32, mask=inside, other=0)
-        is_seen = ((word >> (ids % 32)) & 1) != 0
-        score = tl.where(is_seen, tl.where(score > 0, score / penalty, score * penalty), score)
-    if counted != 0:
-        count = tl.load(counts + row * VOCAB_SIZE + ids, mask=inside, other=0)
-        # The fma keeps the compiler from choosing between one rounding and two: every launch must find the same score.
-        score = tl.fma(count.to(tl.float32), -tl.load(frequency_penalty + row), score)
-        score = tl.where(count > 0, score - tl.load(presence_penalty + row), score)
-    if step < banned_until:
-        for i in range(num_banned):
-            score = tl.where(ids == tl.load(banned_ids + row * MAX_BANNED + i), -float("inf"), score)
-    return tl.where(score == score, score + 0.0, -float("inf"))  # -0.0 and 0.0 are one score
-
-
-@triton.jit
 def order(score):
     """Map float32 to int32 so that the order stays the same."""
     bits = score.to(tl.int32, bitcast=True)
@@ -110,20 +95,13 @@ def scaled_by(score, high, temperature):
 
 
 @triton.jit
-def weigh(
-    logits, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
-    step, banned_until, banned_ids, num_banned, peak, temperature, min_p, least,
-    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr,
-):  # fmt: skip
+def weigh(source, ids, peak, temperature, min_p, least, VOCAB_SIZE: tl.constexpr):
     """Return (order, weight) of token ids.
 
     Weights are probabilities relative to the peak's, in units of 2^-40, int64. A weight is 0 if min_p drops the token
-    or its order is below `least`.
+    or its order is below `least`. source: `scoring` of the row.
     """
-    score = load_scores(
-        logits, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
-        step, banned_until, banned_ids, num_banned, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
-    )  # fmt: skip
+    score = load_scores(source, ids, VOCAB_SIZE)
     relative = tl.exp(scaled_by(score, peak, temperature))
     place = order(score)
     stays = (relative >= min_p) & (place >= least)
@@ -138,8 +116,10 @@ def row_peak(tile_max, index, num_tiles, TILES: tl.constexpr):
 
 
 @triton.jit
-def keeps_all(top_k, top_p, min_p, VOCAB_SIZE: tl.constexpr):
-    return ((top_k <= 0) | (top_k >= VOCAB_SIZE)) & (top_p >= 1.0) & (min_p <= 0.0)
+def keeps_all(settings, VOCAB_SIZE: tl.constexpr):
+    """Whether no cut drops a token. settings: pointer to a row's."""
+    top_k = tl.load(settings + TOP_K)
+    return ((top_k <= 0) | (top_k >= VOCAB_SIZE)) & (real(settings, TOP_P) >= 1.0) & (real(settings, MIN_P) <= 0.0)
 
 
 @triton.jit
@@ -166,26 +146,19 @@ def noise(seed, step, ids):
 def _tile_kernel(
     logits,  # [B, VOCAB_SIZE]
     rows,  # [B] int32
-    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,  # SamplingState, by row
-    step, banned_until, banned_ids, num_banned,
-    temperature, top_k, top_p, min_p,
+    settings, seen, counts,  # SamplingState, by row
     tile_max,  # [B, num_tiles] float32, out
     tile_weight,  # [B, num_tiles] float32, out, for rows that keep every token: relative to the tile's largest score
     num_tiles,
-    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
-    GREEDY: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, TILE: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    row = tl.load(rows + index).to(tl.int64)
-    heat = tl.load(temperature + row)
-    is_free = keeps_all(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), VOCAB_SIZE)
-    score = load_scores(
-        logits + index * VOCAB_SIZE, tile * TILE + tl.arange(0, TILE), row, tl.load(repetition_penalty + row), seen,
-        tl.load(is_counted + row), counts, presence_penalty, frequency_penalty,
-        tl.load(step + row), tl.load(banned_until + row), banned_ids, tl.load(num_banned + row),
-        VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
-    )  # fmt: skip
+    source = scoring(logits, rows, settings, seen, counts, index, VOCAB_SIZE, SEEN_WORDS)
+    given = source[1]
+    heat = real(given, TEMPERATURE)
+    is_free = keeps_all(given, VOCAB_SIZE)
+    score = load_scores(source, tile * TILE + tl.arange(0, TILE), VOCAB_SIZE)
     at = index * num_tiles + tile
     high = tl.max(score, 0)
     tl.store(tile_max + at, high)
@@ -195,36 +168,26 @@ def _tile_kernel(
 
 @triton.jit
 def _cut_kernel(
-    logits, rows,
-    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,
-    step, banned_until, banned_ids, num_banned,
-    temperature, top_k, top_p, min_p,  # by row
-    tile_max,
+    logits, rows, settings, seen, counts, tile_max,
     peak,  # [B] float32, out: the row's largest score, as `row_peak` has it
     cut,  # [B] int32, out: order of the last score that is kept
     cut_id,  # [B] int32, out: last token id that is kept among those with that score; -1: no cut
     num_tiles,
-    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILES: tl.constexpr,
-    TILE: tl.constexpr, GREEDY: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + index).to(tl.int64)
-    heat = tl.load(temperature + row)
-    k = tl.load(top_k + row)
-    p = tl.load(top_p + row)
+    source = scoring(logits, rows, settings, seen, counts, index, VOCAB_SIZE, SEEN_WORDS)
+    given = source[1]
+    heat = real(given, TEMPERATURE)
+    k = tl.load(given + TOP_K)
+    p = real(given, TOP_P)
     high = row_peak(tile_max, index, num_tiles, TILES)
     tl.store(peak + index, high)
     last = tl.full([], -2147483648, tl.int32)
     last_id = tl.full([], -1, tl.int32)
     wants_k = (k > 0) & (k < VOCAB_SIZE)
     if (heat >= GREEDY) & (wants_k | (p < 1.0)):
-        floor = tl.load(min_p + row)
-        source = logits + index * VOCAB_SIZE
-        penalty = tl.load(repetition_penalty + row)
-        counted = tl.load(is_counted + row)
-        now = tl.load(step + row)
-        until = tl.load(banned_until + row)
-        bans = tl.load(num_banned + row)
+        floor = real(given, MIN_P)
         lane = tl.arange(0, TILE)
         eight = tl.arange(0, 8)
         peaks = tile_max + index * num_tiles
@@ -246,11 +209,7 @@ def _cut_kernel(
                 count = tl.zeros([8, TILE], tl.int32)
                 for tile in range(num_tiles):
                     if order(tl.load(peaks + tile)) >= reach:
-                        score = load_scores(
-                            source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty,
-                            frequency_penalty, now, until, banned_ids, bans,
-                            VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
-                        )  # fmt: skip
+                        score = load_scores(source, tile * TILE + lane, VOCAB_SIZE)
                         if floor > 0:
                             stays = tl.exp(scaled_by(score, high, heat)) >= floor
                             score = tl.where(stays, score, -float("inf"))
@@ -264,11 +223,7 @@ def _cut_kernel(
             total = tl.zeros([TILE], tl.int64)
             for tile in range(num_tiles):
                 if order(tl.load(peaks + tile)) >= last_of_k:
-                    _, weight = weigh(
-                        source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty,
-                        frequency_penalty, now, until, banned_ids, bans, high, heat, floor,
-                        last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
-                    )  # fmt: skip
+                    _, weight = weigh(source, tile * TILE + lane, high, heat, floor, last_of_k, VOCAB_SIZE)
                     total += weight
             limit = tl.ceil(p.to(tl.float64) * tl.sum(total, 0).to(tl.float64)).to(tl.int64)
             limit = tl.maximum(limit, 1)
@@ -280,11 +235,7 @@ def _cut_kernel(
                 weights = tl.zeros([8, TILE], tl.int64)
                 for tile in range(num_tiles):
                     if order(tl.load(peaks + tile)) >= reach:
-                        place, weight = weigh(
-                            source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty,
-                            frequency_penalty, now, until, banned_ids, bans, high, heat, floor,
-                            last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
-                        )  # fmt: skip
+                        place, weight = weigh(source, tile * TILE + lane, high, heat, floor, last_of_k, VOCAB_SIZE)
                         weights += tl.where(place[None, :] >= guess[:, None], weight[None, :], 0)
                 best = tl.max(tl.where(tl.sum(weights, 1) >= limit, eight, 0), 0)
                 found = found | (best.to(tl.int64) << (30 - 3 * digit))
@@ -294,11 +245,7 @@ def _cut_kernel(
             each = tl.zeros([TILE], tl.int64)
             for tile in range(num_tiles):
                 if order(tl.load(peaks + tile)) >= last:
-                    place, weight = weigh(
-                        source, tile * TILE + lane, row, penalty, seen, counted, counts, presence_penalty,
-                        frequency_penalty, now, until, banned_ids, bans, high, heat, floor,
-                        last_of_k, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
-                    )  # fmt: skip
+                    place, weight = weigh(source, tile * TILE + lane, high, heat, floor, last_of_k, VOCAB_SIZE)
                     above += tl.where(place > last, weight, 0)
                     each = tl.maximum(each, tl.where(place == last, weight, 0))
             one = tl.maximum(tl.max(each, 0), 1)
@@ -310,11 +257,7 @@ def _cut_kernel(
                 for tile in range(num_tiles):
                     if order(tl.load(peaks + tile)) >= last:
                         ids = tile * TILE + lane
-                        score = load_scores(
-                            source, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
-                            now, until, banned_ids, bans,
-                            VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
-                        )  # fmt: skip
+                        score = load_scores(source, ids, VOCAB_SIZE)
                         is_last = (order(score) == last) & (ids < VOCAB_SIZE)
                         equal += (is_last[None, :] & (ids[None, :] < bound[:, None])).to(tl.int32)
                 best = tl.max(tl.where(tl.sum(equal, 1) < wanted, eight, 0), 0)
@@ -325,38 +268,26 @@ def _cut_kernel(
 
 @triton.jit
 def _cut_weight_kernel(
-    logits, rows,
-    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,
-    step, banned_until, banned_ids, num_banned,
-    temperature, top_k, top_p, min_p,
-    tile_max, peak, cut, cut_id,
+    logits, rows, settings, seen, counts, tile_max, peak, cut, cut_id,
     tile_weight,  # [B, num_tiles] float32, out, for rows with a cut: relative to the row's largest score
     num_tiles,
-    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILE: tl.constexpr,
-    GREEDY: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, TILE: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + index).to(tl.int64)
-    heat = tl.load(temperature + row)
-    floor = tl.load(min_p + row)
-    if (heat >= GREEDY) & (keeps_all(tl.load(top_k + row), tl.load(top_p + row), floor, VOCAB_SIZE) == 0):
+    source = scoring(logits, rows, settings, seen, counts, index, VOCAB_SIZE, SEEN_WORDS)
+    given = source[1]
+    heat = real(given, TEMPERATURE)
+    if (heat >= GREEDY) & (keeps_all(given, VOCAB_SIZE) == 0):
+        floor = real(given, MIN_P)
         high = tl.load(peak + index)
         last = tl.load(cut + index)
         last_id = tl.load(cut_id + index)
-        now = tl.load(step + row)
-        penalty = tl.load(repetition_penalty + row)
-        counted = tl.load(is_counted + row)
-        until = tl.load(banned_until + row)
-        bans = tl.load(num_banned + row)
         for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
             at = index * num_tiles + tile
             weight = tl.full([], 0.0, tl.float32)
             if order(tl.load(tile_max + at)) >= last:
                 ids = tile * TILE + tl.arange(0, TILE)
-                score = load_scores(
-                    logits + index * VOCAB_SIZE, ids, row, penalty, seen, counted, counts, presence_penalty,
-                    frequency_penalty, now, until, banned_ids, bans, VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
-                )  # fmt: skip
+                score = load_scores(source, ids, VOCAB_SIZE)
                 stays = keeps(score, ids, high, heat, floor, last, last_id)
                 weight = tl.sum(tl.where(stays, tl.exp(scaled_by(score, high, heat)), 0.0), 0)
             tl.store(tile_weight + at, weight)
@@ -364,27 +295,22 @@ def _cut_weight_kernel(
 
 @triton.jit
 def _choose_kernel(
-    logits, rows,
-    repetition_penalty, seen, is_counted, counts, presence_penalty, frequency_penalty,
-    step, banned_until, banned_ids, num_banned,
-    temperature, top_k, top_p, min_p, seed,
-    tile_max, peak, cut, cut_id, tile_weight,
+    logits, rows, settings, seen, counts, tile_max, peak, cut, cut_id, tile_weight,
     tokens,  # [B] int64, out
     row_tokens,  # [rows] int64, out
     row_lengths,  # [rows] int32, counted up
     num_tiles, padding_row,
-    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, MAX_BANNED: tl.constexpr, TILES: tl.constexpr,
-    TILE: tl.constexpr, GREEDY: tl.constexpr, MAX_COUNT: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, GREEDY: tl.constexpr,
+    MAX_COUNT: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + index).to(tl.int64)
-    heat = tl.load(temperature + row)
+    row = tl.load(rows + index)
+    source = scoring(logits, rows, settings, seen, counts, index, VOCAB_SIZE, SEEN_WORDS)
+    _, given, own_seen, own_counts, penalty, is_counted, _ = source
+    heat = real(given, TEMPERATURE)
     high = tl.load(peak + index)
-    floor = tl.load(min_p + row)
-    now = tl.load(step + row)
-    penalty = tl.load(repetition_penalty + row)
-    counted = tl.load(is_counted + row)
-    noise_seed = tl.load(seed + row)
+    now = wide(given, STEP)
+    noise_seed = wide(given, SEED)
     tiles = tl.arange(0, TILES)
     listed = tiles < num_tiles
     highs = tl.load(tile_max + index * num_tiles + tiles, mask=listed, other=-float("inf"))
@@ -393,35 +319,32 @@ def _choose_kernel(
         weight = tl.load(tile_weight + index * num_tiles + tiles, mask=listed, other=0.0)
         has_any = listed & (weight > 0)
         time = noise(noise_seed, now, VOCAB_SIZE + tiles) / tl.where(has_any, weight, 1.0)
-        if keeps_all(tl.load(top_k + row), tl.load(top_p + row), floor, VOCAB_SIZE):
+        if keeps_all(given, VOCAB_SIZE):
             time *= tl.exp(-scaled_by(highs, high, heat))  # from the tile's largest score to the row's
         arrival = tl.where(has_any, -time, -float("inf"))
     tile = winner(arrival, tiles, num_tiles - 1)
     ids = tile * TILE + tl.arange(0, TILE)
-    score = load_scores(
-        logits + index * VOCAB_SIZE, ids, row, penalty, seen, counted, counts, presence_penalty, frequency_penalty,
-        now, tl.load(banned_until + row), banned_ids, tl.load(num_banned + row), VOCAB_SIZE, SEEN_WORDS, MAX_BANNED,
-    )  # fmt: skip
+    score = load_scores(source, ids, VOCAB_SIZE)
     if heat >= GREEDY:
         own = finite(tl.max(tl.where(tiles == tile, highs, -float("inf")), 0))
-        stays = keeps(score, ids, high, heat, floor, tl.load(cut + index), tl.load(cut_id + index))
+        stays = keeps(score, ids, high, heat, real(given, MIN_P), tl.load(cut + index), tl.load(cut_id + index))
         time = noise(noise_seed, now, ids) * tl.exp(-scaled_by(score, own, heat))
         score = tl.where(stays, -time, -float("inf"))
     token = winner(score, ids, VOCAB_SIZE - 1)
     tl.store(tokens + index, token.to(tl.int64))
     tl.store(row_tokens + row, token.to(tl.int64))
-    tl.store(step + row, now + 1)
+    tl.store((given + STEP).to(tl.pointer_type(tl.int64)), now + 1)
     if penalty != 1.0:
-        word = seen + row * SEEN_WORDS + token // 32
+        word = own_seen + token // 32
         tl.store(word, tl.load(word) | (1 << (token % 32)))
-    if counted != 0:
-        place = counts + row * VOCAB_SIZE + token
+    if is_counted != 0:
+        place = own_counts + token
         tl.store(place, tl.minimum(tl.load(place).to(tl.int32) + 1, MAX_COUNT).to(tl.int16))
     if row != padding_row:
         tl.store(row_lengths + row, tl.load(row_lengths + row) + 1)
 
 
-def workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
+def sampling_workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Allocate what the launches pass to each other, for batches of up to `max_batch` rows."""
     num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
 
@@ -437,20 +360,12 @@ def workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str
     }
 
 
-def sample_rows(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    state,
-    space: dict[str, torch.Tensor],
-    tokens: torch.Tensor,
-    row_tokens: torch.Tensor,
-    row_lengths: torch.Tensor,
-) -> None:
-    """Sample the next token of each row into tokens and row_tokens; advance the rows' step, seen tokens and counts.
+def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.Tensor) -> None:
+    """Sample the next token of each row, and advance the rows' step, seen tokens and counts.
 
-    logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); space: `workspace`;
-    tokens: [B] int64; row_tokens: [rows] int64; row_lengths: [rows] int32, incremented except for the last row, which
-    is for padding.
+    logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); tokens: [B] int64, out, also
+    written to the rows' own tokens. The rows' lengths are incremented, except that of the last row, which is for
+    padding.
     """
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and rows.dtype == torch.int32 and tokens.is_contiguous()
@@ -459,24 +374,16 @@ def sample_rows(
     if num_rows == 0:
         return
     num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
-    tile_max, tile_weight = space["tile_max"], space["tile_weight"]
-    cuts = space["peak"], space["cut"], space["cut_id"]
+    tile_max, tile_weight, *cuts = (state.space[name] for name in ("tile_max", "tile_weight", "peak", "cut", "cut_id"))
     sizes = dict(
-        VOCAB_SIZE=vocab_size, SEEN_WORDS=state.seen.shape[1], MAX_BANNED=state.banned_ids.shape[1],
-        TILE=sampler.TILE_TOKENS, GREEDY=GREEDY_TEMPERATURE,
-    )  # fmt: skip
-    tiles = dict(TILES=next_power_of_2(num_tiles))
-    settings = (
-        state.repetition_penalty, state.seen, state.is_counted, state.counts, state.presence_penalty,
-        state.frequency_penalty, state.step, state.banned_until, state.banned_ids, state.num_banned,
-        state.temperature, state.top_k, state.top_p, state.min_p,
-    )  # fmt: skip
-    _tile_kernel[(num_rows, num_tiles)](logits, rows, *settings, tile_max, tile_weight, num_tiles, **sizes)
-    _cut_kernel[(num_rows,)](logits, rows, *settings, tile_max, *cuts, num_tiles, **sizes, **tiles, num_warps=16)
-    _cut_weight_kernel[(num_rows, min(CUT_PROGRAMS, num_tiles))](
-        logits, rows, *settings, tile_max, *cuts, tile_weight, num_tiles, **sizes
+        VOCAB_SIZE=vocab_size, SEEN_WORDS=state.seen.shape[1], TILE=sampler.TILE_TOKENS, GREEDY=GREEDY_TEMPERATURE
     )
+    tiles = dict(TILES=next_power_of_2(num_tiles))
+    common = logits, rows, state.settings.words, state.seen, state.counts, tile_max
+    _tile_kernel[(num_rows, num_tiles)](*common, tile_weight, num_tiles, **sizes)
+    _cut_kernel[(num_rows,)](*common, *cuts, num_tiles, **sizes, **tiles, num_warps=16)
+    _cut_weight_kernel[(num_rows, min(CUT_PROGRAMS, num_tiles))](*common, *cuts, tile_weight, num_tiles, **sizes)
     _choose_kernel[(num_rows,)](
-        logits, rows, *settings, state.seed, tile_max, *cuts, tile_weight, tokens, row_tokens, row_lengths,
-        num_tiles, len(row_tokens) - 1, **sizes, **tiles, MAX_COUNT=torch.iinfo(torch.int16).max,
+        *common, *cuts, tile_weight, tokens, state.rows.token, state.rows.length, num_tiles, state.rows.padding_row,
+        **sizes, **tiles, MAX_COUNT=MAX_COUNT,
     )  # fmt: skip

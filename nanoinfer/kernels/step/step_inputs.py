@@ -29,23 +29,11 @@ def step_inputs_kernel(
     tl.store(slots + index, block * BLOCK_SIZE + position % BLOCK_SIZE)
 
 
-def step_inputs(
-    batch_rows: Tensor,
-    row_tokens: Tensor,
-    row_lengths: Tensor,
-    block_table: Tensor,
-    tokens: Tensor,
-    lengths: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    block_size: int,
-) -> None:
+def step_inputs(batch_rows: Tensor, state: tuple[Tensor, ...], inputs: tuple[Tensor, ...], block_size: int) -> None:
     """Write for each batch row its token, its length with that token, and the token's position and slot.
 
-    batch_rows: [size] int32, rows of row_tokens [rows] int64, row_lengths [rows] int32 and block_table [rows, width]
-    int32; tokens, positions, slots: [size] int64; lengths: [size] int32.
+    batch_rows: [size] int32; state: the rows' tokens [rows] int64, lengths [rows] int32 and block table [rows, width]
+    int32; inputs, out: tokens, lengths, positions and slots, [size] each, the lengths int32 and the others int64.
     """
-    step_inputs_kernel[(len(batch_rows),)](
-        batch_rows, row_tokens, row_lengths, block_table, tokens, lengths, positions, slots, block_table.shape[1],
-        BLOCK_SIZE=block_size, num_warps=1,
-    )  # fmt: skip
+    width = state[2].shape[1]
+    step_inputs_kernel[(len(batch_rows),)](batch_rows, *state, *inputs, width, BLOCK_SIZE=block_size, num_warps=1)

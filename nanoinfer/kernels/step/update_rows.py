@@ -29,14 +29,13 @@ def update_rows_kernel(
     tl.store(block_table + row * width + column, tl.load(line + 3 + column, mask=inside), mask=inside)
 
 
-def update_rows(lines: Tensor, row_tokens: Tensor, row_lengths: Tensor, block_table: Tensor, kept: int) -> None:
+def update_rows(lines: Tensor, state: tuple[Tensor, ...], kept: int) -> None:
     """Write lines [n, 3 + width] int32 (row, token, length, block table) into the rows. No row is listed twice.
 
-    row_tokens: [rows] int64; row_lengths: [rows] int32; block_table: [rows, width] int32. With `kept` in place of a
-    token, the row keeps the token that it has.
+    state: the rows' tokens [rows] int64, lengths [rows] int32 and block table [rows, width] int32. With `kept` in place
+    of a token, the row keeps the token that it has.
     """
+    block_table = state[2]
     width = block_table.shape[1]
     assert lines.shape[1] == 3 + width and lines.is_contiguous() and block_table.is_contiguous(), "lines must be packed"
-    update_rows_kernel[(len(lines), triton.cdiv(width, TILE))](
-        lines, row_tokens, row_lengths, block_table, width, KEPT=kept, TILE=TILE, num_warps=4
-    )
+    update_rows_kernel[(len(lines), triton.cdiv(width, TILE))](lines, *state, width, KEPT=kept, TILE=TILE, num_warps=4)

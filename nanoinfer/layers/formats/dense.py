@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.common import exact
 from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.layers.formats.base import WeightFormat
-from nanoinfer.layers.fused import fused_kernels
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.weight import empty_weight
 
@@ -33,48 +31,28 @@ class Dense(WeightFormat):
         module.weight.normal_(0.0, 0.02, generator=generator)
 
     def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return product(x, module.weight, module.bias, out=out, library_counts=module.library_counts)
+        return module.operations.linear(x, module.weight, module.bias, out=out, library_counts=module.library_counts)
 
     def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
         """Return rows of the weight, for embeddings: [N] -> [N, in_features]."""
         return torch.nn.functional.embedding(ids, module.weight)
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
-        if not x.is_cuda or x.element_size() != 2 or activation not in fused_kernels().ACTIVATIONS:
-            return None
-        return fused_kernels().linear(
-            x, module.weight, module.bias, activation=activation, library_counts=module.library_counts
+        return module.operations.gated_linear(
+            x, module.weight, module.bias, activation, library_counts=module.library_counts
         )
 
     def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
         parts = self.num_parts(module)
-        if parts == 1 or not y.is_cuda or y.element_size() != 2:
+        if parts == 1 or y.element_size() != 2:
             return norm.after_sum(x, self.project(module, y))
         return norm.after_sum(
-            x, fused_kernels().linear_parts(y, module.weight, parts, library_counts=module.library_counts)
+            x, module.operations.linear_parts(y, module.weight, parts, library_counts=module.library_counts)
         )
 
     def num_parts(self, module: nn.Module) -> int:
         """Return the number of parts of the sums in `project_add_norm` on CUDA, in bfloat16 and float16."""
         return 1 if module.bias is not None else num_parts(module.weight.shape[1])
-
-
-def product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-    library_counts: frozenset[int] = frozenset(),
-) -> Tensor:
-    """x @ weight.T + bias: the bits of a row depend on nothing but the row, the weight and the bias.
-
-    x: [N, in_features]; weight: [num_rows, in_features]; out: [N, num_rows], for the result.
-    """
-    if x.is_cuda:
-        return fused_kernels().linear(x, weight, bias, out=out, library_counts=library_counts)
-    result = exact.linear(x, weight, bias)
-    return result if out is None else out.copy_(result)
 
 
 DENSE = Dense()

@@ -1,0 +1,119 @@
+"""The device operations in plain torch: where there are no kernels, and what tests compare the kernels with.
+
+`nanoinfer.kernels.fused` has the same functions. The docstrings of the kernels say what the tensors are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanoinfer.common import exact
+from nanoinfer.sampling.reference import sample_rows as sample_rows
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None, library_counts: object = ()
+) -> Tensor:
+    """x @ weight.T + bias, in `out` if that is given. library_counts: unused."""
+    result = exact.linear(x, weight, bias)
+    return result if out is None else out.copy_(result)
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, library_counts: object = ()
+) -> None:
+    """None: an activation is computed by itself."""
+
+
+def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: object = ()) -> Tensor:
+    """x @ weight.T, which is not cut into parts."""
+    return linear(x, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None) -> Tensor:
+    """Return the norm of x, [..., size]. With `other`, x becomes x + other first, in place.
+
+    The weight broadcasts to x. With `offset` it counts from 1, and the product is rounded once; otherwise x / rms(x) is
+    rounded first.
+    """
+    if other is not None:
+        x += other
+    wide = x.float()
+    normed = wide * exact.elementwise(torch.rsqrt, wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * (1.0 + weight.float())).to(x.dtype) if offset else weight * normed.to(x.dtype)
+
+
+def apply_rope(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """Rotate every head of x: [N, num_heads, head_dim], at positions [N] int64; returns a new contiguous tensor.
+
+    table: [max_position, head_dim] cosines and sines. The products are rounded to x's dtype before they are added, as
+    in transformers (x * cos + rotate_half(x) * sin).
+    """
+    cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def store_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
+    """Write k and v, [N, num_kv_heads, head_dim] each, to their slots of kv; a negative slot is skipped.
+
+    float8 has no infinity: without the clamp, values above its largest would become NaN.
+    """
+    kept, block_size = slots >= 0, kv.shape[2]
+    slots = slots[kept].long()
+    block, offset = slots // block_size, slots % block_size
+    is_fp8 = kv.dtype.itemsize == 1
+    # As bytes: torch stores no float8 by index on the CPU.
+    pool = kv.view(torch.uint8) if is_fp8 else kv
+    for place, values in enumerate((k[kept], v[kept])):
+        if is_fp8:
+            largest = torch.finfo(kv.dtype).max
+            values = values.clamp(-largest, largest)
+        pool[block, place, offset] = values.to(kv.dtype).view(pool.dtype)
+
+
+def norm_rope_store(
+    qkv: Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    offset: bool,
+    table: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    slots: Tensor,
+    q: Tensor,
+) -> None:
+    """Apply norm and rotation to query and key heads; write queries to `q`, keys and values to their slots of `kv`."""
+    num_q_heads, num_kv_heads = q.shape[1], kv.shape[3]
+    qk, v = qkv.split((num_q_heads + num_kv_heads, num_kv_heads), dim=1)
+    if weights is not None:
+        # [num_qk_heads, head_dim]: each head with its own weight.
+        weight = torch.cat((weights[0].expand(num_q_heads, -1), weights[1].expand(num_kv_heads, -1)))
+        qk = rms_norm(qk, weight, eps, offset=offset)
+    rotated, k = apply_rope(qk, table, positions).split((num_q_heads, num_kv_heads), dim=1)
+    q.copy_(rotated)
+    store_kv(k, v, kv, slots)
+
+
+def update_rows(lines: Tensor, state: tuple[Tensor, ...], kept: int) -> None:
+    """Write lines [n, 3 + width] (row, token, length, block table) into the rows; `kept` keeps a row's token."""
+    (row_tokens, row_lengths, block_table), rows, tokens = state, lines[:, 0].long(), lines[:, 1].long()
+    row_tokens.index_copy_(0, rows, torch.where(tokens == kept, row_tokens[rows], tokens))
+    row_lengths.index_copy_(0, rows, lines[:, 2])
+    block_table.index_copy_(0, rows, lines[:, 3:])
+
+
+def step_inputs(batch_rows: Tensor, state: tuple[Tensor, ...], inputs: tuple[Tensor, ...], block_size: int) -> None:
+    """Write for each batch row its token, its length with that token, and the token's position and slot."""
+    (row_tokens, row_lengths, block_table), (tokens, lengths, positions, slots) = state, inputs
+    tokens.copy_(row_tokens.index_select(0, batch_rows))
+    lengths.copy_(row_lengths.index_select(0, batch_rows))
+    positions.copy_(lengths - 1)
+    blocks = block_table[batch_rows.long(), positions // block_size]
+    slots.copy_(blocks * block_size + positions % block_size)
+
+
+def sampling_workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, Tensor]:
+    """Nothing: `sample_rows` allocates what it needs."""
+    return {}
