@@ -111,18 +111,13 @@ class AsyncEngine:
     # Requests, from the loop
 
     async def submit(
-        self,
-        prompts: list[Prompt],
-        params: SamplingParams,
-        *,
-        wants_deltas: bool,
-        arrival: float | None = None,
-        charge: Charge | None = None,
+        self, prompts: list[Prompt], params: SamplingParams, *, wants_deltas: bool, arrival: float, charge: Charge
     ) -> RequestStream:
         """Queues all prompts or none.
 
         Args:
             prompts: as returned by `self.prompts`.
+            arrival: `time.perf_counter` at the arrival of the HTTP request.
             charge: counts the bytes of the request; the stream releases it.
 
         Raises:
@@ -137,13 +132,12 @@ class AsyncEngine:
         stream = RequestStream(
             prompts,
             wants_deltas=wants_deltas,
-            arrival=time.perf_counter() if arrival is None else arrival,
+            arrival=arrival,
             on_end=self._streams.discard,
             on_close=self._abort_later,
             charge=charge,
         )
-        if charge is not None:
-            charge.is_handed_over = True
+        charge.is_handed_over = True
         self._streams.add(stream)
         try:
             await asyncio.wrap_future(self._call(lambda engine: self.requests.add(stream, params)))

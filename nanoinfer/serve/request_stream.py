@@ -35,7 +35,7 @@ class RequestStream:
         arrival: float,
         on_end: Callable[[RequestStream], None],
         on_close: Callable[[RequestStream], None],
-        charge: Charge | None = None,
+        charge: Charge,
     ) -> None:
         self.prompts, self.wants_deltas, self.arrival = prompts, wants_deltas, arrival
         self.has_started = False
@@ -70,8 +70,7 @@ class RequestStream:
 
     def start(self) -> None:
         """Note that the request no longer waits."""
-        if self._charge is not None:
-            self._charge.release()
+        self._charge.release()
 
     def end_one(self) -> None:
         """Note that one of the prompts has ended."""

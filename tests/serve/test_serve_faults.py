@@ -71,7 +71,9 @@ def test_a_reader_that_is_cancelled_ends_its_request(path):
             await served.wait_until_idle()
             prompts = [await served.async_engine.prompts.tokenize([1, 2])]
             params = SamplingParams(max_tokens=300, ignore_eos=True)
-            stream = await served.async_engine.submit(prompts, params, wants_deltas=True)
+            stream = await served.async_engine.submit(
+                prompts, params, wants_deltas=True, arrival=0.0, charge=served.async_engine.waiting.charge()
+            )
             stream.close()
             with pytest.raises(StreamClosedError):
                 while await stream.next():
