@@ -212,7 +212,10 @@ def test_a_wrong_block_from_the_prefix_cache_is_found(paths, only, monkeypatch):
 
 def test_kv_that_comes_back_wrong_after_preemption_is_found(paths, only, monkeypatch):
     only("resident", "prefix", "preempted")
-    monkeypatch.setattr(BlockCopies, "to_gpu", lambda self, pairs: None)
+    copy = BlockCopies.copy
+    monkeypatch.setattr(
+        BlockCopies, "copy", lambda self, source, to, pairs: copy(self, source, to, [] if to == "gpu" else pairs)
+    )
     assert verify(paths["qwen3"], **SMALL).line() == "DIFFERENT in preempted"
 
 
