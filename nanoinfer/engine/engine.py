@@ -11,13 +11,13 @@ import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import stats
-from nanoinfer.engine.batch import Batch, LaunchedStep
 from nanoinfer.engine.intake import Intake
+from nanoinfer.engine.launched import LaunchedStep
 from nanoinfer.engine.meter import StepMeter
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.engine.recovery import Work
-from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.engine.scheduler import Batch, Scheduler
 from nanoinfer.engine.start import BuiltEngine, build
 from nanoinfer.engine.trace import Trace
 from nanoinfer.execution.runner import ModelRunner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, fields
 
-from nanoinfer.engine.batch import LaunchedStep
+from nanoinfer.engine.launched import LaunchedStep
 from nanoinfer.engine.trace import Trace
 from offload import Runtime, Timeline
 

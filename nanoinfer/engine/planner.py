@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from nanoinfer.engine.batch import Batch
+from nanoinfer.engine.scheduler import Batch
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.requests.sequence import Sequence, SequenceState
 from nanoinfer.sampling.settings import RowSampling
@@ -43,18 +43,22 @@ class StepPlanner:
         kv_cache, chunks, decoding, sampled = self._kv_cache, batch.chunks, batch.decoding, batch.sampled
         rows = np.array([sequence.row for sequence in decoding], dtype=np.int32)
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
-        write_through = [pair for chunk in chunks for pair in kv_cache.fill(chunk.sequence, chunk.end)]
         tables = kv_cache.tables
+        write_through, promoted, operation, gone = [], None, 0, ()
         if tables.is_offload:
+            write_through = [pair for chunk in chunks for pair in kv_cache.fill(chunk.sequence, chunk.end)]
             write_through += [pair for sequence in decoding for pair in kv_cache.fill(sequence, sequence.num_tokens)]
             self._count_blocks_read(batch.sequences)
         changed = self._changed_lines(decoding, rows)
         sampling = self._changed_settings(sampled)
         all_rows = np.concatenate([np.array([chunk.sequence.row for chunk in chunks], dtype=np.int32), rows])
         longest = max([*(chunk.end for chunk in chunks), int(ends.max(initial=0))])
-        width = tables.num_blocks(longest)
+        width = -(-longest // tables.block_size)
         gpu_blocks, host_blocks = tables.gpu[all_rows, :width], tables.host[all_rows, :width]
-        promoted = kv_cache.copies.promote(rows.tolist())
+        if tables.is_offload:
+            promoted = kv_cache.copies.promote(rows.tolist())
+            operation = tables.lifetimes.begin([gpu_block for gpu_block, _ in write_through])
+            gone = tables.lifetimes.take_gone()
         plan = StepPlan(
             number=self._number,
             chunks=tuple(
@@ -84,8 +88,8 @@ class StepPlanner:
             },
             write_through=tuple(write_through),
             promoted=promoted or {},
-            operation=tables.lifetimes.begin([gpu_block for gpu_block, _ in write_through]) if tables.is_offload else 0,
-            gone_host_blocks=tables.lifetimes.take_gone(),
+            operation=operation,
+            gone_host_blocks=gone,
         )
         self._number += 1
         return plan

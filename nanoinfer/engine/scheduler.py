@@ -4,12 +4,43 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from nanoinfer.engine.batch import Batch, PrefillChunk
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
 from nanoinfer.requests.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens [begin, end) of one sequence.
+
+    Attributes:
+        is_last: whether the next token can be sampled after this chunk.
+    """
+
+    sequence: Sequence
+    begin: int
+    end: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Chunks of prompts, one new token for each of the sequences in `decoding`, or both (a mixed step)."""
+
+    chunks: list[PrefillChunk]
+    decoding: list[Sequence]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [chunk.sequence for chunk in self.chunks] + self.decoding
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get a token, in the order of `StepPlan.sampled_rows`."""
+        return [chunk.sequence for chunk in self.chunks if chunk.is_last] + self.decoding
 
 
 class Scheduler:
