@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
@@ -10,8 +11,10 @@ from tqdm import tqdm
 from nanoinfer.attention.base import AttentionBackend, PrefillPiece
 from nanoinfer.common.units import GIB
 from nanoinfer.execution.products import ProductCheck, check_products
+from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.execution.segments import Around, Segments
+from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.kernels.linear.counts import padded_rows
-from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.memory.machine import reserved_bytes
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.base import DecoderModel
@@ -95,12 +98,26 @@ class Activations:
             torch.empty(self._plan.activation_bytes, dtype=torch.uint8, device=self._device)
 
     def _run_prefill(self, tokens: int) -> None:
-        """One layer of a prefill step and its sampling, on a pool of one block that all tokens share."""
-        device = self._device
-        kv = torch.zeros(1, *self._layout.block_shape, dtype=self._layout.dtype, device=device)
+        """Run one layer of each kind of a prefill step, and its head, on a pool of one block that all tokens share."""
+        device, spec, layout = self._device, self._model.spec, self._layout
+        kv = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
+        segments = Segments(self._model, [kv] * layout.num_layers, RecurrentStates(spec, 1, device))
+        numbers = torch.arange(tokens, device=device)
+        inputs = torch.zeros_like(numbers), numbers % self._plan.max_model_len, numbers % layout.block_size
+        tensors = StepTensors(*inputs, torch.ones_like(numbers, dtype=torch.int32))
+        around = self._around(kv, tokens)
+        tensors.reserve(spec)
+        for index in sorted({0, 1, layout.num_layers}):
+            segments.piece(index, tensors, around)
+        normed = tensors.x[: min(self._plan.max_num_seqs, tokens)]
+        del tensors, around
+        self._model.logits(normed).argmax(dim=-1)
+
+    def _around(self, kv: torch.Tensor, tokens: int) -> Around:
+        """Return what the step does around segments: one sequence of `tokens` tokens attends to one block."""
 
         def table(*values: int) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
+            return torch.tensor(values, dtype=torch.int32, device=kv.device)
 
         piece = PrefillPiece(
             cu_seqlens_q=table(0, tokens),
@@ -108,24 +125,15 @@ class Activations:
             first_block=table(0),
             kv_end=table(tokens),
             load_state=table(0),
-            block_table=torch.zeros(1, -(-tokens // self._layout.block_size), dtype=torch.int32, device=device),
+            block_table=torch.zeros(1, -(-tokens // kv.shape[2]), dtype=torch.int32, device=kv.device),
             max_query_len=tokens,
             query_rows=(0, tokens),
             store_state=False,
         )
-        spec = self._model.spec
-        state = self._backend.prefill_state(tokens)
-        heads = (tokens, spec.attention.num_q_heads, spec.attention.head_dim)
-        out = torch.empty(heads, dtype=spec.dtype, device=device)
-        x, normed = self._model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
-        positions = torch.arange(tokens, device=device) % self._plan.max_model_len
-        target = KVSlots(kv, positions % self._layout.block_size)
-        for _ in range(2):
-            q = self._model.before_attention(0, normed, positions, target)
-            del normed
-            self._backend.prefill(q, kv, piece, state, out, spec.windows[0])
-            del q
-            normed = self._model.after_attention(0, x, out)
-        del state, out
-        rows = min(self._plan.max_num_seqs, tokens)
-        self._model.logits(normed[:rows]).argmax(dim=-1)
+        state, window = self._backend.prefill_state(tokens), self._model.spec.windows[0]
+
+        def before(index: int, tensors: StepTensors) -> None:
+            if index > 0:
+                self._backend.prefill(tensors.q, kv, piece, state, tensors.attention, window)
+
+        return SimpleNamespace(before=before, after=lambda index, tensors: None)

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import torch
 
+from nanoinfer.execution.recurrent import RecurrentStates
 from offload import KVLayout, OffloadEngine, Runtime, Stream
 from offload.blocks import GPU, HOST, KEPT
 from offload.memory.pageable_pool import PageablePool
 
 
 class BlockCopies:
-    """Does to blocks what the planning side asks for by their numbers (see `nanoinfer.kv.mover.BlockCopier`).
+    """Does to blocks and rows what the planning side asks for by their numbers (see `nanoinfer.kv.mover.BlockCopier`).
 
     Args:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         kept: the pageable blocks.
+        states: what rows keep besides blocks.
 
     Attributes:
         offload: the pinned blocks and their copies; set once offload mode is possible.
     """
 
     def __init__(
-        self, runtime: Runtime, compute: Stream, layout: KVLayout, gpu_kv: torch.Tensor, kept: PageablePool
+        self,
+        runtime: Runtime,
+        compute: Stream,
+        layout: KVLayout,
+        gpu_kv: torch.Tensor,
+        kept: PageablePool,
+        states: RecurrentStates,
     ) -> None:
         self._runtime, self._compute, self._layout = runtime, compute, layout
-        self._gpu_kv, self._kept = gpu_kv, kept
+        self._gpu_kv, self._kept, self._states = gpu_kv, kept, states
         self.offload: OffloadEngine | None = None
 
     def _block(self, pool: str, layer: int, block: int) -> torch.Tensor:
@@ -38,8 +46,9 @@ class BlockCopies:
         self._kept.reserve(num_blocks)
 
     def trim(self) -> None:
-        """Give the memory of all pageable blocks back."""
+        """Give the memory of all pageable blocks back, and forget all that rows kept."""
         self._kept.trim()
+        self._states.kept.clear()
 
     def copy(self, source: str, destination: str, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks between two pools, given by name; `pairs` are (block of `source`, block of `destination`).
@@ -51,6 +60,20 @@ class BlockCopies:
         for layer in range(self._layout.num_layers):
             for read, written in pairs:
                 self._block(destination, layer, written).copy_(self._block(source, layer, read))
+
+    def keep_row(self, row: int, sequence_id: int) -> None:
+        """Copy what a row has besides blocks to the host. Waits for all streams before."""
+        self._runtime.synchronize()
+        self._states.keep(row, sequence_id)
+
+    def bring_row_back(self, row: int, sequence_id: int) -> None:
+        """Copy what `keep_row` has kept of a sequence to its new row. Waits for all streams before."""
+        self._runtime.synchronize()
+        self._states.bring_back(row, sequence_id)
+
+    def forget_row(self, sequence_id: int) -> None:
+        """Forget what `keep_row` has kept of a sequence."""
+        self._states.kept.pop(sequence_id, None)
 
     def check_pool(self) -> None:
         """Raise PinError if the host pool cannot be used."""

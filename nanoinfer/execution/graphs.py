@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 from offload import Graph, Runtime, Stream
 
 
-class Graphs:
-    """Graphs of one stream.
+@dataclass(frozen=True)
+class Work:
+    """What runs from graphs.
 
     Attributes:
-        captured: for each key its graphs, in the order in which their work was given.
+        name: what the progress bar calls it.
+        prepare: enqueues what the run reads that a capture begins with.
+        pieces: each becomes a graph.
+    """
+
+    key: Hashable
+    name: str
+    prepare: Callable[[], None]
+    pieces: Sequence[Callable[[], None]]
+
+
+class Graphs:
+    """All graphs of one engine, which run on one stream.
+
+    Attributes:
+        captured: for each key its graphs, in the order of `Work.pieces`.
     """
 
     def __init__(self, runtime: Runtime, compute: Stream) -> None:
@@ -21,10 +38,10 @@ class Graphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self.captured
 
-    def capture(self, key: Hashable, *works: Callable[[], None]) -> None:
-        """Capture each piece of work, unless there are graphs for the key."""
-        if key not in self.captured:
-            self.captured[key] = [self._runtime.capture(self._compute, work) for work in works]
+    def capture(self, work: Work) -> None:
+        """Capture each piece of work."""
+        work.prepare()
+        self.captured[work.key] = [self._runtime.capture(self._compute, piece) for piece in work.pieces]
 
     def run(self, key: Hashable, work: Callable[[], None], number: int = 0) -> bool:
         """Enqueue graph `number` of the key, or `work` if nothing is captured. Return whether it was a graph."""

@@ -12,24 +12,23 @@ from torch import Tensor
 
 from nanoinfer.execution.decode import DecodeStep
 from nanoinfer.execution.prefill import PrefillStep
+from nanoinfer.execution.step_tensors import StepTensors
 from offload import Chunk, StreamPlan
 
 
 class MixedStep:
-    """One mixed step as the offload engine runs it (see `offload.OffloadStep`).
+    """One mixed step as the offload engine runs it (see `offload.OffloadStep`), and what it does around segments.
 
     Args:
         prefill: planned with the sequences of `decode` after the chunks, and with the write-through of all sequences.
         decode: planned for its sequences, beside what the prefill step streams.
         count: number of sequences of `decode`.
-        is_offload: whether blocks may lie in the host pool.
+        whole_rows: as in `DecodeRows`.
     """
 
-    def __init__(self, prefill: PrefillStep, decode: DecodeStep, count: int, is_offload: bool) -> None:
-        self._prefill, self._decode, self._count = prefill, decode, count
-        self._program, self._compute = decode.program, prefill.program.compute
-        self._is_offload = is_offload
-        self._whole_rows = self._program.whole_rows and not is_offload
+    def __init__(self, prefill: PrefillStep, decode: DecodeStep, count: int, whole_rows: bool) -> None:
+        self._prefill, self._decode, self._count, self._whole_rows = prefill, decode, count, whole_rows
+        self._attention, self._compute = decode.program.attention, decode.program.parts.compute
         # Ring chunks of the decode rows come first: some of them may be in the ring already.
         self.plan = StreamPlan(
             tuple([*ours, *theirs] for ours, theirs in zip(decode.plan.chunks, prefill.plan.chunks, strict=True))
@@ -48,29 +47,36 @@ class MixedStep:
     def compute_all(self) -> bool:
         return False
 
-    def compute(self, layer: int) -> None:
-        self._compute.run(self._copy_inputs if layer == 0 else lambda: self._merge(layer - 1))
-        self._prefill.compute(layer)
-        if layer < self._program.num_pieces - 1:
-            self._compute.run(lambda: self._attend_gpu(layer))
+    def compute(self, index: int) -> None:
+        parts = self._prefill.program.parts
+        parts.segments.piece(index, self._prefill.tensors, self, parts.graphs.run)
 
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         if chunk.tag is not None:
             self._prefill.attend(layer, chunk, ring_slot)
         self._decode.attend(layer, chunk, ring_slot)
 
+    def before(self, index: int, tensors: StepTensors) -> None:
+        self._compute.run(self._copy_inputs if index == 0 else lambda: self._merge(index - 1))
+        self._prefill.before(index, tensors)
+
+    def after(self, index: int, tensors: StepTensors) -> None:
+        self._prefill.after(index, tensors)
+        if index < len(self.plan.chunks):
+            self._compute.run(lambda: self._attend_gpu(index))
+
     def _copy_inputs(self) -> None:
         rows = self._prefill.tensors.input_rows(self._count, self._prefill.num_tokens)
-        self._program.copy_inputs(*rows, whole_rows=self._whole_rows)
+        self._decode.program.copy_inputs(*rows, whole_rows=self._whole_rows)
 
     def _attend_gpu(self, layer: int) -> None:
         q, out = self._rows
-        self._program.attend_gpu(layer, q, out, self._whole_rows)
-        if self._is_offload:
-            self._program.copy_queries(q)
+        self._attention.begin(layer, q, out, self._whole_rows)
+        if self.plan.chunks[layer]:
+            self._decode.program.copy_queries(q)
 
     def _merge(self, layer: int) -> None:
-        self._program.merge(layer, self._rows[1], self._whole_rows)
+        self._attention.end(layer, self._rows[1], self._whole_rows)
 
     @property
     def _rows(self) -> tuple[Tensor, Tensor]:

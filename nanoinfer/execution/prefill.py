@@ -8,20 +8,21 @@ that several sequences of a step share passes through the ring once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from nanoinfer.attention.base import AttentionBackend, PrefillPiece, PrefillState
-from nanoinfer.execution.segments import PADDING, PrefillPieces, StepTensors
+from nanoinfer.attention.base import PrefillPiece, PrefillState
+from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.prefill_pieces import PrefillPieces
 from nanoinfer.execution.splits import first_visible_block
+from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
-from nanoinfer.models.base import DecoderModel
 from nanoinfer.step.plan import NO_BLOCK, PromptChunk, StepPlan
-from offload import Chunk, Ring, Runtime, Stream, StreamPlan, pack_together
+from offload import Chunk, StreamPlan, pack_together
 from offload.layout import runs
 
 
@@ -38,13 +39,7 @@ class PrefillProgram:
 
     def __init__(
         self,
-        runtime: Runtime,
-        compute: Stream,
-        model: DecoderModel,
-        backend: AttentionBackend,
-        gpu_kv: torch.Tensor,
-        block_size: int,
-        ring: Ring,
+        parts: Parts,
         *,
         max_tokens: int,
         max_seqs: int,
@@ -53,24 +48,27 @@ class PrefillProgram:
         capture_num_tokens: list[int],
     ) -> None:
         assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the tables"
-        self.compute = compute
-        self.model, self.backend, self.ring = model, backend, ring
-        self.gpu_kv, self.block_size = gpu_kv, block_size
-        windows = list(dict.fromkeys(model.spec.windows))
-        self.windows = windows
-        self.kind = [windows.index(window) for window in model.spec.windows]
+        runtime, states, spec = parts.runtime, parts.states, parts.model.spec
+        self.parts, self.block_size = parts, parts.layout.block_size
+        self.windows = windows = spec.attention.windows
+        self.kind = [windows.index(window) for window in spec.windows]
+        # Token id, position and slot of a padding token, and its row if a layer asks for it: the KV store skips
+        # negative slots.
+        self._padding = (0, 0, -1, states.padding_row) if states.of_layer else (0, 0, -1)
         self.max_seqs = min(max_seqs, max_tokens)
-        # The table holds tokens, positions and slots; then per sequence the offsets and ranges; then block tables and
-        # ring chunks. Every sequence of the step may have a history on the host (a shared prefix, a switch), with each
-        # of its blocks in a separate ring slot.
+        # The table holds tokens, positions, slots and rows; then per sequence the offsets and ranges; then block tables
+        # and ring chunks. Every sequence of the step may have a history on the host (a shared prefix, a switch), with
+        # each of its blocks in a separate ring slot.
         blocks = min(max_blocks, self.max_seqs * max_blocks_per_seq)
         num_rows = padded_rows(max_tokens) if runtime.device.type == "cuda" else max_tokens
-        size = 3 * num_rows + (6 + len(windows)) * self.max_seqs + 1 + self.max_seqs * max_blocks_per_seq
-        size += 3 * (9 + 2 * len(windows))  # each part begins at a multiple of 4
+        size = len(self._padding) * num_rows + 1 + self.max_seqs * max_blocks_per_seq
+        size += (6 + bool(states.of_layer) + len(windows)) * self.max_seqs
+        size += 3 * (9 + 2 * bool(states.of_layer) + 2 * len(windows))  # each part begins at a multiple of 4
         size += 3 * len(windows) * blocks
         self._table = DeviceTable(runtime, size)
-        self.pieces = PrefillPieces(runtime, compute, model, gpu_kv, self._table, capture_num_tokens)
-        self._slot_places = torch.arange(ring.blocks_per_slot, dtype=torch.int32, device=runtime.device).view(1, -1)
+        self.pieces = PrefillPieces(parts, self._table, self._padding, capture_num_tokens)
+        places = torch.arange(parts.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
+        self._slot_places = places.view(1, -1)
 
     def begin(self, step: StepPlan) -> PrefillStep:
         """Upload the tables of the step's chunks and plan what the chunks attend to.
@@ -79,7 +77,8 @@ class PrefillProgram:
         """
         packer, chunks, num_decoding, block_size = Packer(), step.chunks, len(step.rows), self.block_size
         gpu_blocks, host_blocks = step.gpu_blocks[: len(chunks)], step.host_blocks[: len(chunks)]
-        tokens = [packer.add(values) for values in self._tokens(chunks, gpu_blocks, num_decoding)]  # graphs read them
+        inputs = [packer.add(values) for values in self._inputs(chunks, gpu_blocks, step.rows)]  # graphs read them
+        begun = packer.add([chunk.row for chunk in chunks if self.parts.states.of_layer and chunk.begin == 0])
         lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
         cu_seqlens = packer.add(np.concatenate([[0], np.cumsum(lengths)]))
         finished = [i for i, chunk in enumerate(chunks) if chunk.is_last]
@@ -101,7 +100,7 @@ class PrefillProgram:
             history = self._history(chunks, host_blocks, first_blocks, window, packer)
             load_state.append(packer.add([int(first < end) for first, end in zip(history.firsts, first_blocks)]))
             histories.append(history)
-        packer.upload(self._table, self.compute)
+        packer.upload(self._table, self.parts.compute)
         if num_decoding:
             self._table.forget()  # `MixedStep` writes there, too
         view = self._view
@@ -125,7 +124,8 @@ class PrefillProgram:
             write_through=step.write_through,
             plan=StreamPlan(tuple(histories[kind].chunks for kind in self.kind)),
             num_tokens=num_tokens,
-            tensors=self.pieces.begin(num_tokens + num_decoding, tokens),
+            tensors=self.pieces.begin(num_tokens + num_decoding, inputs),
+            begun=view(begun),
             last=view(last),
             last_rows=view(last_rows),
             gpu_pieces=gpu_pieces,
@@ -137,10 +137,6 @@ class PrefillProgram:
     def forget_tables(self) -> None:
         """Have the table uploaded again: after an exception, the one on the device may hold anything."""
         self._table.forget()
-
-    def capture(self, progress: Callable[[str], None]) -> None:
-        """Captures the pieces of small steps; see `PrefillPieces.capture`."""
-        self.pieces.capture(progress)
 
     def _view(self, place: slice) -> torch.Tensor:
         return self._table.tensor[place]
@@ -166,10 +162,13 @@ class PrefillProgram:
             )
         return pieces
 
-    def _tokens(
-        self, chunks: Sequence[PromptChunk], gpu_blocks: np.ndarray, num_decoding: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return token ids, positions and slots of the chunks' tokens, with padding for all further rows."""
+    def _inputs(
+        self, chunks: Sequence[PromptChunk], gpu_blocks: np.ndarray, decoding: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """Yield token ids, positions, slots and, if a layer asks for them, rows of the step's tokens and padding.
+
+        decoding: the rows that decode, whose tokens follow the chunks'; of them the host knows the rows alone.
+        """
         block_size = self.block_size
         positions = [np.arange(chunk.begin, chunk.end) for chunk in chunks]
         slots = [
@@ -177,12 +176,12 @@ class PrefillProgram:
             for blocks, at in zip(gpu_blocks, positions, strict=True)
         ]
         token_ids = [chunk.token_ids for chunk in chunks]
+        rows = [np.full(len(at), chunk.row) for chunk, at in zip(chunks, positions, strict=True)]
         num_tokens = sum(map(len, positions))
-        num_padding = self.pieces.padded_count(num_tokens + num_decoding) - num_tokens
-        return tuple(
-            np.concatenate([*parts, np.full(num_padding, value)])
-            for parts, value in zip((token_ids, positions, slots), PADDING, strict=True)
-        )
+        count = self.pieces.padded_count(num_tokens + len(decoding))
+        for parts, value in zip((token_ids, positions, slots, [*rows, decoding]), self._padding, strict=False):
+            known = np.concatenate(parts)
+            yield np.concatenate([known, np.full(count - len(known), value)])
 
     def _history(
         self,
@@ -200,7 +199,7 @@ class PrefillProgram:
             "a block lies neither on the GPU nor on the host"
         )
         found, rows, number = [], [], 0
-        for chunk, readers in pack_together(lists, firsts, self.ring.blocks_per_slot):
+        for chunk, readers in pack_together(lists, firsts, self.parts.ring.blocks_per_slot):
             # Runs of neighbours, which one launch attends to: (number of the first record, first sequence, count).
             neighbours = [(number + place, first, count) for place, first, count in runs(list(enumerate(readers)))]
             end = (chunk.begin + len(chunk.blocks)) * block_size
@@ -236,11 +235,12 @@ class _History:
 
 @dataclass
 class PrefillStep:
-    """One prefill step as the offload engine runs it (see `offload.OffloadStep`).
+    """One prefill step as the offload engine runs it (see `offload.OffloadStep`), and what it does around segments.
 
     Attributes:
         num_tokens: tokens of the chunks.
-        tensors: what the pieces read and leave; dropped by the last piece.
+        tensors: what the segments read and leave; dropped behind the last one.
+        begun: [n] the rows whose sequence begins; none if no layer keeps a recurrent state.
         last: [n] index in the step of each token after which a token is sampled: the last tokens of chunks that end
             their prompt, then the tokens of decoding sequences.
         last_rows: [n] the rows of these tokens.
@@ -254,6 +254,7 @@ class PrefillStep:
     plan: StreamPlan
     num_tokens: int
     tensors: StepTensors | None
+    begun: torch.Tensor
     last: torch.Tensor
     last_rows: torch.Tensor
     gpu_pieces: list[PrefillPiece]
@@ -267,35 +268,40 @@ class PrefillStep:
     def compute_all(self) -> bool:
         return False
 
-    def compute(self, layer: int) -> None:
-        program = self.program
-        program.compute.run(self._reserve if layer == 0 else lambda: self._attend_gpu(layer - 1))
-        program.pieces.enqueue(layer, self.tensors)
-        if layer == len(program.kind):
-            program.compute.run(self._finish)
+    def compute(self, index: int) -> None:
+        parts = self.program.parts
+        parts.segments.piece(index, self.tensors, self, parts.graphs.run)
 
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
-        self.program.compute.run(lambda: self._attend_slot(layer, chunk, ring_slot))
+        self.program.parts.compute.run(lambda: self._attend_slot(layer, chunk, ring_slot))
 
-    def _reserve(self) -> None:
+    def before(self, index: int, tensors: StepTensors) -> None:
+        self.program.parts.compute.run(self._begin if index == 0 else lambda: self._attend_gpu(index - 1))
+
+    def after(self, index: int, tensors: StepTensors) -> None:
+        if index == len(self.program.kind):
+            self.program.parts.compute.run(self._finish)
+
+    def _begin(self) -> None:
+        parts = self.program.parts
         if any(self.plan.chunks):
-            self._state = self.program.backend.prefill_state(self.num_tokens)
-        self.tensors.reserve(self.program.model.spec)
+            self._state = parts.backend.prefill_state(self.num_tokens)
+        self.tensors.reserve(parts.model.spec)
+        parts.states.reset(self.begun)
 
     def _finish(self) -> None:
         self.last_normed = self.tensors.x.index_select(0, self.last)
         self.tensors = self._state = None
 
+    def _attend_gpu(self, layer: int) -> None:
+        kv = self.program.parts.gpu_kv[layer]
+        self._attend(layer, self.gpu_pieces[self.program.kind[layer]], kv)
+
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         program, kind = self.program, self.program.kind[layer]
         for piece in program.slot_pieces(self, kind, chunk):
-            self._attend(layer, piece, program.ring.slots[ring_slot])
-
-    def _attend_gpu(self, layer: int) -> None:
-        kv = self.program.gpu_kv[layer]
-        self._attend(layer, self.gpu_pieces[self.program.kind[layer]], kv)
+            self._attend(layer, piece, program.parts.ring.slots[ring_slot])
 
     def _attend(self, layer: int, piece: PrefillPiece, kv: torch.Tensor) -> None:
-        q, out = self.tensors.attention_rows(self.num_tokens)
-        window = self.program.model.spec.windows[layer]
-        self.program.backend.prefill(q, kv, piece, self._state, out, window)
+        program, (q, out) = self.program, self.tensors.attention_rows(self.num_tokens)
+        program.parts.backend.prefill(q, kv, piece, self._state, out, program.windows[program.kind[layer]])

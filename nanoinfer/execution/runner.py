@@ -18,11 +18,15 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.execution.activations import Activations
 from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.decode import DecodeProgram, DecodeStep
+from nanoinfer.execution.graphs import Graphs, Work
 from nanoinfer.execution.mixed import MixedStep
+from nanoinfer.execution.parts import Parts
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
 from nanoinfer.execution.products import ProductCheck
 from nanoinfer.execution.read_back import PendingTokens
+from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.sampling_state import SamplingState
+from nanoinfer.execution.segments import Segments
 from nanoinfer.execution.stream_shares import stream_shares
 from nanoinfer.execution.tables import RowState
 from nanoinfer.memory.plan import MemoryPlan
@@ -71,34 +75,31 @@ class ModelRunner:
             self.num_gpu_blocks -= blocks_over_plan
         max_blocks = -(-plan.max_model_len // layout.block_size)
         self.gpu_kv = _zeros(layout.pool_shape(self.num_gpu_blocks), layout.dtype, runtime.device)
-        self.kept = PageablePool(layout, _kept_limit(config))
-        self.block_copies = BlockCopies(runtime, self.compute, layout, self.gpu_kv, self.kept)
+        self.kept = PageablePool(layout, _kept_limit(config, plan.max_num_seqs * model.spec.row_bytes))
+        states = RecurrentStates(model.spec, plan.max_num_seqs, runtime.device)
+        self.block_copies = BlockCopies(runtime, self.compute, layout, self.gpu_kv, self.kept, states)
         rows = RowState(runtime, plan.max_num_seqs, max_blocks)
         sizes = config.graph_batch_sizes(plan.max_num_seqs)
         max_batch = max(sizes[-1], plan.max_num_seqs)
         self.sampling = SamplingState(runtime, rows, model.spec.vocab_size, max_batch)
+        self.graphs = Graphs(runtime, self.compute)
+        parts = Parts(
+            runtime=runtime,
+            compute=self.compute,
+            model=model,
+            backend=backend,
+            layout=layout,
+            ring=self.ring,
+            gpu_kv=self.gpu_kv,
+            states=states,
+            segments=Segments(model, self.gpu_kv, states),
+            graphs=self.graphs,
+        )
         self.decode_program = DecodeProgram(
-            runtime,
-            self.compute,
-            model,
-            backend,
-            self.gpu_kv,
-            layout.block_size,
-            rows,
-            self.ring,
-            self.sampling,
-            max_batch=max_batch,
-            batch_sizes=sizes,
-            max_blocks=plan.max_splits,
+            parts, rows, self.sampling, max_batch=max_batch, batch_sizes=sizes, max_blocks=plan.max_splits
         )
         self.prefill_program = PrefillProgram(
-            runtime,
-            self.compute,
-            model,
-            backend,
-            self.gpu_kv,
-            layout.block_size,
-            self.ring,
+            parts,
             max_tokens=plan.max_num_batched_tokens,
             max_seqs=plan.max_num_seqs,
             max_blocks_per_seq=max_blocks,
@@ -160,30 +161,23 @@ class ModelRunner:
     def capture(self, may_offload: bool) -> None:
         """Capture all graphs that are not captured yet; those of offload mode, too, if `may_offload`."""
         is_cuda = self.runtime.device.type == "cuda"
-        is_captured = self.decode_program.is_captured(may_offload) and self.prefill_program.pieces.is_captured
-        if not is_captured and not self.config.enforce_eager and (not is_cuda or self.backend.graph_safe):
-            self._capture(is_cuda, may_offload)
+        works = [*self.decode_program.works(may_offload), *self.prefill_program.pieces.works()]
+        missing = [work for work in works if work.key not in self.graphs]
+        if missing and not self.config.enforce_eager and (not is_cuda or self.backend.graph_safe):
+            self._capture(missing, is_cuda)
         if is_cuda:
             self._activations.reserve()  # a capture gives unused segments back
 
-    def _capture(self, is_cuda: bool, may_offload: bool) -> None:
-        program = self.decode_program
-        steps = len(program.batch_sizes) * (1 + may_offload) + may_offload
-        steps += len(self.prefill_program.pieces.capture_num_tokens)
+    def _capture(self, works: list[Work], is_cuda: bool) -> None:
         before = self._memory_in_use()
-        bar = tqdm(total=steps, desc="capturing graphs", disable=not self.config.progress_bar or before == 0)
-
-        def progress(what: str) -> None:
-            bar.set_postfix_str(what)
-            bar.update()
-
+        bar = tqdm(total=len(works), desc="capturing graphs", disable=not self.config.progress_bar or before == 0)
         if is_cuda:
             if self.graph_memory is None:  # later, in another mode, few kernels are new
                 # Not at the top: triton comes with CUDA builds of torch only.
                 from nanoinfer.kernels.launch.compile_ahead import compile_ahead
 
                 with self.compute.current(), compile_ahead(self.runtime.device):
-                    program.run_each_kind()
+                    self.decode_program.run_each_kind()
                     self.prefill_program.pieces.run_each_kind()
             # The collector must not free another engine's device memory in the middle of a capture.
             gc.collect()
@@ -191,8 +185,10 @@ class ModelRunner:
         gc.disable()
         try:
             with bar, self.compute.current():
-                (program.capture_offload if may_offload else program.capture_resident)(progress)
-                self.prefill_program.capture(progress)
+                for work in works:
+                    self.graphs.capture(work)
+                    bar.set_postfix_str(work.name)
+                    bar.update()
         finally:
             if was_enabled:
                 gc.enable()
@@ -229,8 +225,8 @@ class ModelRunner:
             else:
                 with self._timed(timeline):
                     if not step.compute_all():
-                        for piece in range(self.decode_program.num_pieces):
-                            step.compute(piece)
+                        for index in range(self.layout.num_layers + 1):
+                            step.compute(index)
             if prefill is None:
                 program, count = self.decode_program, len(plan.rows)
                 pending = self._read_back(plan, program.tokens, lambda: program.logits[:count], on_logits)
@@ -249,7 +245,8 @@ class ModelRunner:
         if not len(plan.rows):
             return prefill, prefill
         decode = self.decode_program.begin(plan, beside=prefill.plan if plan.may_stream else None)
-        return MixedStep(prefill, decode, len(plan.rows), plan.may_stream), prefill
+        whole_rows = self.decode_program.attention.whole_rows and not plan.may_stream
+        return MixedStep(prefill, decode, len(plan.rows), whole_rows), prefill
 
     def _sample_prefill(
         self, plan: StepPlan, step: PrefillStep, on_logits: Callable[[Callable[[], torch.Tensor]], None] | None
@@ -333,7 +330,7 @@ class ModelRunner:
         """Give back device and host memory at once; the runner cannot be used afterwards."""
         self.runtime.synchronize()
         del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
-        del self._activations
+        del self._activations, self.graphs
         self._offload = None
         if self._arena is not None:
             self._arena.close()
@@ -344,11 +341,14 @@ class ModelRunner:
         return self._activations.peak_bytes()
 
 
-def _kept_limit(config: EngineConfig) -> int | None:
-    """Return the most bytes that sequences that gave way may take; with offloading, the limit is the host pool's."""
+def _kept_limit(config: EngineConfig, row_bytes: int) -> int | None:
+    """Return the most bytes that blocks of sequences that gave way may take; with offloading, the limit is the pool's.
+
+    row_bytes: what the rows of these sequences keep besides blocks at most.
+    """
     if config.may_offload or config.host_memory_limit is None:
         return None
-    return parse_bytes(config.host_memory_limit, "host_memory_limit")
+    return max(0, parse_bytes(config.host_memory_limit, "host_memory_limit") - row_bytes)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -20,16 +20,25 @@ STORE_GROUP = 64
 
 
 class BlockCopier(Protocol):
-    """Copies whole blocks, given as pairs of numbers, between two steps."""
+    """Copies whole blocks, given as pairs of numbers, and what rows keep besides blocks, between two steps."""
 
     def reserve(self, num_blocks: int) -> None:
         """Make room for `num_blocks` pageable blocks in all. Raise MemoryError if there is none."""
 
     def trim(self) -> None:
-        """Give the memory of all pageable blocks back."""
+        """Give the memory of all pageable blocks back, and forget all that rows kept."""
 
     def copy(self, source: str, destination: str, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks between two pools (`GPU`, `HOST`, `KEPT`): (block of `source`, block of `destination`). Wait."""
+
+    def keep_row(self, row: int, sequence_id: int) -> None:
+        """Copy what a row has besides blocks to the host."""
+
+    def bring_row_back(self, row: int, sequence_id: int) -> None:
+        """Copy what `keep_row` has kept of a sequence to its new row."""
+
+    def forget_row(self, sequence_id: int) -> None:
+        """Forget what `keep_row` has kept of a sequence."""
 
     def check_pool(self) -> None:
         """Raise PinError if the host pool cannot be used."""
@@ -87,6 +96,7 @@ class Mover:
         for place, block in zip(missing, pool.allocate(len(missing)), strict=True):
             kept[place] = block
         self._copier.copy(GPU, KEPT, [(blocks[place], kept[place]) for place in missing])
+        self._copier.keep_row(sequence.row, sequence.sequence_id)
         for block, content in zip(kept, contents, strict=False):
             pool.publish(block, content)
         sequence.kept_blocks = kept
@@ -114,6 +124,7 @@ class Mover:
         """
         cache, tables, row, kept = self._cache, self._tables, sequence.row, sequence.kept_blocks
         num_full = self._num_full(sequence)
+        self._copier.bring_row_back(row, sequence.sequence_id)
         if tables.is_offload:
             host_blocks = cache.take_host(num_full)
             tables.host[row, :num_full] = host_blocks
@@ -146,6 +157,7 @@ class Mover:
         blocks, sequence.kept_blocks = sequence.kept_blocks, None
         if blocks is not None:
             self.kept.release(blocks)
+            self._copier.forget_row(sequence.sequence_id)
             self._trim()
 
     def _trim(self, *, is_certain: bool = True) -> None:

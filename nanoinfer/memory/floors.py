@@ -81,10 +81,10 @@ def _median(work: Callable[[], object], device: torch.device | None, repeats: in
 def kv_bytes(spec: ModelSpec, lengths: list[int]) -> int:
     """KV bytes that rows of `lengths` tokens read in one decode step over all layers; a window bounds its layer."""
     num_tokens = sum(length if window is None else min(length, window) for window in spec.windows for length in lengths)
-    return num_tokens * 2 * spec.attention.kv_size * spec.attention.kv_dtype.itemsize
+    return num_tokens * spec.token_bytes
 
 
 def bytes_read_per_step(spec: ModelSpec, lengths: list[int]) -> int:
-    """Device bytes that a decode step must read: every weight but unused embeddings, and the KV of every row."""
+    """Device bytes that a decode step must read: every weight but unused embeddings, and what is kept of every row."""
     unread = 0 if spec.tied_embeddings else spec.embedding_bytes
-    return spec.weight_bytes - unread + kv_bytes(spec, lengths)
+    return spec.weight_bytes - unread + kv_bytes(spec, lengths) + len(lengths) * spec.row_bytes

@@ -184,6 +184,7 @@ def _spend(
     max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
     row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.attention.q_size) + TABLE_ROW_BYTES
     workspace = state_bytes(sizes.max_num_seqs, spec.vocab_size, max_batch)
+    workspace += (sizes.max_num_seqs + 1) * spec.row_bytes
     workspace += max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * padded_rows(sizes.max_num_batched_tokens)
     # Of small prefill steps: positions, hidden states, queries, attention outputs.
     graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)

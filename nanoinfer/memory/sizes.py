@@ -16,12 +16,21 @@ KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
 
 def spec_and_layout(config: EngineConfig, hf_config: PretrainedConfig) -> tuple[ModelSpec, KVLayout]:
-    """The model's numbers and the shape of its KV blocks."""
+    """Return the model's numbers and the shape of its KV blocks.
+
+    Raises:
+        ValueError: the model cannot run, or not with these settings.
+    """
     spec = read_spec(hf_config, config.dtype)
+    if spec.row_bytes and config.enable_prefix_caching:
+        raise ValueError(
+            f"enable_prefix_caching=True is not supported for {spec.architecture}: some of its layers keep a state of "
+            "the whole sequence, which the blocks of an equal beginning do not hold: set enable_prefix_caching=False"
+        )
     kv_cache_dtype = KV_DTYPES[config.kv_cache_dtype]
     attention = replace(spec.attention, block_size=config.block_size, kv_cache_dtype=kv_cache_dtype)
     layout = KVLayout(
-        num_layers=spec.num_layers,
+        num_layers=len(spec.windows),
         block_size=attention.block_size,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,

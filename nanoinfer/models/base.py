@@ -1,22 +1,29 @@
 """What the engine knows about a model: its numbers, before any weight is read, and the calls that make up a layer.
 
-A layer is cut at its attention. The engine runs
+A model says for each layer what state the layer keeps (`ModelSpec.layers`). It is cut where a layer attends to keys and
+values, because they may lie anywhere. The engine runs
 
     x, normed = model.embed(token_ids)
-    for layer in range(spec.num_layers):
-        q = model.before_attention(layer, normed, positions, target)   # keys and values go to `target`
-        attn = ...                                                      # the attention backend, over the KV cache
-        normed = model.after_attention(layer, x, attn)                  # adds to x
+    for layer, state in enumerate(spec.layers):
+        if isinstance(state, RecurrentState):
+            normed = model.recur(layer, x, normed, rows, tensor)            # adds to x, updates the layer's tensor
+        else:
+            q = model.before_attention(layer, normed, positions, target)    # keys and values go to `target`
+            attn = ...                                                       # the attention backend, over the KV cache
+            normed = model.after_attention(layer, x, attn)                   # adds to x
     logits = model.logits(normed)
 
-so model files hold no branch on the mode. Every call treats each row (token) on its own: a batch may be cut into
-chunks of rows anywhere, and rows of several sequences may lie in one batch.
+(`nanoinfer.execution.segments`), so model files hold no branch on the mode. All calls but `recur` treat each row of
+their arguments, which is a token, on its own: a batch may be cut into chunks anywhere, and tokens of several sequences
+may lie in one batch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +33,47 @@ from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.qkv import KVSlots
 
 
+@dataclass(frozen=True)
+class AttentionState:
+    """What a layer with attention keeps: keys and values of every token, in blocks that the engine places.
+
+    Attributes:
+        window: a query at position i sees keys j with i - window < j <= i; None: all j <= i.
+    """
+
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What a layer without attention keeps: one tensor for each sequence, which the sequence's tokens update in turn.
+
+    The tensor of a sequence is zero before its first token. No other sequence can share it, as it can share blocks.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence's tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model's numbers, from its config alone."""
 
     architecture: str
     """The checkpoint's own word, such as "Qwen3ForCausalLM"."""
-    num_layers: int
+    layers: tuple[AttentionState | RecurrentState, ...]
+    """What each layer keeps."""
     hidden_size: int
     intermediate_size: int
     attention: AttentionSpec
     vocab_size: int
     max_position: int
     """Tokens of context that the checkpoint's config allows."""
-    windows: tuple[int | None, ...]
-    """Per layer: a query at position i sees keys j with i - window < j <= i; None: all j <= i."""
     tied_embeddings: bool
     num_rope_tables: int = 1
     """Distinct position tables that the layers share."""
@@ -51,8 +84,24 @@ class ModelSpec:
     embedding_bytes: int
     """Bytes of the embeddings, of which a step reads a few rows."""
 
-    def __post_init__(self) -> None:
-        assert len(self.windows) == self.num_layers, "one window (or None) per layer"
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer with attention. The engine counts these layers alone where it places KV."""
+        return tuple(state.window for state in self.layers if isinstance(state, AttentionState))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return 2 * self.attention.kv_size * self.attention.kv_dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the recurrent states that all layers together keep of one sequence."""
+        return sum(state.num_bytes for state in self.layers if isinstance(state, RecurrentState))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,6 +162,20 @@ class DecoderModel(nn.Module, ABC):
         """Add the output projection and the MLP to x, in place. Return x normed for the next layer or the head.
 
         x: [N, hidden_size], the sum of all parts so far; attn: [N, num_q_heads, head_dim], contiguous.
+        """
+
+    @abstractmethod
+    def recur(self, layer: int, x: Tensor, normed: Tensor, rows: Tensor, state: Tensor) -> Tensor:
+        """Run a whole layer that keeps a `RecurrentState`: add it to x, in place, and update the states of its rows.
+
+        Args:
+            x, normed: [N, hidden_size], the sum of all parts so far, and this layer's norm of it.
+            rows: [N] int32, each token's place in `state`. The tokens of a row are consecutive, in ascending order.
+                Padding tokens name the last row, whose content does not matter.
+            state: [number of rows + 1, *shape].
+
+        Returns:
+            x normed for the next layer or the head.
         """
 
     @abstractmethod

@@ -24,7 +24,7 @@ from nanoinfer.layers.mlp import GatedMLP
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.qkv import KVSlots, norm_rotate_store
 from nanoinfer.layers.rope import rope_table
-from nanoinfer.models.base import DecoderModel, ModelSpec
+from nanoinfer.models.base import AttentionState, DecoderModel, ModelSpec, RecurrentState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +96,9 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(DecoderModel):
-    """A `DecoderModel` of `DecoderLayer`s."""
+    """A `DecoderModel` of one class of layers for each kind of state."""
 
-    layer_class = DecoderLayer
+    layer_classes: Mapping[type, type[nn.Module]] = {AttentionState: DecoderLayer}
 
     def __init__(
         self, hf_config: PretrainedConfig, spec: ModelSpec, *, device: torch.device | str, max_position: int
@@ -107,7 +107,8 @@ class Decoder(DecoderModel):
         traits = replace(self.traits(hf_config), weights=_weight_format(hf_config))
         options = dict(dtype=spec.dtype, device=device)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **options)
-        self.layers = nn.ModuleList(self.layer_class(spec, traits, device=device) for _ in range(spec.num_layers))
+        classes = [self.layer_classes[type(state)] for state in spec.layers]
+        self.layers = nn.ModuleList(layer_class(spec, traits, device=device) for layer_class in classes)
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
         if not spec.tied_embeddings:
             self.lm_head = Head(spec.hidden_size, spec.vocab_size, **options)
@@ -124,9 +125,9 @@ class Decoder(DecoderModel):
         return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act)
 
     @classmethod
-    def windows(cls, hf_config: PretrainedConfig) -> tuple[int | None, ...]:
-        """The sliding window of each layer."""
-        return (None,) * hf_config.num_hidden_layers
+    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
+        """What each layer keeps. The default is full attention."""
+        return (AttentionState(),) * hf_config.num_hidden_layers
 
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:
@@ -146,7 +147,7 @@ class Decoder(DecoderModel):
     @classmethod
     def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
         _weight_format(hf_config)  # refuses what is not supported
-        architecture, windows = (hf_config.architectures or [cls.__name__])[0], cls.windows(hf_config)
+        architecture, layers = (hf_config.architectures or [cls.__name__])[0], cls.layer_states(hf_config)
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         num_q_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
         if head_dim < 16 or head_dim > 256 or head_dim % 16:
@@ -162,19 +163,18 @@ class Decoder(DecoderModel):
             head_dim=head_dim,
             scale=cls.attention_scale(hf_config, head_dim),
             softcap=cls.attention_softcap(hf_config),
-            windows=tuple(dict.fromkeys(windows)),
+            windows=tuple(dict.fromkeys(state.window for state in layers if isinstance(state, AttentionState))),
             dtype=dtype,
         )
         ropes, _ = _distinct(cls.rope_parameters(hf_config))
         spec = ModelSpec(
             architecture=architecture,
-            num_layers=hf_config.num_hidden_layers,
+            layers=layers,
             hidden_size=hf_config.hidden_size,
             intermediate_size=hf_config.intermediate_size,
             attention=attention,
             vocab_size=hf_config.vocab_size,
             max_position=hf_config.max_position_embeddings,
-            windows=windows,
             tied_embeddings=hf_config.tie_word_embeddings,
             num_rope_tables=len(ropes),
             num_parameters=0,
@@ -203,6 +203,9 @@ class Decoder(DecoderModel):
 
     def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
         return self.layers[layer].after_attention(x, attn.flatten(1), self._norm_before(layer + 1))
+
+    def recur(self, layer: int, x: Tensor, normed: Tensor, rows: Tensor, state: Tensor) -> Tensor:
+        return self.layers[layer].recur(x, normed, rows, state, self._norm_before(layer + 1))
 
     def _norm_before(self, layer: int) -> RMSNorm:
         return self.norm if layer == len(self.layers) else self.layers[layer].input_layernorm
@@ -234,8 +237,8 @@ class Decoder(DecoderModel):
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.spec.tied_embeddings)
 
 
-def windows_by_layer_type(layer_types: list[str], sliding_window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer, for configs that name each layer's kind of attention.
+def states_by_layer_type(layer_types: list[str], sliding_window: int | None) -> tuple[AttentionState, ...]:
+    """Return what each layer keeps, for configs that name each layer's kind of attention.
 
     Raises:
         ValueError: another kind of layer, or sliding layers without a window.
@@ -247,7 +250,8 @@ def windows_by_layer_type(layer_types: list[str], sliding_window: int | None) ->
             )
     if "sliding_attention" in layer_types and not sliding_window:
         raise ValueError(f"the config has sliding_attention layers, but sliding_window={sliding_window!r}")
-    return tuple(sliding_window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+    windows = {"full_attention": None, "sliding_attention": sliding_window}
+    return tuple(AttentionState(windows[layer_type]) for layer_type in layer_types)
 
 
 def _distinct(ropes: tuple[Mapping, ...]) -> tuple[list[Mapping], list[int]]:

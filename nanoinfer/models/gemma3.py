@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoinfer.layers.norm import OffsetRMSNorm, RMSNorm
-from nanoinfer.models.base import ModelSpec
-from nanoinfer.models.decoder import Decoder, DecoderLayer, Traits, windows_by_layer_type
+from nanoinfer.models.base import AttentionState, ModelSpec
+from nanoinfer.models.decoder import Decoder, DecoderLayer, Traits, states_by_layer_type
 from nanoinfer.models.registry import register
 
 
@@ -33,7 +33,7 @@ class Gemma3(Decoder):
 
     model_type = "gemma3_text"
     rotates_by_layer_type = True
-    layer_class = Gemma3Layer
+    layer_classes = {AttentionState: Gemma3Layer}
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
@@ -51,8 +51,8 @@ class Gemma3(Decoder):
         )
 
     @classmethod
-    def windows(cls, hf_config: PretrainedConfig) -> tuple[int | None, ...]:
-        return windows_by_layer_type(hf_config.layer_types, hf_config.sliding_window)
+    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState, ...]:
+        return states_by_layer_type(hf_config.layer_types, hf_config.sliding_window)
 
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:

@@ -2,6 +2,7 @@
 
 from transformers import PretrainedConfig
 
+from nanoinfer.models.base import AttentionState
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import register
 
@@ -13,5 +14,5 @@ class Mistral(Decoder):
     model_type = "mistral"
 
     @classmethod
-    def windows(cls, hf_config: PretrainedConfig) -> tuple[int | None, ...]:
-        return (hf_config.sliding_window or None,) * hf_config.num_hidden_layers
+    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState, ...]:
+        return (AttentionState(hf_config.sliding_window or None),) * hf_config.num_hidden_layers

@@ -2,7 +2,8 @@
 
 from transformers import PretrainedConfig
 
-from nanoinfer.models.decoder import Decoder, Traits, windows_by_layer_type
+from nanoinfer.models.base import AttentionState
+from nanoinfer.models.decoder import Decoder, Traits, states_by_layer_type
 from nanoinfer.models.registry import register
 
 
@@ -17,6 +18,6 @@ class Qwen2(Decoder):
         return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act, qkv_bias=True)
 
     @classmethod
-    def windows(cls, hf_config: PretrainedConfig) -> tuple[int | None, ...]:
+    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState, ...]:
         # transformers works out layer_types from use_sliding_window and max_window_layers.
-        return windows_by_layer_type(hf_config.layer_types, hf_config.sliding_window)
+        return states_by_layer_type(hf_config.layer_types, hf_config.sliding_window)

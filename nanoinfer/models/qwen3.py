@@ -2,7 +2,8 @@
 
 from transformers import PretrainedConfig
 
-from nanoinfer.models.decoder import Decoder, Traits, windows_by_layer_type
+from nanoinfer.models.base import AttentionState
+from nanoinfer.models.decoder import Decoder, Traits, states_by_layer_type
 from nanoinfer.models.registry import register
 
 
@@ -23,5 +24,5 @@ class Qwen3(Decoder):
         )
 
     @classmethod
-    def windows(cls, hf_config: PretrainedConfig) -> tuple[int | None, ...]:
-        return windows_by_layer_type(hf_config.layer_types, hf_config.sliding_window)
+    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState, ...]:
+        return states_by_layer_type(hf_config.layer_types, hf_config.sliding_window)

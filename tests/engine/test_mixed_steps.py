@@ -185,7 +185,7 @@ def test_a_mixed_step_that_fails_ends_its_requests_only(qwen3, enable_cpu_offloa
     def broken(*_):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(engine.runner.decode_program, "attend_gpu", broken)
+    monkeypatch.setattr(engine.runner.decode_program.attention, "begin", broken)
     with pytest.raises(RuntimeError, match="out of luck"):
         while engine.has_work:
             engine.step()

@@ -39,12 +39,11 @@ def test_the_bytes_of_all_graphs_are_kept_over_switches_that_capture_nothing(
     assert engine.runner.graph_memory == (1000, 1000 + 10 * runtime.num_captures)
 
 
-@pytest.mark.parametrize("missing", ["step", "pieces", "slot", "prefill"])
+@pytest.mark.parametrize("missing", ["step", "pieces", "slot", "segments"])
 def test_a_graph_that_is_missing_is_captured(path, missing):
     engine = engine_with_graphs(path, WarmUpRuntime(), enable_cpu_offload=True)
-    program = engine.runner.prefill_program.pieces if missing == "prefill" else engine.runner.decode_program
-    captured = program.graphs.captured
-    keys = [key for key in captured if missing == "prefill" or key[0] == missing]
+    captured = engine.runner.graphs.captured
+    keys = [key for key in captured if key[0] == missing]
     assert keys
     for removed in (keys, keys[:1]):
         for key in removed:

@@ -49,6 +49,11 @@ def pieces_of(engine):
     return engine.runner.prefill_program.pieces
 
 
+def segments_of(engine):
+    """For each token count the graphs of its segments."""
+    return {key[1]: graphs for key, graphs in engine.runner.graphs.captured.items() if key[0] == "segments"}
+
+
 def whole_load(engine) -> list:
     """Every length alone, in batches, in chunks, and again with all of these in the prefix cache."""
     outcomes = []
@@ -119,11 +124,9 @@ def test_any_order_of_the_streams_gives_equal_bits(path, seed, enable_cpu_offloa
 def test_a_switch_between_two_chunks_changes_no_bit(path, start, modes):
     wanted = run(engine_with_graphs(path), CHUNKED, some_params(5))
     engine = engine_with_graphs(path, enable_cpu_offload=start)
-    captured = pieces_of(engine).graphs.captured[4]
+    captured = segments_of(engine)[4]
     assert run(engine, CHUNKED, some_params(5), switching(modes)) == wanted
-    assert pieces_of(engine).graphs.captured[4] is captured, (
-        "the pieces are the same in both modes, and were captured again"
-    )
+    assert segments_of(engine)[4] is captured, "the pieces are the same in both modes, and were captured again"
 
 
 def test_a_capture_between_two_steps_leaves_running_sequences_alone(path):
@@ -131,7 +134,7 @@ def test_a_capture_between_two_steps_leaves_running_sequences_alone(path):
     wanted = run(engine_with_graphs(path), CHUNKED, some_params(5))
 
     def recapture(engine, _):
-        pieces_of(engine).graphs.captured.clear()
+        engine.runner.graphs.captured.clear()
         with torch.inference_mode():
             engine.runner.capture(engine.mode == "offload")
 
@@ -181,7 +184,7 @@ def test_the_step_reads_token_0_at_position_0_without_a_slot_as_padding(path, mo
     def watched(num_tokens, places):
         tensors = begin(num_tokens, places)
         padding = slice(num_tokens, None)
-        seen.append([t[padding].tolist() for t in (tensors.token_ids, tensors.uploaded_positions, tensors.slots)])
+        seen.append([t[padding].tolist() for t in (tensors.token_ids, tensors.given_positions, tensors.slots)])
         return tensors
 
     monkeypatch.setattr(pieces, "begin", watched)
@@ -244,16 +247,14 @@ def test_each_piece_of_each_count_is_captured_once(path):
     num_captures = runtime.num_captures
     engine.runner.capture(engine.mode == "offload")
     assert runtime.num_captures == num_captures
-    assert list(pieces_of(engine).graphs.captured) == COUNTS[::-1], (
-        "the largest first: later ones find room in its memory"
-    )
+    assert list(segments_of(engine)) == COUNTS[::-1], "the largest first: later ones find room in its memory"
 
 
 def test_graphs_read_and_write_the_same_addresses_in_every_step(path):
     """The simulated runtime would forgive other ones: its graphs are functions."""
 
     def addresses():
-        names = ("token_ids", "uploaded_positions", "slots", "positions", "x", "q", "attention")
+        names = ("token_ids", "given_positions", "slots", "positions", "x", "q", "attention")
         return [[getattr(tensors, name).data_ptr() for name in names] for tensors in pieces_of(engine)._fixed.values()]
 
     engine = make_engine(path, SimulatedRuntime(), capture_num_tokens=COUNTS)
@@ -337,7 +338,7 @@ def test_an_exception_inside_a_graph_ends_its_requests_only(path, enable_cpu_off
     def broken():
         raise RuntimeError("out of luck")
 
-    graphs = [captured[piece] for captured in pieces_of(engine).graphs.captured.values()]
+    graphs = [captured[piece] for captured in segments_of(engine).values()]
     intact = [graph.work for graph in graphs]
     for graph in graphs:
         graph.work = broken

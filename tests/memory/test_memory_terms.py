@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from tiny_models import FAMILIES, tiny_config
 
 from nanoinfer import LLMEngine
 from nanoinfer.attention.torch_backend import TorchBackend
-from nanoinfer.execution.segments import PrefillPieces, StepTensors
+from nanoinfer.execution.segments import Segments
+from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.memory import plan as memory
@@ -181,14 +181,13 @@ SHAPES = {
 def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
     model, num_tokens = meta_model(family, **SHAPES[shape]), 64
     table = torch.empty(3, num_tokens, dtype=torch.int32, device="meta")
-    tensors = StepTensors(table.view(-1), [slice(i * num_tokens, (i + 1) * num_tokens) for i in range(3)])
-    pieces = SimpleNamespace(_model=model, _gpu_kv=meta_pool(model))
+    tensors, segments = StepTensors(*table), Segments(model, meta_pool(model), None)
     backend = TorchBackend(replace(model.spec.attention, block_size=16), "meta")
     with LiveBytes() as live:
         state = backend.prefill_state(num_tokens)
         tensors.reserve(model.spec)
-        for index in range(model.spec.num_layers + 1):
-            PrefillPieces._run(pieces, index, tensors)
+        for index in range(len(segments)):
+            segments.run(index, tensors)
     assert state is not None
     planned = memory._prefill_bytes(model.spec, num_tokens)
     if shape == "behind it" and family == "gemma3":  # the product ends one norm sooner

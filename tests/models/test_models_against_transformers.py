@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_model import dense_logits, empty_slots
 from tiny_models import FAMILIES, make_checkpoint, random_tokens, reference_logits
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma3 import modeling_gemma3
 
-from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.weights.load import load_config, load_model
 
@@ -25,39 +25,6 @@ LLAMA3_ROPE = dict(
 
 def load(directory, dtype=torch.float32) -> DecoderModel:
     return load_model(directory, load_config(directory), dtype, "cpu", progress=False)
-
-
-def dense_attention(q, k, v, scale, softcap, window):
-    """Causal softmax attention over one whole sequence. q: [N, Hq, D]; k, v: [N, Hkv, D]."""
-    group_size = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
-    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
-    return torch.einsum("hqk,khd->qhd", weights, v).contiguous()
-
-
-def empty_slots(spec, num_tokens: int) -> KVSlots:
-    """One block in which token i has slot i."""
-    attention = spec.attention
-    kv = torch.zeros(1, 2, num_tokens, attention.num_kv_heads, attention.head_dim, dtype=spec.dtype)
-    return KVSlots(kv, torch.arange(num_tokens))
-
-
-def dense_logits(model: DecoderModel, token_ids: list[int], first_position: int = 0) -> torch.Tensor:
-    spec = model.spec
-    positions = torch.arange(first_position, first_position + len(token_ids))
-    x, normed = model.embed(torch.tensor(token_ids))
-    for layer in range(spec.num_layers):
-        target = empty_slots(spec, len(token_ids))
-        q = model.before_attention(layer, normed, positions, target)
-        k, v = target.kv[0]
-        attn = dense_attention(q, k, v, spec.attention.scale, spec.attention.softcap, spec.windows[layer])
-        normed = model.after_attention(layer, x, attn)
-    return model.logits(normed)
 
 
 def assert_same_logits(directory, num_tokens=40, first_position=0):

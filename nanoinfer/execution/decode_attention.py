@@ -1,0 +1,183 @@
+"""Attention of decoding rows: what they attend to, partials over the GPU pool and over ring slots, and their merge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from nanoinfer.attention.base import DecodeWork, Partials
+from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.splits import NO_SPLITS, SplitLists, resident_key, split_lists
+from nanoinfer.execution.tables import ChunkRecords, SplitTables
+from nanoinfer.kernels.attention.limits import MAX_TILES_APART, SHORT_BLOCKS
+from offload import Chunk, StreamPlan, pack
+
+
+class DecodeLists:
+    """Makes the lists of decode steps.
+
+    Attributes:
+        windows: the distinct windows of layers with attention; None: full attention.
+        kind: layer -> index into `windows`.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        spec = parts.model.spec
+        self.windows = spec.attention.windows
+        self.kind = [self.windows.index(window) for window in spec.windows]
+        self._backend, self._block_size = parts.backend, parts.layout.block_size
+        self._blocks_per_slot = parts.ring.blocks_per_slot
+
+    def splits(
+        self, size: int, gpu_blocks: np.ndarray, host_blocks: np.ndarray, lengths: np.ndarray
+    ) -> list[SplitLists]:
+        """Return for each window where the splits of the rows lie.
+
+        Args:
+            size: rows of the padded batch.
+            gpu_blocks, host_blocks: the rows' block tables, [rows, any number of blocks].
+            lengths: [rows] tokens of each.
+        """
+        partials_per_block = partial(self.partials_per_block, size)
+        return [
+            split_lists(gpu_blocks, host_blocks, lengths, window, self._block_size, partials_per_block)
+            for window in self.windows
+        ]
+
+    def key(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> bytes:
+        """Return a key of all that `splits` depends on besides the rows' blocks, if nothing streams."""
+        partials_per_block = partial(self.partials_per_block, size)
+        return resident_key(size, rows, lengths, self.windows, self._block_size, partials_per_block)
+
+    def partials_per_block(self, size: int, num_blocks: np.ndarray) -> np.ndarray:
+        """Return the partials per block of each row, given the number of blocks that it reads; both [rows].
+
+        Short rows are cut into tiles so that more programs have work.
+        """
+        tiles, is_short = self._backend.tiles_per_block, num_blocks <= SHORT_BLOCKS
+        cuts = self.may_cut(size) and np.sum(num_blocks[is_short]) * tiles <= MAX_TILES_APART
+        return np.where(is_short & cuts, tiles, 1)
+
+    def may_cut(self, size: int) -> bool:
+        """Whether blocks of a padded batch may be cut. The merge of larger batches is compiled without tiles."""
+        return 1 < self._backend.tiles_per_block <= MAX_TILES_APART // size
+
+    def stream_plan(self, lists: list[SplitLists], beside: StreamPlan | None = None) -> StreamPlan:
+        """Return what streams for these splits, besides what already passes for the same step's prompts."""
+        chunks = []
+        for index, found in enumerate(lists):
+            blocks = found.host_blocks
+            if beside is not None and (passing := beside.blocks(self.kind.index(index))):
+                blocks = np.setdiff1d(blocks, passing)
+            chunks.append(pack(blocks, self._blocks_per_slot))
+        return StreamPlan(tuple(chunks[kind] for kind in self.kind))
+
+
+class DecodeAttention:
+    """Tables and workspace of the decode attention, and its launches. Layers without attention do not count.
+
+    Args:
+        q: [max_batch, num_q_heads, head_dim], where attention over ring slots reads the queries.
+        lengths: [max_batch] int32, the rows' tokens.
+        block_table: [max_batch, max_blocks_per_seq] int32, the rows' GPU blocks, for backends without fixed splits.
+        max_blocks: blocks that all rows together may attend to; a block that several rows share counts once per row.
+
+    Attributes:
+        lists: makes the lists of what is attended to.
+    """
+
+    def __init__(
+        self, parts: Parts, q: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor, max_blocks: int
+    ) -> None:
+        runtime, ring = parts.runtime, parts.ring
+        self._compute, self._backend, self._ring, self._gpu_kv = parts.compute, parts.backend, ring, parts.gpu_kv
+        self.lists = lists = DecodeLists(parts)
+        self._q, self._lengths, self._block_table = q, lengths, block_table
+        # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial.
+        self._max_splits = most = max_blocks + MAX_TILES_APART
+        self._partials: Partials = parts.backend.partials(most)
+        # The host's tables, one set per window.
+        self._splits = [SplitTables(runtime, len(q), most) for _ in lists.windows]
+        self._records = [ChunkRecords(runtime, most) for _ in lists.windows]
+        self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=runtime.device)
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether decode attends to whole rows of the GPU pool, because the backend has no fixed splits."""
+        return not self._backend.exact_splits
+
+    def upload(self, found: list[SplitLists], plans: Sequence[StreamPlan]) -> None:
+        """Upload the lists of splits, one for each window, and the records of all ring chunks of these plans."""
+        for index, lists in enumerate(found):
+            num_splits = lists.ranges[-1]
+            assert num_splits <= self._max_splits, f"{num_splits} splits in a workspace of {self._max_splits}"
+            self._splits[index].set(self._compute, lists)
+            chunks = [chunk for plan in plans for chunk in plan.chunks[self.lists.kind.index(index)]]
+            self._records[index].set(self._compute, lists, chunks)
+
+    def upload_none(self) -> None:
+        """Upload lists without splits."""
+        for splits in self._splits:
+            splits.set(self._compute, NO_SPLITS)
+
+    def forget_tables(self) -> None:
+        """Have all tables uploaded again: after an exception, those on the device may hold anything."""
+        for table in [*self._splits, *self._records]:
+            table.forget()
+
+    def begin(self, layer: int, q: torch.Tensor, out: torch.Tensor, whole_rows: bool) -> None:
+        """Attend to what lies in the GPU pool.
+
+        Args:
+            q, out: [rows, num_q_heads, head_dim], for the first rows of the batch. With `whole_rows` this method writes
+                `out`, otherwise `end` does.
+        """
+        kind, kv, lengths = self.lists.kind[layer], self._gpu_kv[layer], self._lengths[: len(q)]
+        window = self.lists.windows[kind]
+        if whole_rows:
+            self._backend.decode_rows(q, kv, self._block_table[: len(q)], lengths, out, window)
+        else:
+            work = self._work(self._splits[kind].items, kind)
+            self._backend.decode_partial(q, kv, work, lengths, self._partials, window)
+
+    def end(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
+        """Merge the partials of the GPU pool and of ring slots into `out`; arguments as in `begin`."""
+        if not whole_rows:
+            splits = self._splits[self.lists.kind[layer]]
+            self._backend.merge(
+                self._partials,
+                splits.ranges[: len(out) + 1],
+                splits.partials_per_block,
+                out,
+                is_cut=self.lists.may_cut(len(out)),
+            )
+
+    def load_record(self, layer: int, chunk: Chunk, ring_slot: int) -> bool:
+        """Enqueue the upload of what `attend_slot` attends to. Return False if no row attends to the chunk."""
+        records = self._records[self.lists.kind[layer]]
+        return records.copy(self._compute, chunk, self._slot_records[ring_slot])
+
+    def attend_slot(self, kind: int, ring_slot: int) -> None:
+        """Attend to what the ring slot holds. The same for all layers: everything that varies lies in device tables.
+
+        kind: the index of the layer's window.
+        """
+        self._backend.decode_partial(
+            self._q,
+            self._ring.slots[ring_slot],
+            self._work(self._slot_records[ring_slot], kind),
+            self._lengths,
+            self._partials,
+            self.lists.windows[kind],
+        )
+
+    def _work(self, table: torch.Tensor, kind: int) -> DecodeWork:
+        """Return a flat `work_table` as `DecodeWork`."""
+        return DecodeWork(
+            items=table[4:].view(-1, 4),
+            num_items=table[:1],
+            partials_per_block=self._splits[kind].partials_per_block,
+        )

@@ -1,0 +1,118 @@
+"""The segments of prefill steps, eagerly or from captured graphs.
+
+The attention between two segments depends on the sequences' lengths and histories, so it is launched eagerly. The rest
+is about ten kernels per layer, at 13 us of host time each, so with few tokens the device would wait for the host. One
+graph per segment replaces these launches.
+
+A step of at most the largest captured token count is padded to the next captured count, with graphs or without. On CUDA
+a larger step is padded to a number of rows at which the matrix library may be called (`counts.padded_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from nanoinfer.execution.graphs import Work
+from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.step_tensors import FixedBuffers, FixedTensors, StepTensors
+from nanoinfer.execution.tables import DeviceTable, Packer
+from nanoinfer.kernels.linear.counts import padded_rows
+
+
+@dataclass
+class PrefillCounters:
+    """Running totals of prefill steps.
+
+    Attributes:
+        graph_steps: steps whose pieces ran from graphs.
+        padded_tokens: padding of all steps.
+    """
+
+    graph_steps: int = 0
+    eager_steps: int = 0
+    padded_tokens: int = 0
+
+    @property
+    def graph_hit_rate(self) -> float:
+        """The share of steps that ran from graphs; 0.0 before the first."""
+        return self.graph_steps / max(1, self.graph_steps + self.eager_steps)
+
+
+class PrefillPieces:
+    """Pads and captures the segments of prefill steps.
+
+    Args:
+        table: the steps' table. What `padding` names is what each step packs first, so its places depend on the padded
+            count alone, and graphs read it there.
+        padding: what a step packs of each padding token.
+        capture_num_tokens: padded token counts, ascending; a larger step runs eagerly.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        table: DeviceTable,
+        padding: tuple[int, ...],
+        capture_num_tokens: list[int],
+    ) -> None:
+        self.capture_num_tokens = capture_num_tokens
+        self.counters = PrefillCounters()
+        self._parts, self._table, self._padding = parts, table, padding
+        device = parts.runtime.device
+        self._pads = device.type == "cuda"
+        self.buffers = FixedBuffers(parts.model.spec, max(capture_num_tokens, default=0), device)
+        self._fixed = {
+            count: FixedTensors(self._inputs(self._pack_padding(count)[1]), self.buffers)
+            for count in capture_num_tokens
+        }
+
+    def padded_count(self, num_tokens: int) -> int:
+        """Return the smallest captured count that holds `num_tokens`; beyond the largest, as products are padded."""
+        captured = next((count for count in self.capture_num_tokens if count >= num_tokens), None)
+        return captured or (padded_rows(num_tokens) if self._pads else num_tokens)
+
+    def begin(self, num_tokens: int, places: list[slice]) -> StepTensors:
+        """Return the tensors of a step of `num_tokens` tokens, whose padded inputs lie at `places` of the table."""
+        count = self.padded_count(num_tokens)
+        self.counters.padded_tokens += count - num_tokens
+        is_captured = ("segments", count) in self._parts.graphs
+        self.counters.graph_steps += is_captured
+        self.counters.eager_steps += not is_captured
+        return self._fixed[count] if count in self._fixed else StepTensors(*self._inputs(places))
+
+    def works(self) -> Iterator[Work]:
+        """Yield what runs from graphs: each segment for each count, the largest first. It is the same in every mode."""
+        segments = self._parts.segments
+        for count, tensors in reversed(self._fixed.items()):
+            pieces = [partial(segments.run, index, tensors) for index in range(len(segments))]
+            yield Work(
+                ("segments", count), f"prefill graphs, {count} tokens", partial(self._reset_table, count), pieces
+            )
+
+    def run_each_kind(self) -> None:
+        """Run segments that together use every kernel, for each count, on padding."""
+        segments = self._parts.segments
+        for count, tensors in self._fixed.items():
+            self._reset_table(count)
+            for index in (0, 1, len(segments) - 1):
+                segments.run(index, tensors)
+
+    def _reset_table(self, count: int) -> None:
+        """Fill the table with padding, for the warm-up run before a capture to compute.
+
+        It stores keys and values: with the slots of an earlier step it would overwrite those of running sequences.
+        """
+        self._pack_padding(count)[0].upload(self._table, self._parts.compute)
+
+    def _inputs(self, places: list[slice]) -> list[Tensor]:
+        return [self._table.tensor[place] for place in places]
+
+    def _pack_padding(self, count: int) -> tuple[Packer, list[slice]]:
+        """Pack a step of padding only, and return where its inputs lie."""
+        packer = Packer()
+        return packer, [packer.add(np.full(count, value)) for value in self._padding]

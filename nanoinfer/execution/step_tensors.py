@@ -1,0 +1,102 @@
+"""The tensors that the segments of a step read, and leave for the next segment."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanoinfer.models.base import ModelSpec
+
+
+class StepTensors:
+    """The tensors of one step, dropped when no longer needed. Its N rows are tokens, then padding.
+
+    Args:
+        x, q, attention: where these lie, if that is fixed.
+
+    Attributes:
+        token_ids, given_positions: [N] int32 or int64.
+        slots: [N] int32 or int64, as in `KVSlots`.
+        rows: [N] int32, the row of each token; None if no layer keeps a recurrent state.
+        positions: [N], int64 from the first segment on.
+        x: [N, hidden_size], the sum of all parts so far; after the last segment the input of the head.
+        q: [N, num_q_heads, head_dim].
+        attention: [N, num_q_heads, head_dim], which the attention fills; padding rows hold anything.
+    """
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        given_positions: Tensor,
+        slots: Tensor,
+        rows: Tensor | None = None,
+        *,
+        x: Tensor | None = None,
+        q: Tensor | None = None,
+        attention: Tensor | None = None,
+    ) -> None:
+        self.token_ids, self.given_positions, self.slots, self.rows = token_ids, given_positions, slots, rows
+        self.positions = given_positions
+        self.x, self.q, self.attention = x, q, attention
+        self._fixed_q = q
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def widen_positions(self) -> None:
+        self.positions = self.given_positions.long()
+
+    def keep(self, x: Tensor) -> None:
+        self.x = x
+
+    def drop_q(self) -> None:
+        """Drop q to make room for the gated layer, the largest part of a step."""
+        self.q = self._fixed_q
+
+    def reserve(self, spec: ModelSpec) -> None:
+        """Allocate what the whole step needs.
+
+        This comes first: allocated later, it would lie in the middle of tensors that come and go.
+        """
+        if self.attention is None:
+            heads = (len(self), spec.attention.num_q_heads, spec.attention.head_dim)
+            self.attention = torch.empty(heads, dtype=spec.dtype, device=self.token_ids.device)
+
+    def attention_rows(self, count: int, begin: int = 0) -> tuple[Tensor, Tensor]:
+        """Return queries and attention output of `count` rows from `begin` on."""
+        return self.q[begin : begin + count], self.attention[begin : begin + count]
+
+    def input_rows(self, count: int, begin: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return token ids, positions and slots of `count` rows from `begin` on, where the first segment reads them."""
+        rows = slice(begin, begin + count)
+        return self.token_ids[rows], self.given_positions[rows], self.slots[rows]
+
+
+class FixedBuffers:
+    """Buffers of `num_tokens` rows; see `StepTensors`. `memory.plan` counts their bytes."""
+
+    def __init__(self, spec: ModelSpec, num_tokens: int, device: torch.device) -> None:
+        heads = (num_tokens, spec.attention.num_q_heads, spec.attention.head_dim)
+        self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.x = torch.zeros(num_tokens, spec.hidden_size, dtype=spec.dtype, device=device)
+        self.q = torch.zeros(heads, dtype=spec.dtype, device=device)
+        self.attention = torch.zeros(heads, dtype=spec.dtype, device=device)
+
+
+class FixedTensors(StepTensors):
+    """`StepTensors` at addresses that graphs hold: the first rows of buffers that all captured token counts share.
+
+    Args:
+        inputs: token ids, positions, slots and, if need be, rows.
+    """
+
+    def __init__(self, inputs: list[Tensor], buffers: FixedBuffers) -> None:
+        count = len(inputs[0])
+        super().__init__(*inputs, x=buffers.x[:count], q=buffers.q[:count], attention=buffers.attention[:count])
+        self.positions = buffers.positions[:count]
+
+    def widen_positions(self) -> None:
+        self.positions.copy_(self.given_positions)
+
+    def keep(self, x: Tensor) -> None:
+        self.x.copy_(x)

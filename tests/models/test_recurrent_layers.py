@@ -1,0 +1,157 @@
+"""Layers declare what they keep: a layer that nobody in the engine knows keeps a state for each row, in every mode."""
+
+import pytest
+import torch
+from dense_model import dense_logits
+from engines import (
+    LAYER_BLOCK_BYTES,
+    SMALL,
+    assert_pools_as_before,
+    make_engine,
+    outcome,
+    random_prompts,
+    run,
+    some_params,
+    switching,
+)
+from simulated import SimulatedRuntime
+from tiny_models import tiny_config
+
+from nanoinfer import SamplingParams
+from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.layers.linear import Linear
+from nanoinfer.models import registry
+from nanoinfer.models.base import AttentionState, RecurrentState
+from nanoinfer.models.decoder import Decoder, DecoderLayer
+
+TOY = dict(load_format="dummy", enable_prefix_caching=False, max_num_seqs=3, capture_num_tokens=[8, 24])
+OFFLOAD = dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
+
+
+class DecayedSum(torch.nn.Module):
+    """x + a sum over all tokens so far, in which a token counts for half as much with each that follows."""
+
+    def __init__(self, spec, traits, *, device):
+        super().__init__()
+        self.input_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, dtype=spec.dtype, device=device)
+        self.proj = Linear(spec.hidden_size, spec.hidden_size, bias=False, dtype=spec.dtype, device=device)
+
+    def recur(self, x, normed, rows, state, norm):
+        for i, value in enumerate(8 * self.proj(normed)):
+            row = rows[i : i + 1].long()
+            state.index_copy_(0, row, 0.5 * state.index_select(0, row) + value)
+            x[i] += state.index_select(0, row)[0]
+        return norm(x)
+
+
+class Toy(Decoder):
+    model_type = "llama"
+    layer_classes = {AttentionState: DecoderLayer, RecurrentState: DecayedSum}
+
+    @classmethod
+    def layer_states(cls, hf_config):
+        state = RecurrentState((hf_config.hidden_size,), torch.float32)
+        return state, AttentionState(), AttentionState(window=40), state, state
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    known = {name: registry.find_class([name]) for name in registry.supported_architectures()}
+    monkeypatch.setattr(registry, "_MODELS", known)
+    registry.register("ToyForCausalLM")(Toy)
+    tiny_config("llama", architectures=["ToyForCausalLM"], **SMALL | dict(num_layers=5)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def toy_engine(path, runtime=None, **arguments):
+    """Three rows, so that they are used again and again; steps that are padded, captured, chunked and mixed."""
+    return make_engine(path, runtime, **(TOY | arguments))
+
+
+ENGINES = {
+    "resident": {},
+    "gives way": dict(num_gpu_blocks_override=13, max_model_len=140),
+    "offload": OFFLOAD,
+    "offload by itself": OFFLOAD | dict(enable_cpu_offload="auto", num_gpu_blocks_override=13),
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.sampled("resident-0", "gives way-2", "offload-0", "offload by itself-4")
+def test_states_are_those_of_each_sequence_alone(path, name, seed):
+    prompts, params = random_prompts(4, 60, 99, seed) + random_prompts(4, 1, 20, seed), some_params(8, max_tokens=40)
+    wanted = [run(toy_engine(path), [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    engine = toy_engine(path, SimulatedRuntime(seed), **ENGINES[name])
+    assert run(engine, prompts, params) == wanted
+    stats = engine.stats()
+    assert (stats["streamed_bytes"] > 0) == ("offload" in name) and stats["num_mixed_steps"] > 0
+    assert (stats["num_preemptions"] > 0) == (name == "gives way")
+    assert_pools_as_before(engine)
+
+
+def test_tokens_are_those_of_the_whole_sequence_at_once(path):
+    engine = toy_engine(path)
+    prompts = random_prompts(5, 20, 60)
+    outcomes = run(engine, prompts, [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)] * 5)
+    for prompt, [(tokens, _, _)] in zip(prompts, outcomes, strict=True):
+        with torch.inference_mode():
+            logits = dense_logits(engine.runner.model, prompt + tokens[:-1])
+        assert logits[len(prompt) - 1 :].argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled("1")
+def test_states_stay_where_they_are_over_switches(path, seed):
+    prompts, params = random_prompts(5, 1, 100, seed), some_params(5, max_tokens=40)
+    wanted = run(toy_engine(path), prompts, params)
+    engine = toy_engine(path, SimulatedRuntime(seed), **OFFLOAD | dict(num_gpu_blocks_override=60))
+    modes = {4: "resident", 11: "offload", 17: "resident", 40: "offload"}
+    assert run(engine, prompts, params, switching(modes)) == wanted
+    assert_pools_as_before(engine)
+
+
+def test_completions_of_one_prompt_have_states_of_their_own(path):
+    (prompt,), params = random_prompts(1, 40, 40), SamplingParams(temperature=1, seed=3, n=3, max_tokens=9, logprobs=1)
+    found = run(toy_engine(path), [prompt], [params])[0]
+    alone = [SamplingParams(temperature=1, seed=3 + i, max_tokens=9, logprobs=1) for i in range(3)]
+    assert found == [run(toy_engine(path), [prompt], [param])[0][0] for param in alone]
+
+
+def test_a_prefix_cannot_be_shared(path):
+    with pytest.raises(ValueError, match="enable_prefix_caching=True is not supported for ToyForCausalLM: some of its"):
+        toy_engine(path, enable_prefix_caching=True)
+
+
+def test_states_are_planned(path):
+    plans = [toy_engine(path, max_num_seqs=rows).plan for rows in (3, 4)]
+    spec = toy_engine(path).runner.model.spec
+    assert spec.row_bytes == 3 * 4 * spec.hidden_size
+    assert plans[1].workspace_bytes - plans[0].workspace_bytes > spec.row_bytes
+
+
+@pytest.mark.parametrize("name", ["reset", "keep", "bring_back"])
+def test_an_interrupt_harms_no_other_sequence(path, name, monkeypatch):
+    prompts, params = random_prompts(8, 20, 99), some_params(8, max_tokens=40)
+    wanted = [run(toy_engine(path), [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    engine, calls, original = toy_engine(path, **ENGINES["gives way"]), [], getattr(RecurrentStates, name)
+
+    def interrupted(*arguments):
+        calls.append(name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        original(*arguments)
+
+    monkeypatch.setattr(RecurrentStates, name, interrupted)
+    requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+    num_interrupts = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    found = [outcome(request) for request in requests]
+    harmed = [i for i, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other]
+    assert num_interrupts == 1 and len(harmed) < 4 and all(found[i][0][2] == "abort" for i in harmed)
+    assert_pools_as_before(engine)
+    assert not engine.runner.decode_program.parts.states.kept

@@ -1,0 +1,45 @@
+"""A whole sequence through a model at once, with plain attention: no cache, no blocks, no batch."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoinfer.layers.qkv import KVSlots
+from nanoinfer.models.base import DecoderModel, RecurrentState
+
+
+def dense_attention(q, k, v, scale, softcap, window):
+    """Causal softmax attention over one whole sequence. q: [N, Hq, D]; k, v: [N, Hkv, D]."""
+    group_size = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
+    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return torch.einsum("hqk,khd->qhd", weights, v).contiguous()
+
+
+def empty_slots(spec, num_tokens: int) -> KVSlots:
+    """One block in which token i has slot i."""
+    attention = spec.attention
+    kv = torch.zeros(1, 2, num_tokens, attention.num_kv_heads, attention.head_dim, dtype=spec.dtype)
+    return KVSlots(kv, torch.arange(num_tokens))
+
+
+def dense_logits(model: DecoderModel, token_ids: list[int], first_position: int = 0) -> torch.Tensor:
+    """The logits of every token of one sequence, computed at once: [num_tokens, vocab_size]."""
+    spec, row = model.spec, torch.zeros(len(token_ids), dtype=torch.int32)
+    positions = torch.arange(first_position, first_position + len(token_ids))
+    x, normed = model.embed(torch.tensor(token_ids))
+    for layer, state in enumerate(spec.layers):
+        if isinstance(state, RecurrentState):
+            normed = model.recur(layer, x, normed, row, torch.zeros(1, *state.shape, dtype=state.dtype))
+            continue
+        target = empty_slots(spec, len(token_ids))
+        q = model.before_attention(layer, normed, positions, target)
+        k, v = target.kv[0]
+        attn = dense_attention(q, k, v, spec.attention.scale, spec.attention.softcap, state.window)
+        normed = model.after_attention(layer, x, attn)
+    return model.logits(normed)
