@@ -144,14 +144,16 @@ def test_an_interrupt_harms_no_other_sequence(path, name, monkeypatch):
 
     monkeypatch.setattr(RecurrentStates, name, interrupted)
     requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
-    num_interrupts = 0
+    num_interrupts, states = 0, engine.runner.decode_program.parts.states
     while engine.has_work:
         try:
             engine.step()
         except KeyboardInterrupt:
             num_interrupts += 1
+        gave_way = {sequence.sequence_id for sequence in engine.scheduler.waiting if sequence.kept_blocks is not None}
+        assert num_interrupts or states.kept.keys() == gave_way
     found = [outcome(request) for request in requests]
     harmed = [i for i, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other]
     assert num_interrupts == 1 and len(harmed) < 4 and all(found[i][0][2] == "abort" for i in harmed)
     assert_pools_as_before(engine)
-    assert not engine.runner.decode_program.parts.states.kept
+    assert not states.kept
