@@ -134,7 +134,8 @@ def test_states_are_planned(path):
 def test_an_interrupt_harms_no_other_sequence(path, name, monkeypatch):
     prompts, params = random_prompts(8, 20, 99), some_params(8, max_tokens=40)
     wanted = [run(toy_engine(path), [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
-    engine, calls, original = toy_engine(path, **ENGINES["gives way"]), [], getattr(RecurrentStates, name)
+    several_give_way = dict(num_gpu_blocks_override=19, max_model_len=140, max_num_seqs=6)
+    engine, calls, original = toy_engine(path, **several_give_way), [], getattr(RecurrentStates, name)
 
     def interrupted(*arguments):
         calls.append(name)
@@ -154,6 +155,6 @@ def test_an_interrupt_harms_no_other_sequence(path, name, monkeypatch):
         assert num_interrupts or states.kept.keys() == gave_way
     found = [outcome(request) for request in requests]
     harmed = [i for i, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other]
-    assert num_interrupts == 1 and len(harmed) < 4 and all(found[i][0][2] == "abort" for i in harmed)
+    assert num_interrupts == 1 and len(harmed) < 7 and all(found[i][0][2] == "abort" for i in harmed)
     assert_pools_as_before(engine)
     assert not states.kept
