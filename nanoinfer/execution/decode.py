@@ -44,6 +44,9 @@ class DecodeProgram:
         max_batch: largest padded batch.
         batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
         max_blocks: as in `DecodeAttention`.
+
+    Attributes:
+        indices: of all pieces.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class DecodeProgram:
     ) -> None:
         spec, device, self._block_size = parts.model.spec, parts.runtime.device, parts.layout.block_size
         self.parts, self.batch_sizes = parts, batch_sizes
+        self.indices = range(len(parts.segments))
         self.counters = DecodeCounters()
         self.rows = rows
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
@@ -141,7 +145,7 @@ class DecodeProgram:
         Whole steps for each batch size; with `may_offload`, also each piece, and the attention over each ring slot. A
         step in which nothing streams runs as in resident mode.
         """
-        sizes, indices, prepare = self.batch_sizes[::-1], range(len(self.parts.segments)), self._reset_tables
+        sizes, indices, prepare = self.batch_sizes[::-1], self.indices, self._reset_tables
         for size in sizes:
             whole = partial(self.run_pieces, indices, size)
             yield Work(("step", size), f"decode graph, batch {size}", prepare, [whole])
@@ -180,18 +184,18 @@ class DecodeProgram:
         one in short rows). Until then they are not made again.
         """
         assert np.all(step.ends - step.begins == 1), "a decoding row computes one token"
-        self.rows.update(self._compute, step.changed_rows)
         rows, lengths, first = step.rows, step.ends, len(step.chunks)
         size = self.padded_size(len(rows))
         self.counters.num_rows += 0 if step.chunks else len(rows)
         self.counters.padded_rows += 0 if step.chunks else size - len(rows)
-        padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
-        self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
         make, write_through = self.attention.lists, [] if step.chunks else step.write_through
         resident = None if step.may_stream else make.key(size, rows, lengths)
         if resident is not None and resident == self._last_splits and not len(step.changed_rows):
             return DecodeStep(self, size, self._no_stream, self._no_stream, write_through)
         self._last_splits = None
+        self.rows.update(self._compute, step.changed_rows)
+        padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
+        self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
         host_blocks = step.host_blocks[first:]
         lists = make.splits(size, step.gpu_blocks[first:], host_blocks, lengths)
         plan = make.stream_plan(lists, beside)
@@ -263,8 +267,7 @@ class DecodeStep:
 
     def compute_all(self) -> bool:
         program, size = self.program, self.size
-        indices = range(len(program.parts.segments))
-        is_graph = program.enqueue(("step", size), partial(program.run_pieces, indices, size))
+        is_graph = program.enqueue(("step", size), partial(program.run_pieces, program.indices, size))
         program.counters.eager_steps += not is_graph
         return True
 

@@ -218,7 +218,7 @@ class ModelRunner:
         """
         with self.compute.current():
             step, prefill = self._begin(plan)
-            if prefill is None:
+            if prefill is None and plan.sampling:
                 self.sampling.update(self.compute, plan.sampling)
             if plan.may_stream:
                 self._offload.run(step, plan.operation, plan.gone_host_blocks, timeline)

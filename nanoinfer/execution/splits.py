@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from nanoinfer.execution.parts import Parts
+from nanoinfer.kernels.attention.limits import MAX_TILES_APART, SHORT_BLOCKS
 from nanoinfer.step.plan import NO_BLOCK
-from offload import Chunk
+from offload import Chunk, StreamPlan, pack
 
 
 @dataclass(frozen=True)
@@ -100,26 +103,6 @@ def split_lists(
     return SplitLists(items, on_host, split_ends[block_ranges].astype(np.int32), row_partials)
 
 
-def resident_key(
-    size: int,
-    rows: np.ndarray,
-    lengths: np.ndarray,
-    windows: list[int | None],
-    block_size: int,
-    partials_per_block: Callable[[np.ndarray], np.ndarray],
-) -> bytes:
-    """Return a key of all that the split lists of a batch depend on besides the rows' blocks, if nothing streams.
-
-    size: batch rows of the step, padding included; rows: the sequences' rows; the others as for `split_lists`.
-    """
-    found = [[size], rows]
-    for window in windows:
-        first, counts = visible_blocks(lengths, window, block_size)
-        span = block_size // partials_per_block(counts)
-        found += [first, span, -(-lengths // span)]
-    return np.concatenate(found).tobytes()
-
-
 def _items(blocks: np.ndarray) -> np.ndarray:
     """Return each item of `blocks`, [n, 4] int32. blocks: [m, 5] as in `SplitLists.on_host`."""
     items, splits = blocks[:, :4], blocks[:, 4]
@@ -180,3 +163,67 @@ def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: 
     _, first_reader = np.unique(at, return_index=True)
     parts[first_reader] += num_bytes % num_readers
     return np.bincount(numbers, weights=parts, minlength=count).astype(np.int64)
+
+
+class DecodeLists:
+    """Makes the lists of decode steps.
+
+    Attributes:
+        windows: the distinct windows of layers with attention; None: full attention.
+        kind: layer -> index into `windows`.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        spec = parts.model.spec
+        self.windows = spec.attention.windows
+        self.kind = [self.windows.index(window) for window in spec.windows]
+        self._backend, self._block_size = parts.backend, parts.layout.block_size
+        self._blocks_per_slot = parts.ring.blocks_per_slot
+
+    def splits(
+        self, size: int, gpu_blocks: np.ndarray, host_blocks: np.ndarray, lengths: np.ndarray
+    ) -> list[SplitLists]:
+        """Return for each window where the splits of the rows lie.
+
+        Args:
+            size: rows of the padded batch.
+            gpu_blocks, host_blocks: the rows' block tables, [rows, any number of blocks].
+            lengths: [rows] tokens of each.
+        """
+        partials_per_block = partial(self.partials_per_block, size)
+        return [
+            split_lists(gpu_blocks, host_blocks, lengths, window, self._block_size, partials_per_block)
+            for window in self.windows
+        ]
+
+    def key(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> bytes:
+        """Return a key of the rows and all that `splits` depends on besides their blocks, if nothing streams."""
+        found = [[size], rows]
+        for window in self.windows:
+            first, counts = visible_blocks(lengths, window, self._block_size)
+            span = self._block_size // self.partials_per_block(size, counts)
+            found += [first, span, -(-lengths // span)]
+        return np.concatenate(found).tobytes()
+
+    def partials_per_block(self, size: int, num_blocks: np.ndarray) -> np.ndarray:
+        """Return the partials per block of each row, given the number of blocks that it reads; both [rows].
+
+        Short rows are cut into tiles so that more programs have work.
+        """
+        tiles, is_short = self._backend.tiles_per_block, num_blocks <= SHORT_BLOCKS
+        cuts = self.may_cut(size) and np.sum(num_blocks[is_short]) * tiles <= MAX_TILES_APART
+        return np.where(is_short & cuts, tiles, 1)
+
+    def may_cut(self, size: int) -> bool:
+        """Whether blocks of a padded batch may be cut. The merge of larger batches is compiled without tiles."""
+        return 1 < self._backend.tiles_per_block <= MAX_TILES_APART // size
+
+    def stream_plan(self, lists: list[SplitLists], beside: StreamPlan | None = None) -> StreamPlan:
+        """Return what streams for these splits, besides what already passes for the same step's prompts."""
+        chunks = []
+        for index, found in enumerate(lists):
+            blocks = found.host_blocks
+            if beside is not None and (passing := beside.blocks(self.kind.index(index))):
+                blocks = np.setdiff1d(blocks, passing)
+            chunks.append(pack(blocks, self._blocks_per_slot))
+        return StreamPlan(tuple(chunks[kind] for kind in self.kind))

@@ -108,7 +108,7 @@ def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(paths, expected
     params = [SamplingParams(max_tokens=90, ignore_eos=True, logprobs=1)] * 2
     whole = run(make_engine(paths[name]), prompts, params)
     monkeypatch.setattr(TorchBackend, "tiles_per_block", 4)
-    monkeypatch.setattr("nanoinfer.execution.decode_attention.MAX_TILES_APART", 36)
+    monkeypatch.setattr("nanoinfer.execution.splits.MAX_TILES_APART", 36)
     want = run(make_engine(paths[name]), prompts, params)
     assert [[c[0] for c in o] for o in want] == [[c[0] for c in o] for o in whole]
     assert want != whole, "the blocks were not cut"

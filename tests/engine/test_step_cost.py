@@ -6,7 +6,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
 from nanoinfer.attention.torch_backend import TorchBackend
-from nanoinfer.execution import decode_attention as decode
+from nanoinfer.execution import splits as decode
 from offload.runtime.staging import Staging
 
 
@@ -60,7 +60,7 @@ def test_a_resident_step_uploads_and_plans_nothing_while_no_row_comes_goes_or_be
 
 def test_rows_whose_blocks_are_cut_are_planned_once_a_split(path, work, monkeypatch):
     monkeypatch.setattr(TorchBackend, "tiles_per_block", 4)
-    monkeypatch.setattr("nanoinfer.execution.decode_attention.MAX_TILES_APART", 16)
+    monkeypatch.setattr("nanoinfer.execution.splits.MAX_TILES_APART", 16)
     engine = make_engine(path, enable_prefix_caching=False)
     costs = []
 

@@ -228,6 +228,7 @@ class LayerSteps:
 
     def run(self) -> torch.Tensor:
         from nanoinfer.kernels import fused as kernels
+        from nanoinfer.kernels.layer.activation import act_and_mul
 
         x = self.first.clone()
         normed = kernels.rms_norm(x, self.norm, 1e-6, offset=False)
@@ -241,7 +242,7 @@ class LayerSteps:
             normed = kernels.rms_norm(x, self.norm, 1e-6, offset=False, other=added)
             parts = kernels.linear_parts(kernels.linear(normed, layer["gate_up"], activation="silu"), layer["down"], 2)
             normed = kernels.rms_norm(x, self.norm, 1e-6, offset=False, other=parts)
-        return torch.cat((x, kernels.act_and_mul(normed, "silu")), 1)
+        return torch.cat((x, act_and_mul(normed, "silu")), 1)
 
 
 @pytest.mark.skipif(
@@ -307,6 +308,7 @@ def late(tensor: torch.Tensor) -> torch.Tensor:
 )
 def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
     from nanoinfer.kernels import fused as kernels
+    from nanoinfer.kernels.layer.activation import act_and_mul
 
     num_rows = {"rows_linear of 12": 12, "tile_linear of 48": 48}.get(kernel, 1)
     step = LayerSteps(num_rows, 600, num_layers=1)
@@ -340,7 +342,7 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
             other = delayed(x.roll(1) if kernel == "rms_norm of a sum" else parts)
             return kernels.rms_norm(total, step.norm, 1e-6, offset=False, other=other)
         if kernel == "act_and_mul":
-            return kernels.act_and_mul(delayed(x), "silu")
+            return act_and_mul(delayed(x), "silu")
         return kernels.linear(delayed(x), layer["qkv"])
 
     want = call(torch.clone)

@@ -176,7 +176,7 @@ def test_eager_equals_graphs_bit_for_bit(model, expected, enable_cpu_offload):
 
 def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(model, monkeypatch):
     """Blocks of 256 tokens, whose tiles lie apart in steps of few blocks: rows that are cut, and cuts that change."""
-    from nanoinfer.execution.decode_attention import DecodeLists
+    from nanoinfer.execution.splits import DecodeLists
 
     arguments = COMMON | dict(block_size=256, max_num_batched_tokens=512, enable_prefix_caching=False)
     used, partials_per_block = set(), DecodeLists.partials_per_block
