@@ -75,6 +75,11 @@ class BlockCopies:
         """Forget what `keep_row` has kept of a sequence."""
         self._states.kept.pop(sequence_id, None)
 
+    def forget_other_rows(self, sequence_ids: set[int]) -> None:
+        """Forget what `keep_row` has kept of any other sequence."""
+        for sequence_id in self._states.kept.keys() - sequence_ids:
+            self.forget_row(sequence_id)
+
     def check_pool(self) -> None:
         """Raise PinError if the host pool cannot be used."""
         self.offload.host.check()

@@ -40,6 +40,9 @@ class BlockCopier(Protocol):
     def forget_row(self, sequence_id: int) -> None:
         """Forget what `keep_row` has kept of a sequence."""
 
+    def forget_other_rows(self, sequence_ids: set[int]) -> None:
+        """Forget what `keep_row` has kept of any other sequence."""
+
     def check_pool(self) -> None:
         """Raise PinError if the host pool cannot be used."""
 
@@ -315,7 +318,9 @@ class Mover:
         waiting = list(waiting)
         for sequence in waiting:
             sequence.num_reserved_host = 0  # promised to a sequence that was being admitted
-        self.kept.rebuild(block for sequence in waiting for block in sequence.kept_blocks or ())
+        gave_way = [sequence for sequence in waiting if sequence.kept_blocks is not None]
+        self.kept.rebuild(block for sequence in gave_way for block in sequence.kept_blocks)
+        self._copier.forget_other_rows({sequence.sequence_id for sequence in gave_way})
         self._trim(is_certain=False)
         rows = [sequence.row for sequence in sequences]
         others = np.setdiff1d(np.arange(len(self._tables.gpu)), rows)

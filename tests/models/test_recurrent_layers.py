@@ -158,3 +158,37 @@ def test_an_interrupt_harms_no_other_sequence(path, name, monkeypatch):
     assert num_interrupts == 1 and len(harmed) < 7 and all(found[i][0][2] == "abort" for i in harmed)
     assert_pools_as_before(engine)
     assert not states.kept
+
+
+@pytest.mark.parametrize("place", ["a step that fails", "giving way"])
+def test_after_an_exception_only_the_states_of_those_that_gave_way_are_kept(path, place, monkeypatch):
+    """As long as one of them is kept, nothing else would forget the others."""
+    engine = toy_engine(path, max_num_seqs=4)
+    for number, n in enumerate((1, 2, 1)):  # the second one's completions: one runs when the other has given way
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, n=n)
+        engine.add_request(str(number), random_prompts(3, 40, 40)[number], params)
+    while not all(sequence.num_generated > 2 for sequence in engine.work.sequences):
+        engine.step()
+    states = engine.runner.decode_program.parts.states
+    preempt = torch.inference_mode()(engine.scheduler._preempt_youngest)
+    preempt()
+    if place == "giving way":
+        monkeypatch.setattr(engine.mover.kept, "publish", interrupt)
+        with pytest.raises(KeyboardInterrupt), engine._changing():
+            preempt()
+    else:
+        preempt()
+        monkeypatch.setattr(engine.admission, "admit", lambda sequence: False)
+        monkeypatch.setattr(engine.runner, "execute", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    monkeypatch.undo()
+    gave_way = {sequence.sequence_id for sequence in engine.scheduler.waiting if sequence.kept_blocks is not None}
+    assert len(gave_way) == 1 and states.kept.keys() == gave_way
+    while engine.has_work:
+        engine.step()
+    assert_pools_as_before(engine)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
