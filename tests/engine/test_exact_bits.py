@@ -114,7 +114,7 @@ def draw_engine(generator: random.Random, path, seed: int, requests: list, forma
         max_num_batched_tokens=chunk,
         enable_prefix_caching=generator.random() < 0.8,
         capture_num_tokens=generator.choice([[], [8, 16], [chunk // 2, chunk]]),  # with mixed steps or without
-        num_gpu_blocks_override=fewest + generator.choice([0, 1, 5, 20]),
+        num_gpu_blocks_override=generator.randint(fewest, fewest + 20),
         host_memory_limit=2**28,
         ring_slot_bytes=generator.choice([2**17, 2**18]),
         num_ring_slots=generator.choice([2, 3, 4]),
@@ -153,11 +153,10 @@ def differing(path_of, seed: int) -> tuple[list[str], dict]:
 
 
 HAPPENS = ["streamed_bytes", "num_preemptions", "num_mixed_steps"]
-NUM_GROUPS = 8
+NUM_GROUPS = 4
 
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))
-@pytest.mark.sampled("0", "1", "2", "3")
 @pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
 def test_every_request_gets_the_bits_that_it_gets_alone(path_of, group, fuzz):
     wrong, happened = [], dict.fromkeys(HAPPENS, 0)
