@@ -192,7 +192,7 @@ def _spend(
     workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.attention.q_size))
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
-        weight_bytes=spec.weight_bytes + spec.rope_bytes(sizes.max_model_len),
+        weight_bytes=spec.weight_bytes + spec.scratch_bytes + spec.rope_bytes(sizes.max_model_len),
         activation_bytes=_activation_bytes(spec, sizes, max_batch, is_cuda),
         workspace_bytes=workspace,
         library_bytes=LIBRARY_BYTES if is_cuda else 0,
