@@ -90,15 +90,15 @@ def fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:
 
     The mean is 0; for norms it is the value that leaves the norm's input unscaled.
     """
-    generator, inside = None, set()
-    for module in tqdm(list(model.modules()), desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
-        weights = [weight for weight in module.parameters(recurse=isinstance(module, Linear)) if weight not in inside]
+    generator = None
+    modules = list(model.modules())
+    for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
+        weights = list(module.parameters(recurse=False))
         if not weights:
             continue
         generator = generator or torch.Generator(weights[0].device).manual_seed(seed)
         if isinstance(module, Linear):
             module.fill_with_noise(generator)
-            inside.update(weights)
             continue
         mean = getattr(module, "neutral_weight", 0.0)
         for weight in weights:

@@ -371,8 +371,8 @@ def test_weights_that_are_not_floating_point_are_refused(tmp_path):
     edit_tensors(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
     with pytest.raises(ValueError, match="model.norm.weight is int8, expected float32"):
         load(directory)
-    edit_tensors(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int64)}))
-    with pytest.raises(ValueError, match="model.norm.weight in .* has dtype I64: supported are BF16"):
+    edit_tensors(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int16)}))
+    with pytest.raises(ValueError, match="model.norm.weight in .* has dtype I16: supported are BF16"):
         load(directory)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,8 @@ def merged(formats: list[WeightFormat], sizes: list[int]) -> WeightFormat:
         ValueError: the formats cannot be parts of one projection.
     """
     first = formats[0]
+    if len(formats) == 1:
+        return first
     if all(other == first for other in formats) and (not isinstance(first, Packed) or first.can_merge(sizes)):
         return first
     for weight_format in formats:
@@ -27,7 +31,10 @@ def merged(formats: list[WeightFormat], sizes: list[int]) -> WeightFormat:
 
 
 class Parted(MatrixFormat):
-    """Parts one below the other, each in its own format; the matrix of all of them is multiplied."""
+    """Parts one below the other, each in its own format; the matrix of all of them is multiplied.
+
+    `held` of a module has for each part what its format takes for a module. The parameters are the module's as well.
+    """
 
     name = "parted"
 
@@ -35,9 +42,12 @@ class Parted(MatrixFormat):
         self._formats, self._sizes = formats, sizes
 
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
-        module.held = nn.ModuleList(_Part(size, in_features) for size in self._sizes)
-        for weight_format, part in zip(self._formats, module.held, strict=True):
+        module.held = [SimpleNamespace(num_rows=size, in_features=in_features) for size in self._sizes]
+        for index, (weight_format, part) in enumerate(zip(self._formats, module.held, strict=True)):
             weight_format.allocate(part, part.num_rows, in_features, dtype=dtype, device=device)
+            for name, value in vars(part).items():
+                if isinstance(value, nn.Parameter):
+                    module.register_parameter(f"{name}_of_part_{index}", value)
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
         index = next(i for i in range(len(self._sizes)) if sum(self._sizes[:i]) == begin)
@@ -64,11 +74,3 @@ class Parted(MatrixFormat):
     def temporary_bytes(self, module: nn.Module) -> int:
         parts = zip(self._formats, module.held, strict=True)
         return max(weight_format.temporary_bytes(part) for weight_format, part in parts)
-
-
-class _Part(nn.Module):
-    """Holds the parameters of one part."""
-
-    def __init__(self, num_rows: int, in_features: int) -> None:
-        super().__init__()
-        self.num_rows, self.in_features = num_rows, in_features
