@@ -48,6 +48,8 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     model_dir = find_model(config.model, weights=config.load_format != "dummy")
     if config.load_format != "dummy":
         check_safetensors(model_dir)
+        if getattr(setup.hf_config, "checkpoint_dtypes", None) is None:
+            setup = Setup(config, device)  # now that the files are there, which say what scales are kept in
     spec, layout, plan = setup.spec, setup.layout, setup.plan()
     tokenizer = load_tokenizer(config, model_dir)
     end_ids = end_token_ids(model_dir, setup.hf_config)

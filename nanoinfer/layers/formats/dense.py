@@ -30,6 +30,13 @@ class Dense(MatrixFormat):
         """Copy the weight to `out`, [num_rows, in_features]."""
         out.copy_(module.weight)
 
+    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
+        if quantization is not None:
+            raise ValueError(
+                f"quantization={quantization!r} does not fit this checkpoint, which is not quantised: leave it out, or "
+                "give a checkpoint that is"
+            )
+
     def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
         """Return rows of the weight, for embeddings: [N] -> [N, in_features]."""
         return torch.nn.functional.embedding(ids, module.weight)

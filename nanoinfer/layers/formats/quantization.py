@@ -43,8 +43,7 @@ class Quantization(Formats):
         """Return the format of a projection that is not left out."""
 
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
-        names = (self.name, *self.other_names)
-        if quantization is not None and quantization not in names:
+        if quantization not in (None, self.name, *self.other_names):
             raise ValueError(
                 f"quantization={quantization!r} does not fit this checkpoint, which is quantised with {self.name}: give "
                 f"quantization={self.name!r}, or leave it out"
