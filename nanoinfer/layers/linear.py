@@ -17,9 +17,9 @@ class Linear(nn.Module):
     """x @ weight.T + bias, for one or more projections of the same input, merged along the output.
 
     out_features: output features of each projection, by its name in the checkpoint. Their rows lie in this order in the
-    weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. formats: how
-    the projections lie in memory, by these names, or by no name for a single one. `operations` are those of the device,
-    for the format to multiply with; `scratch` is the buffer that `share_scratch` gives to all modules.
+    weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. formats:
+    how the projections lie in memory, by these names, or by no name for a single one. `operations` are those of the
+    device, for the format to multiply with; `scratch` is the buffer that `share_scratch` gives to all modules.
     """
 
     def __init__(

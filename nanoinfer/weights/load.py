@@ -304,9 +304,7 @@ def _check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_d
     if missing:
         raise ValueError(f"{model_dir} lacks tensors that {model.spec.architecture} needs: {_listed(missing)}")
     check_kv_scales([entry for name, entry in entries.items() if name not in views])
-    unexpected = [
-        name for name in entries if name not in views and not model.ignores(name) and not is_kv_scale(name)
-    ]
+    unexpected = [name for name in entries if name not in views and not model.ignores(name) and not is_kv_scale(name)]
     if unexpected:
         raise ValueError(
             f"{model_dir} holds tensors that {model.spec.architecture} has no place for: {_listed(unexpected)}. "

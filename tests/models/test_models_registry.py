@@ -87,7 +87,7 @@ def test_an_architecture_registers_once():
         (
             "llama",
             dict(quantization_config=dict(quant_method="quanto")),
-            "quant_method='quanto', which is not supported. Supported: compressed-tensors, gptq, auto-round, awq, fp8, mo",
+            "quant_method='quanto', which is not supported. Supported: compressed-tensors, gptq, auto-round, awq, fp8",
         ),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("qwen3", dict(layer_types=["sliding_attention"] * 3), "sliding_attention layers, but sliding_window=None"),

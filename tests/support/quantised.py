@@ -86,9 +86,7 @@ def compressed_groups(stored_as: str, groups: dict, ignore=()) -> Case:
     from compressed_tensors.utils.match import match_name, match_targets
 
     ignore = ["lm_head", *ignore]
-    config = QuantizationConfig(
-        config_groups=groups, format=stored_as, quantization_status="compressed", ignore=ignore
-    )
+    config = QuantizationConfig(config_groups=groups, format=stored_as, quantization_status="compressed", ignore=ignore)
     schemes = {target: scheme for scheme in config.config_groups.values() for target in scheme.targets}
 
     def quantise(name: str, weight: Tensor):

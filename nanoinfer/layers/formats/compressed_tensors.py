@@ -80,10 +80,13 @@ class CompressedTensors(Quantization):
         stored_as = group.get("format") or (_inferred(group, weights) if self._format == _MIXED else self._format)
         if stored_as not in _FORMATS:
             raise ValueError(
-                f"format is {shown(stored_as)} in the quantization_config: supported are {', '.join(_FORMATS)}, {_MIXED}"
+                f"format is {shown(stored_as)} in the quantization_config: supported are {', '.join(_FORMATS)} and "
+                f"{_MIXED}"
             )
         if kind == "float" and not is_symmetric:
-            raise ValueError("weights of type float have zero points in the quantization_config, which is not supported")
+            raise ValueError(
+                "weights of type float have zero points in the quantization_config, which is not supported"
+            )
         if kind == "float" and bits == 4:
             return packed_fp4(name, stored_as)
         is_packed = stored_as == "pack-quantized"
@@ -109,7 +112,8 @@ class CompressedTensors(Quantization):
 
 
 ACTIVATIONS = (
-    "the checkpoint was made for quantised activations; only its weights are read so: activations keep the model's dtype"
+    "the checkpoint was made for quantised activations; only its weights are read so: "
+    "activations keep the model's dtype"
 )
 
 
@@ -161,9 +165,9 @@ def _block(structure: Any) -> tuple[int, int]:
 
 def _inferred(group: dict[str, Any], weights: dict[str, Any]) -> str:
     """Return the format of a group that does not say it, as the reference infers it."""
-    is_float, bits, activations = weights.get("type") == "float", weights.get("num_bits", 8), group.get("input_activations")
-    if is_float and bits == 4:
+    is_weight_only = not group.get("input_activations")
+    if weights.get("type") != "float":
+        return "pack-quantized" if is_weight_only else "int-quantized"
+    if weights.get("num_bits") == 4:
         return "mxfp4-pack-quantized" if weights.get("group_size") == 32 else "nvfp4-pack-quantized"
-    if is_float:
-        return "float-quantized" if activations else "naive-quantized"
-    return "int-quantized" if activations else "pack-quantized"
+    return "naive-quantized" if is_weight_only else "float-quantized"

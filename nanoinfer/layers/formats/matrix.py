@@ -28,18 +28,14 @@ class MatrixFormat(WeightFormat):
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
         weight = self.matrix(module)
-        return module.operations.gated_linear(
-            x, weight, module.bias, activation, library_counts=module.library_counts
-        )
+        return module.operations.gated_linear(x, weight, module.bias, activation, library_counts=module.library_counts)
 
     def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
         parts = self.num_parts(module)
         if parts == 1 or y.element_size() != 2:
             return norm.after_sum(x, self.project(module, y))
         weight = self.matrix(module)
-        return norm.after_sum(
-            x, module.operations.linear_parts(y, weight, parts, library_counts=module.library_counts)
-        )
+        return norm.after_sum(x, module.operations.linear_parts(y, weight, parts, library_counts=module.library_counts))
 
     def num_parts(self, module: nn.Module) -> int:
         """Return the number of parts of the sums in `project_add_norm` on CUDA, in bfloat16 and float16."""

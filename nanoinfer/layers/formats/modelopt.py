@@ -27,9 +27,9 @@ class ModelOpt(Quantization):
         self._left_out = [*self.names("ignore"), *self.names("exclude_modules")]
         if self._algorithm == "NVFP4":
             self.one_of("group_size", (16,), 16)
-        kv_cache, kv_algorithm = self.setting("kv_cache_scheme", dict), settings.get("kv_cache_quant_algo")
-        if kv_algorithm is not None:
-            kv_cache = dict(num_bits=8, type="float") if kv_algorithm == "FP8" else dict(kv_cache_quant_algo=kv_algorithm)
+        kv_cache = self.setting("kv_cache_scheme", dict)
+        if self.one_of("kv_cache_quant_algo", ("FP8", "none"), "none") == "FP8":
+            self.kv_cache_dtype = "fp8"
         if kv_cache:
             self.kv_cache_dtype = kv_cache_dtype_of(kv_cache)
 

@@ -45,8 +45,8 @@ class Quantization(Formats):
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
         if quantization not in (None, self.name, *self.other_names):
             raise ValueError(
-                f"quantization={quantization!r} does not fit this checkpoint, which is quantised with {self.name}: give "
-                f"quantization={self.name!r}, or leave it out"
+                f"quantization={quantization!r} does not fit this checkpoint, which is quantised with {self.name}: "
+                f"give quantization={self.name!r}, or leave it out"
             )
         if self.kv_cache_dtype is not None and kv_cache_dtype != self.kv_cache_dtype:
             raise ValueError(
@@ -78,7 +78,8 @@ class Quantization(Formats):
         value = default if value is None else value
         if not any(type(value) is type(one) and value == one for one in allowed):
             listed = ", ".join(map(str, allowed))
-            raise ValueError(f"{name} is {shown(value)} in the quantization_config of {self.name}: supported are {listed}")
+            where = f"{name} is {shown(value)} in the quantization_config of {self.name}"
+            raise ValueError(f"{where}: supported are {listed}")
         return value
 
     def names(self, name: str, settings: dict[str, Any] | None = None) -> list[str]:
