@@ -93,16 +93,16 @@ class Embedding(Head):
         return DENSE.lookup(self, token_ids)
 
 
-def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> int:
+def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> tuple[int, int]:
     """Give all projections that need one the same buffer for a matrix. They must run one after the other.
 
-    Returns the bytes of the buffer, and of what a projection needs beside it.
+    Returns the bytes of the buffer, and the most that a product takes beside it while it runs.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     shapes = [shape for module in linears if (shape := module.weights.scratch_shape(module))]
     if not shapes:
-        return 0
+        return 0, 0
     scratch = torch.empty(max(rows * columns for rows, columns in shapes), dtype=dtype, device=device)
     for module in linears:
         module.scratch = scratch
-    return scratch.nbytes + max(module.weights.temporary_bytes(module) for module in linears)
+    return scratch.nbytes, max(module.weights.temporary_bytes(module) for module in linears)

@@ -85,7 +85,9 @@ class ModelSpec:
     embedding_bytes: int
     """Bytes of the embeddings, of which a step reads a few rows."""
     scratch_bytes: int = 0
-    """Bytes on the device that products need beside the weights, their arguments and their results."""
+    """Bytes of the buffer that packed weights are expanded to."""
+    product_bytes: int = 0
+    """The most bytes that a product takes while it runs, beside this buffer, its arguments and its result."""
 
     @property
     def num_layers(self) -> int:

@@ -116,7 +116,7 @@ class Decoder(DecoderModel):
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
         if not spec.tied_embeddings:
             self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **options)
-        self.scratch_bytes = share_scratch(self, **options)
+        self.scratch_bytes, self.product_bytes = share_scratch(self, **options)
         self._embedding_scale = _rounded(traits.embedding_scale, spec.dtype)
         self._logits_softcap = traits.logits_softcap
         ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
@@ -193,6 +193,7 @@ class Decoder(DecoderModel):
             weight_bytes=sum(weight.nbytes for weight in shapes_only.parameters()),
             embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
             scratch_bytes=shapes_only.scratch_bytes,
+            product_bytes=shapes_only.product_bytes,
         )
 
     # The calls

@@ -17,13 +17,15 @@ from nanoinfer.weights.read import TensorEntry, read_tensors
 
 # A progress bar that is shown for less than this would only flicker.
 _PROGRESS_DELAY_S = 2.0
+# What is repacked is read in batches of at least this size, where a tensor is not larger: each read has a fixed cost.
+_BATCH_BYTES = 64 * 2**20
 _KV_SCALE = re.compile(r".*\.self_attn\.([kv]_proj\.output_scale|([kv]_proj\.|attn\.)?(k|v|kv|q|prob|output)_scale)")
 
 
 def fill_from_files(
     model: DecoderModel, entries: dict[str, TensorEntry], device: torch.device | str, progress: bool
 ) -> None:
-    """Fill all weights. What is repacked lies on the device twice, at most the bytes of its largest tensor at a time.
+    """Fill all weights. What is repacked lies on the device twice, one tensor or 64 MiB of small ones at a time.
 
     Raises:
         ValueError: a file cannot be read to its end, or a tensor's values are not possible. The message names it.
@@ -54,8 +56,9 @@ def fill_from_files(
 
 
 def _batches(fillings: list[tuple[TensorEntry, Filling]]) -> Iterable[list[tuple[TensorEntry, Filling]]]:
-    """Yield them in batches whose bytes are at most those of the largest: each read has a fixed cost."""
+    """Yield them in batches whose bytes are at most those of the largest, or `_BATCH_BYTES`."""
     limit = max((entry.num_bytes for entry, _ in fillings), default=0)
+    limit = max(limit, _BATCH_BYTES)
     batch, size = [], 0
     for entry, filling in fillings:
         if batch and size + entry.num_bytes > limit:

@@ -21,7 +21,7 @@ from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.base import DecoderModel, ModelSpec
 from nanoinfer.models.registry import find_class, resolve
-from nanoinfer.weights.checkpoint import check_architectures, check_config, check_fields
+from nanoinfer.weights.checkpoint import OBJECT, check_architectures, check_config, check_fields
 from nanoinfer.weights.fill import check_kv_scales, fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.read import TensorEntry
 
@@ -111,6 +111,11 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
     except Exception as error:  # transformers uses values before it checks them, so any error is possible
         raise ValueError(f"{path} is no valid config: {error}") from error
     check_config(path, hf_config, model_class)
+    older = model_dir / "hf_quant_config.json"  # where ModelOpt said what newer versions write to config.json
+    if not getattr(hf_config, "quantization_config", None) and older.is_file():
+        settings = read_json_object(older).get("quantization")
+        OBJECT.check(f"{older} is not valid", "quantization", settings)
+        hf_config.quantization_config = {**settings, "quant_method": "modelopt"}
     if getattr(hf_config, "quantization_config", None):
         hf_config.checkpoint_dtypes = _dtypes_if_there(model_dir)
     return hf_config

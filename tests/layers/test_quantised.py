@@ -6,16 +6,17 @@ import warnings
 import pytest
 import torch
 from engines import assert_pools_as_before, make_engine, random_prompts, run, some_params
-from quantised import CASES, awq, compressed, gptq, write
+from live_bytes import LiveBytes
+from quantised import CASES, awq, compressed, gptq, write, written_by_the_package
 from safetensors.torch import load_file, save_file
 from simulated import SimulatedRuntime
 from tiny_models import FAMILIES
 from transformers_reference import reference_tokens
 
-from nanoinfer import SamplingParams
+from nanoinfer import SamplingParams, plan
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
-from nanoinfer.weights.load import load_config, load_model
+from nanoinfer.weights.load import load_config, load_model, read_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint was made for quantised activations")
 NAMES = list(CASES)
@@ -81,11 +82,32 @@ def test_greedy_tokens_are_those_of_transformers_on_the_expanded_checkpoint(tmp_
     assert [list(one[0][0]) for one in found] == reference_tokens(dense, prompts, 8)
 
 
+def test_a_checkpoint_that_the_reference_package_wrote_as_a_whole(tmp_path):
+    case, scheme = written_by_the_package(tmp_path, "llama")
+    prompts, params = random_prompts(2, 10, 40), some_params(2, 8)
+    assert scheme["format"] == "mixed-precision" and "lm_head" in scheme["ignore"]
+    assert run(make_engine(case[0]), prompts, params) == run(make_engine(case[1]), prompts, params)
+
+
 def test_a_sharded_checkpoint_is_the_whole_one(tmp_path):
     case = CASES["awq"]()
     (whole, _), (sharded, _) = write(tmp_path / "whole", case), write(tmp_path / "sharded", case, shards=3)
     found = matrices(load(sharded))
     assert all(torch.equal(matrix, found[name]) for name, matrix in matrices(load(whole)).items())
+
+
+def test_the_older_config_file_of_modelopt_is_read(tmp_path):
+    packed, dense = write(tmp_path, CASES["modelopt-nvfp4-left-out"]())
+    config = json.loads((packed / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    older = dict(quant_algo="NVFP4", group_size=16, kv_cache_quant_algo=None, exclude_modules=settings["ignore"])
+    (packed / "config.json").write_text(json.dumps(config))
+    (packed / "hf_quant_config.json").write_text(json.dumps(dict(quantization=older)))
+    wanted = load_file(dense / "model.safetensors")
+    assert all(torch.equal(matrix, wanted[f"{name}.weight"]) for name, matrix in matrices(load(packed)).items())
+    (packed / "hf_quant_config.json").write_text(json.dumps(dict(quantization=8)))
+    with pytest.raises(ValueError, match="hf_quant_config.json is not valid: quantization is 8, it must be an object"):
+        load(packed)
 
 
 def test_a_head_may_be_quantised(tmp_path):
@@ -129,12 +151,44 @@ def test_the_plan_counts_the_bytes_that_are_held_and_the_buffer(tmp_path, name):
     assert model.spec.weight_bytes == sum(weight.nbytes for weight in model.parameters()) < wide.plan.weight_bytes
     largest = max(module.num_rows * module.in_features for module in model.modules() if isinstance(module, Linear)
                   and module.scratch is not None and module.weights.scratch_shape(module))  # fmt: skip
-    assert largest * 4 <= model.spec.scratch_bytes <= largest * (4 + 32)
+    assert model.spec.scratch_bytes == 4 * largest
     assert engine.plan.weight_bytes - wide.plan.weight_bytes == (
         model.spec.weight_bytes + model.spec.scratch_bytes - wide.runner.model.spec.weight_bytes
     )
+    assert engine.plan.activation_bytes == wide.plan.activation_bytes + model.spec.product_bytes
     buffers = {module.scratch.data_ptr() for module in model.modules() if isinstance(module, Linear)}
     assert len(buffers) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_product_takes_no_more_than_the_plan_says(tmp_path, name):
+    packed, _ = write(tmp_path, CASES[name]())
+    model = load(packed, "bfloat16")
+    for module in model.modules():
+        if isinstance(module, Linear) and (shape := module.weights.scratch_shape(module)):
+            with LiveBytes() as live:
+                module.weights.matrix(module)
+            assert live.peak <= module.weights.temporary_bytes(module) <= model.spec.product_bytes, shape
+            assert live.now == 0
+
+
+def test_a_forecast_counts_what_the_engine_holds(tmp_path):
+    packed, _ = write(tmp_path, CASES["ct-int4-group"]())
+    arguments = dict(max_model_len=384, max_num_seqs=4, max_num_batched_tokens=64, block_size=16, dtype="float32")
+    memory = plan(packed, gpu_memory="1GiB", host_memory="1GiB", context=384, **arguments).memory
+    assert memory.weight_bytes == make_engine(packed, **arguments).plan.weight_bytes
+    with pytest.raises(ValueError, match="quantization='awq' does not fit"):
+        plan(packed, gpu_memory="1GiB", host_memory="1GiB", context=300, quantization="awq", **arguments)
+
+
+def test_weights_that_are_not_there_yet_have_scales_of_the_models_dtype(tmp_path):
+    packed, _ = write(tmp_path, CASES["ct-int4-group"]())
+    there = load_config(packed)
+    assert set(there.checkpoint_dtypes.values()) == {torch.bfloat16, torch.int32, torch.int64, torch.float32}
+    (packed / "model.safetensors").unlink()
+    missing = load_config(packed)
+    assert missing.checkpoint_dtypes is None
+    assert read_spec(missing, "auto").weight_bytes == read_spec(there, "auto").weight_bytes
 
 
 def test_four_bits_are_held_in_four_bits(tmp_path):
@@ -155,6 +209,7 @@ def test_what_is_repacked_lies_twice_on_the_device_for_one_tensor_at_a_time(tmp_
         read_tensors(targets, **arguments)
 
     monkeypatch.setattr(fill, "read_tensors", read)
+    monkeypatch.setattr(fill, "_BATCH_BYTES", 0)
     load(packed)
     assert len(staged) > 2 and max(staged[1:]) == 64 * 160 // 2
 

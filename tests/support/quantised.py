@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 # Column counts that groups of 16 and 32 divide; blocks of 128 are ragged, and k has fewer rows than one.
 SIZES = dict(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64, intermediate_size=160)
@@ -135,6 +136,40 @@ def _with_scales(weight: Tensor, args) -> dict[str, Tensor]:
     return found
 
 
+def written_by_the_package(directory: Path, family: str) -> tuple[tuple[Path, Path], dict]:
+    """A model that compressed-tensors compressed and transformers saved, and it with the decompressed weights.
+
+    Returns both directories, and the quantization_config.
+    """
+    pytest.importorskip("compressed_tensors", reason="the reference of this format is not installed")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    groups = {
+        "group_0": dict(targets=["Linear"], weights=_INT4 | _GROUP | dict(symmetric=False)),
+        "group_1": dict(targets=["re:.*down_proj"], weights=_FP8 | dict(strategy="channel"),
+                        input_activations=_FP8_DYNAMIC),
+        "group_2": dict(targets=["re:.*[kv]_proj"], weights=_INT8 | dict(strategy="channel")),
+    }  # fmt: skip
+    packed, dense = directory / "packed", directory / "dense"
+    model = AutoModelForCausalLM.from_pretrained(make_checkpoint(family, dense, **SIZES), dtype=torch.bfloat16)
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            for name, value in _with_scales(module.weight.data, module.quantization_scheme.weights).items():
+                if value is not None:
+                    getattr(module, name).data = value
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(packed)
+    compressor.update_config(str(packed))
+    compressor.decompress_model(model)
+    names = load_file(dense / "model.safetensors").keys()
+    weights = {name: weight.float().contiguous() for name, weight in model.state_dict().items() if name in names}
+    save_file(weights, dense / "model.safetensors", metadata={"format": "pt"})
+    return (packed, dense), json.loads((packed / "config.json").read_text())["quantization_config"]
+
+
 # GPTQ and AWQ, from their specification.
 
 
@@ -143,9 +178,10 @@ def _quantise_groups(weight: Tensor, bits: int, group_of_column: Tensor) -> tupl
     groups = int(group_of_column.max()) + 1
     members = [weight.float()[:, group_of_column == group] for group in range(groups)]
     low = torch.stack([part.amin(1).clamp(max=0) for part in members], 1)
+    low[::3] = 0  # whose zero is code 0
     high = torch.stack([part.amax(1).clamp(min=0) for part in members], 1)
     scales = ((high - low) / (2**bits - 1)).half()
-    zeros = torch.round(-low / scales.float()).clamp(1, 2**bits - 1)
+    zeros = torch.round(-low / scales.float()).clamp(0, 2**bits - 1)
     codes = torch.round(weight.float() / scales.float()[:, group_of_column]) + zeros[:, group_of_column]
     return codes.clamp(0, 2**bits - 1).long(), zeros.long(), scales
 
@@ -166,7 +202,8 @@ def gptq(bits: int, group_size: int, *, desc_act: bool = False, version: int = 1
             shuffle = torch.randperm(columns, generator=torch.Generator().manual_seed(rows + columns))
             group_of_column = group_of_column[shuffle]
         codes, zeros, scales = _quantise_groups(weight, bits, group_of_column)
-        stored_zeros = _words(zeros.t() - int(version == 1), bits)
+        # As GPTQModel, which takes the one from whole words: of a zero of 0 it borrows from the next.
+        stored_zeros = _words(zeros.t(), bits) - int(version == 1) * {4: 0x11111111, 8: 0x01010101}[bits]
         tensors = dict(
             qweight=_words(codes, bits).t(), qzeros=stored_zeros, scales=scales.t(), g_idx=group_of_column.int()
         )

@@ -19,7 +19,7 @@ from nanoinfer.layers.formats.matrix import MatrixFormat
 
 # Weights that are expanded at a time, and the most bytes that the steps between codes and matrix take for one.
 EXPANDED_AT_ONCE = 2**22
-_BYTES_WHILE_EXPANDING = 32
+_BYTES_WHILE_EXPANDING = 18
 # A checkpoint's tensors that say how activations were quantised, which they are not here.
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -165,11 +165,11 @@ class Packed(MatrixFormat):
         step = max(1, EXPANDED_AT_ONCE // out.shape[1])
         for begin in range(0, len(out), step):
             rows = out[begin : begin + step]
-            rows.copy_(self.expand(module, begin, begin + len(rows), out.shape[1]))
+            rows.copy_(self.expand(module, begin, begin + len(rows)))
 
-    def expand(self, module: nn.Module, begin: int, end: int, in_features: int) -> Tensor:
+    def expand(self, module: nn.Module, begin: int, end: int) -> Tensor:
         """Return rows [begin, end) of the matrix as the reference has it: [end - begin, in_features]."""
-        packing, scales = self.packing, self._scales(module, begin, end)
+        in_features, packing, scales = module.in_features, self.packing, self._scales(module, begin, end)
         dtype = scales.dtype if packing.product_dtype is None else packing.product_dtype
         codes = module.codes[begin:end]
         if packing.kind == "fp8":
@@ -179,11 +179,11 @@ class Packed(MatrixFormat):
         else:
             values = unpack(codes, packing.bits, in_features).to(torch.int16)
             if packing.has_zeros:
-                values = values - self._spread(self._rows(module.zeros, begin, end), module, in_features)
+                values = values - self._spread(self._rows(module.zeros, begin, end), module)
             else:
                 values = values - 2 ** (packing.bits - 1)
             values = values.to(dtype)
-        weights = values * self._spread(scales.to(dtype), module, in_features)
+        weights = values * self._spread(scales.to(dtype), module)
         return weights if packing.result_dtype is None else weights.to(packing.result_dtype)
 
     def _scales(self, module: nn.Module, begin: int, end: int) -> Tensor:
@@ -201,13 +201,13 @@ class Packed(MatrixFormat):
             return table[begin:end]
         return table[torch.arange(begin, end, device=table.device) // self.packing.rows]
 
-    def _spread(self, table: Tensor, module: nn.Module, in_features: int) -> Tensor:
+    def _spread(self, table: Tensor, module: nn.Module) -> Tensor:
         """Return [n, groups] as [n, in_features], or as what broadcasts to it."""
         if self.packing.has_group_index:
             return table[:, module.group_index]
         if table.shape[1] == 1:
             return table
-        return table.repeat_interleave(self.packing.columns, dim=1)[:, :in_features]
+        return table.repeat_interleave(self.packing.columns, dim=1)[:, : module.in_features]
 
 
 def checked(values: Tensor) -> Tensor:
