@@ -8,6 +8,7 @@ that holds this matrix.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -179,11 +180,11 @@ class Packed(MatrixFormat):
         else:
             values = unpack(codes, packing.bits, in_features).to(torch.int16)
             if packing.has_zeros:
-                values = values - self._spread(self._rows(module.zeros, begin, end), module)
+                values = self._by_group(torch.sub, values, self._rows(module.zeros, begin, end), module)
             else:
                 values = values - 2 ** (packing.bits - 1)
             values = values.to(dtype)
-        weights = values * self._spread(scales.to(dtype), module)
+        weights = self._by_group(torch.mul, values, scales.to(dtype), module)
         return weights if packing.result_dtype is None else weights.to(packing.result_dtype)
 
     def _scales(self, module: nn.Module, begin: int, end: int) -> Tensor:
@@ -201,13 +202,17 @@ class Packed(MatrixFormat):
             return table[begin:end]
         return table[torch.arange(begin, end, device=table.device) // self.packing.rows]
 
-    def _spread(self, table: Tensor, module: nn.Module) -> Tensor:
-        """Return [n, groups] as [n, in_features], or as what broadcasts to it."""
+    def _by_group(self, operation: Callable, values: Tensor, table: Tensor, module: nn.Module) -> Tensor:
+        """Return operation(values, number of the value's group): [n, in_features], [n, groups] -> [n, in_features]."""
         if self.packing.has_group_index:
-            return table[:, module.group_index]
-        if table.shape[1] == 1:
-            return table
-        return table.repeat_interleave(self.packing.columns, dim=1)[:, : module.in_features]
+            return operation(values, table[:, module.group_index])
+        groups, columns = table.shape[1], self.packing.columns
+        if groups == 1:
+            return operation(values, table)
+        if groups * columns == module.in_features:
+            return operation(values.unflatten(1, (groups, columns)), table.unsqueeze(2)).flatten(1)
+        spread = table.unsqueeze(2).expand(-1, -1, columns).flatten(1)
+        return operation(values, spread[:, : module.in_features])
 
 
 def checked(values: Tensor) -> Tensor:
