@@ -76,7 +76,7 @@ def is_kv_scale(name: str) -> bool:
 
 
 def check_kv_scales(entries: Iterable[TensorEntry]) -> None:
-    """Raise ValueError if one of these tensors is a scale of the KV cache other than 1."""
+    """Raise ValueError if one of these tensors is a scale of the KV cache other than 1, which an fp8 cache has here."""
     for entry in entries:
         if is_kv_scale(entry.name):
             with safe_open(entry.path, framework="pt") as file:
@@ -84,7 +84,7 @@ def check_kv_scales(entries: Iterable[TensorEntry]) -> None:
             if not bool((values == 1).all()):
                 raise ValueError(
                     f"{entry.name} in {entry.path} is {values.flatten()[0].item():g}: the scale of an fp8 KV cache is "
-                    "1 here. Remove the tensor, and the kv_cache_scheme of config.json, to run without it"
+                    '1 here. Remove a kv_cache_scheme from config.json and give kv_cache_dtype="auto", which needs none'
                 )
 
 

@@ -22,7 +22,7 @@ from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.base import DecoderModel, ModelSpec
 from nanoinfer.models.registry import find_class, resolve
 from nanoinfer.weights.checkpoint import OBJECT, check_architectures, check_config, check_fields
-from nanoinfer.weights.fill import check_kv_scales, fill_from_files, fill_with_noise, is_kv_scale
+from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.read import TensorEntry
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -308,7 +308,6 @@ def _check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_d
     missing = [name for name, view in views.items() if name not in entries and not _is_optional(view)]
     if missing:
         raise ValueError(f"{model_dir} lacks tensors that {model.spec.architecture} needs: {_listed(missing)}")
-    check_kv_scales([entry for name, entry in entries.items() if name not in views])
     unexpected = [name for name in entries if name not in views and not model.ignores(name) and not is_kv_scale(name)]
     if unexpected:
         raise ValueError(

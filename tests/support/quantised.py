@@ -136,6 +136,27 @@ def _with_scales(weight: Tensor, args) -> dict[str, Tensor]:
     return found
 
 
+def compressed_in_act_order() -> Case:
+    """Groups of columns that do not lie together, as compressed-tensors wrote them with `actorder` "group"."""
+    in_order = compressed("pack-quantized", **_INT4, **_GROUP, symmetric=False)
+    from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
+
+    def quantise(name: str, weight: Tensor):
+        found = in_order.quantise(name, weight)
+        if found is None:
+            return None
+        shuffle = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+        tensors, matrix = in_order.quantise(name, weight[:, shuffle])
+        back = torch.argsort(shuffle)
+        codes = unpack_from_int32(tensors["weight_packed"], 4, weight.shape)[:, back]
+        tensors |= dict(weight_packed=pack_to_int32(codes, 4), weight_g_idx=(back // 32).int())
+        return tensors, matrix[:, back]
+
+    settings = json.loads(json.dumps(in_order.settings))
+    settings["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    return Case(settings, quantise)
+
+
 def written_by_the_package(directory: Path, family: str) -> tuple[tuple[Path, Path], dict]:
     """A model that compressed-tensors compressed and transformers saved, and it with the decompressed weights.
 
@@ -323,6 +344,7 @@ _FP8_DYNAMIC = _DYNAMIC | dict(type="float")
 CASES: dict[str, Callable[[], Case]] = {
     "ct-int4-group": lambda: compressed("pack-quantized", **_INT4, **_GROUP),
     "ct-int4-group-zeros": lambda: compressed("pack-quantized", **_INT4, **_GROUP, symmetric=False),
+    "ct-int4-act-order": compressed_in_act_order,
     "ct-int4-channel": lambda: compressed("pack-quantized", **_INT4, strategy="channel"),
     "ct-int4-channel-zeros": lambda: compressed("pack-quantized", **_INT4, strategy="channel", symmetric=False),
     "ct-int8-packed": lambda: compressed("pack-quantized", **_INT8, **_GROUP),

@@ -104,7 +104,7 @@ class CompressedTensors(Quantization):
             columns=columns,
             rows=rows,
             has_zeros=not is_symmetric,
-            has_group_index=columns is not None and weights.get("actorder") in ("group", "dynamic"),
+            has_group_index=columns is not None and weights.get("actorder") in (True, "group", "dynamic"),
         )
         words = torch.int32 if is_packed else torch.float8_e4m3fn if kind == "float" else torch.int8
         names = Names(codes="weight_packed" if is_packed else "weight")

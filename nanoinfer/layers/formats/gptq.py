@@ -90,6 +90,7 @@ class GPTQ(Quantization):
         self._group_size, self._desc_act = self.group_size(), self.setting("desc_act", bool, False)
         stored_as = "checkpoint_format" if settings.get("checkpoint_format") is not None else "format"
         self._is_first_version = self.one_of(stored_as, ("gptq", "gptq_v2"), "gptq") == "gptq"
+        self.one_of("pack_dtype", ("int32",), "int32")
         self._has_head = self.setting("lm_head", bool, False)
         self._dynamic = self.setting("dynamic", dict, {})
         self._only = self._quantised_endings()

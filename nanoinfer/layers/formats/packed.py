@@ -22,7 +22,7 @@ from nanoinfer.layers.formats.matrix import MatrixFormat
 EXPANDED_AT_ONCE = 2**22
 _BYTES_WHILE_EXPANDING = 18
 # A checkpoint's tensors that say how activations were quantised, which they are not here.
-_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

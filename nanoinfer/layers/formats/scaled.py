@@ -68,7 +68,7 @@ class PackedScaled(Packed):
 
             return {name: Filling(((count, module.in_features),), (torch.int8,), fill_signed)}
         if self.words != torch.int32:
-            return {name: rows}
+            return {name: rows[:, : module.in_features] if self.packing.bits == 8 else rows}
 
         def check_shape(shape: Tensor) -> None:
             if shape.tolist() != [count, module.in_features]:
