@@ -14,6 +14,7 @@ from tiny_models import FAMILIES
 from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams, plan
+from nanoinfer.engine import start
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
 from nanoinfer.weights.load import load_config, load_model, read_spec
@@ -189,6 +190,23 @@ def test_weights_that_are_not_there_yet_have_scales_of_the_models_dtype(tmp_path
     missing = load_config(packed)
     assert missing.checkpoint_dtypes is None
     assert read_spec(missing, "auto").weight_bytes == read_spec(there, "auto").weight_bytes
+
+
+def test_the_plan_is_made_again_when_the_weights_have_come(tmp_path, monkeypatch):
+    packed, _ = write(tmp_path, CASES["ct-int4-group"]())
+    edit(packed, lambda tensors: {key: value.float() if key.endswith("_scale") else value
+                                  for key, value in tensors.items()})  # fmt: skip
+    wanted, elsewhere = make_engine(packed).plan, tmp_path / "not_yet_here"
+    (packed / "model.safetensors").rename(elsewhere)
+
+    def download(model, weights=True):
+        elsewhere.rename(packed / "model.safetensors")
+        return packed
+
+    monkeypatch.setattr(start, "find_model", download)
+    engine = make_engine(packed)
+    assert engine.plan.weight_bytes == wanted.weight_bytes
+    assert engine.runner.model.layers[0].mlp.down_proj.scales.dtype == torch.float32
 
 
 def test_four_bits_are_held_in_four_bits(tmp_path):
