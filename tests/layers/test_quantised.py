@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams, plan
 from nanoinfer.engine import start
+from nanoinfer.layers.formats.bits import E2M1_VALUES, unpack
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
 from nanoinfer.weights.load import load_config, load_model, read_spec
@@ -57,6 +59,19 @@ def test_expanded_weights_are_the_references(tmp_path, name):
         assert len(found) == 15
         for module, matrix in found.items():
             assert torch.equal(matrix, wanted[f"{module}.weight"].to(matrix.dtype)), (module, dtype)
+
+
+def test_a_scale_is_divided_by_the_global_one_in_float32(tmp_path):
+    """Rounded to bfloat16, a weight seldom shows whether it was divided, or multiplied by a reciprocal."""
+    packed, _ = write(tmp_path, CASES["ct-nvfp4"]())
+    module, tensors = load(packed).layers[0].mlp.down_proj, load_file(packed / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    scales = tensors[f"{name}_scale"].float() / tensors[f"{name}_global_scale"]
+    unrounded = replace(module.weights, packing=replace(module.weights.packing, result_dtype=None))
+    codes = unpack(tensors[f"{name}_packed"], 4, module.in_features).long()
+    matrix = torch.tensor(E2M1_VALUES)[codes] * scales.repeat_interleave(16, 1)
+    assert torch.equal(unrounded.expand(module, 0, 64), matrix)
+    assert torch.equal(unrounded.expand(module, 8, 24), matrix[8:24])
 
 
 @pytest.mark.parametrize("name", NAMES)

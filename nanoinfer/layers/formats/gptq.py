@@ -27,7 +27,10 @@ _ONES = {4: 0x11111111, 8: 0x01010101}
 
 @dataclass(frozen=True)
 class PackedGPTQ(Packed):
-    """`zeros_count_from_one`: version 1 of the format."""
+    """Weights in words of columns, and zeros in words of rows.
+
+    zeros_count_from_one: whether the zeros are stored one too low (version 1 of the format).
+    """
 
     zeros_count_from_one: bool = True
 

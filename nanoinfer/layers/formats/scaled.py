@@ -32,7 +32,8 @@ class Names:
 
 @dataclass(frozen=True)
 class PackedScaled(Packed):
-    """
+    """Weights whose rows are those of the checkpoint's tensors.
+
     Attributes:
         names: of the checkpoint's tensors.
         words: the dtype of the checkpoint's codes: int32 (packed, without a sign), int8 (one for each weight, with a
