@@ -16,6 +16,8 @@ from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams, plan
 from nanoinfer.engine import start
+from nanoinfer.layers.formats import awq as awq_weights
+from nanoinfer.layers.formats import packed as packed_weights
 from nanoinfer.layers.formats.bits import E2M1_VALUES, unpack
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
@@ -59,6 +61,16 @@ def test_expanded_weights_are_the_references(tmp_path, name):
         assert len(found) == 15
         for module, matrix in found.items():
             assert torch.equal(matrix, wanted[f"{module}.weight"].to(matrix.dtype)), (module, dtype)
+
+
+@pytest.mark.parametrize("name", ["ct-fp8-block", "ct-mixed", "gptq-int4-act-order", "awq", "modelopt-nvfp4"])
+def test_a_matrix_that_is_expanded_in_pieces_is_the_same(tmp_path, name, monkeypatch):
+    packed, _ = write(tmp_path, CASES[name](), hidden_size=160, intermediate_size=320)
+    wanted = matrices(load(packed))
+    for module in (packed_weights, awq_weights):
+        monkeypatch.setattr(module, "EXPANDED_AT_ONCE", 2400)  # 15 or 7 rows; AWQ repacks by words of 8
+    found = matrices(load(packed))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in found)
 
 
 def test_a_scale_is_divided_by_the_global_one_in_float32(tmp_path):
