@@ -364,7 +364,7 @@ CASES: dict[str, Callable[[], Case]] = {
                                       ignore=["model.layers.0.self_attn.k_proj", "re:.*layers.1.*up_proj"]),
     "ct-mixed": lambda: compressed_groups("mixed-precision", {
         "group_0": dict(targets=["Linear"], weights=_INT4 | _GROUP, format="pack-quantized"),
-        "group_1": dict(targets=["re:.*v_proj", "re:.*gate_proj"], weights=_FP8 | dict(strategy="channel"),
+        "group_1": dict(targets=["re:.*[qv]_proj", "re:.*gate_proj"], weights=_FP8 | dict(strategy="channel"),
                         format="float-quantized"),
         "group_2": dict(targets=["model.layers.0.self_attn.q_proj"], weights=_INT8 | dict(strategy="channel"),
                         format="int-quantized"),
