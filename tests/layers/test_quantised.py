@@ -18,7 +18,7 @@ from nanoinfer import SamplingParams, plan
 from nanoinfer.engine import start
 from nanoinfer.layers.formats import awq as awq_weights
 from nanoinfer.layers.formats import packed as packed_weights
-from nanoinfer.layers.formats.bits import E2M1_VALUES, unpack
+from nanoinfer.layers.formats.bits import E2M1_VALUES, powers_of_two, unpack
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
 from nanoinfer.weights.load import load_config, load_model, read_spec
@@ -71,6 +71,11 @@ def test_a_matrix_that_is_expanded_in_pieces_is_the_same(tmp_path, name, monkeyp
         monkeypatch.setattr(module, "EXPANDED_AT_ONCE", 2400)  # 15 or 7 rows; AWQ repacks by words of 8
     found = matrices(load(packed))
     assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in found)
+
+
+def test_exponents_of_two_are_exact():
+    wanted = 2.0 ** (torch.arange(255, dtype=torch.float64) - 127)
+    assert torch.equal(powers_of_two(torch.arange(255, dtype=torch.uint8)).double(), wanted)
 
 
 def test_a_scale_is_divided_by_the_global_one_in_float32(tmp_path):
