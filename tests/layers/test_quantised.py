@@ -317,6 +317,7 @@ DOWN = "model.layers.1.mlp.down_proj"
         ("ct-int4-group-zeros", without(f"{DOWN}.weight_zero_point"), "lacks tensors .*weight_zero_point"),
         ("ct-int8-group", without(f"{DOWN}.weight_zero_point"), "lacks tensors .*weight_zero_point"),
         ("gptq-int4", without(f"{DOWN}.qzeros"), "lacks tensors .*qzeros"),
+        ("gptq-int4", lambda t: t | {f"{DOWN}.qzeros": t[f"{DOWN}.qzeros"].long()}, "qzeros is int64, expected int32"),
         ("gptq-int4-act-order", without(f"{DOWN}.g_idx"), "lacks tensors .*g_idx"),
         ("fp8-blocks", without(f"{DOWN}.weight_scale_inv"), "lacks tensors .*weight_scale_inv"),
     ],
