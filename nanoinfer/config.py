@@ -25,6 +25,8 @@ class EngineConfig:
         tokenizer: directory or hub id of the tokenizer. None: the model's.
         skip_tokenizer_init: True works on token ids only.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float").
+        quantization: how the checkpoint's weights are quantised, such as "awq"; another checkpoint is refused. None: as
+            its config says.
         kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its
             bytes on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
         generation_config: where the defaults of omitted sampling parameters come from. "auto": the checkpoint's
@@ -75,6 +77,7 @@ class EngineConfig:
     tokenizer: str | Path | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    quantization: str | None = None
     kv_cache_dtype: str = "auto"
     generation_config: str = "auto"
     device: str = "auto"
@@ -107,6 +110,8 @@ class EngineConfig:
             raise ValueError(f'device={self.device!r} must be text: "auto", "cuda", "cuda:1" or "cpu"')
         self._one_of("dtype", ("auto", "bfloat16", "float16", "float32", "half", "float"))
         self._one_of("kv_cache_dtype", ("auto", "fp8"))
+        if self.quantization is not None and not isinstance(self.quantization, str):
+            raise ValueError(f'quantization={self.quantization!r} must be None or text, such as "awq"')
         self._one_of("generation_config", ("auto", "vllm"))
         self._one_of("load_format", ("auto", "dummy"))
         self._one_of("attention_backend", ("auto", "triton", "torch", "flash_attn"))

@@ -52,6 +52,8 @@ def load_reference(
     config = load_config(model_dir)
     torch_dtype = resolve_dtype(dtype, config)
     spec = resolve(config).spec_from_config(config, torch_dtype)
+    if load_format == "dummy" and getattr(config, "quantization_config", None):
+        raise ValueError("random weights of a quantised config cannot be given to transformers: leave out the mode hf")
     if load_format != "dummy":
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch_dtype)
         return Reference(model.to(device).eval(), spec)

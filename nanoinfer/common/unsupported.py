@@ -29,7 +29,6 @@ ENGINE: Table = by_advice({
         disable_custom_all_reduce=(True, False),
     ),
     "no code of a checkpoint is run": dict(trust_remote_code=(False,), code_revision=()),
-    "weights are bfloat16, float16 or float32": dict(quantization=()),
     "download the checkpoint and give its directory": dict(revision=()),
     "download the tokenizer and give its directory": dict(tokenizer_revision=()),
     "set the environment variable HF_HOME": dict(download_dir=()),

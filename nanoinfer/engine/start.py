@@ -18,6 +18,7 @@ from nanoinfer.kv.tables import BlockTables
 from nanoinfer.memory.machine import reserved_bytes, resolve_device
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.memory.setup import Setup
+from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import check_safetensors, find_model, load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
@@ -47,7 +48,11 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     setup = Setup(config, device)
     model_dir = find_model(config.model, weights=config.load_format != "dummy")
     if config.load_format != "dummy":
-        check_safetensors(model_dir)
+        entries = check_safetensors(model_dir)
+        if config.kv_cache_dtype == "fp8":
+            check_kv_scales(entries.values())
+        if getattr(setup.hf_config, "checkpoint_dtypes", {}) is None:
+            setup = Setup(config, device)  # the files were downloaded just now; they say what scales are kept in
     spec, layout, plan = setup.spec, setup.layout, setup.plan()
     tokenizer = load_tokenizer(config, model_dir)
     end_ids = end_token_ids(model_dir, setup.hf_config)

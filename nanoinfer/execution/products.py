@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_counts
-from nanoinfer.layers.formats.dense import Dense
+from nanoinfer.layers.formats.matrix import MatrixFormat
 from nanoinfer.layers.linear import Head, Linear
 from nanoinfer.models.base import DecoderModel
 
@@ -47,8 +47,8 @@ def check_products(model: DecoderModel, max_rows: int) -> list[ProductCheck]:
         return []
     groups: dict[tuple, list[Linear]] = {}
     for module in model.modules():
-        if isinstance(module, Linear) and not isinstance(module, Head) and _is_dense_on_cuda(module):
-            groups.setdefault((*module.weight.shape, module.bias is not None), []).append(module)
+        if isinstance(module, Linear) and not isinstance(module, Head) and _has_matrix_on_cuda(module):
+            groups.setdefault((module.num_rows, module.in_features, module.bias is not None), []).append(module)
     counts, found = padded_counts(max_rows), []
     for (num_rows, size, _), modules in groups.items():
         agreeing = _agreeing(modules[0], counts)
@@ -59,14 +59,14 @@ def check_products(model: DecoderModel, max_rows: int) -> list[ProductCheck]:
     return found
 
 
-def _is_dense_on_cuda(module: Linear) -> bool:
-    return isinstance(module.weights, Dense) and module.weight.is_cuda
+def _has_matrix_on_cuda(module: Linear) -> bool:
+    return isinstance(module.weights, MatrixFormat) and next(module.parameters()).is_cuda
 
 
 def _agreeing(module: Linear, counts: list[int]) -> frozenset[int]:
     from nanoinfer.kernels.linear import rows as kernels  # triton comes with CUDA builds of torch only
 
-    weight, parts = module.weight, module.weights.num_parts(module)
+    weight, parts = module.weights.matrix(module), module.weights.num_parts(module)
     generator = torch.Generator(weight.device).manual_seed(0)
     rows = torch.randn(MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device, generator=generator)
 

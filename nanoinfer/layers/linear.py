@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.operations import operations_of
-from nanoinfer.layers.formats.base import WeightFormat
+from nanoinfer.layers.formats.base import Filling, Formats
 from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.parted import merged
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.weight import empty_weight
 
@@ -16,8 +17,9 @@ class Linear(nn.Module):
     """x @ weight.T + bias, for one or more projections of the same input, merged along the output.
 
     out_features: output features of each projection, by its name in the checkpoint. Their rows lie in this order in the
-    weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. weights:
-    how the weight lies in memory. `operations` are those of the device, for the format to multiply with.
+    weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. formats:
+    how the projections lie in memory, by these names, or by no name for a single one. `operations` are those of the
+    device, for the format to multiply with; `scratch` is the buffer that `share_scratch` gives to all modules.
     """
 
     def __init__(
@@ -28,13 +30,15 @@ class Linear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device,
-        weights: WeightFormat = DENSE,
+        formats: Formats = DENSE,
     ) -> None:
         super().__init__()
         self.parts = out_features if isinstance(out_features, dict) else None
-        self.num_rows = sum(self.parts.values()) if self.parts else out_features
-        self.weights, self.operations = weights, operations_of(device)
-        weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
+        sizes = self.parts or {"": out_features}
+        self.num_rows, self.in_features = sum(sizes.values()), in_features
+        self.weights = merged([formats.of(part) for part in sizes], list(sizes.values()))
+        self.operations, self.library_counts, self.scratch = operations_of(device), frozenset(), None
+        self.weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
         self.bias = empty_weight(self.num_rows, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +52,7 @@ class Linear(nn.Module):
         """Add the projection of y to x, in place, and return the norm of x."""
         return self.weights.project_add_norm(self, x, y, norm)
 
-    def checkpoint_views(self) -> dict[str, Tensor]:
+    def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what checkpoint tensors fill, by the end of their name: after this module's name, or its parent's."""
         found, begin = {}, 0
         for part, count in (self.parts or {"": self.num_rows}).items():
@@ -69,8 +73,10 @@ class Linear(nn.Module):
 class Head(Linear):
     """The projection to logits, also of tied embeddings. It computes few rows, so it never uses the library."""
 
-    def __init__(self, in_features: int, vocab_size: int, *, dtype: torch.dtype, device) -> None:
-        super().__init__(in_features, vocab_size, bias=False, dtype=dtype, device=device)
+    def __init__(
+        self, in_features: int, vocab_size: int, *, dtype: torch.dtype, device, formats: Formats = DENSE
+    ) -> None:
+        super().__init__(in_features, vocab_size, bias=False, dtype=dtype, device=device, formats=formats)
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, in_features] -> [N, vocab_size], in `out` if that is given."""
@@ -85,3 +91,18 @@ class Embedding(Head):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return DENSE.lookup(self, token_ids)
+
+
+def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> tuple[int, int]:
+    """Give all projections that need one the same buffer for a matrix. They must run one after the other.
+
+    Returns the bytes of the buffer, and the most that a product takes beside it while it runs.
+    """
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    shapes = [shape for module in linears if (shape := module.weights.scratch_shape(module))]
+    if not shapes:
+        return 0, 0
+    scratch = torch.empty(max(rows * columns for rows, columns in shapes), dtype=dtype, device=device)
+    for module in linears:
+        module.scratch = scratch
+    return scratch.nbytes, max(module.weights.temporary_bytes(module) for module in linears)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanoinfer.common import exact
 from nanoinfer.common.errors import did_you_mean, shown
-from nanoinfer.layers.formats.base import WeightFormat
+from nanoinfer.layers.formats.base import Formats
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.linear import Linear
 
@@ -45,13 +45,13 @@ class GatedMLP(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device,
-        weights: WeightFormat = DENSE,
+        formats: Formats = DENSE,
     ) -> None:
         super().__init__()
-        options = dict(bias=bias, dtype=dtype, device=device, weights=weights)
+        options = dict(bias=bias, dtype=dtype, device=device)
         gate_up = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(hidden_size, gate_up, **options)
-        self.down_proj = Linear(intermediate_size, hidden_size, **options)
+        self.gate_up_proj = Linear(hidden_size, gate_up, formats=formats, **options)
+        self.down_proj = Linear(intermediate_size, hidden_size, formats=formats.below("down_proj"), **options)
         self._activation, self.activation_name = find_activation(activation), activation
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.weights.load import read_spec
 from offload import KVLayout
@@ -22,6 +23,7 @@ def spec_and_layout(config: EngineConfig, hf_config: PretrainedConfig) -> tuple[
         ValueError: the model cannot run, or not with these settings.
     """
     spec = read_spec(hf_config, config.dtype)
+    formats_of(hf_config).check_options(config.quantization, config.kv_cache_dtype)
     if spec.row_bytes and config.enable_prefix_caching:
         raise ValueError(
             f"enable_prefix_caching=True is not supported for {spec.architecture}: some of its layers keep a state of "

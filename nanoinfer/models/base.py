@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
+from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.qkv import KVSlots
 
 
@@ -83,6 +84,10 @@ class ModelSpec:
     """Bytes of all weights on the device, in the formats that they have there."""
     embedding_bytes: int
     """Bytes of the embeddings, of which a step reads a few rows."""
+    scratch_bytes: int = 0
+    """Bytes of the buffer that packed weights are expanded to."""
+    product_bytes: int = 0
+    """The most bytes that a product takes while it runs, beside this buffer, its arguments and its result."""
 
     @property
     def num_layers(self) -> int:
@@ -186,8 +191,8 @@ class DecoderModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def checkpoint_views(self) -> dict[str, Tensor]:
-        """Each tensor name of the checkpoint, with the part of our (merged) weights that it fills."""
+    def checkpoint_views(self) -> dict[str, Tensor | Filling]:
+        """Each tensor name of the checkpoint, with the part of our (merged) weights that it fills, or how it does."""
 
     @abstractmethod
     def ignores(self, name: str) -> bool:

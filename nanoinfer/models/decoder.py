@@ -16,10 +16,10 @@ from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
-from nanoinfer.layers.formats.base import WeightFormat
+from nanoinfer.layers.formats.base import Filling, Formats
 from nanoinfer.layers.formats.dense import DENSE
-from nanoinfer.layers.formats.registry import format_of
-from nanoinfer.layers.linear import Embedding, Head, Linear
+from nanoinfer.layers.formats.registry import formats_of
+from nanoinfer.layers.linear import Embedding, Head, Linear, share_scratch
 from nanoinfer.layers.mlp import GatedMLP
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.qkv import KVSlots, norm_rotate_store
@@ -42,8 +42,8 @@ class Traits:
     """Norm of each query and key head, before the rotation."""
     embedding_scale: float | None = None
     """Factor on the embeddings, rounded to the model's dtype."""
-    weights: WeightFormat = DENSE
-    """How the weights of the projections lie in memory; embeddings and head are dense."""
+    formats: Formats = DENSE
+    """How the projections lie in memory, by their names below the model or the layer; embeddings are dense."""
     logits_softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap)."""
 
@@ -56,8 +56,10 @@ class Attention(nn.Module):
         q_size, kv_size, self._head_dim = spec.attention.q_size, spec.attention.kv_size, spec.attention.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         options = dict(dtype=spec.dtype, device=device)
-        self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, weights=traits.weights, **options)
-        self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, weights=traits.weights, **options)
+        formats = traits.formats.below("self_attn")
+        self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, formats=formats, **options)
+        formats = formats.below("o_proj")
+        self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, formats=formats, **options)
         self.q_norm = traits.norm(self._head_dim, traits.norm_eps, **options) if traits.qk_norm else None
         self.k_norm = traits.norm(self._head_dim, traits.norm_eps, **options) if traits.qk_norm else None
 
@@ -82,7 +84,7 @@ class DecoderLayer(nn.Module):
             spec.intermediate_size,
             traits.activation,
             bias=traits.mlp_bias,
-            weights=traits.weights,
+            formats=traits.formats.below("mlp"),
             **options,
         )
 
@@ -104,14 +106,17 @@ class Decoder(DecoderModel):
         self, hf_config: PretrainedConfig, spec: ModelSpec, *, device: torch.device | str, max_position: int
     ) -> None:
         super().__init__(hf_config, spec, device=device, max_position=max_position)
-        traits = replace(self.traits(hf_config), weights=_weight_format(hf_config))
+        traits, formats = self.traits(hf_config), formats_of(hf_config)
         options = dict(dtype=spec.dtype, device=device)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **options)
-        classes = [self.layer_classes[type(state)] for state in spec.layers]
-        self.layers = nn.ModuleList(layer_class(spec, traits, device=device) for layer_class in classes)
+        self.layers = nn.ModuleList()
+        for index, state in enumerate(spec.layers):
+            own = replace(traits, formats=formats.below(f"model.layers.{index}"))
+            self.layers.append(self.layer_classes[type(state)](spec, own, device=device))
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
         if not spec.tied_embeddings:
-            self.lm_head = Head(spec.hidden_size, spec.vocab_size, **options)
+            self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **options)
+        self.scratch_bytes, self.product_bytes = share_scratch(self, **options)
         self._embedding_scale = _rounded(traits.embedding_scale, spec.dtype)
         self._logits_softcap = traits.logits_softcap
         ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
@@ -146,7 +151,6 @@ class Decoder(DecoderModel):
 
     @classmethod
     def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
-        _weight_format(hf_config)  # refuses what is not supported
         architecture, layers = (hf_config.architectures or [cls.__name__])[0], cls.layer_states(hf_config)
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         num_q_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
@@ -188,6 +192,8 @@ class Decoder(DecoderModel):
             num_parameters=sum(weight.numel() for weight in shapes_only.parameters()),
             weight_bytes=sum(weight.nbytes for weight in shapes_only.parameters()),
             embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
+            scratch_bytes=shapes_only.scratch_bytes,
+            product_bytes=shapes_only.product_bytes,
         )
 
     # The calls
@@ -219,7 +225,7 @@ class Decoder(DecoderModel):
 
     # The checkpoint
 
-    def checkpoint_views(self) -> dict[str, Tensor]:
+    def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         views = {}
         for name, module in self.named_modules():
             prefix = name if name == "lm_head" else f"model.{name}"
@@ -261,11 +267,6 @@ def _distinct(ropes: tuple[Mapping, ...]) -> tuple[list[Mapping], list[int]]:
         if rope not in distinct:
             distinct.append(rope)
     return distinct, [distinct.index(rope) for rope in ropes]
-
-
-def _weight_format(hf_config: PretrainedConfig) -> WeightFormat:
-    """Return the format of the projections."""
-    return format_of(getattr(hf_config, "quantization_config", None))
 
 
 def _rounded(value: float | None, dtype: torch.dtype) -> float | None:

@@ -63,7 +63,7 @@ def _is_texts(value: Any) -> bool:
 
 _TEXT = Rule("text", lambda value: isinstance(value, str))
 _FLAG = Rule("true or false", lambda value: type(value) is bool)
-_OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+OBJECT = Rule("an object", lambda value: isinstance(value, dict))
 _DTYPE = Rule(
     'a dtype of torch, such as "bfloat16"',
     lambda value: isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype),
@@ -113,14 +113,14 @@ _FIELDS = {
     "rope_theta": _ROPE_THETA,
     "rope_local_base_freq": _ROPE_THETA,
     "partial_rotary_factor": _PARTIAL_ROTARY_FACTOR,
-    "rope_parameters": _optional(_OBJECT),
-    "rope_scaling": _optional(_OBJECT),
+    "rope_parameters": _optional(OBJECT),
+    "rope_scaling": _optional(OBJECT),
     "original_max_position_embeddings": _optional(_count(1, MAX_POSITIONS)),
     "eos_token_id": TOKEN_IDS,
     # transformers makes a list of this length
     "num_labels": _count(0, 2**16),
     "per_layer_config": Rule("left out: all layers have the same sizes here", lambda value: value in (None, {})),
-    "quantization_config": _optional(_OBJECT),
+    "quantization_config": _optional(OBJECT),
 }
 _ROPE_FIELDS = {
     "rope_type": _TEXT,
@@ -176,7 +176,7 @@ def _check_rope(where: str, name: str, parameters: Mapping[str, Any], by_layer_t
         for layer_type, own in parameters.items():
             if layer_type not in LAYER_TYPES:
                 raise ValueError(f"{where}: {name} has {shown(layer_type)}, it must be keyed by {_LISTED_LAYER_TYPES}")
-            _optional(_OBJECT).check(where, f"{name}.{layer_type}", own)
+            _optional(OBJECT).check(where, f"{name}.{layer_type}", own)
             _check_rope(where, f"{name}.{layer_type}", own or {}, by_layer_type=False)
         return
     for key, value in parameters.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import did_you_mean, shown
-from nanoinfer.layers.linear import Linear
+from nanoinfer.layers.formats.base import Filling
+from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.base import DecoderModel, ModelSpec
 from nanoinfer.models.registry import find_class, resolve
-from nanoinfer.weights.checkpoint import check_architectures, check_config, check_fields
-from nanoinfer.weights.read import TensorEntry, read_tensors
+from nanoinfer.weights.checkpoint import OBJECT, check_architectures, check_config, check_fields
+from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
+from nanoinfer.weights.read import TensorEntry
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -29,15 +32,19 @@ _WEIGHTS = ["model*.safetensors"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # Dtypes of quantised weights, which are not cast.
-_PACKED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
+_PACKED_DTYPES = {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 # Models that are part of the package, by name.
 PACKAGED = {"recall": Path(__file__).parent.parent / "recall" / "checkpoint"}
 # Far deeper than any file of a checkpoint, and shallow enough for recursive code that walks through it.
 _MAX_JSON_DEPTH = 32
 # File systems do not allow longer names.
 _MAX_NAME_BYTES = 255
-# A progress bar that is shown for less than this would only flicker.
-_PROGRESS_DELAY_S = 2.0
 
 
 def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] = ()) -> Path:
@@ -79,6 +86,9 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
 def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedConfig:
     """Return the checkpoint's config, as transformers reads it. No code of the checkpoint runs.
 
+    The config of a quantised checkpoint has `checkpoint_dtypes`: the dtype of each tensor by name, or None if the
+    weights are not there. Formats need it, because a config does not say what scales are kept in.
+
     names: as in `find_model`.
 
     Raises:
@@ -101,7 +111,22 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
     except Exception as error:  # transformers uses values before it checks them, so any error is possible
         raise ValueError(f"{path} is no valid config: {error}") from error
     check_config(path, hf_config, model_class)
+    older = model_dir / "hf_quant_config.json"  # where ModelOpt said what newer versions write to config.json
+    if not getattr(hf_config, "quantization_config", None) and older.is_file():
+        settings = read_json_object(older).get("quantization")
+        OBJECT.check(f"{older} is not valid", "quantization", settings)
+        hf_config.quantization_config = {**settings, "quant_method": "modelopt"}
+    if getattr(hf_config, "quantization_config", None):
+        hf_config.checkpoint_dtypes = _dtypes_if_there(model_dir)
     return hf_config
+
+
+def _dtypes_if_there(model_dir: Path) -> dict[str, torch.dtype] | None:
+    """Return the dtype of each tensor; None if the files are not there, or not whole."""
+    try:
+        return {name: entry.dtype for name, entry in check_safetensors(model_dir).items()}
+    except ValueError:  # loading says what is wrong
+        return None
 
 
 def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpec:
@@ -261,15 +286,17 @@ def load_model(
             cannot be read to its end, although its header could be read.
     """
     model_class, spec = resolve(hf_config), read_spec(hf_config, dtype)
+    if notice := formats_of(hf_config).notice:
+        warnings.warn(notice, stacklevel=2)
     max_position = spec.max_position if max_position is None else max_position
     if load_format == "dummy":
         model = model_class(hf_config, spec, device=device, max_position=max_position)
-        _fill_with_noise(model, seed, progress)
+        fill_with_noise(model, seed, progress)
     elif load_format == "auto":
         entries = check_safetensors(model_dir)
         _check_matches(entries, model_class(hf_config, spec, device="meta", max_position=1), model_dir)
         model = model_class(hf_config, spec, device=device, max_position=max_position)
-        _fill_from_files(model, entries, progress)
+        fill_from_files(model, entries, device, progress)
     else:
         raise ValueError(f'load_format={load_format!r} is not supported: give "auto" or "dummy"')
     return model.eval()
@@ -278,32 +305,48 @@ def load_model(
 def _check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_dir: str | Path) -> None:
     """Compares names and shapes of the tensors with those of `model`, which may lie on the meta device."""
     views = model.checkpoint_views()
-    missing = [name for name in views if name not in entries]
+    missing = [name for name, view in views.items() if name not in entries and not _is_optional(view)]
     if missing:
         raise ValueError(f"{model_dir} lacks tensors that {model.spec.architecture} needs: {_listed(missing)}")
-    unexpected = [name for name in entries if name not in views and not model.ignores(name)]
+    unexpected = [name for name in entries if name not in views and not model.ignores(name) and not is_kv_scale(name)]
     if unexpected:
         raise ValueError(
             f"{model_dir} holds tensors that {model.spec.architecture} has no place for: {_listed(unexpected)}. "
             "Does config.json belong to these weights?"
         )
     wrong = [
-        f"{name} is {list(entries[name].shape)}, expected {list(view.shape)}"
+        f"{name} is {list(entries[name].shape)}, expected {' or '.join(str(list(shape)) for shape in shapes)}"
         for name, view in views.items()
-        if entries[name].shape != tuple(view.shape)
+        if name in entries and (shapes := _shapes(view)) and entries[name].shape not in shapes
     ]
     if wrong:
         raise ValueError(f"{model_dir} does not fit its config.json: {_listed(wrong)}")
-    packed = {*_PACKED_DTYPES.values()}
     uncast = [
-        f"{name} is {str(entries[name].dtype)[6:]}, expected {str(view.dtype)[6:]}"
+        f"{name} is {str(entries[name].dtype)[6:]}, expected {expected}"
         for name, view in views.items()
-        if entries[name].dtype != view.dtype and packed & {entries[name].dtype, view.dtype}
+        if name in entries and (expected := _other_dtype(view, entries[name].dtype))
     ]
     if uncast:
         raise ValueError(f"{model_dir} does not fit its config.json: {_listed(uncast)}")
     if model.spec.tied_embeddings and "lm_head.weight" in entries:
         _check_head_repeats_embeddings(entries["lm_head.weight"], entries["model.embed_tokens.weight"])
+
+
+def _is_optional(view: Tensor | Filling) -> bool:
+    return isinstance(view, Filling) and view.optional
+
+
+def _shapes(view: Tensor | Filling) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes that a checkpoint's tensor may have; none: any shape."""
+    return view.shapes if isinstance(view, Filling) else (tuple(view.shape),)
+
+
+def _other_dtype(view: Tensor | Filling, dtype: torch.dtype) -> str:
+    """Return what a checkpoint's tensor may be in place of this dtype; "": it may have this one."""
+    if isinstance(view, Filling):
+        return "" if dtype in view.dtypes or not view.dtypes else " or ".join(str(one)[6:] for one in view.dtypes)
+    is_cast = not {dtype, view.dtype} & {*_PACKED_DTYPES.values()}
+    return "" if dtype == view.dtype or is_cast else str(view.dtype)[6:]
 
 
 def _check_head_repeats_embeddings(head: TensorEntry, embeddings: TensorEntry) -> None:
@@ -318,39 +361,6 @@ def _check_head_repeats_embeddings(head: TensorEntry, embeddings: TensorEntry) -
             f"config.json says tie_word_embeddings, but {head.name} in {head.path} differs from {embeddings.name}: "
             "set tie_word_embeddings to false if the model has a head of its own, or remove the tensor"
         )
-
-
-def _fill_from_files(model: DecoderModel, entries: dict[str, TensorEntry], progress: bool) -> None:
-    targets = [(entries[name], view) for name, view in model.checkpoint_views().items()]
-    with tqdm(
-        total=sum(entry.num_bytes for entry, _ in targets),
-        desc="loading weights",
-        unit="B",
-        unit_scale=True,
-        delay=_PROGRESS_DELAY_S,
-        disable=not progress,
-    ) as bar:
-        read_tensors(targets, report=bar.update)
-
-
-def _fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:
-    """Fill the weights with normal noise, standard deviation 0.02.
-
-    The mean is 0; for norms it is the value that leaves the norm's input unscaled.
-    """
-    generator = None
-    modules = list(model.modules())
-    for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
-        weights = list(module.parameters(recurse=False))
-        if not weights:
-            continue
-        generator = generator or torch.Generator(weights[0].device).manual_seed(seed)
-        if isinstance(module, Linear):
-            module.fill_with_noise(generator)
-            continue
-        mean = getattr(module, "neutral_weight", 0.0)
-        for weight in weights:
-            weight.normal_(mean, 0.02, generator=generator)
 
 
 def _listed(items: list[str]) -> str:

@@ -52,7 +52,8 @@ def llm(path):
         (dict(host_memory_limit=1000, enable_cpu_offload=True), "holds 0 KV blocks .* 384 tokens need 24: give at"),
         (dict(tensor_parallel_size=2), "tensor_parallel_size=2 is not supported, but for 1"),
         (dict(trust_remote_code=True), "trust_remote_code=True is not supported, but for False"),
-        (dict(quantization="awq"), "quantization='awq' is not supported: weights are bfloat16"),
+        (dict(quantization="awq"), "quantization='awq' does not fit this checkpoint, which is not quantised"),
+        (dict(quantization=8), "quantization=8 must be None or text"),
         (dict(enable_lora=True), "enable_lora=True is not supported, but for False: merge the adapter"),
         (dict(enable_lora=0), "enable_lora=0 is not supported"),
         (dict(cpu_offload_gb=8), "cpu_offload_gb=8 .*it offloads weights.*enable_cpu_offload=True moves the KV cache"),
@@ -71,10 +72,10 @@ def test_vllms_arguments_may_name_the_only_thing_there_is(path):
     assert {
         "tensor_parallel_size": 1,
         "trust_remote_code": False,
-        "quantization": None,
+        "enable_lora": False,
     }.items() <= doing_without.items()
     LLM(path, **doing_without, **COMMON).close()
-    LLM(path, cpu_offload_gb=0.0, swap_space=4, **COMMON).close()
+    LLM(path, cpu_offload_gb=0.0, swap_space=4, quantization=None, **COMMON).close()
 
 
 def test_what_is_not_supported_is_no_argument_of_ours():

@@ -8,10 +8,12 @@ from engines import LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engin
 from safetensors.torch import load_file, save_file
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
+from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
 from nanoinfer.layers.formats import registry
 from nanoinfer.layers.formats.base import WeightFormat
+from nanoinfer.layers.formats.dense import DENSE
 
 METHOD = "int8-rows"
 
@@ -21,9 +23,12 @@ class Int8Rows(WeightFormat):
 
     name = METHOD
 
-    def __init__(self, settings=None):
+    def __init__(self, settings=None, tensors=None):
         if settings.get("bits") != 8:
             raise ValueError(f"bits is {settings.get('bits')} in the quantization_config: {METHOD} has 8")
+
+    def below(self, path):
+        return DENSE if path == "lm_head" else self
 
     def allocate(self, module, num_rows, in_features, *, dtype, device):
         values = torch.empty(num_rows, in_features, dtype=torch.int8, device=device)
@@ -106,14 +111,16 @@ def test_what_a_format_does_not_have_is_refused(checkpoints):
     with pytest.raises(ValueError, match="bits is 4 in the quantization_config: int8-rows has 8"):
         make_engine(checkpoints[0])
     settle(checkpoints[0], dict(quant_method="int8-row"))
-    with pytest.raises(ValueError, match=r"quant_method='int8-row', .* not supported \(did you mean 'int8-rows'\?\)"):
+    with pytest.raises(
+        ValueError, match=r"quant_method='int8-row', .* \(did you mean 'int8-rows'\?\). Supported: int8-rows"
+    ):
         make_engine(checkpoints[0])
 
 
 @pytest.mark.parametrize("method", [None, 8, ["int8-rows"], {"int8-rows": 1}])
 def test_a_method_that_is_no_name_is_refused(method):
-    with pytest.raises(ValueError, match="quant_method=.*quantized checkpoints are not supported"):
-        registry.format_of({"quant_method": method, "bits": 8})
+    with pytest.raises(ValueError, match="quant_method=.*which is not supported.* Supported: int8-rows"):
+        registry.formats_of(PretrainedConfig(quantization_config={"quant_method": method, "bits": 8}))
 
 
 def test_integers_are_not_taken_for_numbers(checkpoints):

@@ -84,7 +84,11 @@ def test_an_architecture_registers_once():
         ("llama", dict(num_heads=4, num_kv_heads=3), "4 query heads and 3 KV heads"),
         ("llama", dict(hidden_act="gelu_tanh"), "'gelu_tanh' is not supported.*silu, gelu, gelu_pytorch_tanh"),
         ("llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "'dynamic'"),
-        ("llama", dict(quantization_config=dict(quant_method="fp8")), "quantized checkpoints are not supported"),
+        (
+            "llama",
+            dict(quantization_config=dict(quant_method="quanto")),
+            "quant_method='quanto', which is not supported. Supported: compressed-tensors, gptq, auto-round, awq, fp8",
+        ),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("qwen3", dict(layer_types=["sliding_attention"] * 3), "sliding_attention layers, but sliding_window=None"),
         ("qwen3", dict(layer_types=["chunked_attention"] * 3), "'chunked_attention' is not supported"),

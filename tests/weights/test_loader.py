@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_checkpoint, tiny_config
 
 from nanoinfer.layers.qkv import KVSlots
+from nanoinfer.weights import fill
 from nanoinfer.weights import load as loader
 from nanoinfer.weights.load import check_safetensors, find_model, load_config, load_model, resolve_dtype
 
@@ -113,7 +114,7 @@ def test_a_tied_checkpoint_with_another_head_is_refused(tmp_path):
 
 def test_progress_bar_counts_bytes_and_can_be_switched_off(tmp_path, monkeypatch, capsys):
     directory = make_checkpoint("llama", tmp_path)
-    monkeypatch.setattr(loader, "_PROGRESS_DELAY_S", 0.0)
+    monkeypatch.setattr(fill, "_PROGRESS_DELAY_S", 0.0)
     config = load_config(directory)
     capsys.readouterr()
     model = load_model(directory, config, "auto", "cpu", progress=True)
@@ -370,8 +371,8 @@ def test_weights_that_are_not_floating_point_are_refused(tmp_path):
     edit_tensors(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
     with pytest.raises(ValueError, match="model.norm.weight is int8, expected float32"):
         load(directory)
-    edit_tensors(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int64)}))
-    with pytest.raises(ValueError, match="model.norm.weight in .* has dtype I64: supported are BF16"):
+    edit_tensors(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int16)}))
+    with pytest.raises(ValueError, match="model.norm.weight in .* has dtype I16: supported are BF16"):
         load(directory)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,19 +13,110 @@ from torch import Tensor, nn
 from nanoinfer.layers.norm import RMSNorm
 
 
-class WeightFormat(ABC):
+@dataclass(frozen=True)
+class CheckpointTensors:
+    """What is known of a checkpoint before its weights are read.
+
+    Attributes:
+        dtype: what the config says that the model computes in.
+        dtypes: dtype of each tensor by name; None: the files are not there.
+    """
+
+    dtype: torch.dtype
+    dtypes: Mapping[str, torch.dtype] | None = None
+
+    def dtype_of(self, name: str, allowed: tuple[torch.dtype, ...], default: torch.dtype | None = None) -> torch.dtype:
+        """Return the dtype of a tensor; where it is not known, the default, or the model's.
+
+        Raises:
+            ValueError: the tensor has another dtype than the allowed ones.
+        """
+        found = (self.dtypes or {}).get(name, default or self.dtype)
+        if found not in allowed:
+            known = ", ".join(str(dtype)[6:] for dtype in allowed)
+            raise ValueError(f"{name} has dtype {str(found)[6:]}: supported are {known}")
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether the files hold a tensor; False if the files are not there."""
+        return name in (self.dtypes or {})
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A tensor of a checkpoint that lies on the device in another way than in its file, or is only checked.
+
+    Attributes:
+        shapes: those that the tensor may have.
+        dtypes: those that the tensor may have.
+        fill: takes the tensor on the device and writes the weight. It raises ValueError with what is wrong with the
+            values, in words that follow the tensor's name. None: the tensor is not read.
+        optional: whether a checkpoint may lack the tensor.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    fill: Callable[[Tensor], None] | None
+    optional: bool = False
+
+
+class Formats(ABC):
+    """The formats of a model's projections, by their names in the checkpoint."""
+
+    @abstractmethod
+    def of(self, name: str) -> WeightFormat:
+        """Return the format of one projection, such as "model.layers.0.mlp.down_proj".
+
+        Raises:
+            ValueError: the checkpoint's is not supported. The message names the projection.
+        """
+
+    def below(self, path: str) -> Formats:
+        """Return the formats of the projections whose names begin with `path`, by the rest of their names."""
+        return _Below(self, path)
+
+    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
+        """Refuse options of the engine that contradict the checkpoint.
+
+        quantization: what the user says that the checkpoint has; None: nothing.
+
+        Raises:
+            ValueError: an option contradicts the checkpoint.
+        """
+
+    @property
+    def notice(self) -> str | None:
+        """What a user should know about what is not done with a checkpoint; None: nothing."""
+        return None
+
+
+class _Below(Formats):
+    def __init__(self, formats: Formats, path: str) -> None:
+        self._formats, self._path = formats, path
+
+    def of(self, name: str) -> WeightFormat:
+        return self._formats.of(f"{self._path}.{name}".strip("."))
+
+
+class WeightFormat(Formats):
     """How the weights of a model's projections lie on the device, are filled from a checkpoint and are multiplied.
 
-    One object serves all projections. What belongs to one projection lies in its module, as parameters that `allocate`
-    registers and that only the format touches. The bits of each row that a projection returns depend on its row of x,
-    the weight and the bias alone. A module is a `layers.linear.Linear`: its `bias` is None or [num_rows].
+    One object may serve all projections. What belongs to one projection lies in its module, as parameters that
+    `allocate` registers and that only the format touches. The bits of each row that a projection returns depend on its
+    row of x, the weight and the bias alone. A module is a `layers.linear.Linear`: its `bias` is None or [num_rows].
     """
 
     name: str
     """The `quant_method` of a config's quantization_config; "dense" if it has none."""
 
-    def __init__(self, settings: dict[str, Any] | None = None) -> None:
+    def __init__(self, settings: dict[str, Any] | None = None, tensors: CheckpointTensors | None = None) -> None:
         """settings: the config's quantization_config. Raises ValueError for those that are not supported."""
+
+    def of(self, name: str) -> WeightFormat:
+        return self
+
+    def below(self, path: str) -> Formats:
+        return self
 
     @abstractmethod
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
@@ -33,7 +126,7 @@ class WeightFormat(ABC):
         """
 
     @abstractmethod
-    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor]:
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
         """Return what a checkpoint's tensors fill of rows [begin, end), by the end of their name, such as "weight".
 
         Values of another floating-point type are cast on the way; others must have the type of their view.
@@ -54,3 +147,14 @@ class WeightFormat(ABC):
     def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
         """Add the projection of y to x, in place, and return the norm of x."""
         return norm.after_sum(x, self.project(module, y))
+
+    def scratch_shape(self, module: nn.Module) -> tuple[int, int] | None:
+        """Return the shape of the matrix that a product needs a buffer for; None: no product needs one.
+
+        All modules of a model share one buffer, which becomes the module's `scratch`: [elements], in the model's dtype.
+        """
+        return None
+
+    def temporary_bytes(self, module: nn.Module) -> int:
+        """Return the bytes of the largest tensors that a product makes beside its arguments, result and buffer."""
+        return 0

@@ -1,42 +1,63 @@
-"""Map the `quant_method` of a config's quantization_config to a weight format."""
+"""Map the `quant_method` of a config's quantization_config to what reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import did_you_mean, shown
-from nanoinfer.layers.formats.base import WeightFormat
+from nanoinfer.layers.formats.awq import AWQ
+from nanoinfer.layers.formats.base import CheckpointTensors, Formats
+from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.fp8 import FP8
+from nanoinfer.layers.formats.gptq import GPTQ, AutoRound
+from nanoinfer.layers.formats.modelopt import ModelOpt
 
-_FORMATS: dict[str, type[WeightFormat]] = {}
+Reader = TypeVar("Reader", bound=Callable[[dict[str, Any], CheckpointTensors], Formats])
+
+_FORMATS: dict[str, Callable[[dict[str, Any], CheckpointTensors], Formats]] = {
+    reader.name: reader for reader in (CompressedTensors, GPTQ, AutoRound, AWQ, FP8, ModelOpt)
+}
 
 
-def register_format(weight_format: type[WeightFormat]) -> type[WeightFormat]:
-    """Class decorator: this format reads checkpoints whose quantization_config names it.
+def register_format(reader: Reader) -> Reader:
+    """Class decorator: this class, a `Formats`, reads checkpoints whose quantization_config names it.
 
     Raises:
         ValueError: the name is taken.
     """
-    if weight_format.name in _FORMATS:
-        taken = _FORMATS[weight_format.name].__name__
-        raise ValueError(f"{weight_format.name} is already registered, by {taken}")
-    _FORMATS[weight_format.name] = weight_format
-    return weight_format
+    if reader.name in _FORMATS:
+        raise ValueError(f"{reader.name} is already registered, by {_FORMATS[reader.name].__name__}")
+    _FORMATS[reader.name] = reader
+    return reader
 
 
-def format_of(quantization: Mapping[str, Any] | None) -> WeightFormat:
-    """The format of a model's projections, from its config's quantization_config.
+def formats_of(hf_config: PretrainedConfig) -> Formats:
+    """The formats of a model's projections, from its config's quantization_config.
+
+    `hf_config.checkpoint_dtypes`, where it is there, has the dtype of each tensor of the checkpoint.
 
     Raises:
-        ValueError: it names a method that is not supported, or none.
+        ValueError: it names a method that is not supported, or none, or the method's settings are not supported.
     """
-    if not quantization:
+    settings = getattr(hf_config, "quantization_config", None)
+    if not settings:
         return DENSE
-    method = quantization.get("quant_method")
+    method = settings.get("quant_method")
     if isinstance(method, str) and method in _FORMATS:
-        return _FORMATS[method](dict(quantization))
+        tensors = CheckpointTensors(_dtype(hf_config), getattr(hf_config, "checkpoint_dtypes", None))
+        return _FORMATS[method](dict(settings), tensors)
+    known = f"Supported: {', '.join(_FORMATS)}" if _FORMATS else "take one in bfloat16, float16 or float32"
     raise ValueError(
-        f"the config has a quantization_config with quant_method={shown(method)}, and quantized checkpoints are not "
-        f"supported{did_you_mean(str(method), _FORMATS)}: take one in bfloat16, float16 or float32"
+        f"the config has a quantization_config with quant_method={shown(method)}, which is not supported"
+        f"{did_you_mean(str(method), _FORMATS)}. {known}"
     )
+
+
+def _dtype(hf_config: PretrainedConfig) -> torch.dtype:
+    dtype = getattr(hf_config, "dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype

@@ -1,0 +1,173 @@
+"""The checkpoints of llm-compressor: https://github.com/vllm-project/compressed-tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nanoinfer.common.errors import shown
+from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
+from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.packed import FLOATS, Packing
+from nanoinfer.layers.formats.quantization import Quantization, searches
+from nanoinfer.layers.formats.scaled import Names, PackedScaled
+
+_MIXED = "mixed-precision"
+_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "float-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)
+# Names of the class of projections, and of the classes that it derives from.
+_CLASSES = ("Linear", "Module")
+
+
+class CompressedTensors(Quantization):
+    """A group of the config holds for the modules that its targets name, by name, regular expression or class."""
+
+    name = "compressed-tensors"
+    other_names = ("compressed_tensors",)
+
+    def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
+        super().__init__(settings, tensors)
+        self._format = self.one_of("format", (*_FORMATS, _MIXED, "dense"), "dense")
+        self.one_of("quantization_status", ("compressed",), "compressed")
+        for name in ("transform_config", "sparsity_config"):
+            given = self.setting(name, dict, {})
+            if given.get("config_groups") or given.get("format", "dense") != "dense":
+                raise ValueError(f"{name} is not supported in the quantization_config: it has {shown(given)}")
+        groups = self.setting("config_groups", dict, {})
+        self._groups: dict[str, dict[str, Any]] = {}
+        for group in groups.values():
+            if not isinstance(group, dict):
+                raise ValueError(f"config_groups has {shown(group)} in the quantization_config, not settings")
+            self._groups |= dict.fromkeys(self.names("targets", group), group)
+        self._ignored = self.names("ignore")
+        kv_cache = self.setting("kv_cache_scheme", dict)
+        if kv_cache is not None:
+            self.kv_cache_dtype = kv_cache_dtype_of(kv_cache)
+
+    @property
+    def notice(self) -> str | None:
+        return ACTIVATIONS if any(group.get("input_activations") for group in self._groups.values()) else None
+
+    def is_left_out(self, name: str) -> bool:
+        return any(_matches(pattern, name) or pattern in _CLASSES for pattern in self._ignored)
+
+    def packed(self, name: str) -> WeightFormat:
+        group = self._group_of(name)
+        weights = None if group is None else self.setting("weights", dict, None, group)
+        return DENSE if weights is None else self._format_of(name, group, weights)
+
+    def _group_of(self, name: str) -> dict[str, Any] | None:
+        """Return the group that holds for a module: names before regular expressions before classes."""
+        targets = sorted(self._groups, key=lambda target: ("re:" in target, target))
+        found = [target for target in targets if _matches(target, name)]
+        found += [target for target in targets if target in _CLASSES]
+        return self._groups[found[0]] if found else None
+
+    def _format_of(self, name: str, group: dict[str, Any], weights: dict[str, Any]) -> WeightFormat:
+        kind = self.one_of("type", ("int", "float"), "int", weights)
+        bits = self.one_of("num_bits", (4, 8), 8, weights)
+        is_symmetric = self.setting("symmetric", bool, True, weights)
+        group_size = weights.get("group_size")
+        strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
+        strategy = self.one_of("strategy", ("tensor", "channel", "group", "tensor_group", "block"), strategy, weights)
+        stored_as = group.get("format") or (_inferred(group, weights) if self._format == _MIXED else self._format)
+        if stored_as not in _FORMATS:
+            raise ValueError(
+                f"format is {shown(stored_as)} in the quantization_config: supported are {', '.join(_FORMATS)} and "
+                f"{_MIXED}"
+            )
+        if kind == "float" and not is_symmetric:
+            raise ValueError(
+                "weights of type float have zero points in the quantization_config, which is not supported"
+            )
+        if kind == "float" and bits == 4:
+            return packed_fp4(name, stored_as)
+        is_packed = stored_as == "pack-quantized"
+        if stored_as.startswith(("nvfp4", "mxfp4")) or (is_packed and kind == "float"):
+            raise ValueError(f"format is {stored_as} for {bits} bits of type {kind} in the quantization_config")
+        rows, columns = 1, None
+        if strategy == "block":
+            rows, columns = _block(weights.get("block_structure"))
+        elif strategy in ("group", "tensor_group"):
+            columns = self.group_size(weights, default=None)
+        packing = Packing(
+            kind="fp8" if kind == "float" else "int",
+            bits=bits if is_packed else 8,
+            scale_dtype=self.tensors.dtype_of(f"{name}.weight_scale", FLOATS),
+            columns=columns,
+            rows=rows,
+            has_zeros=not is_symmetric,
+            has_group_index=columns is not None and weights.get("actorder") in (True, "group", "dynamic"),
+        )
+        words = torch.int32 if is_packed else torch.float8_e4m3fn if kind == "float" else torch.int8
+        names = Names(codes="weight_packed" if is_packed else "weight")
+        return PackedScaled(packing, name, names, words, strategy == "tensor")
+
+
+ACTIVATIONS = (
+    "the checkpoint was made for quantised activations; only its weights are read so: "
+    "activations keep the model's dtype"
+)
+
+
+def packed_fp4(name: str, stored_as: str) -> PackedScaled:
+    """Return the format of a projection of 4-bit floating-point numbers.
+
+    Raises:
+        ValueError: they are not stored in a known way.
+    """
+    if stored_as == "nvfp4-pack-quantized":
+        kind = dict(scale_dtype=torch.float8_e4m3fn, columns=16, has_global_scale=True, divides_global_scale=True)
+        kind |= dict(product_dtype=torch.float32)
+        names = Names(codes="weight_packed", global_scale="weight_global_scale")
+    elif stored_as == "mxfp4-pack-quantized":
+        kind, names = dict(scale_dtype=torch.uint8, columns=32), Names(codes="weight_packed")
+    else:
+        raise ValueError(f"format is {stored_as} for 4 bits of type float in the quantization_config")
+    # The reference rounds both to bfloat16, whatever the model computes in.
+    packing = Packing(kind="fp4", bits=4, result_dtype=torch.bfloat16, **kind)
+    return PackedScaled(packing, name, names, torch.uint8)
+
+
+def kv_cache_dtype_of(scheme: dict[str, Any]) -> str:
+    """Return what a kv_cache_scheme is as an engine's `kv_cache_dtype`.
+
+    Raises:
+        ValueError: the engine has no such KV cache.
+    """
+    is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
+    if not is_fp8 or scheme.get("strategy", "tensor") != "tensor" or not scheme.get("symmetric", True):
+        raise ValueError(
+            f"kv_cache_scheme is {shown(scheme)} in the quantization_config: supported are 8 bits of type float, one "
+            "scale for a tensor, or none"
+        )
+    return "fp8"
+
+
+def _matches(target: str, name: str) -> bool:
+    return searches(target[3:], name) if target.startswith("re:") else target == name
+
+
+def _block(structure: Any) -> tuple[int, int]:
+    if isinstance(structure, str):
+        structure = [int(size) for size in structure.split("x") if size.isdecimal()]
+    if not isinstance(structure, list) or len(structure) != 2 or not all(type(s) is int and s > 0 for s in structure):
+        raise ValueError(f"block_structure is {shown(structure)} in the quantization_config, not two sizes")
+    return structure[0], structure[1]
+
+
+def _inferred(group: dict[str, Any], weights: dict[str, Any]) -> str:
+    """Return the format of a group that does not say it, as the reference infers it."""
+    is_weight_only = not group.get("input_activations")
+    if weights.get("type") != "float":
+        return "pack-quantized" if is_weight_only else "int-quantized"
+    if weights.get("num_bits") == 4:
+        return "mxfp4-pack-quantized" if weights.get("group_size") == 32 else "nvfp4-pack-quantized"
+    return "naive-quantized" if is_weight_only else "float-quantized"

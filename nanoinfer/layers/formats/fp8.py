@@ -1,0 +1,59 @@
+"""fp8 weights with a float32 scale for each block of 128 x 128, or for each tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nanoinfer.common.errors import shown
+from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
+from nanoinfer.layers.formats.compressed_tensors import ACTIVATIONS
+from nanoinfer.layers.formats.packed import FLOATS, Packing
+from nanoinfer.layers.formats.quantization import Quantization, is_one_of
+from nanoinfer.layers.formats.scaled import Names, PackedScaled
+
+
+class FP8(Quantization):
+    """Products with scales are float32, whatever the scales' dtype."""
+
+    name = "fp8"
+    other_names = ("finegrained_fp8", "deepseek_fp8")
+
+    def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
+        super().__init__(settings, tensors)
+        self.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+        self.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+        block = self.setting("weight_block_size", list)
+        if block is not None and (len(block) != 2 or not all(type(size) is int and size > 0 for size in block)):
+            raise ValueError(f"weight_block_size is {shown(block)} in the quantization_config of fp8, not two sizes")
+        self._block = None if block is None else (block[0], block[1])
+        self._left_out = ["lm_head", *self.names("modules_to_not_convert"), *self.names("ignored_layers")]
+
+    @property
+    def notice(self) -> str | None:
+        return ACTIVATIONS
+
+    def is_left_out(self, name: str) -> bool:
+        return is_one_of(name, self._left_out)
+
+    def packed(self, name: str) -> WeightFormat:
+        ending = "weight_scale_inv" if self._block or self.tensors.has(f"{name}.weight_scale_inv") else "weight_scale"
+        scale_dtype = self.tensors.dtype_of(f"{name}.{ending}", FLOATS, torch.float32)
+        return packed_fp8(name, scale_dtype, Names(scales=ending), block=self._block)
+
+
+def packed_fp8(
+    name: str,
+    scale_dtype: torch.dtype,
+    names: Names = Names(),
+    *,
+    block: tuple[int, int] | None = None,
+    scale_of_tensor: bool = True,
+) -> PackedScaled:
+    """Return the format of one projection. block: rows and columns that share a scale; None: all, or a row each."""
+    rows, columns = block or (1, None)
+    packing = Packing(
+        kind="fp8", bits=8, scale_dtype=scale_dtype, rows=rows, columns=columns, product_dtype=torch.float32
+    )
+    return PackedScaled(packing, name, names, torch.float8_e4m3fn, block is None and scale_of_tensor)

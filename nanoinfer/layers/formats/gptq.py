@@ -1,0 +1,188 @@
+"""GPTQ, as GPTQModel and AutoGPTQ write it, and AutoRound's checkpoints in that layout.
+
+qweight [in_features * bits / 32, num_rows] int32 has neighbouring columns in a word, qzeros [groups, num_rows * bits /
+32] int32 neighbouring rows, scales [groups, num_rows]; g_idx [in_features] int32 has each column's group. In version 1
+every stored zero is one too low; GPTQModel adds the one to whole words, and so carries a zero beyond the last code into
+its neighbour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.common.errors import shown
+from nanoinfer.layers.formats.awq import PackedAWQ
+from nanoinfer.layers.formats.base import CheckpointTensors, Filling, WeightFormat
+from nanoinfer.layers.formats.bits import as_bytes, unpack
+from nanoinfer.layers.formats.packed import FLOATS, Packed, Packing, checked
+from nanoinfer.layers.formats.quantization import Quantization, searches
+
+# One in every field of a word.
+_ONES = {4: 0x11111111, 8: 0x01010101}
+
+
+@dataclass(frozen=True)
+class PackedGPTQ(Packed):
+    """Weights in words of columns, and zeros in words of rows.
+
+    zeros_count_from_one: whether the zeros are stored one too low (version 1 of the format).
+    """
+
+    zeros_count_from_one: bool = True
+
+    def check_size(self, num_rows: int, in_features: int) -> None:
+        fields = 32 // self.packing.bits
+        for what, size in (("input features", in_features), ("output features", num_rows)):
+            if size % fields:
+                raise ValueError(f"{self.where}.qweight has {size} {what}, which words of {fields} do not divide")
+        if not self.packing.has_group_index:
+            super().check_size(num_rows, in_features)
+
+    def stored(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
+        packing, rows, in_features = self.packing, slice(begin, end), module.in_features
+        fields, groups, count = 32 // packing.bits, packing.num_groups(in_features), end - begin
+        one = _ONES[packing.bits] if self.zeros_count_from_one else 0
+
+        def fill_codes(words: Tensor) -> None:
+            module.codes[rows].view(torch.int32).copy_(words.t())
+
+        def fill_zeros(words: Tensor) -> None:
+            module.zeros[rows].copy_(unpack(as_bytes(words + one), packing.bits, count).t())
+
+        def fill_scales(scales: Tensor) -> None:
+            module.scales[rows].copy_(checked(scales).t())
+
+        def fill_index(groups_of_columns: Tensor) -> None:
+            if packing.has_group_index:
+                if not bool(((groups_of_columns >= 0) & (groups_of_columns < groups)).all()):
+                    raise ValueError(f"names groups that are not there: it must hold numbers from 0 to {groups - 1}")
+                module.group_index.copy_(groups_of_columns)
+                return
+            ascending = torch.arange(in_features, device=groups_of_columns.device) // (packing.columns or in_features)
+            if not torch.equal(groups_of_columns, ascending.to(torch.int32)):
+                raise ValueError("is not ascending, although desc_act is false in the quantization_config")
+
+        def fill_bias(values: Tensor) -> None:
+            if bool((values != 0).any()):
+                raise ValueError("is not zero, and the config says that the projection has no bias")
+
+        int32 = (torch.int32,)
+        found = {
+            "qweight": Filling(((in_features // fields, count),), int32, fill_codes),
+            "qzeros": Filling(((groups, count // fields),), int32, fill_zeros),
+            "scales": Filling(((groups, count),), (packing.scale_dtype,), fill_scales),
+            "g_idx": Filling(((in_features,),), int32, fill_index, optional=not packing.has_group_index),
+        }
+        # AutoGPTQ wrote biases of zero where a model has none.
+        return found | {"bias": Filling(((count,),), FLOATS, fill_bias, optional=True)}
+
+
+class GPTQ(Quantization):
+    """https://arxiv.org/abs/2210.17323"""
+
+    name = "gptq"
+    other_names = ("gptq_marlin", "gptqmodel", "marlin")
+
+    def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
+        super().__init__(settings, tensors)
+        self._bits = self.one_of("bits", (4, 8), None)
+        self._group_size, self._desc_act = self.group_size(), self.setting("desc_act", bool, False)
+        stored_as = "checkpoint_format" if settings.get("checkpoint_format") is not None else "format"
+        self._is_first_version = self.one_of(stored_as, ("gptq", "gptq_v2"), "gptq") == "gptq"
+        self.one_of("pack_dtype", ("int32",), "int32")
+        self._has_head = self.setting("lm_head", bool, False)
+        self._dynamic = self.setting("dynamic", dict, {})
+        self._only = self._quantised_endings()
+
+    def _quantised_endings(self) -> list[str] | None:
+        """Return the ends of the names of quantised projections; None: all are quantised."""
+        given = self.setting("modules_in_block_to_quantize", list)
+        if given is None:
+            return None
+        names = [name for part in given for name in (part if isinstance(part, list) else [part])]
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(f"modules_in_block_to_quantize is {shown(given)} in the quantization_config, not names")
+        return names
+
+    def is_left_out(self, name: str) -> bool:
+        if name == "lm_head":
+            return not self._has_head
+        if self._overrides(name) is None:
+            return True
+        return self._only is not None and not any(name.endswith(f".{ending}") for ending in self._only)
+
+    def packed(self, name: str) -> WeightFormat:
+        overrides = self._overrides(name) or {}
+        bits = self.one_of("bits", (4, 8), self._bits, overrides)
+        group_size = self.group_size(overrides) if "group_size" in overrides else self._group_size
+        desc_act = self.setting("desc_act", bool, self._desc_act, overrides)
+        return packed_gptq(name, self.tensors, bits, group_size, desc_act, self._is_first_version)
+
+    def _overrides(self, name: str) -> dict[str, Any] | None:
+        """Return the settings of one projection that differ; None: it is not quantised."""
+        for pattern, overrides in self._dynamic.items():
+            if pattern.startswith("-:") and searches(pattern[2:], name):
+                return None
+            if not pattern.startswith("-:") and searches(pattern.removeprefix("+:"), name):
+                if not isinstance(overrides, dict):
+                    raise ValueError(f"dynamic has {shown(overrides)} in the quantization_config, not settings")
+                return overrides
+        return {}
+
+
+def packed_gptq(
+    name: str,
+    tensors: CheckpointTensors,
+    bits: int,
+    group_size: int | None,
+    desc_act: bool = False,
+    zeros_count_from_one: bool = True,
+) -> PackedGPTQ:
+    """Return the format of one projection."""
+    packing = Packing(
+        kind="int",
+        bits=bits,
+        scale_dtype=tensors.dtype_of(f"{name}.scales", FLOATS),
+        columns=group_size,
+        has_zeros=True,
+        has_group_index=desc_act and group_size is not None,
+    )
+    return PackedGPTQ(packing, name, zeros_count_from_one)
+
+
+class AutoRound(Quantization):
+    """https://arxiv.org/abs/2309.05516: in the layout of GPTQ or of AWQ."""
+
+    name = "auto-round"
+    other_names = ("auto_round", "intel/auto-round", "inc")
+    _LAYOUTS = ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_round:awq")
+
+    def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
+        super().__init__(settings, tensors)
+        self._bits, self._group_size = self.one_of("bits", (4, 8), None), self.group_size()
+        self.one_of("data_type", ("int",), "int")
+        self._is_awq = "awq" in self.one_of("packing_format", self._LAYOUTS, self._LAYOUTS[0])
+        self._own = self.setting("extra_config", dict, {})
+
+    def is_left_out(self, name: str) -> bool:
+        if name == "lm_head" and name not in self._own:
+            return True
+        return self._settings_of(name).get("bits", self._bits) == 16
+
+    def packed(self, name: str) -> WeightFormat:
+        own = self._settings_of(name)
+        bits = self.one_of("bits", (4, 8), self._bits, own)
+        group_size = self.group_size(own) if "group_size" in own else self._group_size
+        if self._is_awq:
+            return PackedAWQ.of_scales(name, self.tensors, group_size)
+        return packed_gptq(name, self.tensors, bits, group_size)
+
+    def _settings_of(self, name: str) -> dict[str, Any]:
+        own = self._own.get(name, {})
+        if not isinstance(own, dict):
+            raise ValueError(f"extra_config has {shown(own)} for {name} in the quantization_config, not settings")
+        return own

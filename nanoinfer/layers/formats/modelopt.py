@@ -1,0 +1,55 @@
+"""The checkpoints of NVIDIA's Model Optimizer."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
+from nanoinfer.layers.formats.compressed_tensors import ACTIVATIONS, kv_cache_dtype_of
+from nanoinfer.layers.formats.fp8 import packed_fp8
+from nanoinfer.layers.formats.packed import FLOATS, Packing
+from nanoinfer.layers.formats.quantization import Quantization
+from nanoinfer.layers.formats.scaled import Names, PackedScaled
+
+
+class ModelOpt(Quantization):
+    """fp8 with a scale for each tensor or row, or NVFP4, whose scales are multiplied by that of the tensor."""
+
+    name = "modelopt"
+    other_names = ("modelopt_fp4", "modelopt_fp8", "nvfp4")
+
+    def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
+        super().__init__(settings, tensors)
+        self._algorithm = self.one_of("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"), None)
+        self._left_out = [*self.names("ignore"), *self.names("exclude_modules")]
+        if self._algorithm == "NVFP4":
+            self.one_of("group_size", (16,), 16)
+        kv_cache = self.setting("kv_cache_scheme", dict)
+        if self.one_of("kv_cache_quant_algo", ("FP8", "none"), "none") == "FP8":
+            self.kv_cache_dtype = "fp8"
+        if kv_cache:
+            self.kv_cache_dtype = kv_cache_dtype_of(kv_cache)
+
+    @property
+    def notice(self) -> str | None:
+        return ACTIVATIONS
+
+    def is_left_out(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in self._left_out)
+
+    def packed(self, name: str) -> WeightFormat:
+        if self._algorithm != "NVFP4":
+            scale_dtype = self.tensors.dtype_of(f"{name}.weight_scale", FLOATS, torch.float32)
+            return packed_fp8(name, scale_dtype, scale_of_tensor=self._algorithm == "FP8")
+        packing = Packing(
+            kind="fp4",
+            bits=4,
+            scale_dtype=torch.float8_e4m3fn,
+            columns=16,
+            has_global_scale=True,
+            product_dtype=torch.float32,
+        )
+        return PackedScaled(packing, name, Names(global_scale="weight_scale_2"), torch.uint8)

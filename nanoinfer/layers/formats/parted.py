@@ -1,0 +1,76 @@
+"""Merged projections whose parts have formats of their own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.layers.formats.base import Filling, WeightFormat
+from nanoinfer.layers.formats.dense import Dense
+from nanoinfer.layers.formats.matrix import MatrixFormat
+from nanoinfer.layers.formats.packed import Packed
+
+
+def merged(formats: list[WeightFormat], sizes: list[int]) -> WeightFormat:
+    """Return the format of a projection whose parts, of so many rows each, have these formats in the checkpoint.
+
+    Raises:
+        ValueError: the formats cannot be parts of one projection.
+    """
+    first = formats[0]
+    if len(formats) == 1:
+        return first
+    if all(other == first for other in formats) and (not isinstance(first, Packed) or first.can_merge(sizes)):
+        return first
+    for weight_format in formats:
+        if not isinstance(weight_format, Dense | Packed):
+            raise ValueError(f"{weight_format.name} cannot be one of several formats of a merged projection")
+    return Parted(formats, sizes)
+
+
+class Parted(MatrixFormat):
+    """Parts one below the other, each in its own format; the matrix of all of them is multiplied.
+
+    `held` of a module has for each part what its format takes for a module. The parameters are the module's as well.
+    """
+
+    name = "parted"
+
+    def __init__(self, formats: list[Dense | Packed], sizes: list[int]) -> None:
+        self._formats, self._sizes = formats, sizes
+
+    def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
+        module.held = [SimpleNamespace(num_rows=size, in_features=in_features) for size in self._sizes]
+        for index, (weight_format, part) in enumerate(zip(self._formats, module.held, strict=True)):
+            weight_format.allocate(part, part.num_rows, in_features, dtype=dtype, device=device)
+            for name, value in vars(part).items():
+                if isinstance(value, nn.Parameter):
+                    module.register_parameter(f"{name}_of_part_{index}", value)
+
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
+        index = next(i for i in range(len(self._sizes)) if sum(self._sizes[:i]) == begin)
+        assert end - begin == self._sizes[index], "a part is filled as a whole"
+        return self._formats[index].views(module.held[index], 0, self._sizes[index])
+
+    def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
+        for weight_format, part in zip(self._formats, module.held, strict=True):
+            weight_format.fill_with_noise(part, generator)
+
+    def matrix(self, module: nn.Module) -> Tensor:
+        out = module.scratch[: module.num_rows * module.in_features].view(module.num_rows, module.in_features)
+        parts = zip(self._formats, module.held, out.split(self._sizes), strict=True)
+        for weight_format, part, rows in parts:
+            weight_format.expand_into(part, rows)
+        return out
+
+    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
+        return super().project_gated(module, x, activation) if x.is_cuda else None  # as `Packed`
+
+    def scratch_shape(self, module: nn.Module) -> tuple[int, int]:
+        return module.num_rows, module.in_features
+
+    def temporary_bytes(self, module: nn.Module) -> int:
+        parts = zip(self._formats, module.held, strict=True)
+        return max(weight_format.temporary_bytes(part) for weight_format, part in parts)

@@ -1,0 +1,125 @@
+"""What readers of quantised checkpoints share: settings of a config, checked, and names that are left out."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from nanoinfer.common.errors import shown
+from nanoinfer.layers.formats.base import CheckpointTensors, Formats, WeightFormat
+from nanoinfer.layers.formats.dense import DENSE
+
+_NO_GROUP_SIZE = (None, -1, 0)
+
+
+class Quantization(Formats):
+    """The formats of a quantised checkpoint.
+
+    Attributes:
+        name: the `quant_method` of the config's quantization_config.
+        other_names: what users of vLLM call it besides.
+        kv_cache_dtype: what the checkpoint says about the KV cache, as an engine's option; None: nothing.
+    """
+
+    name: str
+    other_names: tuple[str, ...] = ()
+    kv_cache_dtype: str | None = None
+
+    def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
+        """settings: the config's quantization_config. Raises ValueError for those that are not supported."""
+        self.settings, self.tensors = settings, tensors
+
+    def of(self, name: str) -> WeightFormat:
+        return DENSE if self.is_left_out(name) else self.packed(name)
+
+    @abstractmethod
+    def is_left_out(self, name: str) -> bool:
+        """Whether the config excludes a projection, whose weight is dense then."""
+
+    @abstractmethod
+    def packed(self, name: str) -> WeightFormat:
+        """Return the format of a projection that is not left out."""
+
+    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
+        if quantization not in (None, self.name, *self.other_names):
+            raise ValueError(
+                f"quantization={quantization!r} does not fit this checkpoint, which is quantised with {self.name}: "
+                f"give quantization={self.name!r}, or leave it out"
+            )
+        if self.kv_cache_dtype is not None and kv_cache_dtype != self.kv_cache_dtype:
+            raise ValueError(
+                f"the quantization_config says that the KV cache is {self.kv_cache_dtype}, and "
+                f"kv_cache_dtype={kv_cache_dtype!r}: give kv_cache_dtype={self.kv_cache_dtype!r}, or remove its "
+                "kv_cache_scheme from config.json"
+            )
+
+    def setting(self, name: str, kind: type, default: Any = None, settings: dict[str, Any] | None = None) -> Any:
+        """Return a setting, or the default where the config does not give it.
+
+        Raises:
+            ValueError: it is of another type.
+        """
+        value = (self.settings if settings is None else settings).get(name)
+        if value is None:
+            return default
+        if type(value) is not kind:
+            raise ValueError(f"{name} is {shown(value)} in the quantization_config of {self.name}, not {kind.__name__}")
+        return value
+
+    def one_of(self, name: str, allowed: Collection[Any], default: Any, settings: dict[str, Any] | None = None) -> Any:
+        """Return a setting, or the default.
+
+        Raises:
+            ValueError: it is not one of those that are allowed.
+        """
+        value = (self.settings if settings is None else settings).get(name)
+        value = default if value is None else value
+        if not any(type(value) is type(one) and value == one for one in allowed):
+            listed = ", ".join(map(str, allowed))
+            where = f"{name} is {shown(value)} in the quantization_config of {self.name}"
+            raise ValueError(f"{where}: supported are {listed}")
+        return value
+
+    def names(self, name: str, settings: dict[str, Any] | None = None) -> list[str]:
+        """Return a setting that lists names.
+
+        Raises:
+            ValueError: it is no list of text.
+        """
+        value = self.setting(name, list, [], settings)
+        if not all(isinstance(one, str) for one in value):
+            raise ValueError(f"{name} is {shown(value)} in the quantization_config of {self.name}, not a list of names")
+        return value
+
+    def group_size(self, settings: dict[str, Any] | None = None, default: int | None = 128) -> int | None:
+        """Return `group_size`; None: a group is a whole row.
+
+        Raises:
+            ValueError: it is no size.
+        """
+        settings = self.settings if settings is None else settings
+        value = settings.get("group_size", default)
+        if value in _NO_GROUP_SIZE and not isinstance(value, bool):
+            return None
+        if type(value) is not int or value < 1:
+            raise ValueError(f"group_size is {shown(value)} in the quantization_config of {self.name}, not a size")
+        return value
+
+
+def searches(pattern: str, name: str) -> bool:
+    """Whether a regular expression of a config matches the beginning of a name.
+
+    Raises:
+        ValueError: it is no regular expression.
+    """
+    try:
+        return re.match(pattern, name) is not None
+    except re.error as error:
+        raise ValueError(f"{shown(pattern)} in the quantization_config is no regular expression: {error}") from error
+
+
+def is_one_of(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name is excluded as transformers excludes names: by the whole, a beginning, or an end of it."""
+    return any(name.endswith(pattern) or searches(pattern, name) for pattern in patterns)

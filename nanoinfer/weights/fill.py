@@ -1,0 +1,108 @@
+"""Fill the weights of a model from a checkpoint's files, or with noise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from nanoinfer.layers.formats.base import Filling
+from nanoinfer.layers.linear import Linear
+from nanoinfer.models.base import DecoderModel
+from nanoinfer.weights.read import TensorEntry, read_tensors
+
+# A progress bar that is shown for less than this would only flicker.
+_PROGRESS_DELAY_S = 2.0
+# What is repacked is read in batches of at least this size, where a tensor is not larger: each read has a fixed cost.
+_BATCH_BYTES = 64 * 2**20
+_KV_SCALE = re.compile(r".*\.self_attn\.([kv]_proj\.output_scale|([kv]_proj\.|attn\.)?(k|v|kv|q|prob|output)_scale)")
+
+
+def fill_from_files(
+    model: DecoderModel, entries: dict[str, TensorEntry], device: torch.device | str, progress: bool
+) -> None:
+    """Fill all weights. What is repacked lies on the device twice, one tensor or 64 MiB of small ones at a time.
+
+    Raises:
+        ValueError: a file cannot be read to its end, or a tensor's values are not possible. The message names it.
+    """
+    direct, fillings = [], []
+    for name, view in model.checkpoint_views().items():
+        if isinstance(view, Tensor):
+            direct.append((entries[name], view))
+        elif name in entries and view.fill is not None:
+            fillings.append((entries[name], view))
+    with tqdm(
+        total=sum(entry.num_bytes for entry, _ in [*direct, *fillings]),
+        desc="loading weights",
+        unit="B",
+        unit_scale=True,
+        delay=_PROGRESS_DELAY_S,
+        disable=not progress,
+    ) as bar:
+        read_tensors(direct, report=bar.update)
+        for batch in _batches(fillings):
+            staged = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry, _ in batch]
+            read_tensors([(entry, values) for (entry, _), values in zip(batch, staged)], report=bar.update)
+            for entry, filling in batch:
+                try:
+                    filling.fill(staged.pop(0))
+                except ValueError as error:
+                    raise ValueError(f"{entry.name} in {entry.path} {error}") from error
+
+
+def _batches(fillings: list[tuple[TensorEntry, Filling]]) -> Iterable[list[tuple[TensorEntry, Filling]]]:
+    """Yield them in batches whose bytes are at most those of the largest, or `_BATCH_BYTES`."""
+    limit = max((entry.num_bytes for entry, _ in fillings), default=0)
+    limit = max(limit, _BATCH_BYTES)
+    batch, size = [], 0
+    for entry, filling in fillings:
+        if batch and size + entry.num_bytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append((entry, filling))
+        size += entry.num_bytes
+    if batch:
+        yield batch
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor is a scale of the KV cache, or of something else that attention quantises."""
+    return _KV_SCALE.fullmatch(name) is not None
+
+
+def check_kv_scales(entries: Iterable[TensorEntry]) -> None:
+    """Raise ValueError if one of these tensors is a scale of the KV cache other than 1, which an fp8 cache has here."""
+    for entry in entries:
+        if is_kv_scale(entry.name):
+            with safe_open(entry.path, framework="pt") as file:
+                values = file.get_tensor(entry.name).float()
+            if not bool((values == 1).all()):
+                raise ValueError(
+                    f"{entry.name} in {entry.path} is {values.flatten()[0].item():g}: the scale of an fp8 KV cache is "
+                    '1 here. Remove a kv_cache_scheme from config.json and give kv_cache_dtype="auto", which needs none'
+                )
+
+
+def fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:
+    """Fill the weights with normal noise, standard deviation 0.02.
+
+    The mean is 0; for norms it is the value that leaves the norm's input unscaled.
+    """
+    generator = None
+    modules = list(model.modules())
+    for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
+        weights = list(module.parameters(recurse=False))
+        if not weights:
+            continue
+        generator = generator or torch.Generator(weights[0].device).manual_seed(seed)
+        if isinstance(module, Linear):
+            module.fill_with_noise(generator)
+            continue
+        mean = getattr(module, "neutral_weight", 0.0)
+        for weight in weights:
+            weight.normal_(mean, 0.02, generator=generator)

@@ -1,0 +1,424 @@
+"""Quantised checkpoints: the model is the one with the matrices that the format's reference makes of them."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import assert_pools_as_before, make_engine, random_prompts, run, some_params
+from live_bytes import LiveBytes
+from quantised import CASES, awq, compressed, gptq, write, written_by_the_package
+from safetensors.torch import load_file, save_file
+from simulated import SimulatedRuntime
+from tiny_models import FAMILIES
+from transformers_reference import reference_tokens
+
+from nanoinfer import SamplingParams, plan
+from nanoinfer.engine import start
+from nanoinfer.layers.formats import awq as awq_weights
+from nanoinfer.layers.formats import packed as packed_weights
+from nanoinfer.layers.formats.bits import E2M1_VALUES, powers_of_two, unpack
+from nanoinfer.layers.linear import Linear
+from nanoinfer.weights import fill
+from nanoinfer.weights.load import load_config, load_model, read_spec
+
+pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint was made for quantised activations")
+NAMES = list(CASES)
+# KV of one layer of a block of 16 tokens in `quantised.SIZES`, float32.
+LAYER_BLOCK_BYTES = 2 * 16 * 2 * 16 * 4
+STREAMING = dict(enable_cpu_offload=True, resident_kv_limit=0, num_ring_slots=2, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)
+# A pool that two sequences fill.
+SPILLING = STREAMING | dict(
+    enable_cpu_offload="auto", resident_kv_limit=None, num_gpu_blocks_override=12, max_num_seqs=4, max_model_len=128,
+    max_num_batched_tokens=32,
+)  # fmt: skip
+
+
+def load(path, dtype="float32"):
+    return load_model(path, load_config(path), dtype, "cpu", progress=False)
+
+
+def matrices(model) -> dict[str, torch.Tensor]:
+    """The expanded weight of each projection, by its name in the checkpoint."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and name != "embed_tokens":
+            matrix = module.weights.matrix(module).clone()
+            name = name if name == "lm_head" else f"model.{name}"
+            parts = module.parts or {name.rpartition(".")[2]: module.num_rows}
+            names = [".".join(filter(None, (name.rpartition(".")[0], part))) for part in parts]
+            found |= dict(zip(names, matrix.split(list(parts.values())), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_expanded_weights_are_the_references(tmp_path, name):
+    packed, dense = write(tmp_path, CASES[name]())
+    wanted = load_file(dense / "model.safetensors")
+    for dtype in ("float32", "bfloat16", "float16"):
+        found = matrices(load(packed, dtype))
+        assert len(found) == 15
+        for module, matrix in found.items():
+            assert torch.equal(matrix, wanted[f"{module}.weight"].to(matrix.dtype)), (module, dtype)
+
+
+@pytest.mark.parametrize("name", ["ct-fp8-block", "ct-mixed", "gptq-int4-act-order", "awq", "modelopt-nvfp4"])
+def test_a_matrix_that_is_expanded_in_pieces_is_the_same(tmp_path, name, monkeypatch):
+    packed, _ = write(tmp_path, CASES[name](), hidden_size=160, intermediate_size=320)
+    wanted = matrices(load(packed))
+    for module in (packed_weights, awq_weights):
+        monkeypatch.setattr(module, "EXPANDED_AT_ONCE", 2400)  # 15 or 7 rows; AWQ repacks by words of 8
+    found = matrices(load(packed))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in found)
+
+
+def test_exponents_of_two_are_exact():
+    wanted = 2.0 ** (torch.arange(255, dtype=torch.float64) - 127)
+    assert torch.equal(powers_of_two(torch.arange(255, dtype=torch.uint8)).double(), wanted)
+
+
+def test_a_scale_is_divided_by_the_global_one_in_float32(tmp_path):
+    """Rounded to bfloat16, a weight seldom shows whether it was divided, or multiplied by a reciprocal."""
+    packed, _ = write(tmp_path, CASES["ct-nvfp4"]())
+    module, tensors = load(packed).layers[0].mlp.down_proj, load_file(packed / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    scales = tensors[f"{name}_scale"].float() / tensors[f"{name}_global_scale"]
+    unrounded = replace(module.weights, packing=replace(module.weights.packing, result_dtype=None))
+    codes = unpack(tensors[f"{name}_packed"], 4, module.in_features).long()
+    matrix = torch.tensor(E2M1_VALUES)[codes] * scales.repeat_interleave(16, 1)
+    assert torch.equal(unrounded.expand(module, 0, 64), matrix)
+    assert torch.equal(unrounded.expand(module, 8, 24), matrix[8:24])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled("ct-int4-group-zeros", "ct-mixed", "gptq-int4-act-order", "fp8-blocks")
+def test_tokens_and_logits_are_those_of_the_expanded_checkpoint_in_every_mode(tmp_path, name, fuzz):
+    packed, dense = write(tmp_path, CASES[name]())
+    for seed in range(3 if fuzz else 1):
+        prompts, params = random_prompts(4, 20, 90, seed=seed), some_params(4, 12, logprobs=3)
+        wanted = run(make_engine(dense), prompts, params)
+        for arguments in ({}, STREAMING, SPILLING, dict(max_num_batched_tokens=17)):
+            engine = make_engine(packed, SimulatedRuntime(seed), **arguments)
+            assert run(engine, prompts, params) == wanted
+            if arguments is STREAMING or (arguments is SPILLING and seed == 0):  # others may rather wait for room
+                assert engine.stats()["streamed_bytes"] > 0
+            assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers_on_the_expanded_checkpoint(tmp_path, family):
+    names = ("ct-int4-group-zeros", "awq", "ct-nvfp4", "gptq-int8-rows", "ct-mixed")
+    packed, dense = write(tmp_path, CASES[names[FAMILIES.index(family)]](), family, tied=family == "gemma3")
+    prompts = random_prompts(2, 10, 40)
+    greedy = [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)] * 2
+    found = run(make_engine(packed), prompts, greedy)
+    assert [list(one[0][0]) for one in found] == reference_tokens(dense, prompts, 8)
+
+
+def test_a_checkpoint_that_the_reference_package_wrote_as_a_whole(tmp_path):
+    case, scheme = written_by_the_package(tmp_path, "llama")
+    prompts, params = random_prompts(2, 10, 40), some_params(2, 8)
+    assert scheme["format"] == "mixed-precision" and "lm_head" in scheme["ignore"]
+    assert run(make_engine(case[0]), prompts, params) == run(make_engine(case[1]), prompts, params)
+
+
+def test_a_sharded_checkpoint_is_the_whole_one(tmp_path):
+    case = CASES["awq"]()
+    (whole, _), (sharded, _) = write(tmp_path / "whole", case), write(tmp_path / "sharded", case, shards=3)
+    found = matrices(load(sharded))
+    assert all(torch.equal(matrix, found[name]) for name, matrix in matrices(load(whole)).items())
+
+
+def test_the_older_config_file_of_modelopt_is_read(tmp_path):
+    packed, dense = write(tmp_path, CASES["modelopt-nvfp4-left-out"]())
+    config = json.loads((packed / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    older = dict(quant_algo="NVFP4", group_size=16, kv_cache_quant_algo=None, exclude_modules=settings["ignore"])
+    (packed / "config.json").write_text(json.dumps(config))
+    (packed / "hf_quant_config.json").write_text(json.dumps(dict(quantization=older)))
+    wanted = load_file(dense / "model.safetensors")
+    assert all(torch.equal(matrix, wanted[f"{name}.weight"]) for name, matrix in matrices(load(packed)).items())
+    (packed / "hf_quant_config.json").write_text(json.dumps(dict(quantization=8)))
+    with pytest.raises(ValueError, match="hf_quant_config.json is not valid: quantization is 8, it must be an object"):
+        load(packed)
+
+
+def test_a_head_may_be_quantised(tmp_path):
+    case = gptq(4, 32, lm_head=True)
+    packed, dense = write(tmp_path, case, head=True)
+    assert (dense / "model.safetensors").stat().st_size > (packed / "model.safetensors").stat().st_size
+    prompts, params = random_prompts(2), some_params(2, 6)
+    assert run(make_engine(packed), prompts, params) == run(make_engine(dense), prompts, params)
+
+
+def test_scales_may_be_of_another_dtype_than_the_model(tmp_path):
+    packed, dense = write(tmp_path, compressed("pack-quantized", num_bits=4, strategy="group", group_size=32))
+    edit(packed, lambda tensors: {key: value.float() if key.endswith("_scale") else value
+                                  for key, value in tensors.items()})  # fmt: skip
+    model, wanted = load(packed, "bfloat16"), load_file(dense / "model.safetensors")
+    scales = load_file(packed / "model.safetensors")["model.layers.0.mlp.down_proj.weight_scale"]
+    matrix = matrices(model)["model.layers.0.mlp.down_proj"]
+    # float32 products are rounded once, to the model's dtype; bfloat16 ones were rounded before.
+    codes = torch.round(wanted["model.layers.0.mlp.down_proj.weight"] / scales.repeat_interleave(32, 1))
+    assert torch.equal(matrix, (codes * scales.repeat_interleave(32, 1)).bfloat16())
+    assert model.layers[0].mlp.down_proj.scales.dtype == torch.float32
+
+
+def test_random_weights_of_every_format_have_the_deviation_of_wide_ones(tmp_path):
+    for name in NAMES:
+        packed, _ = write(tmp_path / name, CASES[name]())
+        model = load_model(packed, load_config(packed), "float32", "cpu", load_format="dummy", progress=False)
+        for module, matrix in matrices(model).items():
+            assert 0.008 < matrix.std() < 0.04, (name, module)
+
+
+# The plan
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled("ct-left-out", "ct-nvfp4", "awq", "fp8-blocks-left-out")
+def test_the_plan_counts_the_bytes_that_are_held_and_the_buffer(tmp_path, name):
+    packed, dense = write(tmp_path, CASES[name]())
+    engine, wide = make_engine(packed), make_engine(dense)
+    model = engine.runner.model
+    assert model.spec.weight_bytes == sum(weight.nbytes for weight in model.parameters()) < wide.plan.weight_bytes
+    largest = max(module.num_rows * module.in_features for module in model.modules() if isinstance(module, Linear)
+                  and module.scratch is not None and module.weights.scratch_shape(module))  # fmt: skip
+    assert model.spec.scratch_bytes == 4 * largest
+    assert engine.plan.weight_bytes - wide.plan.weight_bytes == (
+        model.spec.weight_bytes + model.spec.scratch_bytes - wide.runner.model.spec.weight_bytes
+    )
+    assert engine.plan.activation_bytes == wide.plan.activation_bytes + model.spec.product_bytes
+    buffers = {module.scratch.data_ptr() for module in model.modules() if isinstance(module, Linear)}
+    assert len(buffers) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_product_takes_no_more_than_the_plan_says(tmp_path, name):
+    packed, _ = write(tmp_path, CASES[name]())
+    model = load(packed, "bfloat16")
+    for module in model.modules():
+        if isinstance(module, Linear) and (shape := module.weights.scratch_shape(module)):
+            with LiveBytes() as live:
+                module.weights.matrix(module)
+            assert live.peak <= module.weights.temporary_bytes(module) <= model.spec.product_bytes, shape
+            assert live.now == 0
+
+
+def test_a_forecast_counts_what_the_engine_holds(tmp_path):
+    packed, dense = write(tmp_path, CASES["ct-int4-group"]())
+    arguments = dict(max_model_len=384, max_num_seqs=4, max_num_batched_tokens=64, block_size=16, dtype="float32")
+    memory = plan(packed, gpu_memory="1GiB", host_memory="1GiB", context=384, **arguments).memory
+    assert memory.weight_bytes == make_engine(packed, **arguments).plan.weight_bytes
+    wide = plan(dense, gpu_memory="1GiB", host_memory="1GiB", context=384, **arguments).memory
+    assert memory.graph_bytes - wide.graph_bytes == load(packed).spec.product_bytes
+    with pytest.raises(ValueError, match="quantization='awq' does not fit"):
+        plan(packed, gpu_memory="1GiB", host_memory="1GiB", context=300, quantization="awq", **arguments)
+
+
+def test_weights_that_are_not_there_yet_have_scales_of_the_models_dtype(tmp_path):
+    packed, _ = write(tmp_path, CASES["ct-int4-group"]())
+    there = load_config(packed)
+    assert set(there.checkpoint_dtypes.values()) == {torch.bfloat16, torch.int32, torch.int64, torch.float32}
+    (packed / "model.safetensors").unlink()
+    missing = load_config(packed)
+    assert missing.checkpoint_dtypes is None
+    assert read_spec(missing, "auto").weight_bytes == read_spec(there, "auto").weight_bytes
+
+
+def test_the_plan_is_made_again_when_the_weights_have_come(tmp_path, monkeypatch):
+    packed, _ = write(tmp_path, CASES["ct-int4-group"]())
+    edit(packed, lambda tensors: {key: value.float() if key.endswith("_scale") else value
+                                  for key, value in tensors.items()})  # fmt: skip
+    wanted, elsewhere = make_engine(packed).plan, tmp_path / "not_yet_here"
+    (packed / "model.safetensors").rename(elsewhere)
+
+    def download(model, weights=True):
+        elsewhere.rename(packed / "model.safetensors")
+        return packed
+
+    monkeypatch.setattr(start, "find_model", download)
+    engine = make_engine(packed)
+    assert engine.plan.weight_bytes == wanted.weight_bytes
+    assert engine.runner.model.layers[0].mlp.down_proj.scales.dtype == torch.float32
+
+
+def test_four_bits_are_held_in_four_bits(tmp_path):
+    packed, dense = write(tmp_path, CASES["ct-int4-group"]())
+    spec, wide = (load(path, "bfloat16").spec for path in (packed, dense))
+    tensors = load_file(dense / "model.safetensors")
+    projections = sum(weight.numel() for name, weight in tensors.items() if "_proj." in name)
+    # Half a byte, and two of scale for each 32; two bytes.
+    assert wide.weight_bytes - spec.weight_bytes == projections * (2 - 1 / 2 - 2 / 32)
+
+
+def test_what_is_repacked_lies_twice_on_the_device_for_one_tensor_at_a_time(tmp_path, monkeypatch):
+    packed, _ = write(tmp_path, CASES["awq"]())
+    staged, read_tensors = [], fill.read_tensors
+
+    def read(targets, **arguments):
+        staged.append(sum(entry.num_bytes for entry, _ in targets))
+        read_tensors(targets, **arguments)
+
+    monkeypatch.setattr(fill, "read_tensors", read)
+    monkeypatch.setattr(fill, "_BATCH_BYTES", 0)
+    load(packed)
+    assert len(staged) > 2 and max(staged[1:]) == 64 * 160 // 2
+
+
+# What is refused
+
+
+def edit(path, change) -> None:
+    tensors = change(load_file(path / "model.safetensors"))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def settle(path, **settings) -> None:
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def spoilt(name, value):
+    """Sets the first value of a tensor."""
+
+    def change(tensors):
+        whole = tensors[name].float().flatten()
+        whole[0] = value
+        return tensors | {name: whole.view(tensors[name].shape).to(tensors[name].dtype)}
+
+    return change
+
+
+def without(ending):
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.endswith(ending)}
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("ct-int4-group", spoilt(f"{DOWN}.weight_scale", float("nan")), "holds NaN or infinite scales"),
+        ("ct-fp8-tensor", spoilt(f"{DOWN}.weight_scale", float("inf")), "holds NaN or infinite scales"),
+        ("ct-nvfp4", spoilt(f"{DOWN}.weight_scale", float("nan")), "holds NaN or infinite scales"),
+        ("ct-nvfp4", spoilt(f"{DOWN}.weight_global_scale", 0), "is 0, it must be above 0"),
+        ("modelopt-nvfp4", spoilt(f"{DOWN}.weight_scale_2", -1), "is -1, it must be above 0"),
+        ("ct-mxfp4", spoilt(f"{DOWN}.weight_scale", 255), "holds NaN scales"),
+        ("gptq-int4", spoilt(f"{DOWN}.scales", float("nan")), "holds NaN or infinite scales"),
+        ("awq", spoilt(f"{DOWN}.scales", float("nan")), "holds NaN or infinite scales"),
+        ("fp8-blocks", spoilt(f"{DOWN}.weight_scale_inv", float("nan")), "holds NaN or infinite scales"),
+        ("gptq-int4-act-order", spoilt(f"{DOWN}.g_idx", 5), "names groups that are not there: .* from 0 to 4"),
+        ("gptq-int4", spoilt(f"{DOWN}.g_idx", 1), "is not ascending, although desc_act is false"),
+        ("ct-int4-group", spoilt(f"{DOWN}.weight_shape", 63), r"is \[63, 160\], expected \[64, 160\]"),
+        ("ct-int4-group-zeros", without(f"{DOWN}.weight_zero_point"), "lacks tensors .*weight_zero_point"),
+        ("ct-int8-group", without(f"{DOWN}.weight_zero_point"), "lacks tensors .*weight_zero_point"),
+        ("gptq-int4", without(f"{DOWN}.qzeros"), "lacks tensors .*qzeros"),
+        ("gptq-int4", lambda t: t | {f"{DOWN}.qzeros": t[f"{DOWN}.qzeros"].long()}, "qzeros is int64, expected int32"),
+        ("gptq-int4-act-order", without(f"{DOWN}.g_idx"), "lacks tensors .*g_idx"),
+        ("fp8-blocks", without(f"{DOWN}.weight_scale_inv"), "lacks tensors .*weight_scale_inv"),
+    ],
+)
+def test_values_and_tensors_that_cannot_be_are_refused_by_name(tmp_path, name, change, message):
+    packed, _ = write(tmp_path, CASES[name]())
+    edit(packed, change)
+    with pytest.raises(ValueError, match=message) as refusal:
+        load(packed)
+    assert DOWN in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "name, settings, message",
+    [
+        ("gptq-int4", dict(group_size=64), "down_proj has 160 input features, which groups of 64 do not divide"),
+        ("gptq-int4", dict(group_size=16), r"q_proj.qzeros is \[2, 8\], expected \[4, 8\]"),
+        ("gptq-int4", dict(bits=8), r"qweight is \[8, 64\], expected \[16, 64\]"),
+        ("gptq-int4", dict(bits=3), "bits is 3 in the quantization_config of gptq: supported are 4, 8"),
+        ("gptq-int4", dict(checkpoint_format="marlin"), "checkpoint_format is 'marlin' .* supported are gptq, gptq_v2"),
+        ("gptq-int4", dict(group_size="32"), "group_size is '32'"),
+        ("gptq-int4", dict(dynamic={"-:*": {}}), r"'\*' in the quantization_config is no regular expression"),
+        ("awq", dict(version="gemv"), "version is 'gemv' in the quantization_config of awq: supported is gemm"),
+        ("awq", dict(group_size=48), "has 64 input features, which groups of 48 do not divide"),
+        ("auto-round", dict(packing_format="auto_round"), "packing_format is 'auto_round' .* supported are auto"),
+        ("fp8-blocks", dict(weight_block_size=[64, 128]), r"weight_scale_inv is \[2, 1\], expected \[3, 1\]"),
+        ("fp8-blocks", dict(weight_block_size=[128]), r"weight_block_size is \[128\]"),
+        ("modelopt-fp8", dict(quant_algo="W4A8_AWQ"), "quant_algo is 'W4A8_AWQ' .* supported are FP8, .*, NVFP4"),
+        ("ct-int4-group", dict(format="marlin-24"), "format is 'marlin-24' .* supported are pack-quantized, "),
+        ("ct-int4-group", dict(quantization_status="frozen"), "quantization_status is 'frozen'"),
+        ("ct-int4-group", dict(transform_config={"config_groups": {"u": {}}}), "transform_config is not supported"),
+        ("ct-int4-group", dict(quant_method="compressed"), "Supported: compressed-tensors, gptq, auto-round, awq, fp8"),
+    ],
+)
+def test_settings_that_are_not_those_of_the_weights_are_refused(tmp_path, name, settings, message):
+    packed, _ = write(tmp_path, CASES[name]())
+    settle(packed, **settings)
+    with pytest.raises(ValueError, match=message):
+        load(packed)
+
+
+VALUES = (None, True, 0, -1, 7, 2**40, 0.5, "", "x", "re:(", [], [[]], ["re:("], [None], {}, {"x": None}, {"re:(": {}})
+
+
+@pytest.mark.parametrize("name", ["ct-mixed", "gptq-int4", "auto-round", "awq", "fp8-blocks", "modelopt-nvfp4"])
+def test_any_value_of_any_setting_is_refused_or_the_model_loads(tmp_path, name, fuzz):
+    packed, _ = write(tmp_path, CASES[name]())
+    config, refused = json.loads((packed / "config.json").read_text()), 0
+    settings = config["quantization_config"]
+    places = [(settings, key) for key in [*settings, "dynamic", "lm_head", "extra_config", "kv_cache_scheme"]]
+    for group in settings.get("config_groups", {}).values():
+        places += [(group, key) for key in group] + [(group["weights"], key) for key in group["weights"]]
+    for number, (place, key) in enumerate(places):
+        kept, had = place.get(key), key in place
+        for value in VALUES if fuzz else VALUES[number % 6 :: 6]:
+            place[key] = value
+            (packed / "config.json").write_text(json.dumps(config))
+            try:
+                load(packed)
+            except ValueError:
+                refused += 1
+        place[key] = kept
+        if not had:
+            del place[key]
+    assert refused > 10
+
+
+# Options
+
+
+def test_the_argument_of_vllm_must_name_what_the_checkpoint_has(tmp_path):
+    packed, _ = write(tmp_path, awq(32))
+    for name in ("awq", "awq_marlin", None):
+        make_engine(packed, quantization=name)
+    with pytest.raises(ValueError, match="quantization='gptq' does not fit .* with awq: give quantization='awq'"):
+        make_engine(packed, quantization="gptq")
+
+
+def test_a_scheme_of_the_kv_cache_must_be_that_of_the_engine(tmp_path):
+    packed, _ = write(tmp_path, compressed("pack-quantized", num_bits=4, strategy="channel"))
+    settle(packed, kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False))
+    with pytest.raises(ValueError, match="the KV cache is fp8, and kv_cache_dtype='auto': give kv_cache_dtype='fp8'"):
+        make_engine(packed)
+    scale = "model.layers.1.self_attn.k_scale"
+    edit(packed, lambda tensors: tensors | {scale: torch.ones(1)})
+    make_engine(packed, kv_cache_dtype="fp8")
+    edit(packed, lambda tensors: tensors | {scale: torch.full((1,), 0.5)})
+    with pytest.raises(ValueError, match=f"{scale} in .* is 0.5: the scale of an fp8 KV cache is 1"):
+        make_engine(packed, kv_cache_dtype="fp8")
+    settle(packed, kv_cache_scheme=None)
+    make_engine(packed)  # which quantises no keys, so that their scale does not matter
+    settle(packed, kv_cache_scheme=dict(num_bits=8, type="int"))
+    with pytest.raises(ValueError, match="kv_cache_scheme is .* supported are 8 bits of type float"):
+        make_engine(packed)
+
+
+@pytest.mark.filterwarnings("default:the checkpoint was made for quantised activations")
+def test_schemes_of_activations_are_ignored_with_one_notice(tmp_path):
+    for name, count in (("ct-fp8-channel", 1), ("fp8-blocks", 1), ("ct-fp8-tensor", 0)):
+        packed, _ = write(tmp_path / name, CASES[name]())
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            make_engine(packed)
+        assert sum("only its weights are read so" in str(one.message) for one in said) == count
