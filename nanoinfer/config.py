@@ -25,9 +25,9 @@ class EngineConfig:
         tokenizer: directory or hub id of the tokenizer. None: the model's.
         skip_tokenizer_init: True works on token ids only.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float").
-        quantization: "fp8", "int8" or "int4" quantise the weights of a wide checkpoint while they are read, all but head
-            and embeddings. Of a quantised checkpoint: how it is quantised, such as "awq"; another one is refused. None:
-            as its config says.
+        quantization: "fp8", "int8" or "int4" quantise the weights of a wide checkpoint while they are read, but for
+            head and embeddings. Of a quantised checkpoint: how it is quantised, such as "awq"; another one is refused.
+            None: as its config says.
         head_quantization: "int8" quantises head and embeddings, if they are wide, while they are read: 8 bits, a scale
             for each token. None: as in the checkpoint.
         kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its

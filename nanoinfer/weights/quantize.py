@@ -16,8 +16,12 @@ from nanoinfer.weights.load import read_spec
 
 HEAD = "lm_head"
 EMBEDDINGS = "model.embed_tokens"
-# The formats of compressed-tensors whose weights alone are quantised, as transformers and vLLM read them.
+# The formats of compressed-tensors whose weights alone are quantised, as transformers and vLLM read them: vLLM takes
+# "int-quantized" for a model whose activations are quantised, too.
 _STORED_AS = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "pack-quantized"}
+# Of head and embeddings, by whether they are tied. Transformers (5.17) reads no embeddings in words, because it
+# initialises their `weight`; of tied ones in bytes it would, in silence, take the codes for the head's weights.
+_TABLES_STORED_AS = {False: "int-quantized", True: "pack-quantized"}
 
 
 def quantised_config(
@@ -58,16 +62,20 @@ def settings_for(hf_config: PretrainedConfig, quantization: str | None, head: st
         if len(set(sizes.values())) > 1:
             last = dict.fromkeys(name.rpartition(".")[2] for name, own in sizes.items() if own == size)
             targets = [rf"re:.*\.{name}$" for name in last]
-        groups.append(_group(quantization, size, targets))
+        groups.append(_group(quantization, size, targets, _STORED_AS[quantization]))
+    # A tied head is the embeddings: it is no target, or transformers looks for tensors of its own.
+    is_tied = bool(hf_config.tie_word_embeddings)
+    tables = [EMBEDDINGS] if is_tied else [HEAD, EMBEDDINGS]
     if head is not None:
-        groups.append(_group(head, None, [f"re:.*{name.rpartition('.')[2]}$" for name in (HEAD, EMBEDDINGS)]))
+        targets = [f"re:.*{name.rpartition('.')[2]}$" for name in tables]
+        groups.append(_group(head, None, targets, _TABLES_STORED_AS[is_tied]))
     stored_as = {group["format"] for group in groups}
     return dict(
         quant_method="compressed-tensors",
         format=stored_as.pop() if len(stored_as) == 1 else "mixed-precision",
         quantization_status="compressed",
         config_groups={f"group_{number}": group for number, group in enumerate(groups)},
-        ignore=[] if head is not None else [HEAD],
+        ignore=[HEAD] if head is None or HEAD not in tables else [],
         kv_cache_scheme=None,
         global_compression_ratio=None,
     )
@@ -94,7 +102,7 @@ def _groups(columns: dict[str, int], quantization: str | None) -> dict[str, int 
     return sizes
 
 
-def _group(quantization: str, size: int | None, targets: list[str]) -> dict[str, Any]:
+def _group(quantization: str, size: int | None, targets: list[str], stored_as: str) -> dict[str, Any]:
     weights = dict(
         num_bits=4 if quantization == "int4" else 8,
         type="float" if quantization == "fp8" else "int",
@@ -107,10 +115,4 @@ def _group(quantization: str, size: int | None, targets: list[str]) -> dict[str,
         observer="minmax" if size is None else "mse",
         observer_kwargs={},
     )
-    return dict(
-        targets=targets,
-        weights=weights,
-        input_activations=None,
-        output_activations=None,
-        format=_STORED_AS[quantization],
-    )
+    return dict(targets=targets, weights=weights, input_activations=None, output_activations=None, format=stored_as)

@@ -167,7 +167,9 @@ def _write_weights(
                 for part in shard:
                     _write_part(file, part, device, bar.update)
     if len(shards) > 1:
-        shard_of = {tensor: name for name, shard in zip(names, shards, strict=True) for p in shard for tensor in p.stored}
+        shard_of = {
+            tensor: name for name, shard in zip(names, shards, strict=True) for p in shard for tensor in p.stored
+        }
         metadata = dict(total_size=sum(part.num_bytes for part in parts))
         (directory / _INDEX).write_text(json.dumps(dict(metadata=metadata, weight_map=shard_of), indent=2) + "\n")
 
@@ -199,9 +201,7 @@ def _write_header(file: BinaryIO, parts: list[_Part]) -> None:
     file.write(len(text).to_bytes(8, "little") + text)
 
 
-def _write_part(
-    file: BinaryIO, part: _Part, device: torch.device | str, report: Callable[[int], object]
-) -> None:
+def _write_part(file: BinaryIO, part: _Part, device: torch.device | str, report: Callable[[int], object]) -> None:
     entry = part.entry
     if part.weights is None:
         _copy(file, entry, report)

@@ -77,7 +77,9 @@ class CompressedTensors(Quantization):
         weights = None if group is None else self.setting("weights", dict, None, group)
         found = None if weights is None else self._format_of(name, group, weights)
         if isinstance(found, PackedScaled) and (found.packing.rows > 1 or found.scale_of_tensor):
-            raise ValueError(f"{name} has scales for several rows in the quantization_config: embeddings need their own")
+            raise ValueError(
+                f"{name} has scales for several rows in the quantization_config: embeddings need their own"
+            )
         return found
 
     def scheme_names(self) -> tuple[str, ...]:

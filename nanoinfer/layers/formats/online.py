@@ -34,7 +34,11 @@ class QuantisedWhileRead(PackedScaled):
     def scheme(self) -> Scheme:
         packing = self.packing
         return Scheme(
-            kind=packing.kind, bits=packing.bits, columns=packing.columns, scale_dtype=packing.scale_dtype
+            kind=packing.kind,
+            bits=packing.bits,
+            columns=packing.columns,
+            scale_dtype=packing.scale_dtype,
+            in_words=self.words == torch.int32,
         )
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:

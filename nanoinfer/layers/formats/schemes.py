@@ -34,23 +34,26 @@ class Scheme:
         bits: of a code, 4 or 8.
         columns: neighbouring columns that share a scale; None: a row.
         scale_dtype: scales are rounded to it before codes are chosen.
+        in_words: whether integers lie in words of 32 bits, without a sign; otherwise one in a byte, with a sign.
     """
 
     kind: str
     bits: int
     columns: int | None
     scale_dtype: torch.dtype
+    in_words: bool
 
     @property
     def codes(self) -> str:
         """The end of the name of the tensor that holds the codes."""
-        return "weight" if self.kind == "fp8" else "weight_packed"
+        return "weight_packed" if self.in_words else "weight"
 
     def stored(self, num_rows: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each tensor that a checkpoint holds for a weight, by the end of its name."""
         scales = ((num_rows, in_features // (self.columns or in_features)), self.scale_dtype)
-        if self.kind == "fp8":
-            return {self.codes: ((num_rows, in_features), torch.float8_e4m3fn), "weight_scale": scales}
+        if not self.in_words:
+            dtype = torch.float8_e4m3fn if self.kind == "fp8" else torch.int8
+            return {self.codes: ((num_rows, in_features), dtype), "weight_scale": scales}
         words = ((num_rows, row_bytes(in_features, self.bits) // 4), torch.int32)
         return {self.codes: words, "weight_scale": scales, "weight_shape": ((2,), torch.int64)}
 
@@ -83,7 +86,7 @@ def quantise(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
         codes, scales = _codes_and_scales(rows.unflatten(1, (-1, scheme.columns or in_features)), scheme)
         found[scheme.codes][begin : begin + step] = codes
         found["weight_scale"][begin : begin + step] = scales
-    if scheme.kind == "int":
+    if scheme.in_words:
         found["weight_shape"] = torch.tensor([num_rows, in_features], device=weight.device)
     return found
 
@@ -96,8 +99,13 @@ def _codes_and_scales(groups: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         scales = _rounded(largest / top, scheme.scale_dtype)
         return _divided(groups, scales).clamp_(-top, top).to(torch.float8_e4m3fn).flatten(1), scales
     middle = 2 ** (scheme.bits - 1)
-    scales = _least_squares(groups, largest, scheme) if scheme.bits == 4 else _rounded(largest / 127, scheme.scale_dtype)
-    codes = (_integers(groups, scales, middle) + middle).to(torch.uint8).flatten(1)
+    scales = (
+        _least_squares(groups, largest, scheme) if scheme.bits == 4 else _rounded(largest / 127, scheme.scale_dtype)
+    )
+    signed = _integers(groups, scales, middle)
+    if not scheme.in_words:
+        return signed.to(torch.int8).flatten(1), scales
+    codes = (signed + middle).to(torch.uint8).flatten(1)
     padding = row_bytes(codes.shape[1], scheme.bits) * 8 // scheme.bits - codes.shape[1]
     packed = pack(torch.nn.functional.pad(codes, (0, padding)), scheme.bits)
     return packed.contiguous().view(torch.int32), scales
@@ -107,10 +115,9 @@ def _least_squares(groups: Tensor, largest: Tensor, scheme: Scheme) -> Tensor:
     """Return for each group the scale with the least squared error, of the largest magnitude over each divisor.
 
     The search is that of llm-compressor's MSE observer
-    (https://github.com/vllm-project/llm-compressor/blob/main/src/llmcompressor/observers/mse.py), with squares, and with
-    the error of what a scale's rounding makes of the weights. The first of equals counts, so the plain scale (over 7)
-    gives way only to a better one; compressed-tensors' own, over 7.5, is among the others. The range has 16 codes, -8
-    to 7.
+    (https://github.com/vllm-project/llm-compressor/blob/main/src/llmcompressor/observers/mse.py), with squares, and
+    with the error of what a scale's rounding makes of the weights. The first of equals counts, so the plain scale, over
+    7, gives way only to a better one; compressed-tensors' own, over 7.5, is among the others. Codes are -8 to 7.
     """
     best, best_error = None, None
     for divisor in _DIVISORS:
