@@ -10,6 +10,9 @@ from nanoinfer.common.errors import did_you_mean, refuse_unknown_keywords
 from nanoinfer.common.units import is_share, parse_bytes
 from nanoinfer.common.unsupported import ENGINE, refuse_unsupported
 
+QUANTISED = ("int4", "int8", "fp8")
+"""What the weights of a wide checkpoint can be quantised to."""
+
 
 @partial(refuse_unknown_keywords, known=lambda given: refuse_unsupported(given, ENGINE), taker="LLM")
 @dataclass(frozen=True, kw_only=True)

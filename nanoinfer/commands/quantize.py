@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-QUANTISED = ("int4", "int8", "fp8")
+from nanoinfer.config import QUANTISED
+from nanoinfer.options.engine import add_engine_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--head", choices=("int8",), help="quantise head and embeddings, too (default: they stay as they are)"
     )
-    parser.add_argument("--device", default="auto", help='"auto", "cuda", "cuda:1" or "cpu" (default: %(default)s)')
+    add_engine_options(parser, only=("device",))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.registry import ONLINE, formats_of, quantised_while_read
-from nanoinfer.layers.formats.schemes import GROUP_SIZES, QUANTISED, group_size
+from nanoinfer.layers.formats.schemes import GROUP_SIZES, group_size
 from nanoinfer.models.registry import resolve
 from nanoinfer.weights.load import read_spec
 
@@ -34,8 +35,9 @@ def quantised_config(
     Raises:
         ValueError: no group divides the columns of a weight, or the head is quantised in the checkpoint already.
     """
-    if hasattr(hf_config, ONLINE):
+    if hasattr(hf_config, ONLINE) or quantization is None and head_quantization is None:
         return hf_config
+    read_spec(hf_config, "auto")  # refuses other things of the checkpoint, with its name
     is_wide = formats_of(hf_config) is DENSE
     wanted = quantization if is_wide and quantization in QUANTISED else None
     if wanted is None and head_quantization is None:

@@ -6,25 +6,24 @@ import pytest
 import torch
 from engines import assert_pools_as_before, make_engine, random_prompts, run, some_params
 from live_bytes import LiveBytes
-from quantised import CASES, SIZES, write
+from online import QUIET, equal, load, make, matrices
+from quantised import CASES, write
 from safetensors.torch import load_file, save_file
 from simulated import SimulatedRuntime
-from tiny_models import FAMILIES, make_checkpoint
+from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from nanoinfer import plan
-from nanoinfer.commands.main import main
-from nanoinfer.layers.formats.schemes import QUANTISED, Scheme, quantise
+from nanoinfer.config import QUANTISED
+from nanoinfer.layers.formats.schemes import Scheme, quantise
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
-from nanoinfer.weights import write as writing
 from nanoinfer.weights.load import load_config, load_model
 from nanoinfer.weights.quantize import quantised_config
 from nanoinfer.weights.write import quantise_checkpoint
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BOTH = [(name, head) for name in QUANTISED for head in (None, "int8")]
-QUIET = dict(progress=False)
 
 
 def scheme(name: str, columns: int, dtype: torch.dtype) -> Scheme:
@@ -49,29 +48,6 @@ def codes_of(found: dict, name: str, columns: int) -> torch.Tensor:
     if name == "int8":
         return packed[:, :columns].double() - 128
     return torch.stack((packed & 15, packed >> 4), -1).flatten(1)[:, :columns].double() - 8
-
-
-def load(path, quantization=None, head=None, dtype="auto"):
-    hf_config = quantised_config(load_config(path), quantization, head)
-    return load_model(path, hf_config, dtype, "cpu", **QUIET)
-
-
-def matrices(model) -> dict[str, torch.Tensor]:
-    """The expanded weight of each projection, and of tables."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            ids = torch.arange(module.num_rows)
-            found[name] = module.weights.matrix(module).clone() if module.multiplies else module(ids)
-    return found
-
-
-def equal(found: dict, wanted: dict) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
-
-
-def make(path, family="qwen3", dtype=torch.bfloat16, **sizes):
-    return make_checkpoint(family, path, dtype=dtype, **(SIZES | sizes))
 
 
 # One weight
@@ -283,7 +259,7 @@ def test_a_known_shape_in_four_bits_by_hand():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(quantization="int44"), r"not quantised \(did you mean 'int4'\?\): .* with one of fp8, int8, int4"),
+        (dict(quantization="int44"), r"not quantised \(did you mean 'int4'\?\): .* with one of int4, int8, fp8"),
         (dict(quantization="awq"), "quantization='awq' does not fit this checkpoint, which is not quantised"),
         (dict(quantization=4), "quantization=4 must be None or text"),
         (dict(head_quantization="int9"), r"head_quantization='int9' is not one of int8 \(did you mean 'int8'\?\)"),
@@ -350,64 +326,3 @@ def test_embeddings_may_be_ignored_or_wide(tmp_path):
         config["quantization_config"]["ignore"] = ignored
         (out / "config.json").write_text(json.dumps(config))
         assert equal(matrices(load(out)), wanted)
-
-
-# The command
-
-
-def command(*words) -> int:
-    return main(["quantize", *map(str, words), "--device", "cpu"])
-
-
-def test_the_command_writes_a_checkpoint(tmp_path, capsys):
-    source = make(tmp_path / "wide")
-    (source / "tokenizer_config.json").write_text("{}")
-    assert command(source, "--to", "int4", "--out", tmp_path / "out", "--head", "int8") == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path / 'out'}: 0.00 GiB of weights")
-    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
-    assert equal(matrices(load(tmp_path / "out")), matrices(load(source, "int4", "int8")))
-    assert command(source, "--to", "int4", "--out", tmp_path / "out") == 2
-    assert "is not empty: give a directory that does not exist yet" in capsys.readouterr().err
-
-
-def test_an_unknown_kind_is_refused_with_the_nearest(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        command("wide", "--to", "int44", "--out", tmp_path / "out")
-    assert "did you mean int4?" in capsys.readouterr().err
-
-
-def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    source = make(tmp_path / "wide")
-    monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: type("Usage", (), dict(free=1000)))
-    with pytest.raises(ValueError, match="out needs 0.00 GiB, its disk has 0.00 GiB free: give a directory on another"):
-        quantise_checkpoint(source, tmp_path / "out", "int4", **QUIET)
-    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
-
-
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
-    source = make(tmp_path / "wide")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be made .*: give another directory"):
-        quantise_checkpoint(source, tmp_path / "file" / "out", "int4", **QUIET)
-
-
-def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
-    source, written = make(tmp_path / "wide"), []
-
-    def interrupted(*arguments):
-        written.append(arguments)
-        if len(written) == 5:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(writing, "_write_tensor", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        quantise_checkpoint(source, tmp_path / "out", "int4", **QUIET)
-    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
-
-
-def test_a_file_that_is_cut_while_it_is_copied_is_refused(tmp_path, monkeypatch):
-    source = make(tmp_path / "wide")
-    monkeypatch.setattr(writing, "_COPY_BYTES", 0)  # as if nothing were left to read
-    with pytest.raises(ValueError, match="cannot be read .the file ends too early.: check the disk"):
-        quantise_checkpoint(source, tmp_path / "out", "int4", **QUIET)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.common.errors import did_you_mean
+from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.matrix import MatrixFormat
-from nanoinfer.layers.formats.schemes import QUANTISED
 from nanoinfer.layers.weight import empty_weight
 
 

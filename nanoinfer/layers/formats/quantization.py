@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from nanoinfer.common.errors import shown
+from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.base import CheckpointTensors, Formats, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
-from nanoinfer.layers.formats.schemes import QUANTISED
 
 _NO_GROUP_SIZE = (None, -1, 0)
 

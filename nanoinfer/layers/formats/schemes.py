@@ -13,8 +13,6 @@ from torch import Tensor
 
 from nanoinfer.layers.formats.bits import pack, row_bytes
 
-QUANTISED = ("fp8", "int8", "int4")
-"""What a wide weight is quantised to, by the names that users give."""
 GROUP_SIZES = (128, 64, 32)
 # Rows are quantised some at a time: so that what lies between stays in the cache of a CPU, and keeps a GPU busy.
 _WEIGHTS_AT_ONCE = {"cpu": 2**18}
