@@ -140,6 +140,24 @@ def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path
     make_engine(out, quantization=name)  # which names what the checkpoint has
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_random_sizes_and_files_are_read_alike(tmp_path, seed):
+    draw = torch.Generator().manual_seed(seed)
+
+    def pick(*values):
+        return values[int(torch.randint(len(values), (1,), generator=draw))]
+
+    sizes = dict(
+        num_heads=pick(2, 4, 6), num_kv_heads=pick(1, 2), head_dim=pick(16, 32), hidden_size=32 * pick(1, 2, 7)
+    )
+    sizes |= dict(intermediate_size=32 * pick(1, 3, 8), vocab_size=pick(97, 131, 157), tied=pick(False, True))
+    name, head, dtype = pick(*QUANTISED), pick(None, "int8"), pick(*DTYPES)
+    source = make(tmp_path / "wide", pick(*FAMILIES), dtype, seed=seed, shards=pick(1, 2), **sizes)
+    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, shard_bytes=50_000, **QUIET)
+    assert equal(matrices(load(out)), matrices(load(source, name, head)))
+    assert load(out).spec == load(source, name, head).spec
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_expands_what_was_written_to_the_same_bits(tmp_path, family):
     pytest.importorskip("compressed_tensors", reason="transformers reads these checkpoints with it")
