@@ -40,5 +40,5 @@ def run(options: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
     )
     num_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    print(f"{out}: {num_bytes / 2**30:.2f} GiB of weights, which transformers, vLLM and nanoinfer read")
+    print(f"{out}: {num_bytes / 2**30:.2f} GiB of weights in the compressed-tensors format")
     return 0
