@@ -10,6 +10,9 @@ from nanoinfer.common.errors import did_you_mean, refuse_unknown_keywords
 from nanoinfer.common.units import is_share, parse_bytes
 from nanoinfer.common.unsupported import ENGINE, refuse_unsupported
 
+QUANTISED = ("int4", "int8", "fp8")
+"""What the weights of a wide checkpoint can be quantised to."""
+
 
 @partial(refuse_unknown_keywords, known=lambda given: refuse_unsupported(given, ENGINE), taker="LLM")
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +28,11 @@ class EngineConfig:
         tokenizer: directory or hub id of the tokenizer. None: the model's.
         skip_tokenizer_init: True works on token ids only.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float").
-        quantization: how the checkpoint's weights are quantised, such as "awq"; another checkpoint is refused. None: as
-            its config says.
+        quantization: "fp8", "int8" or "int4" quantise the weights of a wide checkpoint while they are read, but for
+            head and embeddings. Of a quantised checkpoint: how it is quantised, such as "awq"; another one is refused.
+            None: as its config says.
+        head_quantization: "int8" quantises head and embeddings, if they are wide, while they are read: 8 bits, a scale
+            for each token. None: as in the checkpoint.
         kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its
             bytes on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
         generation_config: where the defaults of omitted sampling parameters come from. "auto": the checkpoint's
@@ -78,6 +84,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
     quantization: str | None = None
+    head_quantization: str | None = None
     kv_cache_dtype: str = "auto"
     generation_config: str = "auto"
     device: str = "auto"
@@ -111,7 +118,9 @@ class EngineConfig:
         self._one_of("dtype", ("auto", "bfloat16", "float16", "float32", "half", "float"))
         self._one_of("kv_cache_dtype", ("auto", "fp8"))
         if self.quantization is not None and not isinstance(self.quantization, str):
-            raise ValueError(f'quantization={self.quantization!r} must be None or text, such as "awq"')
+            raise ValueError(f'quantization={self.quantization!r} must be None or text, such as "int4" or "awq"')
+        if self.head_quantization is not None:
+            self._one_of("head_quantization", ("int8",))
         self._one_of("generation_config", ("auto", "vllm"))
         self._one_of("load_format", ("auto", "dummy"))
         self._one_of("attention_backend", ("auto", "triton", "torch", "flash_attn"))

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import nanoinfer
-from nanoinfer.commands import bench, serve, verify
+from nanoinfer.commands import bench, quantize, serve, verify
 from nanoinfer.commands import plan as plan_command
 from nanoinfer.options import recall
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import Parser, length, run_command
 
-_COMMANDS = {"plan": plan_command, "serve": serve, "verify": verify}
+_COMMANDS = {"plan": plan_command, "quantize": quantize, "serve": serve, "verify": verify}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +44,7 @@ def _parser() -> Parser:
     plan_command.add_arguments(
         commands.add_parser("plan", help="what fits and how fast it can be, without GPU or weights")
     )
+    quantize.add_arguments(commands.add_parser("quantize", help="write a checkpoint in fewer bits"))
     serve.add_arguments(commands.add_parser("serve", help="an HTTP server with OpenAI's API"))
     verify.add_arguments(commands.add_parser("verify", help="compare modes, batches and chunks, bit for bit"))
     return parser

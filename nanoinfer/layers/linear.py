@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.operations import operations_of
-from nanoinfer.layers.formats.base import Filling, Formats
+from nanoinfer.layers.formats.base import Filling, Formats, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.parted import merged
 from nanoinfer.layers.norm import RMSNorm
@@ -20,7 +20,10 @@ class Linear(nn.Module):
     weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. formats:
     how the projections lie in memory, by these names, or by no name for a single one. `operations` are those of the
     device, for the format to multiply with; `scratch` is the buffer that `share_scratch` gives to all modules.
+    `multiplies`: whether any product is asked of the module.
     """
+
+    multiplies = True
 
     def __init__(
         self,
@@ -86,11 +89,21 @@ class Head(Linear):
 class Embedding(Head):
     """Rows of a weight [vocab_size, hidden_size], by token id; a tied head computes logits with the same weight."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device) -> None:
-        super().__init__(hidden_size, vocab_size, dtype=dtype, device=device)
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        is_tied: bool,
+        dtype: torch.dtype,
+        device,
+        weights: WeightFormat | None = None,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, dtype=dtype, device=device, formats=weights or DENSE)
+        self.multiplies, self._dtype = is_tied, dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return DENSE.lookup(self, token_ids)
+        return self.weights.lookup(self, token_ids).to(self._dtype)
 
 
 def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> tuple[int, int]:
@@ -99,7 +112,7 @@ def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> tuple[int,
     Returns the bytes of the buffer, and the most that a product takes beside it while it runs.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    shapes = [shape for module in linears if (shape := module.weights.scratch_shape(module))]
+    shapes = [shape for module in linears if module.multiplies and (shape := module.weights.scratch_shape(module))]
     if not shapes:
         return 0, 0
     scratch = torch.empty(max(rows * columns for rows, columns in shapes), dtype=dtype, device=device)

@@ -9,6 +9,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.memory.sizes import spec_and_layout
 from nanoinfer.weights.load import load_config
+from nanoinfer.weights.quantize import quantised_config
 from offload.memory.host_memory import memory_available_bytes
 
 
@@ -23,7 +24,8 @@ class Setup:
     """
 
     def __init__(self, config: EngineConfig, device: torch.device, offload: bool | None = None) -> None:
-        self.config, self.device, self.hf_config = config, device, load_config(config.model)
+        self.config, self.device = config, device
+        self.hf_config = quantised_config(load_config(config.model), config.quantization, config.head_quantization)
         self.spec, self.layout = spec_and_layout(config, self.hf_config)
         offload = config.may_offload if offload is None else offload
         self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)

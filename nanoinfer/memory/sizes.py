@@ -11,6 +11,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.weights.load import read_spec
+from nanoinfer.weights.quantize import quantised_config
 from offload import KVLayout
 
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
@@ -22,6 +23,7 @@ def spec_and_layout(config: EngineConfig, hf_config: PretrainedConfig) -> tuple[
     Raises:
         ValueError: the model cannot run, or not with these settings.
     """
+    hf_config = quantised_config(hf_config, config.quantization, config.head_quantization)
     spec = read_spec(hf_config, config.dtype)
     formats_of(hf_config).check_options(config.quantization, config.kv_cache_dtype)
     if spec.row_bytes and config.enable_prefix_caching:

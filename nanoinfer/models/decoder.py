@@ -108,7 +108,9 @@ class Decoder(DecoderModel):
         super().__init__(hf_config, spec, device=device, max_position=max_position)
         traits, formats = self.traits(hf_config), formats_of(hf_config)
         options = dict(dtype=spec.dtype, device=device)
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **options)
+        weights = formats.of_embeddings("model.embed_tokens")
+        tied = spec.tied_embeddings
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, is_tied=tied, weights=weights, **options)
         self.layers = nn.ModuleList()
         for index, state in enumerate(spec.layers):
             own = replace(traits, formats=formats.below(f"model.layers.{index}"))

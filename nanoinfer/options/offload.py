@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from nanoinfer.config import QUANTISED
 from nanoinfer.options import recall
 from nanoinfer.options.measuring import (
     CACHES,
@@ -104,6 +105,12 @@ def read_cases(options: argparse.Namespace, is_cuda: bool) -> Cases:
     if options.check and not can_compare:
         raise ValueError(
             f"--check compares our modes, --mode is {','.join(modes)}: name two of {', '.join(ENGINE_MODES)}"
+        )
+    references = [mode for mode in modes if mode in CACHES]
+    if references and (options.quantization in QUANTISED or options.head_quantization is not None):
+        raise ValueError(
+            f"--mode {','.join(modes)}: {references[0]} measures transformers, which would have the wide weights: "
+            "leave it out, or write the checkpoint with nanoinfer quantize and give --model DIR without these options"
         )
     output_len = DEFAULT_OUTPUT_LEN if options.output_len is None else options.output_len
     if output_len < 1:

@@ -116,6 +116,10 @@ def _check_arguments(num_requests: int, context: int | None, output_len: int, en
 def describe(setup: Setup, workload: Workload, plan: MemoryPlan) -> list[str]:
     config, spec = setup.config, setup.spec
     weights = "random weights" if config.load_format == "dummy" else str(config.model)
+    if config.quantization is not None:
+        weights += f" in {config.quantization}"
+    if config.head_quantization is not None:
+        weights += f", head in {config.head_quantization}"
     lengths = ", ".join(str(len(prompt)) for prompt in workload.prompts)
     num_greedy = sum(params.is_greedy for params in workload.params)
     if setup.backend.exact_splits:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from safetensors import safe_open
@@ -27,6 +28,8 @@ def fill_from_files(
 ) -> None:
     """Fill all weights. What is repacked lies on the device twice, one tensor or 64 MiB of small ones at a time.
 
+    What is quantised lies there as it is in the file for 64 MiB at a time, and quantised twice, one tensor at a time.
+
     Raises:
         ValueError: a file cannot be read to its end, or a tensor's values are not possible. The message names it.
     """
@@ -45,14 +48,38 @@ def fill_from_files(
         disable=not progress,
     ) as bar:
         read_tensors(direct, report=bar.update)
-        for batch in _batches(fillings):
+        for batch in _batches([(entry, filling) for entry, filling in fillings if not filling.by_rows]):
             staged = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry, _ in batch]
             read_tensors([(entry, values) for (entry, _), values in zip(batch, staged)], report=bar.update)
             for entry, filling in batch:
-                try:
-                    filling.fill(staged.pop(0))
-                except ValueError as error:
-                    raise ValueError(f"{entry.name} in {entry.path} {error}") from error
+                _fill(entry, filling, staged.pop(0))
+        for entry, filling in fillings:
+            if filling.by_rows:
+                _fill(entry, filling, read_rows(entry, device, bar.update))
+
+
+def _fill(entry: TensorEntry, filling: Filling, values: Tensor | Iterable[Tensor]) -> None:
+    try:
+        filling.fill(values)
+    except ValueError as error:
+        raise refusal(entry, error) from error
+
+
+def refusal(entry: TensorEntry, error: ValueError) -> ValueError:
+    """Return the error about a tensor's values, with its name."""
+    return error if entry.name in str(error) else ValueError(f"{entry.name} in {entry.path} {error}")
+
+
+def read_rows(entry: TensorEntry, device: torch.device | str, report: Callable[[int], object]) -> Iterator[Tensor]:
+    """Yield a matrix of a file in pieces of some rows each, of at most 64 MiB, in the file's dtype on the device."""
+    num_rows, num_columns = entry.shape
+    row_bytes = num_columns * entry.dtype.itemsize
+    step = max(1, _BATCH_BYTES // row_bytes)
+    for begin in range(0, num_rows, step):
+        shape = (min(step, num_rows - begin), num_columns)
+        rows = torch.empty(shape, dtype=entry.dtype, device=device)
+        read_tensors([(replace(entry, shape=shape, offset=entry.offset + begin * row_bytes), rows)], report=report)
+        yield rows
 
 
 def _batches(fillings: list[tuple[TensorEntry, Filling]]) -> Iterable[list[tuple[TensorEntry, Filling]]]:

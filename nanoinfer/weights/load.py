@@ -26,11 +26,11 @@ from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.read import TensorEntry
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
+CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Not *.safetensors: some repositories contain the weights a second time in another layout (consolidated.safetensors).
 _WEIGHTS = ["model*.safetensors"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_WIDE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # Dtypes of quantised weights, which are not cast.
 _PACKED_DTYPES = {
     "I8": torch.int8,
@@ -39,6 +39,8 @@ _PACKED_DTYPES = {
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
 }
+# By the names that safetensors gives them.
+FILE_DTYPES = _WIDE_DTYPES | _PACKED_DTYPES
 # Models that are part of the package, by name.
 PACKAGED = {"recall": Path(__file__).parent.parent / "recall" / "checkpoint"}
 # Far deeper than any file of a checkpoint, and shallow enough for recursive code that walks through it.
@@ -74,7 +76,7 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
             "Qwen/Qwen3-4B" + "".join(f", or {name!r}, which comes along" for name in packaged)
         )
     try:
-        patterns = _CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
+        patterns = CONFIG_AND_TOKENIZER + (_WEIGHTS if weights else [])
         return Path(snapshot_download(str(model), allow_patterns=patterns))
     except Exception as error:  # the client's errors and those of its HTTP library have no common base class
         raise ValueError(
@@ -231,9 +233,9 @@ def _read_header(path: Path) -> list[TensorEntry]:
     header.pop("__metadata__", None)
     entries = []
     for name, tensor in header.items():
-        dtype = (_FILE_DTYPES | _PACKED_DTYPES).get(tensor["dtype"])
+        dtype = FILE_DTYPES.get(tensor["dtype"])
         if dtype is None:
-            raise ValueError(f"{name} in {path} has dtype {tensor['dtype']}: supported are {', '.join(_FILE_DTYPES)}")
+            raise ValueError(f"{name} in {path} has dtype {tensor['dtype']}: supported are {', '.join(_WIDE_DTYPES)}")
         entries.append(
             TensorEntry(
                 name=name,
@@ -294,7 +296,7 @@ def load_model(
         fill_with_noise(model, seed, progress)
     elif load_format == "auto":
         entries = check_safetensors(model_dir)
-        _check_matches(entries, model_class(hf_config, spec, device="meta", max_position=1), model_dir)
+        check_matches(entries, model_class(hf_config, spec, device="meta", max_position=1), model_dir)
         model = model_class(hf_config, spec, device=device, max_position=max_position)
         fill_from_files(model, entries, device, progress)
     else:
@@ -302,8 +304,12 @@ def load_model(
     return model.eval()
 
 
-def _check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_dir: str | Path) -> None:
-    """Compares names and shapes of the tensors with those of `model`, which may lie on the meta device."""
+def check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_dir: str | Path) -> None:
+    """Compares names and shapes of the tensors with those of `model`, which may lie on the meta device.
+
+    Raises:
+        ValueError: they differ. The message lists the tensors.
+    """
     views = model.checkpoint_views()
     missing = [name for name, view in views.items() if name not in entries and not _is_optional(view)]
     if missing:

@@ -118,7 +118,7 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb", buffering=0)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _has_streams(device: torch.device) -> bool:
@@ -132,7 +132,8 @@ def _default_threads(device: torch.device) -> int:
     return MAX_THREADS if _has_streams(device) else min(MAX_THREADS, os.cpu_count() or 1)
 
 
-def _unreadable(path: Path, error: OSError, name: str = "") -> ValueError:
+def unreadable(path: Path, error: OSError, name: str = "") -> ValueError:
+    """Return the error about a file, or about a tensor in it, that cannot be read."""
     where = f"{name} in {path}" if name else f"{path}"
     return ValueError(
         f"{where} cannot be read ({error}): check the disk and the file's permissions, or download it again"
@@ -235,7 +236,7 @@ class _Readers:
             try:
                 got = os.preadv(descriptor, [view[done:num_bytes]], piece.offset + done)
             except OSError as error:
-                raise _unreadable(entry.path, error, entry.name) from error
+                raise unreadable(entry.path, error, entry.name) from error
             if got == 0:
                 raise ValueError(
                     f"{entry.path} is cut short: {entry.name} needs bytes {entry.offset} to "

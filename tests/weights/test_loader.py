@@ -304,13 +304,13 @@ def test_truncated_file_is_refused(keep_bytes, tmp_path):
 
 def test_a_file_cut_short_after_the_check_is_refused(tmp_path, monkeypatch):
     path = make_checkpoint("llama", tmp_path) / "model.safetensors"
-    check_matches = loader._check_matches
+    check_matches = loader.check_matches
 
     def check_and_cut(*args):
         check_matches(*args)
         os.truncate(path, path.stat().st_size - 1)
 
-    monkeypatch.setattr(loader, "_check_matches", check_and_cut)
+    monkeypatch.setattr(loader, "check_matches", check_and_cut)
     with pytest.raises(ValueError, match="model.safetensors is cut short: model.* needs bytes .*Download it again"):
         load(tmp_path)
 

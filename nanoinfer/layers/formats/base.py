@@ -52,12 +52,15 @@ class Filling:
         fill: takes the tensor on the device and writes the weight. It raises ValueError with what is wrong with the
             values, in words that follow the tensor's name. None: the tensor is not read.
         optional: whether a checkpoint may lack the tensor.
+        by_rows: whether `fill` takes the tensor in pieces of some rows each, an iterable in their order. Then the whole
+            need not lie on the device.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
-    fill: Callable[[Tensor], None] | None
+    fill: Callable[[Any], None] | None
     optional: bool = False
+    by_rows: bool = False
 
 
 class Formats(ABC):
@@ -70,6 +73,14 @@ class Formats(ABC):
         Raises:
             ValueError: the checkpoint's is not supported. The message names the projection.
         """
+
+    def of_embeddings(self, name: str) -> WeightFormat | None:
+        """Return the format of the embeddings, which then has `lookup`, as `Dense` has; None: they are dense.
+
+        Raises:
+            ValueError: the checkpoint's is not supported. The message names the embeddings.
+        """
+        return None
 
     def below(self, path: str) -> Formats:
         """Return the formats of the projections whose names begin with `path`, by the rest of their names."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ _FORMATS = (
 )
 # Names of the class of projections, and of the classes that it derives from.
 _CLASSES = ("Linear", "Module")
+_EMBEDDING = "Embedding"
+# Targets of head and embeddings alone, and what weights of one kind are called.
+_HEAD = re.compile(r".*(lm_head|embed_tokens)\$?|Embedding")
+_SCHEME_NAMES = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8"}
 
 
 class CompressedTensors(Quantization):
@@ -63,11 +68,30 @@ class CompressedTensors(Quantization):
         weights = None if group is None else self.setting("weights", dict, None, group)
         return DENSE if weights is None else self._format_of(name, group, weights)
 
-    def _group_of(self, name: str) -> dict[str, Any] | None:
+    def of_embeddings(self, name: str) -> WeightFormat | None:
+        if any(_matches(pattern, name) or pattern == _EMBEDDING for pattern in self._ignored):
+            return None
+        # Older versions of the reference left embeddings wide, whatever expressions matched their name.
+        is_wide = self.tensors.dtypes is not None and not self.tensors.has(f"{name}.weight_scale")
+        group = None if is_wide else self._group_of(name, (_EMBEDDING,))
+        weights = None if group is None else self.setting("weights", dict, None, group)
+        found = None if weights is None else self._format_of(name, group, weights)
+        if isinstance(found, PackedScaled) and (found.packing.rows > 1 or found.scale_of_tensor):
+            raise ValueError(
+                f"{name} has scales for several rows in the quantization_config: embeddings need their own"
+            )
+        return found
+
+    def scheme_names(self) -> tuple[str, ...]:
+        groups = {target: group for target, group in self._groups.items() if not _HEAD.fullmatch(target)}
+        all_weights = [self.setting("weights", dict, None, group) or {} for group in groups.values()]
+        return tuple({_SCHEME_NAMES.get((weights.get("type"), weights.get("num_bits")), "") for weights in all_weights})
+
+    def _group_of(self, name: str, classes: tuple[str, ...] = _CLASSES) -> dict[str, Any] | None:
         """Return the group that holds for a module: names before regular expressions before classes."""
         targets = sorted(self._groups, key=lambda target: ("re:" in target, target))
         found = [target for target in targets if _matches(target, name)]
-        found += [target for target in targets if target in _CLASSES]
+        found += [target for target in targets if target in classes]
         return self._groups[found[0]] if found else None
 
     def _format_of(self, name: str, group: dict[str, Any], weights: dict[str, Any]) -> WeightFormat:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.common.errors import did_you_mean
+from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.matrix import MatrixFormat
 from nanoinfer.layers.weight import empty_weight
 
@@ -33,8 +35,9 @@ class Dense(MatrixFormat):
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
         if quantization is not None:
             raise ValueError(
-                f"quantization={quantization!r} does not fit this checkpoint, which is not quantised: leave it out, or "
-                "give a checkpoint that is"
+                f"quantization={quantization!r} does not fit this checkpoint, which is not quantised"
+                f"{did_you_mean(quantization, QUANTISED)}: leave it out, give a checkpoint that is, or quantise its "
+                f"weights while they are read, with one of {', '.join(QUANTISED)}"
             )
 
     def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:

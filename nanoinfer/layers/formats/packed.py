@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.formats.bits import E2M1_VALUES, powers_of_two, row_bytes, unpack
+from nanoinfer.layers.formats.lookup import expanded_rows
 from nanoinfer.layers.formats.matrix import MatrixFormat
 
 # Weights that are expanded at a time, and the most bytes that the steps between codes and matrix take for one.
@@ -149,6 +150,10 @@ class Packed(MatrixFormat):
         out = module.scratch[: module.num_rows * module.in_features].view(module.num_rows, module.in_features)
         self.expand_into(module, out)
         return out
+
+    def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
+        """Return rows of the weight as the reference has them, for embeddings: [N] -> [N, in_features]."""
+        return expanded_rows(self.expand, module, ids)
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
         # Elsewhere nothing computes an activation with the product, and the matrix would be expanded in vain.

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from nanoinfer.common.errors import shown
+from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.base import CheckpointTensors, Formats, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
 
@@ -42,11 +43,16 @@ class Quantization(Formats):
     def packed(self, name: str) -> WeightFormat:
         """Return the format of a projection that is not left out."""
 
+    def scheme_names(self) -> tuple[str, ...]:
+        """Return what weights are quantised to, in the words for wide checkpoints ("int4"), where that is known."""
+        return ()
+
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
-        if quantization not in (None, self.name, *self.other_names):
+        if quantization not in (None, self.name, *self.other_names) and self.scheme_names() != (quantization,):
+            only = " (only wide weights are quantised while they are read)" if quantization in QUANTISED else ""
             raise ValueError(
                 f"quantization={quantization!r} does not fit this checkpoint, which is quantised with {self.name}: "
-                f"give quantization={self.name!r}, or leave it out"
+                f"give quantization={self.name!r}, or leave it out{only}"
             )
         if self.kv_cache_dtype is not None and kv_cache_dtype != self.kv_cache_dtype:
             raise ValueError(

@@ -1,0 +1,44 @@
+"""`nanoinfer quantize` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from nanoinfer.config import QUANTISED
+from nanoinfer.options.engine import add_engine_options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="checkpoint directory or hub id, not quantised")
+    parser.add_argument(
+        "--to", required=True, choices=QUANTISED,
+        help="int4: groups of 128, 64 or 32 columns, scales by least squared error; int8, fp8: a scale for each row",
+    )  # fmt: skip
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory to write, which must not hold anything")
+    parser.add_argument(
+        "--head", choices=("int8",), help="quantise head and embeddings, too (default: they stay as they are)"
+    )
+    add_engine_options(parser, only=("device",))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the checkpoint and say where it is.
+
+    Raises:
+        ValueError: an option cannot be used, or the checkpoint cannot be quantised; nothing is left in DIR then.
+    """
+    from nanoinfer.memory.machine import resolve_device
+    from nanoinfer.weights.write import quantise_checkpoint
+
+    out = quantise_checkpoint(
+        options.model,
+        options.out,
+        options.to,
+        head_quantization=options.head,
+        device=resolve_device(options.device),
+        progress=sys.stderr.isatty(),
+    )
+    num_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    print(f"{out}: {num_bytes / 2**30:.2f} GiB of weights in the compressed-tensors format")
+    return 0

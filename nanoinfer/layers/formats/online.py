@@ -1,0 +1,114 @@
+"""Wide checkpoints whose weights are quantised while they are read.
+
+The weights lie, and are filled, as those of a compressed-tensors checkpoint with the same settings: what such a
+checkpoint would hold is worked out (`schemes.quantise`) and given to what reads it. So both have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.layers.formats.base import CheckpointTensors, Filling, Formats, WeightFormat
+from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
+from nanoinfer.layers.formats.dense import Dense
+from nanoinfer.layers.formats.packed import FLOATS
+from nanoinfer.layers.formats.scaled import PackedScaled
+from nanoinfer.layers.formats.schemes import Scheme, quantise
+
+
+@dataclass(frozen=True)
+class QuantisedWhileRead(PackedScaled):
+    """Weights as `PackedScaled` holds them, from a wide tensor in the checkpoint."""
+
+    @classmethod
+    def of_format(cls, packed: PackedScaled) -> QuantisedWhileRead:
+        """Return the format that holds weights as another one does."""
+        return cls(**{field.name: getattr(packed, field.name) for field in fields(packed)})
+
+    @property
+    def scheme(self) -> Scheme:
+        packing = self.packing
+        return Scheme(
+            kind=packing.kind,
+            bits=packing.bits,
+            columns=packing.columns,
+            scale_dtype=packing.scale_dtype,
+            in_words=self.words == torch.int32,
+        )
+
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
+        shape, stored = (end - begin, module.in_features), super().views(module, begin, end)
+
+        def fill(pieces: Iterable[Tensor]) -> None:
+            for ending, values in self.quantised(shape, pieces).items():
+                target = stored[ending]
+                if isinstance(target, Tensor):
+                    target.copy_(values)
+                else:
+                    assert tuple(values.shape) in target.shapes and values.dtype in target.dtypes, ending
+                    target.fill(values)
+
+        return {"weight": Filling((shape,), FLOATS, fill, by_rows=True)}
+
+    def quantised(self, shape: tuple[int, int], pieces: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Return a checkpoint's tensors for a weight that comes in pieces of some rows, in their order.
+
+        Raises:
+            ValueError: the values cannot be quantised.
+        """
+        found: dict[str, Tensor] = {}
+        begin = 0
+        for rows in pieces:
+            for ending, values in quantise(rows, self.scheme).items():
+                if ending not in found:
+                    size, dtype = self.scheme.stored(*shape)[ending]
+                    found[ending] = torch.empty(size, dtype=dtype, device=values.device)
+                if ending == "weight_shape":
+                    found[ending].copy_(torch.tensor(shape))
+                else:
+                    found[ending][begin : begin + len(rows)] = values
+            begin += len(rows)
+        return found
+
+
+class Online(Formats):
+    """The formats of a checkpoint of which some weights, which are wide there, are quantised while they are read.
+
+    Args:
+        base: the formats of the checkpoint as it is.
+        settings: the quantization_config that the checkpoint would have if these weights were quantised.
+        quantization: the name by which the user asked for it; None: for the head alone.
+        dtype: the checkpoint's.
+    """
+
+    def __init__(self, base: Formats, settings: dict[str, Any], quantization: str | None, dtype: torch.dtype) -> None:
+        self._base, self._quantization = base, quantization
+        self._quantised = CompressedTensors(settings, CheckpointTensors(dtype))
+
+    def of(self, name: str) -> WeightFormat:
+        return self._either(self._quantised.of(name), self._base.of(name), name)
+
+    def of_embeddings(self, name: str) -> WeightFormat | None:
+        return self._either(self._quantised.of_embeddings(name), self._base.of_embeddings(name), name)
+
+    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
+        self._base.check_options(None if quantization == self._quantization else quantization, kv_cache_dtype)
+
+    @property
+    def notice(self) -> str | None:
+        return self._base.notice
+
+    def _either(self, quantised: WeightFormat | None, base: WeightFormat | None, name: str) -> WeightFormat | None:
+        if not isinstance(quantised, PackedScaled):
+            return base
+        if base is not None and not isinstance(base, Dense):
+            raise ValueError(
+                f"{name} is quantised in the checkpoint already, so it cannot be quantised while it is read: leave out "
+                "head_quantization"
+            )
+        return QuantisedWhileRead.of_format(quantised)

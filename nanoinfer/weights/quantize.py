@@ -1,0 +1,120 @@
+"""What weights of a checkpoint are quantised to while they are read, from its config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nanoinfer.config import QUANTISED
+from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.registry import ONLINE, formats_of, quantised_while_read
+from nanoinfer.layers.formats.schemes import GROUP_SIZES, group_size
+from nanoinfer.models.registry import resolve
+from nanoinfer.weights.load import read_spec
+
+HEAD = "lm_head"
+EMBEDDINGS = "model.embed_tokens"
+# The formats of compressed-tensors whose weights alone are quantised, as transformers and vLLM read them: vLLM takes
+# "int-quantized" for a model whose activations are quantised, too.
+_STORED_AS = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "pack-quantized"}
+# Of head and embeddings, by whether they are tied. Transformers (5.17) reads no embeddings in words, because it
+# initialises their `weight`; of tied ones in bytes it would, in silence, take the codes for the head's weights.
+_TABLES_STORED_AS = {False: "int-quantized", True: "pack-quantized"}
+
+
+def quantised_config(
+    hf_config: PretrainedConfig, quantization: str | None, head_quantization: str | None
+) -> PretrainedConfig:
+    """Return the config of the model with the weights that these options ask for; the options are an engine's.
+
+    The config itself is returned where nothing is quantised while it is read, or where the config says so already.
+
+    Raises:
+        ValueError: no group divides the columns of a weight, or the head is quantised in the checkpoint already.
+    """
+    if hasattr(hf_config, ONLINE) or quantization is None and head_quantization is None:
+        return hf_config
+    read_spec(hf_config, "auto")  # refuses other things of the checkpoint, with its name
+    is_wide = formats_of(hf_config) is DENSE
+    wanted = quantization if is_wide and quantization in QUANTISED else None
+    if wanted is None and head_quantization is None:
+        return hf_config
+    found = quantised_while_read(hf_config, settings_for(hf_config, wanted, head_quantization), wanted)
+    read_spec(found, "auto")  # refuses what the checkpoint has quantised already
+    return found
+
+
+def settings_for(hf_config: PretrainedConfig, quantization: str | None, head: str | None) -> dict[str, Any]:
+    """Return the quantization_config of a compressed-tensors checkpoint.
+
+    quantization: of all projections but the head; head: of the head and the embeddings, a scale for each row; None:
+    they stay as they are.
+
+    Raises:
+        ValueError: no group divides the columns of a weight.
+    """
+    columns = {} if quantization is None else _columns(hf_config)
+    sizes = {name: size if quantization == "int4" else None for name, size in _groups(columns, quantization).items()}
+    groups = []
+    for size in dict.fromkeys(sizes.values()):
+        targets = ["Linear"]
+        if len(set(sizes.values())) > 1:
+            last = dict.fromkeys(name.rpartition(".")[2] for name, own in sizes.items() if own == size)
+            targets = [rf"re:.*\.{name}$" for name in last]
+        groups.append(_group(quantization, size, targets, _STORED_AS[quantization]))
+    # A tied head is the embeddings: it is no target, or transformers looks for tensors of its own.
+    is_tied = bool(hf_config.tie_word_embeddings)
+    tables = [EMBEDDINGS] if is_tied else [HEAD, EMBEDDINGS]
+    if head is not None:
+        targets = [f"re:.*{name.rpartition('.')[2]}$" for name in tables]
+        groups.append(_group(head, None, targets, _TABLES_STORED_AS[is_tied]))
+    stored_as = {group["format"] for group in groups}
+    return dict(
+        quant_method="compressed-tensors",
+        format=stored_as.pop() if len(stored_as) == 1 else "mixed-precision",
+        quantization_status="compressed",
+        config_groups={f"group_{number}": group for number, group in enumerate(groups)},
+        ignore=[HEAD] if head is None or HEAD not in tables else [],
+        kv_cache_scheme=None,
+        global_compression_ratio=None,
+    )
+
+
+def _columns(hf_config: PretrainedConfig) -> dict[str, int]:
+    """Return the columns of each projection but the head, by its name in the checkpoint."""
+    model_class, spec = resolve(hf_config), read_spec(hf_config, "auto")
+    views: Mapping[str, Any] = model_class(hf_config, spec, device="meta", max_position=1).checkpoint_views()
+    matrices = {name: view for name, view in views.items() if isinstance(view, Tensor) and view.ndim == 2}
+    names = {name.removesuffix(".weight"): view.shape[1] for name, view in matrices.items()}
+    return {name: size for name, size in names.items() if name not in (HEAD, EMBEDDINGS)}
+
+
+def _groups(columns: dict[str, int], quantization: str | None) -> dict[str, int | None]:
+    sizes = {name: group_size(size) for name, size in columns.items()}
+    for name, size in sizes.items():
+        if size is None and quantization == "int4":
+            listed = ", ".join(map(str, GROUP_SIZES))
+            raise ValueError(
+                f"{name}.weight has {columns[name]} columns, which none of the groups of {listed} divides: quantise to "
+                "int8 or fp8, which have a scale for each row"
+            )
+    return sizes
+
+
+def _group(quantization: str, size: int | None, targets: list[str], stored_as: str) -> dict[str, Any]:
+    weights = dict(
+        num_bits=4 if quantization == "int4" else 8,
+        type="float" if quantization == "fp8" else "int",
+        symmetric=True,
+        strategy="channel" if size is None else "group",
+        group_size=size,
+        dynamic=False,
+        actorder=None,
+        block_structure=None,
+        observer="minmax" if size is None else "mse",
+        observer_kwargs={},
+    )
+    return dict(targets=targets, weights=weights, input_activations=None, output_activations=None, format=stored_as)

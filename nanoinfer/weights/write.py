@@ -1,0 +1,234 @@
+"""Write a quantised checkpoint, which transformers, vLLM and this engine read: `nanoinfer quantize`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PretrainedConfig
+
+from nanoinfer.common.units import format_gib
+from nanoinfer.layers.formats.base import Filling
+from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.online import QuantisedWhileRead
+from nanoinfer.layers.formats.registry import formats_of
+from nanoinfer.models.registry import resolve
+from nanoinfer.weights.fill import read_rows, refusal
+from nanoinfer.weights.load import (
+    CONFIG_AND_TOKENIZER,
+    FILE_DTYPES,
+    check_matches,
+    check_safetensors,
+    find_model,
+    load_config,
+    read_json_object,
+    read_spec,
+)
+from nanoinfer.weights.quantize import EMBEDDINGS, quantised_config, settings_for
+from nanoinfer.weights.read import TensorEntry, unreadable
+
+SHARD_BYTES = 4 * 2**30
+_COPY_BYTES = 16 * 2**20
+_INDEX = "model.safetensors.index.json"
+_DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of the source, and what is written of it.
+
+    Attributes:
+        stored: shape and dtype of each tensor, by its name.
+        weights: how it is quantised; None: it is copied.
+    """
+
+    entry: TensorEntry
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    weights: QuantisedWhileRead | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.stored.values())
+
+
+def quantise_checkpoint(
+    model: str | Path,
+    out: str | Path,
+    quantization: str,
+    *,
+    head_quantization: str | None = None,
+    device: torch.device | str = "cpu",
+    progress: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write a checkpoint of the weights that an engine has with these options, and return its directory.
+
+    Tensor by tensor: on the device lies one quantised tensor, and 64 MiB of a wide one; on the host its copy. The
+    directory appears as a whole, when all is written.
+
+    Args:
+        model, quantization, head_quantization: as in `EngineConfig`.
+        out: a directory that does not exist, or is empty.
+
+    Raises:
+        ValueError: `out` holds something, the disk is too full, the source is quantised already or cannot be read, or a
+            weight cannot be quantised.
+    """
+    out = Path(out).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty: give a directory that does not exist yet, or remove what it holds")
+    model_dir = find_model(model)
+    hf_config = load_config(model_dir)
+    if formats_of(hf_config) is not DENSE:
+        raise ValueError(
+            f"{model_dir} is quantised already: quantise the checkpoint in 16 bits that it was made from, or use it as "
+            "it is"
+        )
+    settings = settings_for(hf_config, quantization, head_quantization)
+    parts = _parts(model_dir, quantised_config(hf_config, quantization, head_quantization))
+    config = read_json_object(model_dir / "config.json") | dict(quantization_config=settings)
+    with _whole_directory(out, sum(part.num_bytes for part in parts)) as directory:
+        _write_weights(directory, parts, device, progress, shard_bytes)
+        for path in sorted({path for pattern in CONFIG_AND_TOKENIZER for path in model_dir.glob(pattern)}):
+            if path.is_file() and path.name not in ("config.json", _INDEX):
+                shutil.copyfile(path, directory / path.name)
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return out
+
+
+def _parts(model_dir: Path, hf_config: PretrainedConfig) -> list[_Part]:
+    entries, spec, formats = check_safetensors(model_dir), read_spec(hf_config, "auto"), formats_of(hf_config)
+    model = resolve(hf_config)(hf_config, spec, device="meta", max_position=1)
+    check_matches(entries, model, model_dir)
+    views, found = model.checkpoint_views(), []
+    for name, entry in entries.items():
+        view, module = views.get(name), name.rpartition(".")[0]
+        if view is None and model.ignores(name):
+            continue  # such as a tied head, which repeats the embeddings
+        if isinstance(view, Filling) and view.by_rows:
+            weights = formats.of_embeddings(module) if module == EMBEDDINGS else formats.of(module)
+            stored = weights.scheme.stored(*entry.shape).items()
+            found.append(_Part(entry, {f"{module}.{ending}": size for ending, size in stored}, weights))
+        else:
+            found.append(_Part(entry, {name: (entry.shape, entry.dtype)}, None))
+    return found
+
+
+@contextmanager
+def _whole_directory(out: Path, num_bytes: int) -> Iterator[Path]:
+    """Make a directory beside `out` that becomes `out` at the end, or is removed after an error.
+
+    Raises:
+        ValueError: the disk has less free space than `num_bytes`, or the directory cannot be made.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out.parent).free
+        if free < num_bytes:
+            raise ValueError(
+                f"{out} needs {format_gib(num_bytes)} GiB, its disk has {format_gib(free)} GiB free: give a directory "
+                "on another disk, or make room"
+            )
+        directory = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    except OSError as error:
+        raise ValueError(f"{out} cannot be made ({error}): give another directory") from error
+    try:
+        yield directory
+        directory.chmod(0o755)
+        os.replace(directory, out)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _write_weights(
+    directory: Path, parts: list[_Part], device: torch.device | str, progress: bool, shard_bytes: int
+) -> None:
+    shards = _shards(parts, shard_bytes)
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    total = sum(part.entry.num_bytes for part in parts)
+    with tqdm(total=total, desc="quantising", unit="B", unit_scale=True, disable=not progress) as bar:
+        for name, shard in zip(names, shards, strict=True):
+            with (directory / name).open("wb") as file:
+                _write_header(file, shard)
+                for part in shard:
+                    _write_part(file, part, device, bar.update)
+    if len(shards) > 1:
+        shard_of = {
+            tensor: name for name, shard in zip(names, shards, strict=True) for p in shard for tensor in p.stored
+        }
+        metadata = dict(total_size=sum(part.num_bytes for part in parts))
+        (directory / _INDEX).write_text(json.dumps(dict(metadata=metadata, weight_map=shard_of), indent=2) + "\n")
+
+
+def _shards(parts: Iterable[_Part], limit: int) -> list[list[_Part]]:
+    """Return the parts in files of at most `limit` bytes, or of one part. The tensors of a part lie in one file."""
+    found: list[list[_Part]] = [[]]
+    size = 0
+    for part in parts:
+        if found[-1] and size + part.num_bytes > limit:
+            found.append([])
+            size = 0
+        found[-1].append(part)
+        size += part.num_bytes
+    return found
+
+
+def _write_header(file: BinaryIO, parts: list[_Part]) -> None:
+    """Write what a safetensors file begins with (https://github.com/huggingface/safetensors#format)."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for part in parts:
+        for name, (shape, dtype) in part.stored.items():
+            end = begin + math.prod(shape) * dtype.itemsize
+            header[name] = dict(dtype=_DTYPE_NAMES[dtype], shape=list(shape), data_offsets=[begin, end])
+            begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _write_part(file: BinaryIO, part: _Part, device: torch.device | str, report: Callable[[int], object]) -> None:
+    entry = part.entry
+    if part.weights is None:
+        _copy(file, entry, report)
+        return
+    try:
+        found = part.weights.quantised(entry.shape, read_rows(entry, device, report))
+    except ValueError as error:
+        raise refusal(entry, error) from error
+    for name in part.stored:
+        _write_tensor(file, found[name.rpartition(".")[2]])
+
+
+def _write_tensor(file: BinaryIO, values: Tensor) -> None:
+    file.write(memoryview(values.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+
+
+def _copy(file: BinaryIO, entry: TensorEntry, report: Callable[[int], object]) -> None:
+    left = entry.num_bytes
+    try:
+        with entry.path.open("rb") as source:
+            source.seek(entry.offset)
+            while left:
+                some = source.read(min(left, _COPY_BYTES))
+                if not some:
+                    raise OSError("the file ends too early")
+                file.write(some)
+                report(len(some))
+                left -= len(some)
+    except OSError as error:
+        raise unreadable(entry.path, error, entry.name) from error

@@ -1,0 +1,42 @@
+"""Quantising on the GPU: the bits of quantising on the CPU, and of the checkpoint that was written there."""
+
+import pytest
+import torch
+from engines import random_prompts, some_params
+from online import QUIET, make
+
+from nanoinfer import LLM
+from nanoinfer.config import QUANTISED
+from nanoinfer.layers.formats.schemes import Scheme, quantise
+from nanoinfer.weights.write import quantise_checkpoint
+
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind, bits, columns", [("int", 4, 128), ("int", 4, 32), ("int", 8, None), ("fp8", 8, None)])
+def test_a_weight_has_the_tensors_that_it_has_on_the_cpu(dtype, kind, bits, columns):
+    scheme = Scheme(kind=kind, bits=bits, columns=columns, scale_dtype=dtype, in_words=kind == "int")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3000, 1024, generator=generator) * torch.randn(3000, 1, generator=generator).exp()
+    ours, theirs = quantise(weight.to(dtype), scheme), quantise(weight.to(dtype).to(DEVICE), scheme)
+    for ending, tensor in ours.items():
+        assert torch.equal(tensor.view(torch.uint8), theirs[ending].cpu().view(torch.uint8)), ending
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_tokens_are_those_of_the_checkpoint_that_was_written_on_the_cpu(tmp_path, name, tied):
+    source = make(tmp_path / "wide", tied=tied, head_dim=64, hidden_size=256, intermediate_size=480, num_heads=8)
+    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization="int8", **QUIET)
+    prompts, params = random_prompts(16, 1, 300), some_params(16, 16, logprobs=3)
+    found = []
+    for path, options in ((out, {}), (source, dict(quantization=name, head_quantization="int8"))):
+        for eager in (False, True):
+            llm = LLM(path, device=DEVICE, gpu_memory_limit="4GiB", max_model_len=512, block_size=16,
+                      skip_tokenizer_init=True, enforce_eager=eager, progress_bar=False, **options)  # fmt: skip
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            llm.close()
+            found.append([[(one.token_ids, one.logprobs) for one in output.outputs] for output in outputs])
+    assert all(one == found[0] for one in found)

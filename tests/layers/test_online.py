@@ -1,0 +1,346 @@
+"""Weights that are quantised while they are read: the bits of the checkpoint that `nanoinfer quantize` writes."""
+
+import json
+
+import pytest
+import torch
+from engines import assert_pools_as_before, make_engine, random_prompts, run, some_params
+from live_bytes import LiveBytes
+from online import QUIET, equal, load, make, matrices
+from quantised import CASES, write
+from safetensors.torch import load_file, save_file
+from simulated import SimulatedRuntime
+from tiny_models import FAMILIES
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from nanoinfer import plan
+from nanoinfer.config import QUANTISED
+from nanoinfer.layers.formats.schemes import Scheme, quantise
+from nanoinfer.layers.linear import Linear
+from nanoinfer.weights import fill
+from nanoinfer.weights.load import load_config, load_model
+from nanoinfer.weights.quantize import quantised_config
+from nanoinfer.weights.write import quantise_checkpoint
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BOTH = [(name, head) for name in QUANTISED for head in (None, "int8")]
+
+
+def scheme(name: str, columns: int, dtype: torch.dtype) -> Scheme:
+    size = next((size for size in (128, 64, 32) if columns % size == 0), None) if name == "int4" else None
+    kind, bits = "fp8" if name == "fp8" else "int", 4 if name == "int4" else 8
+    return Scheme(kind=kind, bits=bits, columns=size, scale_dtype=dtype, in_words=name != "fp8")
+
+
+def random_weight(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """With outliers, rows of other sizes, a row of zeros and one of numbers that hardly any dtype has."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).exp()
+    weight = weight * torch.where(torch.rand(rows, columns, generator=generator) < 0.01, 20.0, 1.0)
+    weight[0], weight[-1] = 0.0, 1e-30 * weight[-1]
+    return weight
+
+
+def codes_of(found: dict, name: str, columns: int) -> torch.Tensor:
+    if name == "fp8":
+        return found["weight"].double()
+    packed = found["weight_packed"].view(torch.uint8)
+    if name == "int8":
+        return packed[:, :columns].double() - 128
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)[:, :columns].double() - 8
+
+
+# One weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_weight_is_what_the_reference_package_expands(name, dtype):
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason="the reference is not installed")
+    from compressed_tensors.quantization import QuantizationScheme
+
+    for seed, (rows, columns) in enumerate([(5, 32), (33, 192), (16, 384), (7, 160), (3, 4096)]):
+        weight = random_weight(rows, columns, seed).to(dtype)
+        own = scheme(name, columns, dtype)
+        found = quantise(weight, own)
+        args = dict(num_bits=own.bits, type="float" if name == "fp8" else "int", symmetric=True)
+        args |= dict(strategy="group", group_size=own.columns) if own.columns else dict(strategy="channel")
+        stored_as = "float-quantized" if name == "fp8" else "pack-quantized"
+        reference = QuantizationScheme(targets=["Linear"], weights=args, format=stored_as)
+        compressor = compressors.BaseCompressor.get_value_from_registry(stored_as)
+        matrix = compressor.decompress(dict(found), reference)["weight"]
+        scales = found["weight_scale"].repeat_interleave(own.columns or columns, 1)
+        wanted = (codes_of(found, name, columns).to(dtype) * scales).to(dtype)
+        assert torch.equal(matrix, wanted) and torch.isfinite(matrix).all()
+        error = (matrix.double() - weight.double()).abs()
+        steps = {"int8": 0.51, "int4": 5.0, "fp8": 17.0}[name]  # of a scale, which rounding to few bits adds to
+        assert bool((error <= steps * scales.double() + matrix.double().abs() / 100).all())
+        assert {ending: (tuple(one.shape), one.dtype) for ending, one in found.items()} == own.stored(rows, columns)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("divisor", [7.0, 7.5])
+def test_the_squared_error_of_four_bits_is_never_above_that_of_plain_scales(dtype, divisor):
+    for seed, (rows, columns) in enumerate([(1, 32), (9, 64), (40, 256), (64, 1024)]):
+        for weight in (random_weight(rows, columns, seed), torch.full((rows, columns), 0.3), torch.rand(rows, columns)):
+            weight = weight.to(dtype)
+            own = scheme("int4", columns, dtype)
+            found = quantise(weight, own)
+            groups = weight.double().unflatten(1, (-1, own.columns))
+            plain = (
+                (groups.abs().amax(-1, keepdim=True).float() / divisor)
+                .to(dtype)
+                .clamp(min=2.0**-24 if dtype == torch.float16 else 2.0**-126)
+            )
+            nearest = (groups.float() / plain.float()).round().clamp(-8, 7).to(dtype)
+            wanted = ((nearest * plain).double() - groups).square().sum((1, 2))
+            scales = found["weight_scale"].repeat_interleave(own.columns, 1)
+            matrix = codes_of(found, "int4", columns).to(dtype) * scales
+            error = (matrix.double() - weight.double()).square().sum(1)
+            assert error.sum() <= wanted.sum()
+            if divisor == 7.0 and rows > 32:
+                normal = torch.randn(rows, columns).to(dtype)
+                assert quantise(normal, own)["weight_scale"].float().mean() < 0.97 * normal.abs().amax() / 7
+
+
+def test_rows_and_pieces_of_them_are_quantised_alike(monkeypatch):
+    weight = random_weight(37, 192, 1)
+    for name in QUANTISED:
+        own = scheme(name, 192, torch.bfloat16)
+        whole = quantise(weight, own)
+        monkeypatch.setattr("nanoinfer.layers.formats.schemes._WEIGHTS_AT_ONCE", {"cpu": 500})
+        pieces = [quantise(weight[begin : begin + 10], own) for begin in range(0, 37, 10)]
+        monkeypatch.undo()
+        for ending in whole.keys() - {"weight_shape"}:
+            joined = torch.cat([piece[ending].view(torch.uint8) for piece in pieces])
+            assert torch.equal(joined, whole[ending].view(torch.uint8))
+
+
+# A checkpoint
+
+
+@pytest.mark.parametrize("name, head", BOTH)
+@pytest.mark.parametrize("tied", [False, True])
+def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path, name, head, tied):
+    sizes = dict(tied=tied, hidden_size=96, intermediate_size=224) if head else dict(tied=tied)
+    source = make(tmp_path / "wide", shards=3 if tied else 1, **sizes)
+    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, shard_bytes=60_000, **QUIET)
+    assert len(list(out.glob("*.safetensors"))) > 1 and (out / "generation_config.json").is_file()
+    for dtype in ("auto", "float32", "float16"):
+        assert equal(matrices(load(out, dtype=dtype)), matrices(load(source, name, head, dtype)))
+    specs = [load(out).spec, load(source, name, head).spec]
+    assert specs[0] == specs[1] and specs[0].weight_bytes < load(source).spec.weight_bytes
+    prompts, params = random_prompts(3), some_params(3, 6, logprobs=3)
+    wanted = run(make_engine(out), prompts, params)
+    assert run(make_engine(source, quantization=name, head_quantization=head), prompts, params) == wanted
+    streaming = dict(enable_cpu_offload=True, resident_kv_limit=0)
+    engine = make_engine(source, SimulatedRuntime(1), quantization=name, head_quantization=head, **streaming)
+    assert run(engine, prompts, params) == wanted
+    assert_pools_as_before(engine)
+    make_engine(out, quantization=name)  # which names what the checkpoint has
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_sizes_and_files_are_read_alike(tmp_path, seed):
+    draw = torch.Generator().manual_seed(seed)
+
+    def pick(*values):
+        return values[int(torch.randint(len(values), (1,), generator=draw))]
+
+    sizes = dict(
+        num_heads=pick(2, 4, 6), num_kv_heads=pick(1, 2), head_dim=pick(16, 32), hidden_size=32 * pick(1, 2, 7)
+    )
+    sizes |= dict(intermediate_size=32 * pick(1, 3, 8), vocab_size=pick(97, 131, 157), tied=pick(False, True))
+    name, head, dtype = pick(*QUANTISED), pick(None, "int8"), pick(*DTYPES)
+    source = make(tmp_path / "wide", pick(*FAMILIES), dtype, seed=seed, shards=pick(1, 2), **sizes)
+    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, shard_bytes=50_000, **QUIET)
+    assert equal(matrices(load(out)), matrices(load(source, name, head)))
+    assert load(out).spec == load(source, name, head).spec
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_expands_what_was_written_to_the_same_bits(tmp_path, family):
+    pytest.importorskip("compressed_tensors", reason="transformers reads these checkpoints with it")
+    name = QUANTISED[FAMILIES.index(family) % 3]
+    source = make(tmp_path / "wide", family, tied=family == "gemma3")
+    out = quantise_checkpoint(source, tmp_path / "out", name, **QUIET)
+    found = AutoModelForCausalLM.from_pretrained(out, quantization_config=CompressedTensorsConfig(dequantize=True))
+    state = found.state_dict()
+    model = load(out)
+    assert found.dtype == torch.bfloat16
+    for path, module in model.named_modules():
+        if isinstance(module, Linear) and module.multiplies and "layers" in path:
+            matrix, begin = module.weights.matrix(module), 0
+            for part, count in (module.parts or {path.rpartition(".")[2]: module.num_rows}).items():
+                theirs = state[f"model.{path.rpartition('.')[0]}.{part}.weight"]
+                assert torch.equal(theirs, matrix[begin : begin + count]), (path, part)
+                begin += count
+
+
+def test_transformers_reads_a_quantised_head_that_is_not_tied(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="transformers reads these checkpoints with it")
+    out = quantise_checkpoint(
+        make(tmp_path / "wide", "llama"), tmp_path / "out", "int4", head_quantization="int8", **QUIET
+    )
+    found = AutoModelForCausalLM.from_pretrained(out, quantization_config=CompressedTensorsConfig(dequantize=True))
+    wanted, state = matrices(load(out)), found.state_dict()
+    assert torch.equal(state["lm_head.weight"], wanted["lm_head"])
+    assert torch.equal(state["model.embed_tokens.weight"], wanted["embed_tokens"])
+
+
+def test_the_head_alone_may_be_quantised_also_of_a_quantised_checkpoint(tmp_path):
+    source = make(tmp_path / "wide")
+    wide, found = matrices(load(source)), matrices(load(source, None, "int8"))
+    assert all(torch.equal(found[name], wide[name]) for name in wide if "layers" in name)
+    assert not torch.equal(found["lm_head"], wide["lm_head"])
+    packed, _ = write(tmp_path, CASES["awq"]())
+    found, before = matrices(load(packed, None, "int8")), matrices(load(packed))
+    assert all(torch.equal(found[name], before[name]) for name in before if "layers" in name)
+    assert load(packed, None, "int8").spec.embedding_bytes < load(packed).spec.embedding_bytes / 1.8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_are_looked_up_are_those_of_the_expanded_table(tmp_path, tied):
+    model = load(make(tmp_path, tied=tied), None, "int8")
+    table, ids = model.embed_tokens, torch.tensor([5, 159, 0, 5, 77])
+    codes, scales = table.weights.expand(table, 0, table.num_rows), table(ids)
+    assert torch.equal(scales, codes.to(scales.dtype)[ids]) and scales.dtype == torch.bfloat16
+    with LiveBytes() as live:
+        table(ids)
+    assert live.peak < 5 * table.in_features * 20  # not a table
+    names = [name for name, _ in model.named_parameters() if name.startswith("lm_head")]
+    assert bool(names) != tied
+
+
+def test_tables_that_are_only_looked_up_need_no_buffer(tmp_path):
+    untied, tied = (
+        load(make(tmp_path / str(tied), vocab_size=2000, tied=tied), None, "int8") for tied in (False, True)
+    )
+    assert tied.spec.scratch_bytes == untied.spec.scratch_bytes == 2 * 2000 * 64  # of the head
+    assert tied.spec.weight_bytes < untied.spec.weight_bytes
+
+
+def test_a_wide_tensor_lies_on_the_device_in_pieces(tmp_path, monkeypatch):
+    source = make(tmp_path)
+    wanted, staged, read_tensors = matrices(load(source, "int4", "int8")), [], fill.read_tensors
+
+    def read(targets, **arguments):
+        staged.append(sum(entry.num_bytes for entry, _ in targets))
+        read_tensors(targets, **arguments)
+
+    monkeypatch.setattr(fill, "read_tensors", read)
+    monkeypatch.setattr(fill, "_BATCH_BYTES", 1000)  # 7 rows of 64, 3 of 160
+    model = load(source, "int4", "int8")
+    assert max(staged[1:]) <= 1000 and len(staged) > 100
+    assert equal(matrices(model), wanted)
+
+
+def test_what_lies_on_the_device_while_loading_is_at_most_a_tensor_more(tmp_path):
+    source = make(tmp_path, intermediate_size=1024, hidden_size=256)
+    with LiveBytes() as live:
+        model = load(source, "int4")
+    held = model.spec.weight_bytes + model.spec.scratch_bytes + model.spec.rope_bytes(model.spec.max_position)
+    wide = 1024 * 256 * 2
+    at_once = 8 * 2**18 * 4  # of the steps of `quantise`, in float32
+    assert live.peak < held + wide + at_once
+
+
+def test_random_weights_are_packed_noise(tmp_path):
+    source = make(tmp_path)
+    for name, head in BOTH:
+        hf_config = quantised_config(load_config(source), name, head)
+        model = load_model(source, hf_config, "auto", "cpu", load_format="dummy", **QUIET)
+        assert model.spec == load(source, name, head).spec
+        assert all(0.008 < matrix.float().std() < 0.04 for matrix in matrices(model).values())
+
+
+def test_a_forecast_counts_packed_bytes(tmp_path):
+    source = make(tmp_path)
+    arguments = dict(max_model_len=384, max_num_seqs=4, max_num_batched_tokens=64, block_size=16)
+    for name, head in BOTH:
+        options = dict(quantization=name, head_quantization=head)
+        memory = plan(source, gpu_memory="1GiB", host_memory="1GiB", context=384, **arguments, **options).memory
+        assert memory.weight_bytes == make_engine(source, **arguments, **options, dtype="auto").plan.weight_bytes
+
+
+def test_a_known_shape_in_four_bits_by_hand():
+    memory = plan("qwen3-8b", gpu_memory="12GiB", host_memory="64GiB", context=131_072, quantization="int4").memory
+    weights = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
+    norms = 36 * (2 * 4096 + 2 * 128) + 4096
+    tables, buffer, rope = 2 * 151_936 * 4096, 2 * 24_576 * 4096, 131_072 * 128
+    assert memory.weight_bytes == weights // 2 + weights // 128 * 2 + 2 * (norms + tables + rope) + buffer
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(quantization="int44"), r"not quantised \(did you mean 'int4'\?\): .* with one of int4, int8, fp8"),
+        (dict(quantization="awq"), "quantization='awq' does not fit this checkpoint, which is not quantised"),
+        (dict(quantization=4), "quantization=4 must be None or text"),
+        (dict(head_quantization="int9"), r"head_quantization='int9' is not one of int8 \(did you mean 'int8'\?\)"),
+    ],
+)
+def test_options_that_do_not_fit_a_wide_checkpoint_are_refused(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(make(tmp_path), **arguments)
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
+    packed, _ = write(tmp_path, CASES["awq"]())
+    with pytest.raises(ValueError, match="'int4' does not fit .* with awq: .*only wide weights are quantised while"):
+        make_engine(packed, quantization="int4")
+    with pytest.raises(ValueError, match="is quantised already: quantise the checkpoint in 16 bits"):
+        quantise_checkpoint(packed, tmp_path / "out", "int4", **QUIET)
+    out = quantise_checkpoint(make(tmp_path / "wide"), tmp_path / "out", "int8", head_quantization="int8", **QUIET)
+    with pytest.raises(ValueError, match="quantised with compressed-tensors: give quantization='compressed-tensors'"):
+        make_engine(out, quantization="int4")
+    with pytest.raises(ValueError, match="embed_tokens is quantised in the checkpoint already.* leave out head_quanti"):
+        make_engine(out, head_quantization="int8")
+
+
+def test_columns_that_no_group_divides_are_refused_by_name(tmp_path):
+    source = make(tmp_path, intermediate_size=176)
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.down_proj.weight has 176 columns, .* 128, 64, 32 .* int8 or fp8"
+    ):
+        make_engine(source, quantization="int4")
+    assert equal(matrices(load(source, "int8")), matrices(load(source, "int8")))
+
+
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path):
+    source, name = make(tmp_path / "wide"), "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(source / "model.safetensors")
+    tensors[name][3, 7] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    for attempt in (
+        lambda: make_engine(source, quantization="int4"),
+        lambda: quantise_checkpoint(source, tmp_path / "out", "fp8", **QUIET),
+    ):
+        with pytest.raises(ValueError, match=f"{name} in .* holds NaN or infinite weights, which cannot be quantised"):
+            attempt()
+    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+
+
+def test_scales_for_several_rows_of_embeddings_are_refused(tmp_path):
+    out = quantise_checkpoint(make(tmp_path / "wide"), tmp_path / "out", "int8", head_quantization="int8", **QUIET)
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_1"]["weights"]["strategy"] = "tensor"
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="model.embed_tokens has scales for several rows"):
+        load(out)
+
+
+def test_embeddings_may_be_ignored_or_wide(tmp_path):
+    source = make(tmp_path / "wide")
+    out = quantise_checkpoint(source, tmp_path / "out", "int8", **QUIET)
+    wanted = matrices(load(out))
+    config = json.loads((out / "config.json").read_text())
+    # Older versions of the reference left embeddings wide although an expression matched their name.
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["re:.*"]
+    for ignored in (["lm_head"], ["lm_head", "re:.*embed_tokens"], ["lm_head", "Embedding"]):
+        config["quantization_config"]["ignore"] = ignored
+        (out / "config.json").write_text(json.dumps(config))
+        assert equal(matrices(load(out)), wanted)

@@ -1,0 +1,36 @@
+"""Checkpoints whose weights are quantised while they are read."""
+
+from __future__ import annotations
+
+import torch
+from quantised import SIZES
+from tiny_models import make_checkpoint
+
+from nanoinfer.layers.linear import Linear
+from nanoinfer.weights.load import load_config, load_model
+from nanoinfer.weights.quantize import quantised_config
+
+QUIET = dict(progress=False)
+
+
+def load(path, quantization=None, head=None, dtype="auto"):
+    hf_config = quantised_config(load_config(path), quantization, head)
+    return load_model(path, hf_config, dtype, "cpu", **QUIET)
+
+
+def matrices(model) -> dict[str, torch.Tensor]:
+    """The expanded weight of each projection, and of tables."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            ids = torch.arange(module.num_rows)
+            found[name] = module.weights.matrix(module).clone() if module.multiplies else module(ids)
+    return found
+
+
+def equal(found: dict, wanted: dict) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def make(path, family="qwen3", dtype=torch.bfloat16, **sizes):
+    return make_checkpoint(family, path, dtype=dtype, **(SIZES | sizes))
