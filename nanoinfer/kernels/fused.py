@@ -7,6 +7,7 @@ from torch import Tensor
 from nanoinfer.kernels.layer.activation import ACTIVATIONS
 from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store
 from nanoinfer.kernels.layer.rms_norm import rms_norm
+from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.rows import linear, linear_parts
 from nanoinfer.kernels.step.sample import sample_rows, sampling_workspace
 from nanoinfer.kernels.step.step_inputs import step_inputs
@@ -17,6 +18,7 @@ __all__ = [
     "linear",
     "linear_parts",
     "norm_rope_store",
+    "packed_linear",
     "rms_norm",
     "sample_rows",
     "sampling_workspace",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.common import exact
+from nanoinfer.kernels.linear.packing import PackedWeight
 from nanoinfer.sampling.reference import sample_rows as sample_rows
 
 
@@ -29,6 +30,10 @@ def gated_linear(
 def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: object = ()) -> Tensor:
     """x @ weight.T, which is not cut into parts."""
     return linear(x, weight)
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, **options: object) -> None:
+    """None: the weight must be expanded first."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None) -> Tensor:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, Filling, WeightFormat
-from nanoinfer.layers.formats.bits import as_bytes, pack, unpack
-from nanoinfer.layers.formats.packed import EXPANDED_AT_ONCE, FLOATS, Packed, Packing, checked
+from nanoinfer.layers.formats.bits import as_bytes, unpack
+from nanoinfer.layers.formats.packed import EXPANDED_AT_ONCE, FLOATS, Packed, checked
 from nanoinfer.layers.formats.quantization import Quantization
 
 # Which field of a word has row 0, row 1, and so on.
@@ -47,13 +48,13 @@ class PackedAWQ(Packed):
             step = 8 * max(1, EXPANDED_AT_ONCE // (8 * in_features))
             for first in range(0, count, step):
                 some = words[:, first // 8 : min(first + step, count) // 8]
-                module.codes[begin + first : begin + first + 8 * some.shape[1]].copy_(pack(_rows(some), 4))
+                module.packed.put_codes(begin + first, _rows(some))
 
         def fill_zeros(words: Tensor) -> None:
-            module.zeros[begin:end].copy_(_rows(words))
+            module.packed.put_zeros(begin, end, _rows(words))
 
         def fill_scales(scales: Tensor) -> None:
-            module.scales[begin:end].copy_(checked(scales).t())
+            module.packed.put_scales(begin, end, checked(scales).t())
 
         int32 = (torch.int32,)
         found = {

@@ -28,7 +28,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def as_bytes(words: Tensor) -> Tensor:
-    """Return words of 32 bits as bytes, the lowest first: [..., n] int32, packed -> [..., 4 * n] uint8."""
+    """Return words of 32 bits as bytes, the lowest first: [..., n] int32 -> [..., 4 * n] uint8; bytes as they are."""
     return words.contiguous().view(torch.uint8)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from nanoinfer.common.errors import shown
+from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
-from nanoinfer.layers.formats.packed import FLOATS, Packing
-from nanoinfer.layers.formats.quantization import Quantization, searches
+from nanoinfer.layers.formats.packed import FLOATS
+from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, kv_cache_dtype_of, searches
 from nanoinfer.layers.formats.scaled import Names, PackedScaled
 
 _MIXED = "mixed-precision"
@@ -135,12 +136,6 @@ class CompressedTensors(Quantization):
         return PackedScaled(packing, name, names, words, strategy == "tensor")
 
 
-ACTIVATIONS = (
-    "the checkpoint was made for quantised activations; only its weights are read so: "
-    "activations keep the model's dtype"
-)
-
-
 def packed_fp4(name: str, stored_as: str) -> PackedScaled:
     """Return the format of a projection of 4-bit floating-point numbers.
 
@@ -158,21 +153,6 @@ def packed_fp4(name: str, stored_as: str) -> PackedScaled:
     # The reference rounds both to bfloat16, whatever the model computes in.
     packing = Packing(kind="fp4", bits=4, result_dtype=torch.bfloat16, **kind)
     return PackedScaled(packing, name, names, torch.uint8)
-
-
-def kv_cache_dtype_of(scheme: dict[str, Any]) -> str:
-    """Return what a kv_cache_scheme is as an engine's `kv_cache_dtype`.
-
-    Raises:
-        ValueError: the engine has no such KV cache.
-    """
-    is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
-    if not is_fp8 or scheme.get("strategy", "tensor") != "tensor" or not scheme.get("symmetric", True):
-        raise ValueError(
-            f"kv_cache_scheme is {shown(scheme)} in the quantization_config: supported are 8 bits of type float, one "
-            "scale for a tensor, or none"
-        )
-    return "fp8"
 
 
 def _matches(target: str, name: str) -> bool:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from nanoinfer.common.errors import shown
+from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
-from nanoinfer.layers.formats.compressed_tensors import ACTIVATIONS
-from nanoinfer.layers.formats.packed import FLOATS, Packing
-from nanoinfer.layers.formats.quantization import Quantization, is_one_of
+from nanoinfer.layers.formats.packed import FLOATS
+from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, is_one_of
 from nanoinfer.layers.formats.scaled import Names, PackedScaled
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.common.errors import shown
+from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.awq import PackedAWQ
 from nanoinfer.layers.formats.base import CheckpointTensors, Filling, WeightFormat
 from nanoinfer.layers.formats.bits import as_bytes, unpack
-from nanoinfer.layers.formats.packed import FLOATS, Packed, Packing, checked
+from nanoinfer.layers.formats.packed import EXPANDED_AT_ONCE, FLOATS, Packed, checked
 from nanoinfer.layers.formats.quantization import Quantization, searches
 
 # One in every field of a word.
@@ -43,25 +44,23 @@ class PackedGPTQ(Packed):
             super().check_size(num_rows, in_features)
 
     def stored(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
-        packing, rows, in_features = self.packing, slice(begin, end), module.in_features
+        packing, in_features = self.packing, module.in_features
         fields, groups, count = 32 // packing.bits, packing.num_groups(in_features), end - begin
         one = _ONES[packing.bits] if self.zeros_count_from_one else 0
 
         def fill_codes(words: Tensor) -> None:
-            module.codes[rows].view(torch.int32).copy_(words.t())
+            step = max(1, EXPANDED_AT_ONCE // in_features)
+            for first in range(0, count, step):
+                some = as_bytes(words[:, first : first + step].t())
+                module.packed.put_codes(begin + first, unpack(some, packing.bits, in_features))
 
         def fill_zeros(words: Tensor) -> None:
-            module.zeros[rows].copy_(unpack(as_bytes(words + one), packing.bits, count).t())
+            module.packed.put_zeros(begin, end, unpack(as_bytes(words + one), packing.bits, count).t())
 
         def fill_scales(scales: Tensor) -> None:
-            module.scales[rows].copy_(checked(scales).t())
+            module.packed.put_scales(begin, end, checked(scales).t())
 
-        def fill_index(groups_of_columns: Tensor) -> None:
-            if packing.has_group_index:
-                if not bool(((groups_of_columns >= 0) & (groups_of_columns < groups)).all()):
-                    raise ValueError(f"names groups that are not there: it must hold numbers from 0 to {groups - 1}")
-                module.group_index.copy_(groups_of_columns)
-                return
+        def check_index(groups_of_columns: Tensor) -> None:
             ascending = torch.arange(in_features, device=groups_of_columns.device) // (packing.columns or in_features)
             if not torch.equal(groups_of_columns, ascending.to(torch.int32)):
                 raise ValueError("is not ascending, although desc_act is false in the quantization_config")
@@ -75,8 +74,10 @@ class PackedGPTQ(Packed):
             "qweight": Filling(((in_features // fields, count),), int32, fill_codes),
             "qzeros": Filling(((groups, count // fields),), int32, fill_zeros),
             "scales": Filling(((groups, count),), (packing.scale_dtype,), fill_scales),
-            "g_idx": Filling(((in_features,),), int32, fill_index, optional=not packing.has_group_index),
+            "g_idx": Filling(((in_features,),), int32, check_index, optional=True),
         }
+        if packing.has_group_index:
+            found["g_idx"] = self.group_index(module)
         # AutoGPTQ wrote biases of zero where a model has none.
         return found | {"bias": Filling(((count,),), FLOATS, fill_bias, optional=True)}
 

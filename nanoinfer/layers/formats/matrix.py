@@ -40,3 +40,23 @@ class MatrixFormat(WeightFormat):
     def num_parts(self, module: nn.Module) -> int:
         """Return the number of parts of the sums in `project_add_norm` on CUDA, in bfloat16 and float16."""
         return 1 if module.bias is not None else num_parts(module.in_features)
+
+
+class ExpandedFormat(MatrixFormat):
+    """A format whose matrix is written for each product, into the buffer that all modules share."""
+
+    @abstractmethod
+    def expand_into(self, module: nn.Module, out: Tensor) -> None:
+        """Write the weight as a matrix to `out`, [num_rows, in_features] in the model's dtype."""
+
+    def matrix(self, module: nn.Module) -> Tensor:
+        out = module.scratch[: module.num_rows * module.in_features].view(module.num_rows, module.in_features)
+        self.expand_into(module, out)
+        return out
+
+    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
+        # Elsewhere nothing computes an activation with the product, and the matrix would be expanded in vain.
+        return super().project_gated(module, x, activation) if x.is_cuda else None
+
+    def scratch_shape(self, module: nn.Module) -> tuple[int, int] | None:
+        return module.num_rows, module.in_features

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
-from nanoinfer.layers.formats.compressed_tensors import ACTIVATIONS, kv_cache_dtype_of
 from nanoinfer.layers.formats.fp8 import packed_fp8
-from nanoinfer.layers.formats.packed import FLOATS, Packing
-from nanoinfer.layers.formats.quantization import Quantization
+from nanoinfer.layers.formats.packed import FLOATS
+from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, kv_cache_dtype_of
 from nanoinfer.layers.formats.scaled import Names, PackedScaled
 
 

@@ -14,65 +14,28 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.packing import Packing, empty_packed
 from nanoinfer.layers.formats.base import Filling
-from nanoinfer.layers.formats.bits import E2M1_VALUES, powers_of_two, row_bytes, unpack
-from nanoinfer.layers.formats.lookup import expanded_rows
-from nanoinfer.layers.formats.matrix import MatrixFormat
+from nanoinfer.layers.formats.bits import E2M1_VALUES, powers_of_two
+from nanoinfer.layers.formats.matrix import ExpandedFormat
+from nanoinfer.layers.norm import RMSNorm
 
-# Weights that are expanded at a time, and the most bytes that the steps between codes and matrix take for one.
+# Weights that are expanded at a time without a kernel, and the most bytes that the steps between codes and matrix take
+# for one.
 EXPANDED_AT_ONCE = 2**22
 _BYTES_WHILE_EXPANDING = 18
 # A checkpoint's tensors that say how activations were quantised, which they are not here.
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packing:
-    """How a weight lies on the device, and what its numbers mean.
-
-    A weight is (code - zero) * scale. The difference is exact; the product is rounded to `product_dtype`, then to
-    `result_dtype`, then to the model's dtype.
-
-    Attributes:
-        kind: "int" (codes without a sign, whose zero is `2**(bits - 1)` unless there are zeros), "fp8" (e4m3) or "fp4"
-            (e2m1).
-        bits: of a code, 4 or 8.
-        scale_dtype: float8_e4m3fn for scales that count in a global scale, uint8 for exponents of two (e8m0).
-        columns: neighbouring columns that share a scale; None: all columns.
-        rows: neighbouring rows that share a scale.
-        has_zeros: whether each scale has a zero.
-        has_global_scale: whether a float32 factor of each row goes into its scales, in float32.
-        divides_global_scale: whether it is a divisor.
-        has_group_index: whether a table says for each column which scale it takes.
-        product_dtype: None: the scale's.
-        result_dtype: the dtype of the reference's matrix; None: the model's.
-    """
-
-    kind: str
-    bits: int
-    scale_dtype: torch.dtype
-    columns: int | None
-    rows: int = 1
-    has_zeros: bool = False
-    has_global_scale: bool = False
-    divides_global_scale: bool = False
-    has_group_index: bool = False
-    product_dtype: torch.dtype | None = None
-    result_dtype: torch.dtype | None = None
-
-    def num_groups(self, in_features: int) -> int:
-        """Return the number of scales of a row."""
-        return 1 if self.columns is None else -(-in_features // self.columns)
+# Of a number of 8 bits (e4m3) without its sign.
+_NAN = 0x7F
 
 
 @dataclass(frozen=True)
-class Packed(MatrixFormat):
+class Packed(ExpandedFormat):
     """Weights in one `Packing`. A subclass knows how the tensors of a checkpoint hold them.
 
-    Parameters of a module: codes [num_rows, bytes of a row], uint8 or float8; scales [num_rows / rows, groups], where
-    `rows` neighbours share a scale; zeros like the scales, uint8; global_scale [num_rows, 1], float32; group_index
-    [in_features], int32.
+    `packed` of a module is a `PackedWeight`, whose tensors are the module's parameters.
 
     Attributes:
         packing: how weights lie on the device.
@@ -85,24 +48,13 @@ class Packed(MatrixFormat):
     name = "packed"
 
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
-        packing, groups = self.packing, self.packing.num_groups(in_features)
         self.check_size(num_rows, in_features)
-        code_dtype = torch.float8_e4m3fn if packing.kind == "fp8" else torch.uint8
-
-        def make(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-        module.codes = make(num_rows, row_bytes(in_features, packing.bits), dtype=code_dtype)
+        module.packed = empty_packed(self.packing, num_rows, in_features, device)
+        for name in ("codes", "scales", "zeros", "global_scale", "group_index"):
+            if (tensor := getattr(module.packed, name)) is not None:
+                setattr(module, name, nn.Parameter(tensor, requires_grad=False))
         # Made here, because a captured graph cannot copy it from the host.
-        module.code_values = torch.tensor(E2M1_VALUES, device=device) if packing.kind == "fp4" else None
-        num_scale_rows = -(-num_rows // packing.rows)
-        module.scales = make(num_scale_rows, groups, dtype=packing.scale_dtype)
-        if packing.has_zeros:
-            module.zeros = make(num_scale_rows, groups, dtype=torch.uint8)
-        if packing.has_global_scale:
-            module.global_scale = make(num_rows, 1, dtype=torch.float32)
-        if packing.has_group_index:
-            module.group_index = make(in_features, dtype=torch.int32)
+        module.code_values = torch.tensor(E2M1_VALUES, device=device) if self.packing.kind == "fp4" else None
 
     def check_size(self, num_rows: int, in_features: int) -> None:
         """Raises ValueError if the format cannot hold a weight of this size."""
@@ -125,92 +77,116 @@ class Packed(MatrixFormat):
     def stored(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
         """Return what the checkpoint's tensors fill of rows [begin, end), without those of activations."""
 
+    def group_index(self, module: nn.Module) -> Filling:
+        """Return what a checkpoint's table of each column's group fills."""
+        groups = self.packing.num_groups(module.in_features)
+
+        def fill(values: Tensor) -> None:
+            if not bool(((values >= 0) & (values < groups)).all()):
+                raise ValueError(f"names groups that are not there: it must hold numbers from 0 to {groups - 1}")
+            module.packed.group_index.copy_(values)
+
+        return Filling(((module.in_features,),), (torch.int32,), fill)
+
     def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
-        packing, codes = self.packing, module.codes
+        packing, packed = self.packing, module.packed
+        device, (num_rows, in_features) = packed.codes.device, (module.num_rows, module.in_features)
         if packing.kind == "fp8":
-            for rows in codes.split(max(1, EXPANDED_AT_ONCE // codes.shape[1])):
-                rows.copy_(torch.randn(rows.shape, device=rows.device, generator=generator))
+            step = max(1, EXPANDED_AT_ONCE // in_features)
+            for begin in range(0, num_rows, step):
+                size = min(step, num_rows - begin), in_features
+                values = torch.randn(size, device=device, generator=generator).to(torch.float8_e4m3fn)
+                packed.put_codes(begin, values.view(torch.uint8))
         else:
-            codes.random_(0, 256, generator=generator)
+            packed.codes.random_(-(2**15), 2**15, generator=generator)
         # The standard deviation of the codes.
         deviation = {"fp8": 1.0, "fp4": 2.81, "int": 2**packing.bits / 12**0.5}[packing.kind]
+        scale = 1.0 if packing.has_global_scale else 0.02 / deviation
+        groups = packing.num_groups(in_features)
         if packing.scale_dtype == torch.uint8:
-            module.scales.fill_(120)  # 2**-7, the nearest power
+            scales = torch.full((1, groups), 120, dtype=torch.uint8, device=device)  # 2**-7, the nearest power
         else:
-            module.scales.fill_(1.0 if packing.has_global_scale else 0.02 / deviation)
+            scales = torch.full((1, groups), scale, device=device).to(packing.scale_dtype)
+        packed.put_scales(0, num_rows, scales)
         if packing.has_zeros:
-            module.zeros.fill_(2 ** (packing.bits - 1))
+            packed.put_zeros(0, num_rows, torch.full((1, groups), 2 ** (packing.bits - 1), device=device))
         if packing.has_global_scale:
-            module.global_scale.fill_(deviation / 0.02 if packing.divides_global_scale else 0.02 / deviation)
+            packed.global_scale.fill_(deviation / 0.02 if packing.divides_global_scale else 0.02 / deviation)
         if packing.has_group_index:
-            columns = packing.columns or module.in_features
-            module.group_index.copy_(torch.arange(module.in_features, device=codes.device) // columns)
+            packed.group_index.copy_(torch.arange(in_features, device=device) // (packing.columns or in_features))
 
-    def matrix(self, module: nn.Module) -> Tensor:
-        out = module.scratch[: module.num_rows * module.in_features].view(module.num_rows, module.in_features)
-        self.expand_into(module, out)
-        return out
-
-    def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
-        """Return rows of the weight as the reference has them, for embeddings: [N] -> [N, in_features]."""
-        return expanded_rows(self.expand, module, ids)
+    def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
+        found = module.operations.packed_linear(x, module.packed, module.bias, out=out)
+        return super().project(module, x, out) if found is None else found
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
-        # Elsewhere nothing computes an activation with the product, and the matrix would be expanded in vain.
-        return super().project_gated(module, x, activation) if x.is_cuda else None
+        found = module.operations.packed_linear(x, module.packed, module.bias, activation=activation)
+        return super().project_gated(module, x, activation) if found is None else found
 
-    def scratch_shape(self, module: nn.Module) -> tuple[int, int]:
-        return module.num_rows, module.in_features
+    def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
+        parts = self.num_parts(module)
+        if parts > 1:
+            found = module.operations.packed_linear(y, module.packed, num_parts=parts)
+            if found is not None:
+                return norm.after_sum(x, found)
+        return super().project_add_norm(module, x, y, norm)
+
+    def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
+        """Return rows of the weight as the reference has them, for embeddings: [N] -> [N, in_features].
+
+        Only these are expanded. Neither a shape nor a wait depends on the ids, so a graph may capture it.
+        """
+        step = max(1, EXPANDED_AT_ONCE // module.in_features)
+        parts = [self.expand(module, some) for some in ids.split(step)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def temporary_bytes(self, module: nn.Module) -> int:
         largest = max(EXPANDED_AT_ONCE, module.in_features)
         return _BYTES_WHILE_EXPANDING * min(largest, module.num_rows * module.in_features)
 
     def expand_into(self, module: nn.Module, out: Tensor) -> None:
-        """Write the weight as a matrix to `out`, [num_rows, in_features] in the model's dtype."""
+        if module.packed.codes.is_cuda:
+            from nanoinfer.kernels.linear.expand import expand  # triton comes with CUDA builds of torch only
+
+            expand(module.packed, out)
+            return
         step = max(1, EXPANDED_AT_ONCE // out.shape[1])
         for begin in range(0, len(out), step):
             rows = out[begin : begin + step]
-            rows.copy_(self.expand(module, begin, begin + len(rows)))
+            rows.copy_(self.expand(module, slice(begin, begin + len(rows))))
 
-    def expand(self, module: nn.Module, begin: int, end: int) -> Tensor:
-        """Return rows [begin, end) of the matrix as the reference has it: [end - begin, in_features]."""
-        in_features, packing, scales = module.in_features, self.packing, self._scales(module, begin, end)
+    def expand(self, module: nn.Module, rows: slice | Tensor) -> Tensor:
+        """Return rows of the matrix as the reference has it: [n, in_features]. rows: from one to another, or [n]."""
+        packing, packed, scales = self.packing, module.packed, self._scales(module, rows)
         dtype = scales.dtype if packing.product_dtype is None else packing.product_dtype
-        codes = module.codes[begin:end]
+        codes = packed.codes_of(rows)
         if packing.kind == "fp8":
-            values = codes[:, :in_features].to(dtype)
+            values = codes.view(torch.float8_e4m3fn).to(dtype)
         elif packing.kind == "fp4":
-            values = module.code_values.to(dtype)[unpack(codes, 4, in_features).int()]
+            values = module.code_values.to(dtype)[codes.int()]
         else:
-            values = unpack(codes, packing.bits, in_features).to(torch.int16)
+            values = codes.to(torch.int16)
             if packing.has_zeros:
-                values = self._by_group(torch.sub, values, self._rows(module.zeros, begin, end), module)
+                values = self._by_group(torch.sub, values, packed.zeros_of(rows), module)
             else:
                 values = values - 2 ** (packing.bits - 1)
             values = values.to(dtype)
         weights = self._by_group(torch.mul, values, scales.to(dtype), module)
         return weights if packing.result_dtype is None else weights.to(packing.result_dtype)
 
-    def _scales(self, module: nn.Module, begin: int, end: int) -> Tensor:
-        scales = self._rows(module.scales, begin, end)
+    def _scales(self, module: nn.Module, rows: slice | Tensor) -> Tensor:
+        scales = module.packed.scales_of(rows)
         if self.packing.scale_dtype == torch.uint8:
             return powers_of_two(scales)
         if not self.packing.has_global_scale:
             return scales
-        factor, scales = module.global_scale[begin:end], scales.float()
+        factor, scales = module.packed.global_scale[rows, None], scales.float()
         return scales / factor if self.packing.divides_global_scale else scales * factor
-
-    def _rows(self, table: Tensor, begin: int, end: int) -> Tensor:
-        """Return a row of the table for each row of the weight."""
-        if self.packing.rows == 1:
-            return table[begin:end]
-        return table[torch.arange(begin, end, device=table.device) // self.packing.rows]
 
     def _by_group(self, operation: Callable, values: Tensor, table: Tensor, module: nn.Module) -> Tensor:
         """Return operation(values, number of the value's group): [n, in_features], [n, groups] -> [n, in_features]."""
         if self.packing.has_group_index:
-            return operation(values, table[:, module.group_index])
+            return operation(values, table[:, module.packed.group_index])
         groups, columns = table.shape[1], self.packing.columns
         if groups == 1:
             return operation(values, table)
@@ -229,3 +205,14 @@ def checked(values: Tensor) -> Tensor:
     if not bool(torch.isfinite(values.float()).all()):
         raise ValueError("holds NaN or infinite scales: the file is corrupt, download it again")
     return values
+
+
+def checked_codes(codes: Tensor) -> Tensor:
+    """Return codes of numbers of 8 bits (e4m3) that were read.
+
+    Raises:
+        ValueError: some are NaN.
+    """
+    if bool((codes & _NAN == _NAN).any()):
+        raise ValueError("holds NaN weights: the file is corrupt, download it again")
+    return codes

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanoinfer.layers.formats.base import Filling, WeightFormat
 from nanoinfer.layers.formats.dense import Dense
-from nanoinfer.layers.formats.matrix import MatrixFormat
+from nanoinfer.layers.formats.matrix import ExpandedFormat
 from nanoinfer.layers.formats.packed import Packed
 
 
@@ -30,7 +30,7 @@ def merged(formats: list[WeightFormat], sizes: list[int]) -> WeightFormat:
     return Parted(formats, sizes)
 
 
-class Parted(MatrixFormat):
+class Parted(ExpandedFormat):
     """Parts one below the other, each in its own format; the matrix of all of them is multiplied.
 
     `held` of a module has for each part what its format takes for a module. The parameters are the module's as well.
@@ -58,18 +58,10 @@ class Parted(MatrixFormat):
         for weight_format, part in zip(self._formats, module.held, strict=True):
             weight_format.fill_with_noise(part, generator)
 
-    def matrix(self, module: nn.Module) -> Tensor:
-        out = module.scratch[: module.num_rows * module.in_features].view(module.num_rows, module.in_features)
+    def expand_into(self, module: nn.Module, out: Tensor) -> None:
         parts = zip(self._formats, module.held, out.split(self._sizes), strict=True)
         for weight_format, part, rows in parts:
             weight_format.expand_into(part, rows)
-        return out
-
-    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
-        return super().project_gated(module, x, activation) if x.is_cuda else None  # as `Packed`
-
-    def scratch_shape(self, module: nn.Module) -> tuple[int, int]:
-        return module.num_rows, module.in_features
 
     def temporary_bytes(self, module: nn.Module) -> int:
         parts = zip(self._formats, module.held, strict=True)

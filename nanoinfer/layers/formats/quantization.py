@@ -13,6 +13,11 @@ from nanoinfer.layers.formats.base import CheckpointTensors, Formats, WeightForm
 from nanoinfer.layers.formats.dense import DENSE
 
 _NO_GROUP_SIZE = (None, -1, 0)
+ACTIVATIONS = (
+    "the checkpoint was made for quantised activations. Here its weights stay quantised, and activations keep the "
+    "model's dtype"
+)
+"""What users are told of a checkpoint whose activations are to be quantised, too."""
 
 
 class Quantization(Formats):
@@ -129,3 +134,18 @@ def searches(pattern: str, name: str) -> bool:
 def is_one_of(name: str, patterns: Iterable[str]) -> bool:
     """Whether a name is excluded as transformers excludes names: by the whole, a beginning, or an end of it."""
     return any(name.endswith(pattern) or searches(pattern, name) for pattern in patterns)
+
+
+def kv_cache_dtype_of(scheme: dict[str, Any]) -> str:
+    """Return what a kv_cache_scheme is as an engine's `kv_cache_dtype`.
+
+    Raises:
+        ValueError: the engine has no such KV cache.
+    """
+    is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
+    if not is_fp8 or scheme.get("strategy", "tensor") != "tensor" or not scheme.get("symmetric", True):
+        raise ValueError(
+            f"kv_cache_scheme is {shown(scheme)} in the quantization_config: supported are 8 bits of type float, one "
+            "scale for a tensor, or none"
+        )
+    return "fp8"

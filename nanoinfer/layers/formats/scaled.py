@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.layers.formats.base import Filling
-from nanoinfer.layers.formats.bits import as_bytes, unpack
-from nanoinfer.layers.formats.packed import Packed, checked
+from nanoinfer.layers.formats.bits import as_bytes, row_bytes, unpack
+from nanoinfer.layers.formats.packed import EXPANDED_AT_ONCE, Packed, checked, checked_codes
 
 _FLOAT8 = torch.float8_e4m3fn
 # The exponent that stands for NaN.
@@ -57,81 +57,79 @@ class PackedScaled(Packed):
         if self.packing.has_zeros:
             found["weight_zero_point"] = self._zeros(module, begin, end)
         if self.packing.has_group_index:
-            found["weight_g_idx"] = self._group_index(module)
+            found["weight_g_idx"] = self.group_index(module)
         return found
 
     def _codes(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
-        rows, count, name = module.codes[begin:end], end - begin, self.names.codes
-        if self.words == torch.int8:
+        count, in_features, bits, name = end - begin, module.in_features, self.packing.bits, self.names.codes
+        columns = row_bytes(in_features, bits) // 4 if self.words == torch.int32 else in_features
+        if self.words == torch.uint8:
+            columns = in_features // 2
 
-            def fill_signed(values: Tensor) -> None:
-                rows[:, : module.in_features].copy_(values.view(torch.uint8) ^ 128)
+        def fill(values: Tensor) -> None:
+            step = max(1, EXPANDED_AT_ONCE // in_features)
+            for first in range(0, count, step):
+                some = values[first : first + step]
+                if self.words == torch.int8:
+                    codes = some.view(torch.uint8) ^ 128
+                elif self.words == _FLOAT8:
+                    codes = checked_codes(some.view(torch.uint8))
+                else:
+                    codes = unpack(as_bytes(some), bits, in_features)
+                module.packed.put_codes(begin + first, codes)
 
-            return {name: Filling(((count, module.in_features),), (torch.int8,), fill_signed)}
+        codes = Filling(((count, columns),), (self.words,), fill)
         if self.words != torch.int32:
-            return {name: rows[:, : module.in_features] if self.packing.bits == 8 else rows}
+            return {name: codes}
 
         def check_shape(shape: Tensor) -> None:
-            if shape.tolist() != [count, module.in_features]:
-                raise ValueError(f"is {shape.tolist()}, expected {[count, module.in_features]}")
+            if shape.tolist() != [count, in_features]:
+                raise ValueError(f"is {shape.tolist()}, expected {[count, in_features]}")
 
         shape = Filling(((2,),), (torch.int64, torch.int32), check_shape, optional=True)
-        return {name: rows.view(torch.int32), "weight_shape": shape}
+        return {name: codes, "weight_shape": shape}
 
     def _scales_of(self, module: nn.Module, begin: int, end: int) -> Filling:
-        packing = self.packing
-        scales, groups = _rows_of(module.scales, begin, end, packing.rows), packing.num_groups(module.in_features)
+        packing, groups = self.packing, self.packing.num_groups(module.in_features)
+        num_rows = -(-end // packing.rows) - begin // packing.rows
 
         def fill(values: Tensor) -> None:
             if values.dtype == torch.uint8 and bool((values == _NAN_EXPONENT).any()):
                 raise ValueError("holds NaN scales: the file is corrupt, download it again")
-            scales.copy_(checked(values) if values.ndim == 2 else checked(values).reshape(-1, 1))
+            module.packed.put_scales(
+                begin, end, checked(values) if values.ndim == 2 else checked(values).reshape(-1, 1)
+            )
 
-        shapes: tuple[tuple[int, ...], ...] = ((len(scales), groups),)
+        shapes: tuple[tuple[int, ...], ...] = ((num_rows, groups),)
         if self.scale_of_tensor:
             shapes = ((1,), (), (1, 1))
         elif groups == 1:
-            shapes += ((len(scales),),)
+            shapes += ((num_rows,),)
         return Filling(shapes, (packing.scale_dtype,), fill)
 
     def _global_scale(self, module: nn.Module, begin: int, end: int) -> Filling:
         def fill(values: Tensor) -> None:
             if not bool((checked(values) > 0).all()):
                 raise ValueError(f"is {values.item():g}, it must be above 0: the file is corrupt, download it again")
-            module.global_scale[begin:end].copy_(values.reshape(1, 1))
+            module.packed.global_scale[begin:end] = values.reshape(())
 
         return Filling(((1,), ()), (torch.float32,), fill)
 
     def _zeros(self, module: nn.Module, begin: int, end: int) -> Filling:
         packing, count = self.packing, end - begin
-        zeros, middle = _rows_of(module.zeros, begin, end, packing.rows), 2 ** (packing.bits - 1)
-        groups = zeros.shape[1]
+        groups, middle = packing.num_groups(module.in_features), 2 ** (packing.bits - 1)
+        num_rows = -(-end // packing.rows) - begin // packing.rows
 
         def fill_packed(words: Tensor) -> None:
-            zeros.copy_(unpack(as_bytes(words.t()), packing.bits, count).t())
+            module.packed.put_zeros(begin, end, unpack(as_bytes(words.t()), packing.bits, count).t())
 
         def fill_signed(values: Tensor) -> None:
             wide = values.to(torch.int16) if values.ndim == 2 else values.to(torch.int16).reshape(-1, 1)
             if bool(((wide < -middle) | (wide >= middle)).any()):
                 raise ValueError(f"has zero points that are no numbers of {packing.bits} bits")
-            zeros.copy_(wide + middle)
+            module.packed.put_zeros(begin, end, wide + middle)
 
         if self.words == torch.int32 and not self.scale_of_tensor:
             return Filling(((-(-count * packing.bits // 32), groups),), (torch.int32,), fill_packed)
-        shapes = ((1,), (), (1, 1)) if self.scale_of_tensor else ((len(zeros), groups),)
+        shapes = ((1,), (), (1, 1)) if self.scale_of_tensor else ((num_rows, groups),)
         return Filling(shapes, (torch.int8,), fill_signed)
-
-    def _group_index(self, module: nn.Module) -> Filling:
-        groups = module.scales.shape[1]
-
-        def fill(values: Tensor) -> None:
-            if not bool(((values >= 0) & (values < groups)).all()):
-                raise ValueError(f"names groups that are not there: it must hold numbers from 0 to {groups - 1}")
-            module.group_index.copy_(values)
-
-        return Filling(((module.in_features,),), (torch.int32,), fill)
-
-
-def _rows_of(table: Tensor, begin: int, end: int, rows: int) -> Tensor:
-    """Return the table's rows for rows [begin, end) of the weight, `rows` of which share one."""
-    return table[begin // rows : -(-end // rows)]

@@ -1,0 +1,322 @@
+"""From packed codes to weights, inside kernels, and the kernel that writes a whole matrix.
+
+`plane_of` makes one plane of a tile of words (see `packing`) a tile of weights, in the arithmetic of the weight's
+reference and with its roundings, so that a product with it has the bits of the product with the expanded matrix.
+
+Where scales lie in words, two neighbouring weights are computed at a time by instructions that triton does not choose
+by itself. A 4-bit code becomes a number with one logical operation: the code is put into the lowest bits of the number
+128 (bfloat16) or 1024 (float16), whose last bit counts 1, and 128 or 1024 plus the zero is subtracted, exactly. The
+trick is from Kim et al., arXiv:2211.10017. An 8-bit code has one bit too many for bfloat16; that bit chooses what is
+subtracted. The bits of e4m3 are shifted to where the wider type has them, and a power of two corrects the exponent.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.linear.packing import PackedWeight
+
+INT, FP8, FP4 = (tl.constexpr(number) for number in range(3))
+"""Kinds of codes, and of scales that are no numbers of a wider type: exponents of two, or e4m3."""
+ROW, PAIRS, WORDS, TABLE, COLUMN = (tl.constexpr(number) for number in range(5))
+"""Where a weight's scale is: one for a row; of two groups in a word; with its zero in a word; in a table; in a table,
+and another one for each column of a plane."""
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_KINDS = {"int": INT.value, "fp8": FP8.value, "fp4": FP4.value}
+
+
+def _twice(bits: int) -> str:
+    return f"0x{bits << 16 | bits:08X}"
+
+
+def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool) -> str:
+    """Return instructions that make $0 two weights of two words in $1 and two scales in $2; $3: two negative zeros."""
+    dtype = "bf16x2" if is_bf16 else "f16x2"
+    one, magic = (0x3F80, 0x4300) if is_bf16 else (0x3C00, 0x6400)
+    lines = ["{", ".reg .b32 t, m, g, o, z;", f"mov.b32 o, {_twice(one)};", f"mov.b32 z, {_twice(0x8000)};"]
+    if kind == "fp8":
+        # Each code into the upper byte of its half; the bytes 4 to 7 are zeros.
+        lines += ["mov.b32 g, 0;", f"prmt.b32 t, $1, g, 0x{2 + plane}4{plane}4;", f"and.b32 m, t, {_twice(0x7F00)};"]
+        lines += [f"shr.u32 m, m, {4 if is_bf16 else 1};", f"mov.b32 g, {_twice(0x8000)};"]
+        lines += ["lop3.b32 t, t, g, m, 0xEA;", f"mov.b32 o, {_twice(0x7B80 if is_bf16 else 0x5C00)};"]
+        lines += [f"fma.rn.{dtype} t, t, o, z;"]
+    else:
+        lines += [f"shr.u32 t, $1, {bits * plane};" if plane else "mov.b32 t, $1;"]
+        if bits == 8 and is_bf16:
+            # 128 is subtracted where the highest bit, which is left out, is set; elsewhere 256.
+            lines += [f"mov.b32 m, {_twice(0x0080)};", f"mov.b32 g, {_twice(0xC380)};", "lop3.b32 g, t, m, g, 0x6A;"]
+            lines += [f"mov.b32 m, {_twice(0x007F)};", f"mov.b32 z, {_twice(magic)};", "lop3.b32 t, t, m, z, 0xEA;"]
+            lines += [f"mov.b32 z, {_twice(0x8000)};"]
+        else:
+            lines += [f"mov.b32 m, {_twice((1 << bits) - 1)};", f"mov.b32 g, {_twice(magic)};"]
+            lines += ["lop3.b32 t, t, m, g, 0xEA;", f"mov.b32 g, {_twice(0x8000 | magic | 1 << bits - 1)};"]
+        lines += [f"fma.rn.{dtype} t, t, o, {'$3' if has_zeros else 'g'};"]
+    # A sum with -0 changes nothing: GPUs before Hopper multiply two bfloat16 at a time only so.
+    return "\n".join([*lines, f"fma.rn.{dtype} $0, t, $2, z;", "}"])
+
+
+_CASES = [
+    (kind, bits, is_bf16, has_zeros)
+    for kind, bits in (("int", 4), ("int", 8), ("fp8", 8))
+    for is_bf16 in (False, True)
+    for has_zeros in (False, True)
+]
+_EXPANSIONS = tl.constexpr([[_expansion(k, b, p, f, z) for p in range(16 // b)] for k, b, f, z in _CASES])
+
+
+@triton.jit
+def float8_value(code):
+    """e4m3 codes, int32, as float32."""
+    bits = (code & 0x7F) << 20 | (code & 0x80) << 24
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120: the exponents' biases differ
+
+
+@triton.jit
+def code_value(code, zero, KIND: tl.constexpr):
+    """Codes, int32, without their zero, as float32."""
+    if KIND == INT:
+        return (code - zero).to(tl.float32)
+    elif KIND == FP8:
+        return float8_value(code)
+    else:
+        bits = (code & 7) << 22 | (code & 8) << 28
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+
+
+@triton.jit
+def scale_value(scale, factor, SCALE: tl.constexpr, FACTOR: tl.constexpr):
+    """A table's scales as float32. SCALE: -1 for floating-point numbers; FACTOR: 1 is multiplied, 2 divides."""
+    if SCALE == INT:
+        exponent = scale.to(tl.int32)
+        value = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
+    elif SCALE == FP8:
+        value = float8_value(scale.to(tl.int32))
+    else:
+        value = scale.to(tl.float32)
+    if FACTOR == 1:
+        value = value * factor
+    elif FACTOR == 2:
+        value = tl.div_rn(value, factor)
+    return value
+
+
+@triton.jit
+def halves_of_word(word, half: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr):
+    """Return scale and zero that lie in a word; with `half` 1 another scale, and no zero."""
+    scale = (word >> 16 * half).to(tl.int16).to(PRODUCT, bitcast=True)
+    if EXPANSION >= 0:
+        zero = (word >> 16).to(tl.int16).to(PRODUCT, bitcast=True)
+    else:
+        zero = word >> 16 & 127
+    return scale, zero
+
+
+@triton.jit
+def scales_of_plane(
+    scales, zeros, global_scale, group_index,  # see `PackedWeight`
+    of_row,  # with ROW: scale and zero of each row
+    row,
+    num_rows,
+    first,  # the block at which a group begins, or another one
+    offset: tl.constexpr,  # of the plane, in columns from the first block
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    MODE: tl.constexpr, ALIGNED: tl.constexpr, ZEROS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """Return scales and zeros for the weights of a plane, as tiles [rows, PLANE]; the zero may be a number.
+
+    ALIGNED: whether the first block begins with a group, or lies in one with the whole plane.
+    """
+    zero = 1 << BITS - 1
+    if MODE == COLUMN:
+        column = first * BLOCK + offset + tl.arange(0, PLANE)
+        if group_index is None:
+            group = column // GROUP
+        else:
+            group = tl.load(group_index + column, mask=column < SIZE, other=0)
+        at = group[None, :].to(tl.int64) * tl.cdiv(num_rows, ROWS) + (row // ROWS)[:, None]
+        inside = tl.broadcast_to((column < SIZE)[None, :], at.shape)
+        factor = 0.0 if global_scale is None else tl.load(global_scale + row)[:, None]
+        scale = scale_value(tl.load(scales + at, mask=inside, other=0), factor, SCALE, FACTOR)
+        if ZEROS:
+            zero = tl.load(zeros + at, mask=inside, other=0).to(tl.int32)
+        return scale, zero
+    else:
+        if MODE == ROW:
+            scale, zero = of_row
+        elif MODE == PAIRS:
+            word = tl.load(scales + (first * BLOCK // (2 * GROUP) + offset // GROUP // 2) * num_rows + row)
+            scale, zero = halves_of_word(word, offset // GROUP % 2, EXPANSION, PRODUCT)
+        else:
+            if ALIGNED:
+                group = first * BLOCK // GROUP + offset // GROUP
+            else:
+                group = (first * BLOCK + offset) // GROUP
+            if MODE == WORDS:
+                scale, zero = halves_of_word(tl.load(scales + group * num_rows + row), 0, EXPANSION, PRODUCT)
+            else:
+                at = group.to(tl.int64) * tl.cdiv(num_rows, ROWS) + row // ROWS
+                factor = 0.0 if global_scale is None else tl.load(global_scale + row)
+                scale = scale_value(tl.load(scales + at), factor, SCALE, FACTOR)
+                if ZEROS:
+                    zero = tl.load(zeros + at).to(tl.int32)
+        scale = tl.broadcast_to(scale[:, None], [row.shape[0], PLANE])
+        if ZEROS:
+            zero = tl.broadcast_to(zero[:, None], [row.shape[0], PLANE])
+        else:
+            zero = 1 << BITS - 1
+        return scale, zero
+
+
+@triton.jit
+def scales_of_rows(
+    scales, zeros, global_scale, row, MODE: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr,
+    FACTOR: tl.constexpr, ROWS: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """With ROW: load scale and zero of each row once. WORD: whether they lie in a word."""
+    if MODE != ROW:
+        return 0, 0
+    elif WORD:
+        return halves_of_word(tl.load(scales + row), 0, EXPANSION, PRODUCT)
+    else:
+        scale = tl.load(scales + row // ROWS)
+        zero = 0
+        if ZEROS:
+            zero = tl.load(zeros + row // ROWS).to(tl.int32)
+        if EXPANSION < 0:
+            factor = 0.0 if global_scale is None else tl.load(global_scale + row)
+            scale = scale_value(scale, factor, SCALE, FACTOR)
+        return scale, zero
+
+
+@triton.jit
+def weights_of_plane(
+    words,  # [rows, PLANE] int16
+    scale,
+    zero,  # from `scales_of_plane`
+    like,  # a pointer to weights
+    p: tl.constexpr,  # which plane
+    ZEROS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+    EXPANSION: tl.constexpr,  # which instructions; -1: those that triton chooses
+    PRODUCT: tl.constexpr,  # the dtype of the product
+    RESULT: tl.constexpr,  # a dtype that it is rounded to besides
+):  # fmt: skip
+    """Return the weights of one plane: [rows, PLANE] in the model's dtype."""
+    if EXPANSION >= 0:
+        if ZEROS:
+            weight = tl.inline_asm_elementwise(
+                _EXPANSIONS[EXPANSION][p], "=r,r,r,r", [words, scale, zero], dtype=PRODUCT, is_pure=True, pack=2
+            )
+        else:
+            weight = tl.inline_asm_elementwise(
+                _EXPANSIONS[EXPANSION][p], "=r,r,r", [words, scale], dtype=PRODUCT, is_pure=True, pack=2
+            )
+    else:
+        value = code_value(words.to(tl.int32) >> BITS * p & (1 << BITS) - 1, zero, KIND).to(PRODUCT)
+        # The product of two 16-bit numbers is exact in float32, so it is rounded once.
+        weight = (value.to(tl.float32) * scale.to(PRODUCT).to(tl.float32)).to(PRODUCT)
+        if RESULT is not None:
+            weight = weight.to(RESULT)
+    return weight.to(like.dtype.element_ty)
+
+
+def constants_of(weight: PackedWeight, uses_instructions: bool) -> dict:
+    """Return what kernels must know of a packing when they are compiled."""
+    packing, size = weight.packing, weight.in_features
+    plane, table = packing.plane(size), packing.table(size)
+    block, is_word = packing.block(plane), table == "words"
+    if packing.columns is None:
+        mode = ROW
+    elif packing.has_group_index or packing.columns % plane:
+        mode = COLUMN
+    else:
+        mode = {"pairs": PAIRS, "words": WORDS, "plain": TABLE}[table]
+    group = packing.columns or size
+    dtype = packing.scale_dtype
+    product = packing.product_dtype or (dtype if dtype in _TYPES else torch.float32)
+    case = (packing.kind, packing.bits, dtype == torch.bfloat16, packing.has_zeros)
+    fits = packing.has_words and uses_instructions
+    return dict(
+        SIZE=size,
+        BITS=packing.bits,
+        KIND=_KINDS[packing.kind],
+        PLANE=plane,
+        BLOCK=block,
+        GROUP=group,
+        ROWS=packing.rows,
+        MODE=mode.value,
+        WORD=is_word,
+        ZEROS=packing.has_zeros,
+        SCALE={torch.uint8: INT.value, torch.float8_e4m3fn: FP8.value}.get(dtype, -1),
+        FACTOR=0 if not packing.has_global_scale else 2 if packing.divides_global_scale else 1,
+        EXPANSION=_CASES.index(case) if fits else -1,
+        PRODUCT=_TYPES[product],
+        RESULT=None if packing.result_dtype is None else _TYPES[packing.result_dtype],
+    )
+
+
+def tensors_of(weight: PackedWeight) -> tuple[Tensor | None, ...]:
+    """Return the arguments of kernels that hold a weight: words, scales, zeros, global_scale, group_index."""
+    scales = weight.scales.view(torch.uint8) if weight.scales.dtype == torch.float8_e4m3fn else weight.scales
+    return weight.codes, scales, weight.zeros, weight.global_scale, weight.group_index
+
+
+@triton.jit
+def expand_kernel(
+    words, scales, zeros, global_scale, group_index,
+    out,  # [num_rows, SIZE]
+    num_rows,
+    SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, WORD: tl.constexpr, ZEROS: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr, RESULT: tl.constexpr,
+    UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # The buffer may still be read by the kernel before this one.
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row < num_rows
+    row = tl.minimum(row, num_rows - 1)
+    first = tl.program_id(0) * UNROLL
+    at = tl.arange(0, PLANE)
+    of_row = scales_of_rows(
+        scales, zeros, global_scale, row, MODE, ZEROS, SCALE, FACTOR, ROWS, EXPANSION, PRODUCT, WORD
+    )
+    for u in tl.static_range(UNROLL):
+        if (first + u) * BLOCK < SIZE:
+            start = ((first + u).to(tl.int64) * num_rows + row[:, None]) * PLANE
+            tile = tl.load(words + start + at[None, :])
+            for p in tl.static_range(16 // BITS):
+                scale, zero = scales_of_plane(
+                    scales, zeros, global_scale, group_index, of_row, row, num_rows, first, u * BLOCK + p * PLANE,
+                    SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, (UNROLL * BLOCK) % GROUP == 0, ZEROS, KIND, BITS, SCALE,
+                    FACTOR, EXPANSION, PRODUCT,
+                )  # fmt: skip
+                weight = weights_of_plane(tile, scale, zero, out, p, ZEROS, KIND, BITS, EXPANSION, PRODUCT, RESULT)
+                column = (first + u) * BLOCK + p * PLANE + at
+                stored = inside[:, None] & (column < SIZE)[None, :]
+                tl.store(out + row.to(tl.int64)[:, None] * SIZE + column[None, :], weight, mask=stored)
+
+
+def expand(weight: PackedWeight, out: Tensor) -> None:
+    """Write the matrix to `out`, [num_rows, in_features] in the model's dtype."""
+    assert out.is_contiguous() and out.shape == (weight.num_rows, weight.in_features), "the matrix is packed"
+    constants = constants_of(weight, out.is_cuda)
+    unroll = first_blocks(constants)
+    block_n = 32
+    grid = (triton.cdiv(len(weight.codes), unroll), triton.cdiv(weight.num_rows, block_n))
+    expand_kernel[grid](
+        *tensors_of(weight), out, weight.num_rows, **constants, UNROLL=unroll, BLOCK_N=block_n, num_warps=4,
+        **launch_options(out),
+    )  # fmt: skip
+
+
+def first_blocks(constants: dict) -> int:
+    """Return how many blocks a program must take at a time: with pairs, whole ones."""
+    is_paired = constants["MODE"] == PAIRS.value
+    return max(1, 2 * constants["GROUP"] // constants["BLOCK"]) if is_paired else 1

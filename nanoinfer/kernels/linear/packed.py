@@ -1,0 +1,183 @@
+"""Products of up to `MAX_ROWS` rows with packed weights, expanded inside the kernel.
+
+A program takes some rows of the weight and all columns of a part of the sum, block by block, plane by plane: so K
+ascends as in `rows` and `tiles`, and the bits are those of the product with the expanded matrix. The weight is the left
+operand: its planes go from registers into the matrix units. With a gate, half of a program's rows are gate rows and the
+other half the up rows that belong to them, so that both are one product, shared out evenly among the warps.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.layer.activation import ACTIVATIONS
+from nanoinfer.kernels.linear.counts import MAX_ROWS
+from nanoinfer.kernels.linear.expand import (
+    constants_of,
+    first_blocks,
+    scales_of_plane,
+    scales_of_rows,
+    tensors_of,
+    weights_of_plane,
+)
+from nanoinfer.kernels.linear.packing import PackedWeight
+from nanoinfer.kernels.linear.tiles import finished_product
+
+LARGE_SHARED_MEMORY = 160 * 1024
+"""From so many bytes for a program on, tiles for many rows are loaded one more step ahead."""
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def packed_linear_kernel(
+    x,  # [num_tokens, SIZE]
+    words, scales, zeros, global_scale, group_index,  # see `PackedWeight`; with GATED rows of gate, then of up
+    bias,  # one value per row of weight, read with BIAS
+    out,  # [num_tokens, num_rows], or [parts, num_tokens, num_rows] float32 where PART_SIZE < SIZE
+    num_tokens,
+    num_rows,
+    SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, WORD: tl.constexpr, ZEROS: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr, RESULT: tl.constexpr,
+    PART_SIZE: tl.constexpr,  # columns of one program
+    UNROLL: tl.constexpr,  # blocks of one step
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    EVEN_SIZE: tl.constexpr,  # UNROLL * BLOCK divides PART_SIZE
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # Programs that share rows of the weight follow each other, so only one of them reads these rows from memory.
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = token < num_tokens
+    OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    first_row = tl.program_id(1) * OUT_N
+    in_tile = tl.arange(0, BLOCK_N)
+    all_rows = num_rows
+    # Rows beyond the last are computed as the last, and not stored.
+    row = tl.minimum(first_row + in_tile % OUT_N, num_rows - 1)
+    if GATED:
+        all_rows = 2 * num_rows
+        row += in_tile // OUT_N * num_rows
+    at = tl.arange(0, PLANE)
+    begin = tl.program_id(2) * PART_SIZE
+    end = begin + PART_SIZE
+    ALIGNED: tl.constexpr = PART_SIZE % GROUP == 0 and (UNROLL * BLOCK) % GROUP == 0
+    wait_for_inputs(PDL)
+    of_row = scales_of_rows(
+        scales, zeros, global_scale, row, MODE, ZEROS, SCALE, FACTOR, ROWS, EXPANSION, PRODUCT, WORD
+    )
+    x_tile = x + token.to(tl.int64)[None, :] * SIZE + at[:, None]
+    word_tile = words + row[:, None] * PLANE + at[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(begin, end, UNROLL * BLOCK, num_stages=STAGES):
+        first = start // BLOCK
+        for u in tl.static_range(UNROLL):
+            block = word_tile + (first + u).to(tl.int64) * all_rows * PLANE
+            if EVEN_SIZE or UNROLL == 1:
+                tile = tl.load(block)
+            else:
+                tile = tl.load(block, mask=start + u * BLOCK < SIZE, other=0)
+            for p in tl.static_range(16 // BITS):
+                column = start + u * BLOCK + p * PLANE
+                if EVEN_SIZE:
+                    value = tl.load(x_tile + column, mask=live[None, :], other=0.0)
+                else:
+                    value = tl.load(x_tile + column, mask=live[None, :] & (column + at < end)[:, None], other=0.0)
+                scale, zero = scales_of_plane(
+                    scales, zeros, global_scale, group_index, of_row, row, all_rows, first, u * BLOCK + p * PLANE,
+                    SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, ALIGNED, ZEROS, KIND, BITS, SCALE, FACTOR, EXPANSION,
+                    PRODUCT,
+                )  # fmt: skip
+                weight = weights_of_plane(tile, scale, zero, x, p, ZEROS, KIND, BITS, EXPANSION, PRODUCT, RESULT)
+                acc = tl.dot(weight, value, acc, input_precision="ieee")
+    let_next_in(PDL)
+    result = tl.trans(acc)
+    up = result
+    if GATED:
+        result, up = tl.split(tl.permute(tl.reshape(result, [BLOCK_M, 2, OUT_N]), (0, 2, 1)))
+    out_row = first_row + tl.arange(0, OUT_N)
+    inside = out_row < num_rows
+    if PART_SIZE == SIZE:
+        result = finished_product(result, up, bias, out_row, inside, num_rows, out, BIAS, GATED, GELU)
+    target = (tl.program_id(2) * num_tokens + token).to(tl.int64)[:, None] * num_rows + out_row[None, :]
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+def packed_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    out: Tensor | None = None,
+    num_parts: int = 1,
+) -> Tensor | None:
+    """Compute `rows.linear`, with `num_parts` above 1 `rows.linear_parts`, with the matrix that a weight stands for.
+
+    Args:
+        x: [N, in_features], packed rows; in bfloat16 or float16.
+
+    Returns:
+        Their result; None where the matrix must be expanded first: for more rows, in float32, and for an activation
+        without a kernel.
+    """
+    num_tokens, size = x.shape
+    gated = activation is not None
+    if x.element_size() != 2 or num_tokens > MAX_ROWS or (gated and activation not in ACTIVATIONS):
+        return None
+    assert size == weight.in_features, f"{size} columns instead of {weight.in_features}"
+    assert x.is_contiguous() and x.data_ptr() % 16 == 0, "rows must be packed, and begin where all others do"
+    num_rows = weight.num_rows // (2 if gated else 1)
+    if out is None:
+        shape, dtype = (num_tokens, num_rows), x.dtype
+        if num_parts > 1:
+            shape, dtype = (num_parts, *shape), torch.float32
+        out = torch.empty(shape, dtype=dtype, device=x.device)
+    assert out.is_contiguous(), "rows must be packed"
+    if num_tokens == 0:
+        return out
+    constants, part_size = constants_of(weight, x.is_cuda), size // num_parts
+    block_m, block_n, num_warps, stages, unroll = packed_tiles(num_tokens, gated, constants["BLOCK"], x.device)
+    unroll = max(unroll, first_blocks(constants))
+    grid = (triton.cdiv(num_tokens, block_m), triton.cdiv(weight.num_rows, block_n), num_parts)
+    packed_linear_kernel[grid](
+        x, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, **constants,
+        PART_SIZE=part_size, UNROLL=unroll, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
+        EVEN_SIZE=part_size % (unroll * constants["BLOCK"]) == 0, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
+        num_warps=num_warps, **launch_options(x),
+    )  # fmt: skip
+    return out
+
+
+def packed_tiles(num_tokens: int, gated: bool, block: int, device: torch.device) -> tuple[int, int, int, int, int]:
+    """Return (BLOCK_M, BLOCK_N, warps, stages, UNROLL), tuned on an H200.
+
+    block: columns of a block. For few rows a step takes 512 columns: what a step costs besides its products is then
+    shared by more of them. On GPUs with little shared memory fewer steps of many rows are loaded ahead.
+    """
+    steps = max(1, 512 // block)
+    if num_tokens <= 8:
+        return (8, 32, 2, 3, steps) if gated else (8, 16, 1, 4, steps)
+    if num_tokens <= 16:
+        return 16, 64, 4, 3 if gated else 4, max(1, steps // 2)
+    steps = max(1, 256 // block)
+    if num_tokens <= 32:
+        return 32, 64, 4, 3, steps
+    has_much = device.type == "cuda" and _shared_memory(device) >= LARGE_SHARED_MEMORY
+    if gated and num_tokens > 128 and has_much:
+        return 64, 128, 8, 2, steps
+    return 64, 64, 4, 3 if has_much else 2, steps
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -1,0 +1,219 @@
+"""How weights of 4 or 8 bits lie on the device.
+
+The columns of a row are cut into blocks, a block into planes of 64, 32 or 16 neighbouring columns: four planes of 4
+bits or two of 8. A block of a row is as many words of 16 bits as a plane has columns: word j holds column j of each
+plane, the first plane in the lowest bits. So a kernel turns a tile of words into the tile of one plane after the other
+with a shift and a mask, no value changes its place, and the planes come in the order of the columns. All rows of a
+block lie together, then those of the next block.
+
+Scales lie by groups, then by rows, so that a program reads those of its rows from one place. Where a kernel reads them
+ahead with its words, they lie in words of 32 bits, which is the least that can be copied so: the scales of two groups,
+or a scale and its zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanoinfer.kernels.linear.counts import num_parts
+
+_PLANES = (64, 32, 16)
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+# A number from which an integer is subtracted exactly: its last bit counts 1, and its lowest bits are 0.
+_MAGIC = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
+_SIGN = 0x8000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How a weight lies on the device, and what its numbers mean.
+
+    A weight is (code - zero) * scale. The difference is exact; the product is rounded to `product_dtype`, then to
+    `result_dtype`, then to the model's dtype.
+
+    Attributes:
+        kind: "int" (codes without a sign, whose zero is `2**(bits - 1)` unless there are zeros), "fp8" (e4m3) or "fp4"
+            (e2m1).
+        bits: of a code, 4 or 8.
+        scale_dtype: float8_e4m3fn for scales that count in a global scale, uint8 for exponents of two (e8m0).
+        columns: neighbouring columns that share a scale; None: all columns.
+        rows: neighbouring rows that share a scale.
+        has_zeros: whether each scale has a zero.
+        has_global_scale: whether a float32 factor of each row goes into its scales, in float32.
+        divides_global_scale: whether it is a divisor.
+        has_group_index: whether a table says for each column which scale it takes.
+        product_dtype: None: the scale's.
+        result_dtype: the dtype of the reference's matrix; None: the model's.
+    """
+
+    kind: str
+    bits: int
+    scale_dtype: torch.dtype
+    columns: int | None
+    rows: int = 1
+    has_zeros: bool = False
+    has_global_scale: bool = False
+    divides_global_scale: bool = False
+    has_group_index: bool = False
+    product_dtype: torch.dtype | None = None
+    result_dtype: torch.dtype | None = None
+
+    def num_groups(self, in_features: int) -> int:
+        """Return the number of scales of a row."""
+        return 1 if self.columns is None else -(-in_features // self.columns)
+
+    def plane(self, in_features: int) -> int:
+        """Return the columns of a plane: the most that whole blocks of them make up a part of a sum and a group."""
+        part = in_features // num_parts(in_features)
+        for plane in _PLANES:
+            if part % self.block(plane) == 0 and (self.columns is None or self.columns % plane == 0):
+                return plane
+        return _PLANES[-1]
+
+    def block(self, plane: int) -> int:
+        """Return the columns of a block."""
+        return plane * 16 // self.bits
+
+    def num_blocks(self, in_features: int) -> int:
+        """Return the blocks of a row; the last may have columns too many."""
+        return -(-in_features // self.block(self.plane(in_features)))
+
+    @property
+    def has_words(self) -> bool:
+        """Whether a kernel takes the fast way: 16-bit scales, products rounded to their dtype."""
+        is_plain = self.rows == 1 and not self.has_global_scale and not self.has_group_index
+        is_16_bit = self.scale_dtype in _SIXTEEN_BITS and self.product_dtype is None and self.result_dtype is None
+        return is_plain and is_16_bit and self.kind != "fp4" and not (self.has_zeros and self.bits == 8)
+
+    def table(self, in_features: int) -> str:
+        """Return how scales lie.
+
+        "plain": [groups, rows of scales] in their dtype, and zeros likewise, uint8. "pairs": [groups / 2, rows] int32,
+        two groups in a word. "words": [groups, rows] int32, scale and zero in a word.
+        """
+        if not self.has_words or (self.columns is None and not self.has_zeros):
+            return "plain"
+        if self.columns is None or self.has_zeros:
+            return "words"
+        part = in_features // num_parts(in_features)
+        return "pairs" if self.columns <= 128 and part % (2 * self.columns) == 0 else "words"
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """The tensors of a weight, [num_rows, in_features].
+
+    Attributes:
+        codes: [blocks, num_rows, plane] int16.
+        scales: see `Packing.table`.
+        zeros: likewise, uint8; None: none, or in the words.
+        global_scale: [num_rows] float32; None: none.
+        group_index: [in_features] int32; None: none.
+    """
+
+    packing: Packing
+    num_rows: int
+    in_features: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    global_scale: Tensor | None = None
+    group_index: Tensor | None = None
+
+    def put_codes(self, begin: int, codes: Tensor) -> None:
+        """Write rows from `begin` on: [n, in_features] uint8."""
+        bits, (blocks, _, plane) = self.packing.bits, self.codes.shape
+        padding = blocks * self.packing.block(plane) - self.in_features
+        codes = torch.nn.functional.pad(codes, (0, padding)) if padding else codes
+        planes = codes.view(len(codes), blocks, -1, plane).unbind(2)
+        target = self.codes[:, begin : begin + len(codes)]
+        # Two planes make the bytes of a word, lowest first; with 8 bits each plane is a byte.
+        low_and_high = planes if bits == 8 else [planes[i] | planes[i + 1] << 4 for i in (0, 2)]
+        target.view(torch.uint8).unflatten(2, (plane, 2)).copy_(torch.stack(low_and_high, -1).transpose(0, 1))
+
+    def codes_of(self, rows: slice | Tensor) -> Tensor:
+        """Return codes of some rows: [n, in_features] uint8."""
+        words = self.codes[:, rows].transpose(0, 1).contiguous()  # [n, blocks, plane]
+        halves = words.view(torch.uint8).unflatten(2, (-1, 2)).unbind(3)
+        planes = halves if self.packing.bits == 8 else [part for half in halves for part in (half & 15, half >> 4)]
+        return torch.stack(planes, 2).flatten(1)[:, : self.in_features]
+
+    def put_scales(self, begin: int, end: int, scales: Tensor) -> None:
+        """Write those of rows [begin, end): [rows of scales, groups], or what broadcasts to it."""
+        table, packing = self.packing.table(self.in_features), self.packing
+        if table == "plain":
+            self.scales[:, begin // packing.rows : -(-end // packing.rows)].copy_(scales.t())
+            return
+        halves = self.scales.view(packing.scale_dtype).unflatten(1, (self.num_rows, 2))[:, begin:end]
+        if table == "pairs":
+            halves.copy_(scales.expand(end - begin, -1).unflatten(1, (-1, 2)).transpose(0, 1))
+            return
+        halves[..., 0].copy_(scales.t())
+        if not packing.has_zeros:
+            self._put_magic_zeros(begin, end, torch.full((1, 1), 2 ** (packing.bits - 1), device=scales.device))
+
+    def scales_of(self, rows: slice | Tensor) -> Tensor:
+        """Return scales of some rows of the weight: [n, groups]."""
+        table, packing = self.packing.table(self.in_features), self.packing
+        if table == "plain":
+            return self._by_row(self.scales, rows)
+        words = self.scales[:, rows].t().clone(memory_format=torch.contiguous_format)
+        halves = words.view(packing.scale_dtype)
+        return halves if table == "pairs" else halves[:, ::2]
+
+    def put_zeros(self, begin: int, end: int, zeros: Tensor) -> None:
+        """Write those of rows [begin, end): [rows of scales, groups] integers, or what broadcasts to it."""
+        if self.zeros is None:
+            self._put_magic_zeros(begin, end, zeros)
+        else:
+            self.zeros[:, begin // self.packing.rows : -(-end // self.packing.rows)].copy_(zeros.t())
+
+    def zeros_of(self, rows: slice | Tensor) -> Tensor:
+        """Return zeros of some rows of the weight: [n, groups] uint8."""
+        if self.zeros is None:
+            return (self.scales[:, rows].t() >> 16 & 127).to(torch.uint8)
+        return self._by_row(self.zeros, rows)
+
+    def _put_magic_zeros(self, begin: int, end: int, zeros: Tensor) -> None:
+        """Keep a zero as the negative of what a kernel makes of the code that stands for it."""
+        bits = zeros.to(torch.int32).t() + (_MAGIC[self.packing.scale_dtype] | _SIGN)
+        halves = self.scales.view(torch.int16).unflatten(1, (self.num_rows, 2))[:, begin:end, 1]
+        halves.copy_(torch.where(bits >= _SIGN, bits - 2 * _SIGN, bits))
+
+    def _by_row(self, table: Tensor, rows: slice | Tensor) -> Tensor:
+        if self.packing.rows > 1:
+            if isinstance(rows, slice):
+                rows = torch.arange(rows.start, rows.stop, device=table.device)
+            rows = rows // self.packing.rows
+        # As bytes: torch gathers no float8 on the CPU.
+        if table.element_size() == 1:
+            return table.view(torch.uint8)[:, rows].view(table.dtype).t()
+        return table[:, rows].t()
+
+
+def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torch.device | str) -> PackedWeight:
+    """Return a weight that is not yet filled, but for the columns that its blocks have too many, whose codes are 0."""
+    plane, groups, table = packing.plane(in_features), packing.num_groups(in_features), packing.table(in_features)
+    scale_rows = -(-num_rows // packing.rows)
+    shape = (packing.num_blocks(in_features), num_rows, plane)
+    make = torch.empty if shape[0] * packing.block(plane) == in_features else torch.zeros
+    scales = {
+        "plain": ((groups, scale_rows), packing.scale_dtype),
+        "pairs": ((-(-groups // 2), num_rows), torch.int32),
+        "words": ((groups, num_rows), torch.int32),
+    }[table]
+    options = dict(device=device)
+    has_table_of_zeros = packing.has_zeros and table == "plain"
+    return PackedWeight(
+        packing,
+        num_rows,
+        in_features,
+        make(shape, dtype=torch.int16, **options),
+        torch.empty(scales[0], dtype=scales[1], **options),
+        torch.empty((groups, scale_rows), dtype=torch.uint8, **options) if has_table_of_zeros else None,
+        torch.empty(num_rows, dtype=torch.float32, **options) if packing.has_global_scale else None,
+        torch.empty(in_features, dtype=torch.int32, **options) if packing.has_group_index else None,
+    )
