@@ -334,6 +334,32 @@ def test_values_and_tensors_that_cannot_be_are_refused_by_name(tmp_path, name, c
     assert DOWN in str(refusal.value)
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize(
+    "name, module",
+    [
+        ("ct-fp8-channel", DOWN),
+        ("ct-fp8-block", "model.layers.0.self_attn.k_proj"),
+        ("ct-mixed", "model.layers.1.mlp.gate_proj"),  # beside an up_proj of 4 bits
+        ("fp8-blocks", DOWN),
+        ("modelopt-fp8", DOWN),
+    ],
+)
+def test_fp8_weights_that_are_nan_are_refused_by_name(tmp_path, name, module, code):
+    """One such code would make a channel of every token NaN, and the logits with it."""
+    packed, _ = write(tmp_path, CASES[name]())
+
+    def change(tensors):
+        codes = tensors[f"{module}.weight"]
+        codes.view(torch.uint8)[-1, -1] = code
+        assert codes.dtype == torch.float8_e4m3fn and codes.float().isnan().sum() == 1
+        return tensors
+
+    edit(packed, change)
+    with pytest.raises(ValueError, match=f"{module}.weight in .*NaN"):
+        load(packed)
+
+
 @pytest.mark.parametrize(
     "name, settings, message",
     [
