@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, AttentionSpec
+from nanoinfer.common.errors import choose
 
 BACKEND_NAMES = ("auto", "triton", "torch", "flash_attn")
 
@@ -24,10 +24,7 @@ def make_backend(name: str, spec: AttentionSpec, device: torch.device | str, off
     Raises ValueError where the name is unknown, its package is missing, or it cannot run this model in this mode.
     """
     device = torch.device(device)
-    if name not in BACKEND_NAMES:
-        near = difflib.get_close_matches(name, BACKEND_NAMES, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown attention backend {name!r}: choose from {', '.join(BACKEND_NAMES)}{hint}")
+    choose("attention backend", name, BACKEND_NAMES)
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
     module, class_name = _CLASSES[name]

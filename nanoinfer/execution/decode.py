@@ -181,7 +181,8 @@ class DecodeProgram:
             beside: what the prefill step of the same mixed step streams; its blocks are attended to from its chunks.
 
         In resident mode the lists of splits change only when a row comes, goes or begins a split (a block, or a part of
-        one in short rows). Until then they are not made again.
+        one in short rows). Until then they are not made again. After an exception here call `forget_tables`, since the
+        tables may hold a part of this step's lists.
         """
         assert np.all(step.ends - step.begins == 1), "a decoding row computes one token"
         rows, lengths, first = step.rows, step.ends, len(step.chunks)
@@ -192,7 +193,6 @@ class DecodeProgram:
         resident = None if step.may_stream else make.key(size, rows, lengths)
         if resident is not None and resident == self._last_splits and not len(step.changed_rows):
             return DecodeStep(self, size, self._no_stream, self._no_stream, write_through)
-        self._last_splits = None
         self.rows.update(self._compute, step.changed_rows)
         padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))

@@ -197,8 +197,11 @@ class DecodeLists:
         ]
 
     def key(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> bytes:
-        """Return a key of the rows and all that `splits` depends on besides their blocks, if nothing streams."""
-        found = [[size], rows]
+        """Return a key of the rows and all that `splits` depends on besides their blocks, if nothing streams.
+
+        Its length says how many rows there are, and so what `size` they are padded to.
+        """
+        found = [rows]
         for window in self.windows:
             first, counts = visible_blocks(lengths, window, self._block_size)
             span = self._block_size // self.partials_per_block(size, counts)

@@ -32,10 +32,10 @@ class BlockCopier(Protocol):
         """Copy blocks between two pools (`GPU`, `HOST`, `KEPT`): (block of `source`, block of `destination`). Wait."""
 
     def keep_row(self, row: int, sequence_id: int) -> None:
-        """Copy what a row has besides blocks to the host."""
+        """Copy what a row has besides blocks to the host, right behind the `copy` of its blocks, which waits."""
 
     def bring_row_back(self, row: int, sequence_id: int) -> None:
-        """Copy what `keep_row` has kept of a sequence to its new row."""
+        """Copy what `keep_row` has kept of a sequence to its new row. Wait before."""
 
     def forget_row(self, sequence_id: int) -> None:
         """Forget what `keep_row` has kept of a sequence."""

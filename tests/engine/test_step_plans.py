@@ -70,6 +70,29 @@ def test_a_plan_can_be_sent_to_another_process(path, mode, monkeypatch):
     assert (engine.stats()["num_preemptions"] > 0) == (mode == "preempted")
 
 
+@pytest.mark.parametrize("mode", ["resident", "offload"])
+def test_rows_that_decode_in_turns_are_not_taken_for_each_other(path, mode, monkeypatch):
+    """Two of four rows of one length: neither the lists of splits differ from step to step, nor has a row changed."""
+    prompts, params = random_prompts(4, 40, 40), [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * 4
+    wanted = run(make_engine(path), prompts, params)
+    one_prefill = dict(max_num_batched_tokens=160)
+    engine = make_engine(path, SimulatedRuntime(1), enable_cpu_offload=mode == "offload", **one_prefill)
+    schedule, steps = engine.scheduler.schedule, []
+
+    def in_turns():
+        batch = schedule()
+        if batch is None or batch.chunks:
+            return batch
+        decoding = sorted(batch.decoding, key=lambda sequence: sequence.num_sampled)[:2]
+        steps.append([sequence.row for sequence in decoding])
+        return replace(batch, decoding=decoding)
+
+    monkeypatch.setattr(engine.scheduler, "schedule", in_turns)
+    assert run(engine, prompts, params) == wanted
+    assert steps == [[0, 1], [2, 3]] * 7
+    assert_pools_as_before(engine)
+
+
 def test_a_plan_can_be_read(path):
     engine, plans = make_engine(path, enable_cpu_offload=True, capture_num_tokens=[64], num_gpu_blocks_override=8), []
     begin_step = engine.planner.begin_step

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run, some_params
 from simulated import SimulatedRuntime, SimulatedStream
 from tiny_models import make_checkpoint
@@ -74,3 +75,23 @@ def test_rows_whose_upload_failed_are_uploaded_again(tmp_path, enable_cpu_offloa
         assert any(request.is_finished for request in requests)
         assert run(engine, prompts, params) == wanted
         assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+def test_tables_that_hold_anything_are_uploaded_again_once_they_are_forgotten(
+    tmp_path, enable_cpu_offload, monkeypatch
+):
+    path = make_checkpoint("qwen3", tmp_path, **SMALL)
+    prompts, params = random_prompts(3, 20, 40), some_params(3, max_tokens=24, logprobs=None)
+    wanted = run(make_engine(path), prompts, params)
+    tables, create = [], DeviceTable.__init__
+    monkeypatch.setattr(DeviceTable, "__init__", lambda self, *given: tables.append(self) or create(self, *given))
+    engine = make_engine(path, enable_cpu_offload=enable_cpu_offload)
+
+    @torch.inference_mode()
+    def lose(engine, step):
+        for table in tables:
+            table.tensor.zero_()
+        engine.runner.forget()
+
+    assert run(engine, prompts, params, lose) == wanted and tables

@@ -14,6 +14,7 @@ from nanoinfer.common import exact
 from nanoinfer.layers.formats import registry
 from nanoinfer.layers.formats.base import WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.parted import merged
 
 METHOD = "int8-rows"
 
@@ -127,6 +128,11 @@ def test_integers_are_not_taken_for_numbers(checkpoints):
     settle(checkpoints[0], None)
     with pytest.raises(ValueError, match="has no place for: .*weight_scale"):
         make_engine(checkpoints[0])
+
+
+def test_parts_of_a_merged_projection_may_be_left_out_only_of_formats_that_expand():
+    with pytest.raises(ValueError, match="int8-rows cannot be one of several formats of a merged projection"):
+        merged([DENSE, Int8Rows(dict(bits=8))], [64, 32])
 
 
 def test_a_name_is_taken_once():

@@ -318,7 +318,11 @@ DOWN = "model.layers.1.mlp.down_proj"
         ("ct-int8-group", without(f"{DOWN}.weight_zero_point"), "lacks tensors .*weight_zero_point"),
         ("gptq-int4", without(f"{DOWN}.qzeros"), "lacks tensors .*qzeros"),
         ("gptq-int4", lambda t: t | {f"{DOWN}.qzeros": t[f"{DOWN}.qzeros"].long()}, "qzeros is int64, expected int32"),
+        ("gptq-int4", lambda t: t | {f"{DOWN}.scales": t[f"{DOWN}.scales"].int()}, "scales has dtype int32: supported"),
+        ("gptq-int4", lambda t: t | {f"{DOWN}.bias": torch.ones(64).half()}, "bias in .* is not zero, .* has no bias"),
         ("gptq-int4-act-order", without(f"{DOWN}.g_idx"), "lacks tensors .*g_idx"),
+        ("ct-int4-act-order", spoilt(f"{DOWN}.weight_g_idx", 5), "names groups that are not there: .* from 0 to 4"),
+        ("ct-int4-tensor-zeros", spoilt(f"{DOWN}.weight_zero_point", 8), "zero points that are no numbers of 4 bits"),
         ("fp8-blocks", without(f"{DOWN}.weight_scale_inv"), "lacks tensors .*weight_scale_inv"),
     ],
 )
@@ -328,6 +332,32 @@ def test_values_and_tensors_that_cannot_be_are_refused_by_name(tmp_path, name, c
     with pytest.raises(ValueError, match=message) as refusal:
         load(packed)
     assert DOWN in str(refusal.value)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize(
+    "name, module",
+    [
+        ("ct-fp8-channel", DOWN),
+        ("ct-fp8-block", "model.layers.0.self_attn.k_proj"),
+        ("ct-mixed", "model.layers.1.mlp.gate_proj"),  # beside an up_proj of 4 bits
+        ("fp8-blocks", DOWN),
+        ("modelopt-fp8", DOWN),
+    ],
+)
+def test_fp8_weights_that_are_nan_are_refused_by_name(tmp_path, name, module, code):
+    """One such code would make a channel of every token NaN, and the logits with it."""
+    packed, _ = write(tmp_path, CASES[name]())
+
+    def change(tensors):
+        codes = tensors[f"{module}.weight"]
+        codes.view(torch.uint8)[-1, -1] = code
+        assert codes.dtype == torch.float8_e4m3fn and codes.float().isnan().sum() == 1
+        return tensors
+
+    edit(packed, change)
+    with pytest.raises(ValueError, match=f"{module}.weight in .*NaN"):
+        load(packed)
 
 
 @pytest.mark.parametrize(
@@ -340,21 +370,61 @@ def test_values_and_tensors_that_cannot_be_are_refused_by_name(tmp_path, name, c
         ("gptq-int4", dict(checkpoint_format="marlin"), "checkpoint_format is 'marlin' .* supported are gptq, gptq_v2"),
         ("gptq-int4", dict(group_size="32"), "group_size is '32'"),
         ("gptq-int4", dict(dynamic={"-:*": {}}), r"'\*' in the quantization_config is no regular expression"),
+        ("gptq-int4", dict(dynamic={"+:.*down_proj": 4}), "dynamic has 4 in the quantization_config, not settings"),
+        ("gptq-int4", dict(modules_in_block_to_quantize=[4]), r"modules_in_block_to_quantize is \[4\] .* not names"),
         ("awq", dict(version="gemv"), "version is 'gemv' in the quantization_config of awq: supported is gemm"),
+        ("awq", dict(zero_point="yes"), "zero_point is 'yes' in the quantization_config of awq, not bool"),
+        ("awq", dict(modules_to_not_convert=[4]), r"modules_to_not_convert is \[4\] .* of awq, not a list of names"),
         ("awq", dict(group_size=48), "has 64 input features, which groups of 48 do not divide"),
         ("auto-round", dict(packing_format="auto_round"), "packing_format is 'auto_round' .* supported are auto"),
+        ("auto-round", dict(extra_config={DOWN: 4}), f"extra_config has 4 for {DOWN} in the quantization_config"),
         ("fp8-blocks", dict(weight_block_size=[64, 128]), r"weight_scale_inv is \[2, 1\], expected \[3, 1\]"),
         ("fp8-blocks", dict(weight_block_size=[128]), r"weight_block_size is \[128\]"),
         ("modelopt-fp8", dict(quant_algo="W4A8_AWQ"), "quant_algo is 'W4A8_AWQ' .* supported are FP8, .*, NVFP4"),
         ("ct-int4-group", dict(format="marlin-24"), "format is 'marlin-24' .* supported are pack-quantized, "),
         ("ct-int4-group", dict(quantization_status="frozen"), "quantization_status is 'frozen'"),
         ("ct-int4-group", dict(transform_config={"config_groups": {"u": {}}}), "transform_config is not supported"),
+        ("ct-int4-group", dict(config_groups={"group_0": 4}), "config_groups has 4 in the quantization_config"),
         ("ct-int4-group", dict(quant_method="compressed"), "Supported: compressed-tensors, gptq, auto-round, awq, fp8"),
     ],
 )
 def test_settings_that_are_not_those_of_the_weights_are_refused(tmp_path, name, settings, message):
     packed, _ = write(tmp_path, CASES[name]())
     settle(packed, **settings)
+    with pytest.raises(ValueError, match=message):
+        load(packed)
+
+
+@pytest.mark.parametrize(
+    "name, group, weights, message",
+    [
+        ("ct-fp8-block", {}, dict(block_structure=[128]), r"block_structure is \[128\] .* not two sizes"),
+        ("ct-fp8-channel", {}, dict(symmetric=False), "weights of type float have zero points"),
+        ("ct-fp8-channel", dict(format="pack-quantized"), {}, "format is pack-quantized for 8 bits of type float"),
+        ("ct-int4-group", dict(format="marlin-24"), {}, "format is 'marlin-24' .* supported are pack-quantized, "),
+        ("ct-nvfp4", dict(format="float-quantized"), {}, "format is float-quantized for 4 bits of type float"),
+    ],
+)
+def test_settings_of_a_group_that_do_not_go_together_are_refused(tmp_path, name, group, weights, message):
+    packed, _ = write(tmp_path, CASES[name]())
+    (given,) = json.loads((packed / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    settle(packed, config_groups={"group_0": given | group | dict(weights=given["weights"] | weights)})
+    with pytest.raises(ValueError, match=message):
+        load(packed)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("gptq-int4", "down_proj.qweight has 164 input features, which words of 8 do not divide"),
+        ("awq", "down_proj.qweight has 164 input features, which words of 8 do not divide"),
+        ("modelopt-nvfp4", "down_proj.weight has 164 columns, which 8 does not divide"),
+    ],
+)
+def test_sizes_that_words_do_not_divide_are_refused(tmp_path, name, message):
+    packed, _ = write(tmp_path, CASES[name]())
+    config = json.loads((packed / "config.json").read_text()) | dict(intermediate_size=164)
+    (packed / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         load(packed)
 

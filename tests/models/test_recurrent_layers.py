@@ -1,5 +1,7 @@
 """Layers declare what they keep: a layer that nobody in the engine knows keeps a state for each row, in every mode."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dense_model import dense_logits
@@ -128,6 +130,30 @@ def test_states_are_planned(path):
     spec = toy_engine(path).runner.model.spec
     assert spec.row_bytes == 3 * 4 * spec.hidden_size
     assert plans[1].workspace_bytes - plans[0].workspace_bytes > spec.row_bytes
+
+
+def test_a_state_comes_back_to_a_row_only_behind_the_step_of_who_had_the_row_before(path):
+    """A request is aborted while a step in flight writes its state, and who gave way gets its row at once."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
+    prompts = random_prompts(2, 80, 90)
+    wanted = run(toy_engine(path), prompts[1:], [params])[0]
+    engine = toy_engine(path, SimulatedRuntime(0), **ENGINES["gives way"])
+    # Steps of the first one alone are not read at once, since it wants no log-probabilities.
+    engine.add_request("first", prompts[0], replace(params, logprobs=None))
+    second = engine.add_request("second", prompts[1], params)
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    (running,), (waiting,) = engine.scheduler.running, engine.scheduler.waiting
+    row = running.row
+    assert (running.request_id, waiting.request_id) == ("first", "second")
+    assert engine.work.in_flight.sampled == [running]
+    engine.abort("first")
+    engine.step()
+    assert waiting.row == row
+    while engine.has_work:
+        engine.step()
+    assert outcome(second) == wanted
+    assert_pools_as_before(engine)
 
 
 @pytest.mark.parametrize("name", ["reset", "keep", "bring_back"])
