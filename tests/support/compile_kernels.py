@@ -48,7 +48,10 @@ def compile_only(kernel, grid):
     def launch(*args, **kwargs):
         assert kwargs.get("PDL", gpu.has_pdl) == gpu.has_pdl, f"{kernel.__name__} would be compiled in another form"
         compiled.add(f"{gpu.architecture} {kernel.__name__}")
-        return kernel.warmup(*args, grid=grid, **kwargs)
+        found = kernel.warmup(*args, grid=grid, **kwargs)
+        # Operands that the compiler takes for 8-bit ones have their columns in another order, and sums other bits.
+        assert "packed" not in kernel.__name__ or "kWidth = 4" not in found.asm["ttgir"], kwargs
+        return found
 
     return launch
 
@@ -71,13 +74,17 @@ from nanoinfer.kernels import fused as layers
 from nanoinfer.kernels.attention import decode_partial, merge, prefill, store_partials
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
 from nanoinfer.kernels.layer.activation import act_and_mul
+from nanoinfer.kernels.linear import expand, packed
 from nanoinfer.kernels.linear import tiles as tile_linear
+from nanoinfer.kernels.linear.packing import Packing, empty_packed
 from nanoinfer.kernels.step import sample, step_inputs, update_rows
 from nanoinfer.sampling.settings import RowSampling
 
 for name, module in list(sys.modules.items()):
     if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
         module.launch_options = lambda x: {"PDL": gpu.has_pdl, "launch_pdl": gpu.has_pdl}
+expand.has_instructions = lambda device: True
+packed._shared_memory = lambda device: gpu.shared_memory
 tile_linear.takes_descriptors = lambda device, size, itemsize: (
     gpu.architecture // 10 in (9, 10) and size * itemsize % 16 == 0
 )
@@ -113,6 +120,22 @@ def compile_tile_linear() -> None:
         layers.linear(zeros(num_tokens, 1024), zeros(4096, 1024), zeros(4096))
         layers.linear(zeros(num_tokens, 1024), zeros(6144, 1024), activation="silu")
     layers.linear_parts(zeros(64, 8192), zeros(1024, 8192), 2)
+
+
+def compile_packed() -> None:
+    """What instructions are written for, and what the compiler chooses them for."""
+    half, nibbles = torch.bfloat16, dict(kind="int", bits=4, scale_dtype=torch.bfloat16)
+    cases = [nibbles | dict(columns=128), nibbles | dict(columns=32, scale_dtype=torch.float16, has_zeros=True)]
+    cases += [dict(kind=kind, bits=8, scale_dtype=half, columns=None) for kind in ("int", "fp8")]
+    cases += [dict(kind="fp8", bits=8, scale_dtype=torch.float32, columns=128, rows=128, product_dtype=torch.float32)]
+    cases += [nibbles | dict(columns=64, scale_dtype=torch.float32, has_zeros=True)]
+    cases += [dict(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32)]
+    for case in cases:
+        weight = empty_packed(Packing(**case), 256, 1024, "cpu")
+        expand.expand(weight, zeros(256, 1024))
+        layers.packed_linear(zeros(1, 1024), weight)
+        layers.packed_linear(zeros(64, 1024), weight, zeros(256), activation="silu")
+    layers.packed_linear(zeros(16, 2304), empty_packed(Packing(**cases[0]), 256, 2304, "cpu"), num_parts=2)
 
 
 def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) -> None:
@@ -178,6 +201,7 @@ for gpu.architecture in architectures:
     if gpu.architecture >= 89:
         compile_attention(128, torch.float8_e4m3fn, is_common=False)
     compile_tile_linear()
+    compile_packed()
     if is_brief and gpu.architecture != architectures[0]:
         continue
     compile_layers()

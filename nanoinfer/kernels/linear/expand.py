@@ -34,8 +34,11 @@ def _twice(bits: int) -> str:
     return f"0x{bits << 16 | bits:08X}"
 
 
-def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool) -> str:
-    """Return instructions that make $0 two weights of two words in $1 and two scales in $2; $3: two negative zeros."""
+def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool, is_widened: bool) -> str:
+    """Return instructions that make $0 two weights of two words in $1 and two scales in $2; $3: two negative zeros.
+
+    is_widened: whether float16 products become bfloat16.
+    """
     dtype = "bf16x2" if is_bf16 else "f16x2"
     one, magic = (0x3F80, 0x4300) if is_bf16 else (0x3C00, 0x6400)
     lines = ["{", ".reg .b32 t, m, g, o, z;", f"mov.b32 o, {_twice(one)};", f"mov.b32 z, {_twice(0x8000)};"]
@@ -57,16 +60,32 @@ def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool)
             lines += ["lop3.b32 t, t, m, g, 0xEA;", f"mov.b32 g, {_twice(0x8000 | magic | 1 << bits - 1)};"]
         lines += [f"fma.rn.{dtype} t, t, o, {'$3' if has_zeros else 'g'};"]
     # A sum with -0 changes nothing: GPUs before Hopper multiply two bfloat16 at a time only so.
-    return "\n".join([*lines, f"fma.rn.{dtype} $0, t, $2, z;", "}"])
+    if not is_widened:
+        return "\n".join([*lines, f"fma.rn.{dtype} $0, t, $2, z;", "}"])
+    lines += [f"fma.rn.{dtype} t, t, $2, z;", ".reg .b16 h, i;", ".reg .f32 a, b;", "mov.b32 {h, i}, t;"]
+    return "\n".join([*lines, "cvt.f32.f16 a, h;", "cvt.f32.f16 b, i;", "cvt.rn.bf16x2.f32 $0, b, a;", "}"])
 
 
 _CASES = [
-    (kind, bits, is_bf16, has_zeros)
+    (kind, bits, is_bf16, has_zeros, is_widened)
     for kind, bits in (("int", 4), ("int", 8), ("fp8", 8))
-    for is_bf16 in (False, True)
+    for is_bf16, is_widened in ((False, False), (True, False), (False, True))
     for has_zeros in (False, True)
 ]
-_EXPANSIONS = tl.constexpr([[_expansion(k, b, p, f, z) for p in range(16 // b)] for k, b, f, z in _CASES])
+_EXPANSIONS = tl.constexpr([[_expansion(k, b, p, *how) for p in range(16 // b)] for k, b, *how in _CASES])
+
+
+@triton.jit
+def wide(value, EXPANSION: tl.constexpr):
+    """8-bit values that were loaded, as int32, in a way that the compiler does not see through.
+
+    It would take them for the operand of a product, and change the order of the columns as it does for operands of 8
+    bits. EXPANSION: below -1 there is no compiler.
+    """
+    value = value.to(tl.int32)
+    if EXPANSION == -1:
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+    return value
 
 
 @triton.jit
@@ -89,13 +108,13 @@ def code_value(code, zero, KIND: tl.constexpr):
 
 
 @triton.jit
-def scale_value(scale, factor, SCALE: tl.constexpr, FACTOR: tl.constexpr):
+def scale_value(scale, factor, SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr):
     """A table's scales as float32. SCALE: -1 for floating-point numbers; FACTOR: 1 is multiplied, 2 divides."""
     if SCALE == INT:
-        exponent = scale.to(tl.int32)
+        exponent = wide(scale, EXPANSION)
         value = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
     elif SCALE == FP8:
-        value = float8_value(scale.to(tl.int32))
+        value = float8_value(wide(scale, EXPANSION))
     else:
         value = scale.to(tl.float32)
     if FACTOR == 1:
@@ -125,12 +144,13 @@ def scales_of_plane(
     first,  # the block at which a group begins, or another one
     offset: tl.constexpr,  # of the plane, in columns from the first block
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    MODE: tl.constexpr, ALIGNED: tl.constexpr, ZEROS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
-    SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr,
+    MODE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, ZEROS: tl.constexpr, KIND: tl.constexpr,
+    BITS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """Return scales and zeros for the weights of a plane, as tiles [rows, PLANE]; the zero may be a number.
 
-    ALIGNED: whether the first block begins with a group, or lies in one with the whole plane.
+    ALIGNED: whether the first block begins with a group. EVEN: whether no plane lies beyond the weight; one
+    that does gets the last group's.
     """
     zero = 1 << BITS - 1
     if MODE == COLUMN:
@@ -142,29 +162,34 @@ def scales_of_plane(
         at = group[None, :].to(tl.int64) * tl.cdiv(num_rows, ROWS) + (row // ROWS)[:, None]
         inside = tl.broadcast_to((column < SIZE)[None, :], at.shape)
         factor = 0.0 if global_scale is None else tl.load(global_scale + row)[:, None]
-        scale = scale_value(tl.load(scales + at, mask=inside, other=0), factor, SCALE, FACTOR)
+        scale = scale_value(tl.load(scales + at, mask=inside, other=0), factor, SCALE, FACTOR, EXPANSION)
         if ZEROS:
-            zero = tl.load(zeros + at, mask=inside, other=0).to(tl.int32)
+            zero = wide(tl.load(zeros + at, mask=inside, other=0), EXPANSION)
         return scale, zero
     else:
         if MODE == ROW:
             scale, zero = of_row
         elif MODE == PAIRS:
-            word = tl.load(scales + (first * BLOCK // (2 * GROUP) + offset // GROUP // 2) * num_rows + row)
+            pair = first * BLOCK // (2 * GROUP) + offset // GROUP // 2
+            if not EVEN:
+                pair = tl.minimum(pair, (SIZE - 1) // (2 * GROUP))
+            word = tl.load(scales + pair * num_rows + row)
             scale, zero = halves_of_word(word, offset // GROUP % 2, EXPANSION, PRODUCT)
         else:
             if ALIGNED:
                 group = first * BLOCK // GROUP + offset // GROUP
             else:
                 group = (first * BLOCK + offset) // GROUP
+            if not EVEN:
+                group = tl.minimum(group, (SIZE - 1) // GROUP)
             if MODE == WORDS:
                 scale, zero = halves_of_word(tl.load(scales + group * num_rows + row), 0, EXPANSION, PRODUCT)
             else:
                 at = group.to(tl.int64) * tl.cdiv(num_rows, ROWS) + row // ROWS
                 factor = 0.0 if global_scale is None else tl.load(global_scale + row)
-                scale = scale_value(tl.load(scales + at), factor, SCALE, FACTOR)
+                scale = scale_value(tl.load(scales + at), factor, SCALE, FACTOR, EXPANSION)
                 if ZEROS:
-                    zero = tl.load(zeros + at).to(tl.int32)
+                    zero = wide(tl.load(zeros + at), EXPANSION)
         scale = tl.broadcast_to(scale[:, None], [row.shape[0], PLANE])
         if ZEROS:
             zero = tl.broadcast_to(zero[:, None], [row.shape[0], PLANE])
@@ -187,10 +212,10 @@ def scales_of_rows(
         scale = tl.load(scales + row // ROWS)
         zero = 0
         if ZEROS:
-            zero = tl.load(zeros + row // ROWS).to(tl.int32)
+            zero = wide(tl.load(zeros + row // ROWS), EXPANSION)
         if EXPANSION < 0:
             factor = 0.0 if global_scale is None else tl.load(global_scale + row)
-            scale = scale_value(scale, factor, SCALE, FACTOR)
+            scale = scale_value(scale, factor, SCALE, FACTOR, EXPANSION)
         return scale, zero
 
 
@@ -202,19 +227,21 @@ def weights_of_plane(
     like,  # a pointer to weights
     p: tl.constexpr,  # which plane
     ZEROS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
-    EXPANSION: tl.constexpr,  # which instructions; -1: those that triton chooses
+    EXPANSION: tl.constexpr,  # which instructions; -1: those that triton chooses; -2: the interpreter
     PRODUCT: tl.constexpr,  # the dtype of the product
     RESULT: tl.constexpr,  # a dtype that it is rounded to besides
 ):  # fmt: skip
     """Return the weights of one plane: [rows, PLANE] in the model's dtype."""
     if EXPANSION >= 0:
+        # Instructions for bfloat16 give no float16.
+        dtype: tl.constexpr = PRODUCT if PRODUCT == tl.bfloat16 else like.dtype.element_ty
         if ZEROS:
             weight = tl.inline_asm_elementwise(
-                _EXPANSIONS[EXPANSION][p], "=r,r,r,r", [words, scale, zero], dtype=PRODUCT, is_pure=True, pack=2
+                _EXPANSIONS[EXPANSION][p], "=r,r,r,r", [words, scale, zero], dtype=dtype.value, is_pure=True, pack=2
             )
         else:
             weight = tl.inline_asm_elementwise(
-                _EXPANSIONS[EXPANSION][p], "=r,r,r", [words, scale], dtype=PRODUCT, is_pure=True, pack=2
+                _EXPANSIONS[EXPANSION][p], "=r,r,r", [words, scale], dtype=dtype.value, is_pure=True, pack=2
             )
     else:
         value = code_value(words.to(tl.int32) >> BITS * p & (1 << BITS) - 1, zero, KIND).to(PRODUCT)
@@ -225,8 +252,13 @@ def weights_of_plane(
     return weight.to(like.dtype.element_ty)
 
 
-def constants_of(weight: PackedWeight, uses_instructions: bool) -> dict:
-    """Return what kernels must know of a packing when they are compiled."""
+def has_instructions(device: torch.device) -> bool:
+    """Whether kernels may be made of instructions of a GPU; the interpreter knows none."""
+    return device.type == "cuda"
+
+
+def constants_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> dict:
+    """Return what kernels must know of a packing when they are compiled. dtype: the model's."""
     packing, size = weight.packing, weight.in_features
     plane, table = packing.plane(size), packing.table(size)
     block, is_word = packing.block(plane), table == "words"
@@ -237,10 +269,12 @@ def constants_of(weight: PackedWeight, uses_instructions: bool) -> dict:
     else:
         mode = {"pairs": PAIRS, "words": WORDS, "plain": TABLE}[table]
     group = packing.columns or size
-    dtype = packing.scale_dtype
-    product = packing.product_dtype or (dtype if dtype in _TYPES else torch.float32)
-    case = (packing.kind, packing.bits, dtype == torch.bfloat16, packing.has_zeros)
-    fits = packing.has_words and uses_instructions
+    scale_dtype = packing.scale_dtype
+    product = packing.product_dtype or (scale_dtype if scale_dtype in _TYPES else torch.float32)
+    is_bf16 = scale_dtype == torch.bfloat16
+    is_widened = not is_bf16 and dtype == torch.bfloat16
+    case = (packing.kind, packing.bits, is_bf16, packing.has_zeros, is_widened)
+    fits = packing.has_words and has_instructions(device)
     return dict(
         SIZE=size,
         BITS=packing.bits,
@@ -252,9 +286,9 @@ def constants_of(weight: PackedWeight, uses_instructions: bool) -> dict:
         MODE=mode.value,
         WORD=is_word,
         ZEROS=packing.has_zeros,
-        SCALE={torch.uint8: INT.value, torch.float8_e4m3fn: FP8.value}.get(dtype, -1),
+        SCALE={torch.uint8: INT.value, torch.float8_e4m3fn: FP8.value}.get(scale_dtype, -1),
         FACTOR=0 if not packing.has_global_scale else 2 if packing.divides_global_scale else 1,
-        EXPANSION=_CASES.index(case) if fits else -1,
+        EXPANSION=_CASES.index(case) if fits else -1 if has_instructions(device) else -2,
         PRODUCT=_TYPES[product],
         RESULT=None if packing.result_dtype is None else _TYPES[packing.result_dtype],
     )
@@ -294,8 +328,8 @@ def expand_kernel(
             for p in tl.static_range(16 // BITS):
                 scale, zero = scales_of_plane(
                     scales, zeros, global_scale, group_index, of_row, row, num_rows, first, u * BLOCK + p * PLANE,
-                    SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, (UNROLL * BLOCK) % GROUP == 0, ZEROS, KIND, BITS, SCALE,
-                    FACTOR, EXPANSION, PRODUCT,
+                    SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, (UNROLL * BLOCK) % GROUP == 0, True, ZEROS, KIND, BITS,
+                    SCALE, FACTOR, EXPANSION, PRODUCT,
                 )  # fmt: skip
                 weight = weights_of_plane(tile, scale, zero, out, p, ZEROS, KIND, BITS, EXPANSION, PRODUCT, RESULT)
                 column = (first + u) * BLOCK + p * PLANE + at
@@ -306,7 +340,7 @@ def expand_kernel(
 def expand(weight: PackedWeight, out: Tensor) -> None:
     """Write the matrix to `out`, [num_rows, in_features] in the model's dtype."""
     assert out.is_contiguous() and out.shape == (weight.num_rows, weight.in_features), "the matrix is packed"
-    constants = constants_of(weight, out.is_cuda)
+    constants = constants_of(weight, out.device, out.dtype)
     unroll = first_blocks(constants)
     block_n = 32
     grid = (triton.cdiv(len(weight.codes), unroll), triton.cdiv(weight.num_rows, block_n))

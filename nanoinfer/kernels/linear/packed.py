@@ -19,6 +19,7 @@ from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_i
 from nanoinfer.kernels.layer.activation import ACTIVATIONS
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import (
+    COLUMN,
     constants_of,
     first_blocks,
     scales_of_plane,
@@ -49,6 +50,7 @@ def packed_linear_kernel(
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    EVEN: tl.constexpr,  # OUT_N divides num_rows
     EVEN_SIZE: tl.constexpr,  # UNROLL * BLOCK divides PART_SIZE
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -62,8 +64,9 @@ def packed_linear_kernel(
     first_row = tl.program_id(1) * OUT_N
     in_tile = tl.arange(0, BLOCK_N)
     all_rows = num_rows
-    # Rows beyond the last are computed as the last, and not stored.
-    row = tl.minimum(first_row + in_tile % OUT_N, num_rows - 1)
+    row = first_row + in_tile % OUT_N if GATED else first_row + in_tile
+    if not EVEN:  # rows beyond the last are computed as the last, and not stored
+        row = tl.minimum(row, num_rows - 1)
     if GATED:
         all_rows = 2 * num_rows
         row += in_tile // OUT_N * num_rows
@@ -81,11 +84,10 @@ def packed_linear_kernel(
     for start in tl.range(begin, end, UNROLL * BLOCK, num_stages=STAGES):
         first = start // BLOCK
         for u in tl.static_range(UNROLL):
-            block = word_tile + (first + u).to(tl.int64) * all_rows * PLANE
-            if EVEN_SIZE or UNROLL == 1:
-                tile = tl.load(block)
-            else:
-                tile = tl.load(block, mask=start + u * BLOCK < SIZE, other=0)
+            block = first + u
+            if not EVEN_SIZE:  # beyond the last, x is 0
+                block = tl.minimum(block, (SIZE - 1) // BLOCK)
+            tile = tl.load(word_tile + block.to(tl.int64) * all_rows * PLANE)
             for p in tl.static_range(16 // BITS):
                 column = start + u * BLOCK + p * PLANE
                 if EVEN_SIZE:
@@ -94,8 +96,8 @@ def packed_linear_kernel(
                     value = tl.load(x_tile + column, mask=live[None, :] & (column + at < end)[:, None], other=0.0)
                 scale, zero = scales_of_plane(
                     scales, zeros, global_scale, group_index, of_row, row, all_rows, first, u * BLOCK + p * PLANE,
-                    SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, ALIGNED, ZEROS, KIND, BITS, SCALE, FACTOR, EXPANSION,
-                    PRODUCT,
+                    SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, ALIGNED, EVEN_SIZE, ZEROS, KIND, BITS, SCALE, FACTOR,
+                    EXPANSION, PRODUCT,
                 )  # fmt: skip
                 weight = weights_of_plane(tile, scale, zero, x, p, ZEROS, KIND, BITS, EXPANSION, PRODUCT, RESULT)
                 acc = tl.dot(weight, value, acc, input_precision="ieee")
@@ -145,37 +147,42 @@ def packed_linear(
     assert out.is_contiguous(), "rows must be packed"
     if num_tokens == 0:
         return out
-    constants, part_size = constants_of(weight, x.is_cuda), size // num_parts
-    block_m, block_n, num_warps, stages, unroll = packed_tiles(num_tokens, gated, constants["BLOCK"], x.device)
-    unroll = max(unroll, first_blocks(constants))
+    constants, part_size = constants_of(weight, x.device, x.dtype), size // num_parts
+    block_m, block_n, num_warps, stages, columns = packed_tiles(num_tokens, gated, weight.packing.bits, x.device)
+    unroll = max(columns // constants["BLOCK"], first_blocks(constants))
+    if constants["MODE"] == COLUMN.value:  # a tile of scales for each plane would take all shared memory
+        stages = 1
     grid = (triton.cdiv(num_tokens, block_m), triton.cdiv(weight.num_rows, block_n), num_parts)
     packed_linear_kernel[grid](
         x, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, **constants,
         PART_SIZE=part_size, UNROLL=unroll, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
+        EVEN=weight.num_rows % block_n == 0,
         EVEN_SIZE=part_size % (unroll * constants["BLOCK"]) == 0, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
         num_warps=num_warps, **launch_options(x),
     )  # fmt: skip
     return out
 
 
-def packed_tiles(num_tokens: int, gated: bool, block: int, device: torch.device) -> tuple[int, int, int, int, int]:
-    """Return (BLOCK_M, BLOCK_N, warps, stages, UNROLL), tuned on an H200.
+def packed_tiles(num_tokens: int, gated: bool, bits: int, device: torch.device) -> tuple[int, int, int, int, int]:
+    """Return (BLOCK_M, BLOCK_N, warps, stages, columns of a step), tuned on an H200.
 
-    block: columns of a block. For few rows a step takes 512 columns: what a step costs besides its products is then
-    shared by more of them. On GPUs with little shared memory fewer steps of many rows are loaded ahead.
+    On GPUs with little shared memory fewer steps of many rows are loaded ahead.
     """
-    steps = max(1, 512 // block)
+    few_columns = 256 if bits == 4 or gated else 512
     if num_tokens <= 8:
-        return (8, 32, 2, 3, steps) if gated else (8, 16, 1, 4, steps)
+        return (8, 32, 2, 3, few_columns) if gated else (8, 16, 1, 4, few_columns)
     if num_tokens <= 16:
-        return 16, 64, 4, 3 if gated else 4, max(1, steps // 2)
-    steps = max(1, 256 // block)
+        return (16, 64, 4, 3, few_columns) if gated else (16, 32, 2, 3, few_columns)
     if num_tokens <= 32:
-        return 32, 64, 4, 3, steps
+        return 32, 64, 4, 3, 256
     has_much = device.type == "cuda" and _shared_memory(device) >= LARGE_SHARED_MEMORY
-    if gated and num_tokens > 128 and has_much:
-        return 64, 128, 8, 2, steps
-    return 64, 64, 4, 3 if has_much else 2, steps
+    if not gated:
+        return 64, 64, 4, 3 if has_much and not 128 < num_tokens <= 256 else 2, 256
+    if bits == 8:
+        return 64, 64, 4, 3 if has_much else 2, 128
+    if num_tokens > 128 and has_much:
+        return 64, 128, 8, 2, 256
+    return 64, 64, 4, 3 if has_much and num_tokens > 64 else 2, 256
 
 
 @cache

@@ -85,6 +85,7 @@ class Packing:
     def has_words(self) -> bool:
         """Whether a kernel takes the fast way: 16-bit scales, products rounded to their dtype."""
         is_plain = self.rows == 1 and not self.has_global_scale and not self.has_group_index
+        is_plain &= self.columns is None or self.columns % _PLANES[-1] == 0
         is_16_bit = self.scale_dtype in _SIXTEEN_BITS and self.product_dtype is None and self.result_dtype is None
         return is_plain and is_16_bit and self.kind != "fp4" and not (self.has_zeros and self.bits == 8)
 

@@ -1,0 +1,94 @@
+"""Packed weights: the layout, the kernel that expands them, and products with them, under the interpreter.
+
+The interpreter cuts what it should round to bfloat16, so products are rounded to float16 or float32 here.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from packings import HALF, PACKINGS, Held, filled
+
+from nanoinfer.kernels.linear.expand import expand
+from nanoinfer.kernels.linear.packed import packed_linear
+from nanoinfer.kernels.linear.packing import Packing, empty_packed
+
+
+def matrix_of(weights: Held, module: SimpleNamespace) -> torch.Tensor:
+    return weights.expand(module, slice(0, module.num_rows)).to(HALF)
+
+
+# Blocks of 256, of 128 and of 64 columns; a last one with columns too many; two parts, of odd numbers of blocks.
+@pytest.mark.parametrize("in_features", [192, 200, 256, 2304])
+@pytest.mark.parametrize("name", list(PACKINGS))
+@pytest.mark.sampled(*[f"{name}-{size}" for name in PACKINGS for size in (192, 2304)])
+def test_the_kernel_expands_to_the_references_matrix(name, in_features):
+    packing = Packing(**PACKINGS[name])
+    if packing.columns and in_features % packing.columns and packing.rows == 1:
+        pytest.skip("no such weight")
+    weights, module = filled(packing, 40, in_features)
+    out = torch.full((40, in_features), torch.nan, dtype=HALF)
+    expand(module.packed, out)
+    assert torch.equal(out, matrix_of(weights, module))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 40])
+@pytest.mark.parametrize("name", list(PACKINGS))
+@pytest.mark.sampled(*[f"{name}-{count}" for name, count in zip(PACKINGS, 6 * (1, 16, 40), strict=True)])
+def test_products_are_those_with_the_expanded_matrix(name, num_tokens):
+    packing = Packing(**PACKINGS[name])
+    size = 384
+    weights, module = filled(packing, 40, size)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_tokens, size, generator=generator).to(HALF)
+    bias = torch.randn(40, generator=generator).to(HALF)
+    wide = x.float() @ matrix_of(weights, module).float().t()
+    unit = wide.abs().max().item() / 2**10
+    torch.testing.assert_close(packed_linear(x, module.packed, bias).float(), wide + bias, atol=unit, rtol=2**-9)
+    gate, up = (half.to(HALF).float() for half in wide.split(20, 1))
+    active = torch.nn.functional.silu(gate).to(HALF).float() * up
+    got = packed_linear(x, module.packed, activation="silu").float()
+    if bool(active.abs().max() < torch.finfo(HALF).max):
+        torch.testing.assert_close(got, active, atol=3 * active.abs().max().item() / 2**9, rtol=2**-7)
+    else:
+        assert got.shape == active.shape
+
+
+@pytest.mark.parametrize("name", ["int4 in pairs of groups", "int4 with zeros", "int8 by row"])
+def test_parts_of_a_sum_cover_their_columns(name):
+    size = 2304  # parts of 1,152 columns: of four and a half blocks of 256
+    weights, module = filled(Packing(**PACKINGS[name]), 32, size)
+    x = torch.randn(3, size, generator=torch.Generator().manual_seed(1)).to(HALF)
+    parts = packed_linear(x, module.packed, num_parts=2)
+    matrix = matrix_of(weights, module).float()
+    for part, begin in zip(parts, (0, size // 2), strict=True):
+        columns = slice(begin, begin + size // 2)
+        wanted = x[:, columns].float() @ matrix[:, columns].t()
+        torch.testing.assert_close(part, wanted, atol=1e-3 * wanted.abs().max().item(), rtol=1e-3)
+
+
+def test_many_rows_float32_and_unknown_activations_go_another_way():
+    _, module = filled(Packing(**PACKINGS["int8 by row"]), 16, 64)
+    assert packed_linear(torch.zeros(513, 64, dtype=HALF), module.packed) is None
+    assert packed_linear(torch.zeros(1, 64), module.packed) is None
+    assert packed_linear(torch.zeros(1, 64, dtype=HALF), module.packed, activation="gelu") is None
+    assert packed_linear(torch.zeros(0, 64, dtype=HALF), module.packed).shape == (0, 16)
+
+
+def test_a_block_is_a_part_of_a_group_and_of_a_part_of_a_sum():
+    for bits in (4, 8):
+        for columns in (None, 16, 32, 64, 128, 256):
+            for size in (64, 128, 192, 896, 1152, 2304, 2560, 4096, 4864, 9728):
+                packing = Packing(kind="int", bits=bits, scale_dtype=HALF, columns=columns)
+                plane = packing.plane(size)
+                assert columns is None or columns % plane == 0
+                assert size % packing.block(plane) == 0
+                if size > 2047 and size % 256 == 0:
+                    assert size // 2 % packing.block(plane) == 0
+                if packing.table(size) == "pairs":
+                    assert size // columns % 2 == 0
+                weight = empty_packed(packing, 3, size, "meta")
+                assert weight.codes.nbytes == 3 * size * bits // 8

@@ -1,0 +1,75 @@
+"""Packed weights of every packing, filled at random."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from nanoinfer.kernels.linear.packing import Packing
+from nanoinfer.layers.formats.packed import Packed
+
+HALF, FULL = torch.float16, torch.float32
+PACKINGS = {
+    "int4 in pairs of groups": dict(kind="int", bits=4, scale_dtype=HALF, columns=64),
+    "int4 of 32": dict(kind="int", bits=4, scale_dtype=HALF, columns=32),
+    "int4 with zeros": dict(kind="int", bits=4, scale_dtype=HALF, columns=128, has_zeros=True),
+    "int4 with odd groups": dict(kind="int", bits=4, scale_dtype=HALF, columns=192),
+    "int4 by row": dict(kind="int", bits=4, scale_dtype=HALF, columns=None),
+    "int4 by row with zeros": dict(kind="int", bits=4, scale_dtype=HALF, columns=None, has_zeros=True),
+    "int4 with wide scales": dict(kind="int", bits=4, scale_dtype=FULL, columns=32, has_zeros=True),
+    "int4 out of order": dict(kind="int", bits=4, scale_dtype=HALF, columns=32, has_zeros=True, has_group_index=True),
+    "int4 of 24": dict(kind="int", bits=4, scale_dtype=HALF, columns=24),
+    "int8 by row": dict(kind="int", bits=8, scale_dtype=HALF, columns=None),
+    "int8 of 128": dict(kind="int", bits=8, scale_dtype=HALF, columns=128),
+    "int8 with zeros": dict(kind="int", bits=8, scale_dtype=HALF, columns=64, has_zeros=True),
+    "fp8 by row": dict(kind="fp8", bits=8, scale_dtype=HALF, columns=None),
+    "fp8 by row with wide products": dict(kind="fp8", bits=8, scale_dtype=FULL, columns=None),
+    "fp8 in blocks": dict(kind="fp8", bits=8, scale_dtype=FULL, columns=128, rows=16, product_dtype=FULL),
+    "nvfp4": dict(kind="fp4", bits=4, scale_dtype=torch.float8_e4m3fn, columns=16, has_global_scale=True,
+                  divides_global_scale=True, product_dtype=FULL),
+    "nvfp4 multiplied": dict(kind="fp4", bits=4, scale_dtype=torch.float8_e4m3fn, columns=16, has_global_scale=True,
+                             product_dtype=FULL),
+    "mxfp4": dict(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32),
+}  # fmt: skip
+
+
+class Held(Packed):
+    def stored(self, module, begin, end):
+        return {}
+
+
+def filled(
+    packing: Packing, num_rows: int, in_features: int, *, seed: int = 0, device: torch.device | str = "cpu"
+) -> tuple[Held, SimpleNamespace]:
+    """Every code of every kind but NaN; scales of several magnitudes, the smallest exponent among them."""
+    generator = torch.Generator().manual_seed(seed)
+    weights, module = Held(packing), SimpleNamespace(num_rows=num_rows, in_features=in_features)
+    weights.allocate(module, num_rows, in_features, dtype=HALF, device=device)
+    codes = torch.randint(0, 2**packing.bits, (num_rows, in_features), generator=generator, dtype=torch.uint8)
+    if packing.kind == "fp8":
+        codes[(codes & 127) == 127] = 126
+    codes = codes.to(device)
+    module.packed.put_codes(0, codes)
+    groups, scale_rows = packing.num_groups(in_features), -(-num_rows // packing.rows)
+    if packing.scale_dtype == torch.uint8:
+        scales = torch.randint(100, 130, (scale_rows, groups), generator=generator, dtype=torch.uint8)
+        scales[0, 0] = 0
+    else:
+        scales = (torch.rand(scale_rows, groups, generator=generator) + 0.01).to(packing.scale_dtype)
+    scales = scales.to(device)
+    module.packed.put_scales(0, num_rows, scales)
+    if packing.has_zeros:
+        zeros = torch.randint(0, 2**packing.bits, (scale_rows, groups), generator=generator, dtype=torch.uint8)
+        zeros = zeros.to(device)
+        module.packed.put_zeros(0, num_rows, zeros)
+        assert torch.equal(module.packed.zeros_of(slice(0, num_rows)), zeros)
+    if packing.has_global_scale:
+        module.packed.global_scale.copy_(torch.rand(num_rows, generator=generator) + 0.5)
+    if packing.has_group_index:
+        module.packed.group_index.copy_(torch.randint(0, groups, (in_features,), generator=generator))
+    assert torch.equal(module.packed.codes_of(slice(0, num_rows)), codes)
+    ids = torch.tensor([num_rows - 1, 0, num_rows // 2], device=device)
+    assert torch.equal(module.packed.codes_of(ids), codes[ids])
+    assert packing.rows > 1 or torch.equal(module.packed.scales_of(ids).float(), scales.float()[ids])
+    return weights, module
