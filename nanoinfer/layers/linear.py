@@ -20,10 +20,11 @@ class Linear(nn.Module):
     weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. formats:
     how the projections lie in memory, by these names, or by no name for a single one. `operations` are those of the
     device, for the format to multiply with; `scratch` is the buffer that `share_scratch` gives to all modules.
-    `multiplies`: whether any product is asked of the module.
+    `multiplies`: whether any product is asked of the module; `has_few_rows`: whether products have few rows.
     """
 
     multiplies = True
+    has_few_rows = False
 
     def __init__(
         self,
@@ -76,6 +77,8 @@ class Linear(nn.Module):
 class Head(Linear):
     """The projection to logits, also of tied embeddings. It computes few rows, so it never uses the library."""
 
+    has_few_rows = True
+
     def __init__(
         self, in_features: int, vocab_size: int, *, dtype: torch.dtype, device, formats: Formats = DENSE
     ) -> None:
@@ -103,19 +106,26 @@ class Embedding(Head):
         self.multiplies, self._dtype = is_tied, dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.weights.lookup(self, token_ids).to(self._dtype)
+        return self.weights.lookup(self, token_ids, self._dtype)
 
 
-def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> tuple[int, int]:
-    """Give all projections that need one the same buffer for a matrix. They must run one after the other.
+def scratch_size(model: nn.Module, has_kernels: bool) -> int:
+    """Return the elements of the largest matrix that a projection needs a buffer for; see `WeightFormat`."""
+    linears = [module for module in model.modules() if isinstance(module, Linear) and module.multiplies]
+    shapes = [module.weights.scratch_shape(module, has_kernels) for module in linears]
+    return max((shape[0] * shape[1] for shape in shapes if shape), default=0)
 
-    Returns the bytes of the buffer, and the most that a product takes beside it while it runs.
-    """
+
+def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> None:
+    """Give all projections that need one the same buffer for a matrix. They must run one after the other."""
+    size = scratch_size(model, torch.device(device).type == "cuda" and dtype.itemsize == 2)
+    scratch = torch.empty(size, dtype=dtype, device=device) if size else None
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.scratch = scratch
+
+
+def product_bytes(model: nn.Module) -> int:
+    """Return the most bytes that a product takes on a CPU beside the buffer, its arguments and its result."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    shapes = [shape for module in linears if module.multiplies and (shape := module.weights.scratch_shape(module))]
-    if not shapes:
-        return 0, 0
-    scratch = torch.empty(max(rows * columns for rows, columns in shapes), dtype=dtype, device=device)
-    for module in linears:
-        module.scratch = scratch
-    return scratch.nbytes, max(module.weights.temporary_bytes(module) for module in linears)
+    return max((module.weights.temporary_bytes(module) for module in linears), default=0)

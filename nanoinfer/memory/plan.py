@@ -190,9 +190,10 @@ def _spend(
     graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)
     workspace += MAX_TILES_APART * split_bytes  # partials of blocks that are cut into tiles
     workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.attention.q_size))
+    scratch_bytes = spec.gpu_scratch_bytes if is_cuda else spec.scratch_bytes
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
-        weight_bytes=spec.weight_bytes + spec.scratch_bytes + spec.rope_bytes(sizes.max_model_len),
+        weight_bytes=spec.weight_bytes + scratch_bytes + spec.rope_bytes(sizes.max_model_len),
         activation_bytes=_activation_bytes(spec, sizes, max_batch, is_cuda),
         workspace_bytes=workspace,
         library_bytes=LIBRARY_BYTES if is_cuda else 0,
@@ -230,7 +231,8 @@ def max_resident_blocks(config: EngineConfig, layout: KVLayout) -> int | None:
 def _activation_bytes(spec: ModelSpec, sizes: _Sizes, max_batch: int, is_cuda: bool) -> int:
     """Bytes of the largest prefill step, or of sampling for all rows behind it; an eager decode step takes less."""
     tokens = padded_rows(sizes.max_num_batched_tokens) if is_cuda else sizes.max_num_batched_tokens
-    largest = max(_prefill_bytes(spec, tokens) + spec.product_bytes, _sampling_bytes(spec, max_batch, is_cuda))
+    expanding = 0 if is_cuda else spec.product_bytes
+    largest = max(_prefill_bytes(spec, tokens) + expanding, _sampling_bytes(spec, max_batch, is_cuda))
     return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
 
 
@@ -257,7 +259,7 @@ def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     size, heads = spec.dtype.itemsize, spec.attention.q_size
     layer = size * (4 * spec.hidden_size + 3 * heads + 3 * spec.intermediate_size)
     logits = (4 + size) * spec.vocab_size + size * spec.hidden_size
-    return max(max(rows, prefill_tokens) * layer, rows * logits) + spec.product_bytes
+    return max(max(rows, prefill_tokens) * layer, rows * logits)
 
 
 def _sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:

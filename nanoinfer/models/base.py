@@ -85,9 +85,11 @@ class ModelSpec:
     embedding_bytes: int
     """Bytes of the embeddings, of which a step reads a few rows."""
     scratch_bytes: int = 0
-    """Bytes of the buffer that packed weights are expanded to."""
+    """Bytes of the buffer that packed weights are expanded to, on a CPU."""
+    gpu_scratch_bytes: int = 0
+    """Bytes of this buffer on a GPU."""
     product_bytes: int = 0
-    """The most bytes that a product takes while it runs, beside this buffer, its arguments and its result."""
+    """The most bytes that a product takes on a CPU, beside this buffer, its arguments and its result."""
 
     @property
     def num_layers(self) -> int:

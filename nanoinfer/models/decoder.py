@@ -19,7 +19,7 @@ from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.formats.base import Filling, Formats
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.registry import formats_of
-from nanoinfer.layers.linear import Embedding, Head, Linear, share_scratch
+from nanoinfer.layers.linear import Embedding, Head, Linear, product_bytes, scratch_size, share_scratch
 from nanoinfer.layers.mlp import GatedMLP
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.qkv import KVSlots, norm_rotate_store
@@ -118,7 +118,7 @@ class Decoder(DecoderModel):
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
         if not spec.tied_embeddings:
             self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **options)
-        self.scratch_bytes, self.product_bytes = share_scratch(self, **options)
+        share_scratch(self, **options)
         self._embedding_scale = _rounded(traits.embedding_scale, spec.dtype)
         self._logits_softcap = traits.logits_softcap
         ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
@@ -194,8 +194,9 @@ class Decoder(DecoderModel):
             num_parameters=sum(weight.numel() for weight in shapes_only.parameters()),
             weight_bytes=sum(weight.nbytes for weight in shapes_only.parameters()),
             embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
-            scratch_bytes=shapes_only.scratch_bytes,
-            product_bytes=shapes_only.product_bytes,
+            scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
+            gpu_scratch_bytes=dtype.itemsize * scratch_size(shapes_only, dtype.itemsize == 2),
+            product_bytes=product_bytes(shapes_only),
         )
 
     # The calls

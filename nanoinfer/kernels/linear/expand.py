@@ -300,11 +300,13 @@ def tensors_of(weight: PackedWeight) -> tuple[Tensor | None, ...]:
     return weight.codes, scales, weight.zeros, weight.global_scale, weight.group_index
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def expand_kernel(
     words, scales, zeros, global_scale, group_index,
-    out,  # [num_rows, SIZE]
+    ids,  # [count], which rows; None: the first ones
+    out,  # [count, SIZE]
     num_rows,
+    count,
     SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, WORD: tl.constexpr, ZEROS: tl.constexpr,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr, RESULT: tl.constexpr,
@@ -313,9 +315,11 @@ def expand_kernel(
     # The buffer may still be read by the kernel before this one.
     wait_for_inputs(PDL)
     let_next_in(PDL)
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = row < num_rows
-    row = tl.minimum(row, num_rows - 1)
+    place = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = place < count
+    row = tl.minimum(place, count - 1)
+    if ids is not None:
+        row = tl.load(ids + row).to(tl.int32)
     first = tl.program_id(0) * UNROLL
     at = tl.arange(0, PLANE)
     of_row = scales_of_rows(
@@ -334,20 +338,24 @@ def expand_kernel(
                 weight = weights_of_plane(tile, scale, zero, out, p, ZEROS, KIND, BITS, EXPANSION, PRODUCT, RESULT)
                 column = (first + u) * BLOCK + p * PLANE + at
                 stored = inside[:, None] & (column < SIZE)[None, :]
-                tl.store(out + row.to(tl.int64)[:, None] * SIZE + column[None, :], weight, mask=stored)
+                tl.store(out + place.to(tl.int64)[:, None] * SIZE + column[None, :], weight, mask=stored)
 
 
-def expand(weight: PackedWeight, out: Tensor) -> None:
-    """Write the matrix to `out`, [num_rows, in_features] in the model's dtype."""
-    assert out.is_contiguous() and out.shape == (weight.num_rows, weight.in_features), "the matrix is packed"
+def expand(weight: PackedWeight, out: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Write rows of the matrix, [count, in_features], to `out` in the model's dtype. ids: [count]; None: all rows."""
+    count = weight.num_rows if ids is None else len(ids)
+    assert out.is_contiguous() and out.shape == (count, weight.in_features), "the matrix is packed"
+    if count == 0:
+        return out
     constants = constants_of(weight, out.device, out.dtype)
     unroll = first_blocks(constants)
     block_n = 32
-    grid = (triton.cdiv(len(weight.codes), unroll), triton.cdiv(weight.num_rows, block_n))
+    grid = (triton.cdiv(len(weight.codes), unroll), triton.cdiv(count, block_n))
     expand_kernel[grid](
-        *tensors_of(weight), out, weight.num_rows, **constants, UNROLL=unroll, BLOCK_N=block_n, num_warps=4,
+        *tensors_of(weight), ids, out, weight.num_rows, count, **constants, UNROLL=unroll, BLOCK_N=block_n, num_warps=4,
         **launch_options(out),
     )  # fmt: skip
+    return out
 
 
 def first_blocks(constants: dict) -> int:

@@ -30,6 +30,8 @@ from nanoinfer.kernels.linear.expand import (
 from nanoinfer.kernels.linear.packing import PackedWeight
 from nanoinfer.kernels.linear.tiles import finished_product
 
+EARLY_WARPS = 1584
+"""If a kernel has at most so many warps, all of them run at a time, and the next kernel's find room beside them."""
 LARGE_SHARED_MEMORY = 160 * 1024
 """From so many bytes for a program on, tiles for many rows are loaded one more step ahead."""
 
@@ -52,6 +54,7 @@ def packed_linear_kernel(
     GELU: tl.constexpr,
     EVEN: tl.constexpr,  # OUT_N divides num_rows
     EVEN_SIZE: tl.constexpr,  # UNROLL * BLOCK divides PART_SIZE
+    EARLY: tl.constexpr,  # whether the next kernel may start at once
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -75,6 +78,8 @@ def packed_linear_kernel(
     end = begin + PART_SIZE
     ALIGNED: tl.constexpr = PART_SIZE % GROUP == 0 and (UNROLL * BLOCK) % GROUP == 0
     wait_for_inputs(PDL)
+    if EARLY:
+        let_next_in(PDL)
     of_row = scales_of_rows(
         scales, zeros, global_scale, row, MODE, ZEROS, SCALE, FACTOR, ROWS, EXPANSION, PRODUCT, WORD
     )
@@ -101,7 +106,8 @@ def packed_linear_kernel(
                 )  # fmt: skip
                 weight = weights_of_plane(tile, scale, zero, x, p, ZEROS, KIND, BITS, EXPANSION, PRODUCT, RESULT)
                 acc = tl.dot(weight, value, acc, input_precision="ieee")
-    let_next_in(PDL)
+    if not EARLY:
+        let_next_in(PDL)
     result = tl.trans(acc)
     up = result
     if GATED:
@@ -156,7 +162,7 @@ def packed_linear(
     packed_linear_kernel[grid](
         x, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, **constants,
         PART_SIZE=part_size, UNROLL=unroll, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
-        EVEN=weight.num_rows % block_n == 0,
+        EVEN=weight.num_rows % block_n == 0, EARLY=grid[0] * grid[1] * grid[2] * num_warps <= EARLY_WARPS,
         EVEN_SIZE=part_size % (unroll * constants["BLOCK"]) == 0, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
         num_warps=num_warps, **launch_options(x),
     )  # fmt: skip
@@ -168,21 +174,18 @@ def packed_tiles(num_tokens: int, gated: bool, bits: int, device: torch.device) 
 
     On GPUs with little shared memory fewer steps of many rows are loaded ahead.
     """
-    few_columns = 256 if bits == 4 or gated else 512
     if num_tokens <= 8:
-        return (8, 32, 2, 3, few_columns) if gated else (8, 16, 1, 4, few_columns)
+        return (8, 32, 2, 3, 256) if gated else (8, 16, 1, 4, 256)
     if num_tokens <= 16:
-        return (16, 64, 4, 3, few_columns) if gated else (16, 32, 2, 3, few_columns)
+        return (16, 64, 4, 3, 256) if gated else (16, 32, 2, 3, 256)
     if num_tokens <= 32:
         return 32, 64, 4, 3, 256
     has_much = device.type == "cuda" and _shared_memory(device) >= LARGE_SHARED_MEMORY
-    if not gated:
-        return 64, 64, 4, 3 if has_much and not 128 < num_tokens <= 256 else 2, 256
     if bits == 8:
-        return 64, 64, 4, 3 if has_much else 2, 128
-    if num_tokens > 128 and has_much:
-        return 64, 128, 8, 2, 256
-    return 64, 64, 4, 3 if has_much and num_tokens > 64 else 2, 256
+        return 64, 64, 4, (4 if num_tokens <= 64 and not gated else 3) if has_much else 2, 128
+    if gated:
+        return 64, 64, 4, 3 if has_much and num_tokens > 64 else 2, 256
+    return 64, 64, 4, 3 if has_much and num_tokens <= 128 else 2, 256
 
 
 @cache

@@ -159,13 +159,15 @@ class WeightFormat(Formats):
         """Add the projection of y to x, in place, and return the norm of x."""
         return norm.after_sum(x, self.project(module, y))
 
-    def scratch_shape(self, module: nn.Module) -> tuple[int, int] | None:
+    def scratch_shape(self, module: nn.Module, has_kernels: bool) -> tuple[int, int] | None:
         """Return the shape of the matrix that a product needs a buffer for; None: no product needs one.
+
+        has_kernels: whether products with packed weights are on a GPU and in 16 bits.
 
         All modules of a model share one buffer, which becomes the module's `scratch`: [elements], in the model's dtype.
         """
         return None
 
     def temporary_bytes(self, module: nn.Module) -> int:
-        """Return the bytes of the largest tensors that a product makes beside its arguments, result and buffer."""
+        """Return the bytes that a product takes on a CPU beside its arguments, result and buffer."""
         return 0

@@ -40,8 +40,8 @@ class Dense(MatrixFormat):
                 f"weights while they are read, with one of {', '.join(QUANTISED)}"
             )
 
-    def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
-        """Return rows of the weight, for embeddings: [N] -> [N, in_features]."""
+    def lookup(self, module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of the weight, for embeddings: [N] -> [N, in_features]. dtype: the weight's."""
         return torch.nn.functional.embedding(ids, module.weight)
 
 

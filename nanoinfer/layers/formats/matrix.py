@@ -58,5 +58,5 @@ class ExpandedFormat(MatrixFormat):
         # Elsewhere nothing computes an activation with the product, and the matrix would be expanded in vain.
         return super().project_gated(module, x, activation) if x.is_cuda else None
 
-    def scratch_shape(self, module: nn.Module) -> tuple[int, int] | None:
+    def scratch_shape(self, module: nn.Module, has_kernels: bool) -> tuple[int, int] | None:
         return module.num_rows, module.in_features

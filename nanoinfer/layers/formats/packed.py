@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.formats.bits import E2M1_VALUES, powers_of_two
@@ -117,7 +118,18 @@ class Packed(ExpandedFormat):
 
     def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
         found = module.operations.packed_linear(x, module.packed, module.bias, out=out)
-        return super().project(module, x, out) if found is None else found
+        if found is not None:
+            return found
+        if self.scratch_shape(module, x.is_cuda and x.element_size() == 2):
+            return super().project(module, x, out)
+        out = x.new_empty(len(x), module.num_rows) if out is None else out
+        for some, target in zip(x.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):
+            module.operations.packed_linear(some, module.packed, module.bias, out=target)
+        return out
+
+    def scratch_shape(self, module: nn.Module, has_kernels: bool) -> tuple[int, int] | None:
+        # The head is the largest matrix by far.
+        return None if has_kernels and module.has_few_rows else super().scratch_shape(module, has_kernels)
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
         found = module.operations.packed_linear(x, module.packed, module.bias, activation=activation)
@@ -131,16 +143,23 @@ class Packed(ExpandedFormat):
                 return norm.after_sum(x, found)
         return super().project_add_norm(module, x, y, norm)
 
-    def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
-        """Return rows of the weight as the reference has them, for embeddings: [N] -> [N, in_features].
+    def lookup(self, module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of the weight, for embeddings: [N] -> [N, in_features], rounded to `dtype` last.
 
         Only these are expanded. Neither a shape nor a wait depends on the ids, so a graph may capture it.
         """
+        out = torch.empty(len(ids), module.in_features, dtype=dtype, device=ids.device)
+        if module.packed.codes.is_cuda:
+            from nanoinfer.kernels.linear.expand import expand  # triton comes with CUDA builds of torch only
+
+            return expand(module.packed, out, ids)
         step = max(1, EXPANDED_AT_ONCE // module.in_features)
-        parts = [self.expand(module, some) for some in ids.split(step)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        for begin in range(0, len(ids), step):
+            out[begin : begin + step] = self.expand(module, ids[begin : begin + step])
+        return out
 
     def temporary_bytes(self, module: nn.Module) -> int:
+        # Without the kernels.
         largest = max(EXPANDED_AT_ONCE, module.in_features)
         return _BYTES_WHILE_EXPANDING * min(largest, module.num_rows * module.in_features)
 
