@@ -78,6 +78,21 @@ def test_many_rows_float32_and_unknown_activations_go_another_way():
     assert packed_linear(torch.zeros(0, 64, dtype=HALF), module.packed).shape == (0, 16)
 
 
+def test_scales_are_folded_where_every_product_is_exact():
+    for kind, bits, limit in (("int", 4, 2.0**-1), ("int", 8, 2.0**-5), ("fp8", 8, 2.0**8)):
+        packing = Packing(kind=kind, bits=bits, scale_dtype=torch.bfloat16, columns=None)
+        power, of_zero = packing.folded
+        assert torch.tensor(limit * (1 - 2**-8) * 2.0**power).bfloat16().isfinite() and 2**of_zero in (8, 128, 1)
+        for scale, is_folded in ((limit / 2, True), (limit, False), (2.0**-126, True), (2.0**-127, False), (0, False),
+                                 (-limit / 2, False), (torch.nan, False)):  # fmt: skip
+            weight = empty_packed(packing, 4, 64, "cpu")
+            weight.put_scales(0, 3, torch.full((3, 1), limit / 4).bfloat16())
+            weight.put_scales(3, 4, torch.full((1, 1), scale).bfloat16())
+            assert weight.can_fold == is_folded, (kind, bits, scale)
+    for other in (dict(scale_dtype=HALF), dict(scale_dtype=torch.bfloat16, has_zeros=True)):
+        assert Packing(kind="int", bits=4, columns=64, **other).folded == (0, 0)
+
+
 def test_a_block_is_a_part_of_a_group_and_of_a_part_of_a_sum():
     for bits in (4, 8):
         for columns in (None, 16, 32, 64, 128, 256):

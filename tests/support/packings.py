@@ -40,9 +40,18 @@ class Held(Packed):
 
 
 def filled(
-    packing: Packing, num_rows: int, in_features: int, *, seed: int = 0, device: torch.device | str = "cpu"
+    packing: Packing,
+    num_rows: int,
+    in_features: int,
+    *,
+    seed: int = 0,
+    largest: float = 1.0,
+    device: torch.device | str = "cpu",
 ) -> tuple[Held, SimpleNamespace]:
-    """Every code of every kind but NaN; scales of several magnitudes, the smallest exponent among them."""
+    """Every code of every kind but NaN; scales up to about `largest`, exponents of any size.
+
+    Of scales below 1/32 in bfloat16 kernels make weights in another way than of larger ones.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights, module = Held(packing), SimpleNamespace(num_rows=num_rows, in_features=in_features)
     weights.allocate(module, num_rows, in_features, dtype=HALF, device=device)
@@ -56,7 +65,7 @@ def filled(
         scales = torch.randint(100, 130, (scale_rows, groups), generator=generator, dtype=torch.uint8)
         scales[0, 0] = 0
     else:
-        scales = (torch.rand(scale_rows, groups, generator=generator) + 0.01).to(packing.scale_dtype)
+        scales = (largest * (torch.rand(scale_rows, groups, generator=generator) + 0.01)).to(packing.scale_dtype)
     scales = scales.to(device)
     module.packed.put_scales(0, num_rows, scales)
     if packing.has_zeros:

@@ -8,6 +8,11 @@ by itself. A 4-bit code becomes a number with one logical operation: the code is
 128 (bfloat16) or 1024 (float16), whose last bit counts 1, and 128 or 1024 plus the zero is subtracted, exactly. The
 trick is from Kim et al., arXiv:2211.10017. An 8-bit code has one bit too many for bfloat16; that bit chooses what is
 subtracted. The bits of e4m3 are shifted to where the wider type has them, and a power of two corrects the exponent.
+
+Most weights need less: see `Packing.folded`. The bits of an integer in the lowest bits of a bfloat16, and zeros above,
+are this integer times 2**-133, also where they reach into the exponent's lowest bit. With the scale times 2**133 and
+minus the zero times the scale, which is exact, for the zero is a power of two, one multiplication and addition gives
+the weight, rounded once.
 """
 
 from __future__ import annotations
@@ -66,13 +71,32 @@ def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool,
     return "\n".join([*lines, "cvt.f32.f16 a, h;", "cvt.f32.f16 b, i;", "cvt.rn.bf16x2.f32 $0, b, a;", "}"])
 
 
+def _folded(kind: str, bits: int, plane: int) -> str:
+    """As `_expansion`, with scales that the power of two lies in; $3: minus the products of zero and scale."""
+    lines, shift = ["{", ".reg .b32 t, m, g, z;"], bits * plane - (4 if bits == 4 else 0)
+    if kind == "fp8":
+        # Each code into the upper byte of its half, and from there to where bfloat16 has exponent and fraction.
+        lines += ["mov.b32 t, $1;" if plane else "shl.b32 t, $1, 8;", f"and.b32 m, t, {_twice(0x7F00)};"]
+        lines += ["shr.u32 m, m, 4;", f"mov.b32 g, {_twice(0x8000)};", "lop3.b32 t, t, g, m, 0xEA;"]
+        lines += [f"mov.b32 z, {_twice(0x8000)};", "fma.rn.bf16x2 $0, t, $2, z;"]
+    else:
+        # 4-bit codes into the bits 4 to 7, which the second plane has them in.
+        lines += ["mov.b32 t, $1;" if not shift else f"shr.u32 t, $1, {shift};" if shift > 0 else "shl.b32 t, $1, 4;"]
+        lines += [f"and.b32 t, t, {_twice(0x00F0 if bits == 4 else 0x00FF)};", "fma.rn.bf16x2 $0, t, $2, $3;"]
+    return "\n".join([*lines, "}"])
+
+
 _CASES = [
     (kind, bits, is_bf16, has_zeros, is_widened)
     for kind, bits in (("int", 4), ("int", 8), ("fp8", 8))
     for is_bf16, is_widened in ((False, False), (True, False), (False, True))
     for has_zeros in (False, True)
 ]
-_EXPANSIONS = tl.constexpr([[_expansion(k, b, p, *how) for p in range(16 // b)] for k, b, *how in _CASES])
+_FOLDED_CASES = [("int", 4), ("int", 8), ("fp8", 8)]
+_EXPANSIONS = tl.constexpr(
+    [[_expansion(k, b, p, *how) for p in range(16 // b)] for k, b, *how in _CASES]
+    + [[_folded(k, b, p) for p in range(16 // b)] for k, b in _FOLDED_CASES]
+)
 
 
 @triton.jit
@@ -125,8 +149,23 @@ def scale_value(scale, factor, SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANS
 
 
 @triton.jit
-def halves_of_word(word, half: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr):
-    """Return scale and zero that lie in a word; with `half` 1 another scale, and no zero."""
+def halves_of_word(
+    word,
+    half: tl.constexpr,
+    EXPANSION: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    FOLD: tl.constexpr,
+    FOLD_ZERO: tl.constexpr,
+):
+    """Return scale and zero that lie in a word; with `half` 1 another scale, and no zero.
+
+    With FOLD, the scale times 2**FOLD, and minus the scale times 2**FOLD_ZERO.
+    """
+    if FOLD > 0:
+        zero_word = (word + (FOLD_ZERO << 7) * 65537) ^ -2147450880  # the signs of both halves
+        word += (FOLD << 7) * 65537
+        zero = (zero_word >> 16 * half).to(tl.int16).to(PRODUCT, bitcast=True)
+        return (word >> 16 * half).to(tl.int16).to(PRODUCT, bitcast=True), zero
     scale = (word >> 16 * half).to(tl.int16).to(PRODUCT, bitcast=True)
     if EXPANSION >= 0:
         zero = (word >> 16).to(tl.int16).to(PRODUCT, bitcast=True)
@@ -146,6 +185,7 @@ def scales_of_plane(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     MODE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, ZEROS: tl.constexpr, KIND: tl.constexpr,
     BITS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr,
+    FOLD: tl.constexpr, FOLD_ZERO: tl.constexpr,
 ):  # fmt: skip
     """Return scales and zeros for the weights of a plane, as tiles [rows, PLANE]; the zero may be a number.
 
@@ -174,7 +214,7 @@ def scales_of_plane(
             if not EVEN:
                 pair = tl.minimum(pair, (SIZE - 1) // (2 * GROUP))
             word = tl.load(scales + pair * num_rows + row)
-            scale, zero = halves_of_word(word, offset // GROUP % 2, EXPANSION, PRODUCT)
+            scale, zero = halves_of_word(word, offset // GROUP % 2, EXPANSION, PRODUCT, FOLD, FOLD_ZERO)
         else:
             if ALIGNED:
                 group = first * BLOCK // GROUP + offset // GROUP
@@ -183,7 +223,8 @@ def scales_of_plane(
             if not EVEN:
                 group = tl.minimum(group, (SIZE - 1) // GROUP)
             if MODE == WORDS:
-                scale, zero = halves_of_word(tl.load(scales + group * num_rows + row), 0, EXPANSION, PRODUCT)
+                word = tl.load(scales + group * num_rows + row)
+                scale, zero = halves_of_word(word, 0, EXPANSION, PRODUCT, FOLD, FOLD_ZERO)
             else:
                 at = group.to(tl.int64) * tl.cdiv(num_rows, ROWS) + row // ROWS
                 factor = 0.0 if global_scale is None else tl.load(global_scale + row)
@@ -191,7 +232,7 @@ def scales_of_plane(
                 if ZEROS:
                     zero = wide(tl.load(zeros + at), EXPANSION)
         scale = tl.broadcast_to(scale[:, None], [row.shape[0], PLANE])
-        if ZEROS:
+        if ZEROS or FOLD_ZERO > 0:
             zero = tl.broadcast_to(zero[:, None], [row.shape[0], PLANE])
         else:
             zero = 1 << BITS - 1
@@ -202,12 +243,16 @@ def scales_of_plane(
 def scales_of_rows(
     scales, zeros, global_scale, row, MODE: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr,
     FACTOR: tl.constexpr, ROWS: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr, WORD: tl.constexpr,
+    FOLD: tl.constexpr, FOLD_ZERO: tl.constexpr,
 ):  # fmt: skip
     """With ROW: load scale and zero of each row once. WORD: whether they lie in a word."""
     if MODE != ROW:
         return 0, 0
     elif WORD:
-        return halves_of_word(tl.load(scales + row), 0, EXPANSION, PRODUCT)
+        return halves_of_word(tl.load(scales + row), 0, EXPANSION, PRODUCT, FOLD, FOLD_ZERO)
+    elif FOLD > 0:
+        word = tl.load(scales + row).to(tl.int16, bitcast=True).to(tl.int32)
+        return halves_of_word(word, 0, EXPANSION, PRODUCT, FOLD, FOLD_ZERO)
     else:
         scale = tl.load(scales + row // ROWS)
         zero = 0
@@ -226,7 +271,7 @@ def weights_of_plane(
     zero,  # from `scales_of_plane`
     like,  # a pointer to weights
     p: tl.constexpr,  # which plane
-    ZEROS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+    ZEROS: tl.constexpr, FOLD_ZERO: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
     EXPANSION: tl.constexpr,  # which instructions; -1: those that triton chooses; -2: the interpreter
     PRODUCT: tl.constexpr,  # the dtype of the product
     RESULT: tl.constexpr,  # a dtype that it is rounded to besides
@@ -235,7 +280,7 @@ def weights_of_plane(
     if EXPANSION >= 0:
         # Instructions for bfloat16 give no float16.
         dtype: tl.constexpr = PRODUCT if PRODUCT == tl.bfloat16 else like.dtype.element_ty
-        if ZEROS:
+        if ZEROS or FOLD_ZERO > 0:
             weight = tl.inline_asm_elementwise(
                 _EXPANSIONS[EXPANSION][p], "=r,r,r,r", [words, scale, zero], dtype=dtype.value, is_pure=True, pack=2
             )
@@ -275,6 +320,10 @@ def constants_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype)
     is_widened = not is_bf16 and dtype == torch.bfloat16
     case = (packing.kind, packing.bits, is_bf16, packing.has_zeros, is_widened)
     fits = packing.has_words and has_instructions(device)
+    folds = fits and weight.can_fold and dtype == torch.bfloat16 and packing.folded[0] > 0
+    number = -2 if not has_instructions(device) else -1 if not fits else _CASES.index(case)
+    if folds:
+        number = len(_CASES) + _FOLDED_CASES.index((packing.kind, packing.bits))
     return dict(
         SIZE=size,
         BITS=packing.bits,
@@ -288,7 +337,9 @@ def constants_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype)
         ZEROS=packing.has_zeros,
         SCALE={torch.uint8: INT.value, torch.float8_e4m3fn: FP8.value}.get(scale_dtype, -1),
         FACTOR=0 if not packing.has_global_scale else 2 if packing.divides_global_scale else 1,
-        EXPANSION=_CASES.index(case) if fits else -1 if has_instructions(device) else -2,
+        EXPANSION=number,
+        FOLD=packing.folded[0] if folds else 0,
+        FOLD_ZERO=packing.folded[1] if folds else 0,
         PRODUCT=_TYPES[product],
         RESULT=None if packing.result_dtype is None else _TYPES[packing.result_dtype],
     )
@@ -309,7 +360,8 @@ def expand_kernel(
     count,
     SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, WORD: tl.constexpr, ZEROS: tl.constexpr,
-    SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr, RESULT: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, FOLD: tl.constexpr, FOLD_ZERO: tl.constexpr,
+    PRODUCT: tl.constexpr, RESULT: tl.constexpr,
     UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The buffer may still be read by the kernel before this one.
@@ -323,7 +375,20 @@ def expand_kernel(
     first = tl.program_id(0) * UNROLL
     at = tl.arange(0, PLANE)
     of_row = scales_of_rows(
-        scales, zeros, global_scale, row, MODE, ZEROS, SCALE, FACTOR, ROWS, EXPANSION, PRODUCT, WORD
+        scales,
+        zeros,
+        global_scale,
+        row,
+        MODE,
+        ZEROS,
+        SCALE,
+        FACTOR,
+        ROWS,
+        EXPANSION,
+        PRODUCT,
+        WORD,
+        FOLD,
+        FOLD_ZERO,
     )
     for u in tl.static_range(UNROLL):
         if (first + u) * BLOCK < SIZE:
@@ -333,9 +398,11 @@ def expand_kernel(
                 scale, zero = scales_of_plane(
                     scales, zeros, global_scale, group_index, of_row, row, num_rows, first, u * BLOCK + p * PLANE,
                     SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, (UNROLL * BLOCK) % GROUP == 0, True, ZEROS, KIND, BITS,
-                    SCALE, FACTOR, EXPANSION, PRODUCT,
+                    SCALE, FACTOR, EXPANSION, PRODUCT, FOLD, FOLD_ZERO,
                 )  # fmt: skip
-                weight = weights_of_plane(tile, scale, zero, out, p, ZEROS, KIND, BITS, EXPANSION, PRODUCT, RESULT)
+                weight = weights_of_plane(
+                    tile, scale, zero, out, p, ZEROS, FOLD_ZERO, KIND, BITS, EXPANSION, PRODUCT, RESULT
+                )
                 column = (first + u) * BLOCK + p * PLANE + at
                 stored = inside[:, None] & (column < SIZE)[None, :]
                 tl.store(out + place.to(tl.int64)[:, None] * SIZE + column[None, :], weight, mask=stored)

@@ -46,7 +46,8 @@ def packed_linear_kernel(
     num_rows,
     SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, WORD: tl.constexpr, ZEROS: tl.constexpr,
-    SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr, RESULT: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, FOLD: tl.constexpr, FOLD_ZERO: tl.constexpr,
+    PRODUCT: tl.constexpr, RESULT: tl.constexpr,
     PART_SIZE: tl.constexpr,  # columns of one program
     UNROLL: tl.constexpr,  # blocks of one step
     BIAS: tl.constexpr,
@@ -81,7 +82,20 @@ def packed_linear_kernel(
     if EARLY:
         let_next_in(PDL)
     of_row = scales_of_rows(
-        scales, zeros, global_scale, row, MODE, ZEROS, SCALE, FACTOR, ROWS, EXPANSION, PRODUCT, WORD
+        scales,
+        zeros,
+        global_scale,
+        row,
+        MODE,
+        ZEROS,
+        SCALE,
+        FACTOR,
+        ROWS,
+        EXPANSION,
+        PRODUCT,
+        WORD,
+        FOLD,
+        FOLD_ZERO,
     )
     x_tile = x + token.to(tl.int64)[None, :] * SIZE + at[:, None]
     word_tile = words + row[:, None] * PLANE + at[None, :]
@@ -102,9 +116,11 @@ def packed_linear_kernel(
                 scale, zero = scales_of_plane(
                     scales, zeros, global_scale, group_index, of_row, row, all_rows, first, u * BLOCK + p * PLANE,
                     SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, ALIGNED, EVEN_SIZE, ZEROS, KIND, BITS, SCALE, FACTOR,
-                    EXPANSION, PRODUCT,
+                    EXPANSION, PRODUCT, FOLD, FOLD_ZERO,
                 )  # fmt: skip
-                weight = weights_of_plane(tile, scale, zero, x, p, ZEROS, KIND, BITS, EXPANSION, PRODUCT, RESULT)
+                weight = weights_of_plane(
+                    tile, scale, zero, x, p, ZEROS, FOLD_ZERO, KIND, BITS, EXPANSION, PRODUCT, RESULT
+                )
                 acc = tl.dot(weight, value, acc, input_precision="ieee")
     if not EARLY:
         let_next_in(PDL)

@@ -24,6 +24,8 @@ _PLANES = (64, 32, 16)
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # A number from which an integer is subtracted exactly: its last bit counts 1, and its lowest bits are 0.
 _MAGIC = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
+# By kind and bits: the power of two that makes a code of its bits in a bfloat16, and the one that is the zero.
+_FOLDED = {("int", 4): (129, 3), ("int", 8): (133, 7), ("fp8", 8): (120, 0)}
 _SIGN = 0x8000
 
 
@@ -89,6 +91,21 @@ class Packing:
         is_16_bit = self.scale_dtype in _SIXTEEN_BITS and self.product_dtype is None and self.result_dtype is None
         return is_plain and is_16_bit and self.kind != "fp4" and not (self.has_zeros and self.bits == 8)
 
+    @property
+    def folded(self) -> tuple[int, int]:
+        """Return the powers of two by which a kernel multiplies a scale, and a scale for its zero; 0: it does neither.
+
+        The bits of a code, put into a bfloat16, are a number that is a power of two too small. If the power goes into
+        the scale, and the zero is a power of two as well, one instruction with one rounding makes a weight of them.
+        """
+        is_plain = self.has_words and self.scale_dtype == torch.bfloat16 and not self.has_zeros
+        return _FOLDED[self.kind, self.bits] if is_plain else (0, 0)
+
+    def can_fold(self, scales: Tensor) -> bool:
+        """Whether the products of scales with these powers are numbers, and the scales have all their bits."""
+        power, _ = self.folded
+        return power > 0 and bool(((scales >= 2.0**-126) & (scales.float() < 2.0 ** (128 - power))).all())
+
     def table(self, in_features: int) -> str:
         """Return how scales lie.
 
@@ -103,7 +120,7 @@ class Packing:
         return "pairs" if self.columns <= 128 and part % (2 * self.columns) == 0 else "words"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackedWeight:
     """The tensors of a weight, [num_rows, in_features].
 
@@ -113,6 +130,7 @@ class PackedWeight:
         zeros: likewise, uint8; None: none, or in the words.
         global_scale: [num_rows] float32; None: none.
         group_index: [in_features] int32; None: none.
+        can_fold: whether all scales that were put in can be folded; see `Packing.can_fold`.
     """
 
     packing: Packing
@@ -123,6 +141,7 @@ class PackedWeight:
     zeros: Tensor | None = None
     global_scale: Tensor | None = None
     group_index: Tensor | None = None
+    can_fold: bool = True
 
     def put_codes(self, begin: int, codes: Tensor) -> None:
         """Write rows from `begin` on: [n, in_features] uint8."""
@@ -145,6 +164,7 @@ class PackedWeight:
     def put_scales(self, begin: int, end: int, scales: Tensor) -> None:
         """Write those of rows [begin, end): [rows of scales, groups], or what broadcasts to it."""
         table, packing = self.packing.table(self.in_features), self.packing
+        self.can_fold = self.can_fold and packing.can_fold(scales)
         if table == "plain":
             self.scales[:, begin // packing.rows : -(-end // packing.rows)].copy_(scales.t())
             return
