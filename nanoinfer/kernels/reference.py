@@ -32,7 +32,15 @@ def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: o
     return linear(x, weight)
 
 
-def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, **options: object) -> None:
+def packed_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    out: Tensor | None = None,
+    num_parts: int = 1,
+) -> None:
     """None: the weight must be expanded first."""
 
 

@@ -8,6 +8,8 @@ from online import QUIET, make
 from nanoinfer import LLM
 from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.schemes import Scheme, quantise
+from nanoinfer.weights.load import load_config, load_model
+from nanoinfer.weights.quantize import quantised_config
 from nanoinfer.weights.write import quantise_checkpoint
 
 DEVICE = "cuda"
@@ -40,3 +42,20 @@ def test_tokens_are_those_of_the_checkpoint_that_was_written_on_the_cpu(tmp_path
             llm.close()
             found.append([[(one.token_ids, one.logprobs) for one in output.outputs] for output in outputs])
     assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_the_wide_model_never_lies_on_the_device_as_a_whole(tmp_path, name):
+    sizes = dict(head_dim=64, hidden_size=1024, intermediate_size=8192, num_heads=16, num_layers=6, vocab_size=2048)
+    source = make(tmp_path / "wide", tied=True, **sizes)
+    config = quantised_config(load_config(source), name, None)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model = load_model(source, config, "bfloat16", DEVICE, progress=False, max_position=512)
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    planned = model.spec.weight_bytes + model.spec.gpu_scratch_bytes + model.spec.rope_bytes(512)
+    assert abs(held - planned) < 0.02 * planned
+    wide = 2 * 6 * 1024 * (2 * 1024 + 3 * 8192)
+    # One wide matrix, and what is between it and its codes for some of its rows.
+    assert peak - held < 2 * 2 * 8192 * 1024 + 80 * 2**20 < wide / 2

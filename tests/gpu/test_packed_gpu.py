@@ -15,28 +15,32 @@ from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.kernels.linear.rows import linear, linear_parts
 
-HALVES = (torch.bfloat16, torch.float16)
-# Rows of the weight, and columns: parts that cut blocks; blocks too large; rows that tiles do not divide.
-SHAPES = [(160, 2304, (1, 9, 17, 64, 130, 300, 512)), (208, 200, (2, 33)), (2304, 192, (8, 65))]
+# Rows of the weight, columns, and rows of x: parts that cut blocks; blocks too large; rows that tiles do not divide.
+SHAPES = [(160, 2304, (1, 9, 17, 64, 130, 512)), (208, 200, (2, 33)), (2304, 192, (8, 65))]
 
 
 def cases():
+    """Names, packings, the model's dtype and about the largest scale."""
+    bf16, half = torch.bfloat16, torch.float16
     for name, settings in PACKINGS.items():
-        for scale_dtype in HALVES if settings["scale_dtype"] in HALVES else (settings["scale_dtype"],):
-            yield name, Packing(**settings | dict(scale_dtype=scale_dtype))
+        is_16_bit = settings["scale_dtype"] == half
+        packing = Packing(**settings | dict(scale_dtype=bf16) if is_16_bit else settings)
+        yield name, packing, bf16, 1.0
+        if packing.folded[0]:
+            yield name, packing, bf16, 0.03
+        if name in ("int4 with zeros", "int8 by row", "fp8 by row", "int4 of 32", "nvfp4"):
+            yield name, Packing(**settings), half, 1.0
+            yield name, packing, half, 0.03
+            yield name, Packing(**settings), bf16, 1.0
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("largest", [1.0, 0.03])
-@pytest.mark.parametrize("name, packing", list(cases()))
-def test_any_number_of_rows_has_the_bits_of_the_expanded_matrix(name, packing, largest, dtype):
-    if largest < 1 and not packing.folded[0]:
-        pytest.skip("scales of any size are treated alike")
+@pytest.mark.parametrize("name, packing, dtype, largest", list(cases()))
+def test_any_number_of_rows_has_the_bits_of_the_expanded_matrix(name, packing, dtype, largest):
     for num_rows, size, counts in SHAPES:
         if packing.columns and size % packing.columns and packing.rows == 1:
             continue
         weights, module = filled(packing, num_rows, size, largest=largest, device=DEVICE)
-        assert module.packed.can_fold == (largest < 1)
+        assert module.packed.can_fold == (packing.folded[0] > 0 and (largest < 1 or packing.kind == "fp8"))
         packed, matrix = module.packed, torch.empty(num_rows, size, dtype=dtype, device=DEVICE)
         expand(packed, matrix)
         wanted = weights.expand(module, slice(0, num_rows)).to(dtype)
