@@ -13,6 +13,7 @@ import psutil
 import torch
 from gpu_common import GIB, Bench, figures, peak, reset_peak, timed, token_bytes
 from gpu_prefill import prefill_attention
+from gpu_quantised import packed_products, quantised
 from gpu_resident import arrivals, batch_throughput, kernels, resident, start_up
 
 import nanoinfer
@@ -377,6 +378,8 @@ CASES: dict[str, Callable[[Bench], dict]] = {
         arrivals,
         kernels,
         prefill_attention,
+        quantised,
+        packed_products,
         start_up,
         hf_offloaded,
         planner,

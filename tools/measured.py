@@ -341,6 +341,34 @@ def recall_modes(record: dict) -> str:
     return f"{where}\n\n{_table(['mode', *head], rows)}"
 
 
+def quantised(record: dict) -> str:
+    """Decode and prefill with quantised weights."""
+    rows = [
+        [
+            name,
+            f"{case['seconds_per_token'] * 1e3:.2f}",
+            f"{case['ratio_to_bf16']:.3f}",
+            f"{case['ratio_to_floor']:.2f}",
+            f"{case['prefill_ratio_to_bf16']:.3f}",
+            f"{case['weight_bytes'] / GIB:.2f}",
+        ]
+        for name, case in record["cases"].get("quantised", {}).items()
+        if isinstance(case, dict)
+    ]
+    head = ["one decode step", "ms", "of bf16", "of its floor", "prefill, of bf16", "weights, GiB"]
+    return _table(head, rows) if rows else ""
+
+
+def packed_products(record: dict) -> str:
+    """The products of a layer with quantised weights, by the number of rows."""
+    rows = [
+        [name, f"{case['seconds'] * 1e6:.1f}", f"{case['ratio_to_bf16']:.2f}", f"{case['ratio_to_one_row']:.2f}"]
+        for name, case in record["cases"].get("packed_products", {}).items()
+        if isinstance(case, dict)
+    ]
+    return _table(["products of a layer", "µs", "of bf16", "of one row"], rows) if rows else ""
+
+
 def read_record() -> dict:
     """The GPU record, with the server's figures as `serve` and those of the recall model as `recall`."""
     recall = {path.stem: json.loads(path.read_text()) for path in sorted(RECALL.glob("*.json"))}
@@ -365,6 +393,8 @@ PARTS: dict[str, Callable[[dict], str]] = {
         arrivals,
         kernels,
         prefill_attention,
+        quantised,
+        packed_products,
         auto,
         other,
         serve,

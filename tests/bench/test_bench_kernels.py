@@ -193,7 +193,10 @@ def start_once(start):
 @pytest.mark.sampled()
 def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys, fuzz):
     """Scaled down, for the code's sake: the figures mean nothing, and there is nothing to profile."""
-    out, only = tmp_path / "record.json", "resident,batch_throughput,arrivals,kernels,start_up"
+    out, only = (
+        tmp_path / "record.json",
+        "resident,batch_throughput,arrivals,kernels,quantised,packed_products,start_up",
+    )
     arguments = ["--shape", "tiny", "--scale", "256", "--only", only, "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["gpu_bench.py", *arguments])
     gpu_bench = load("gpu_bench")
@@ -202,7 +205,7 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys,
         monkeypatch.setattr(gpu_resident, "_start", start_once(gpu_resident._start))
     assert gpu_bench.main() == 0
     printed = capsys.readouterr().out
-    assert "start_up (" in printed and "5 cases in " in printed
+    assert "start_up (" in printed and "7 cases in " in printed
     cases = json.loads(out.read_text())["cases"]
     assert set(cases["resident"]) == {"1 x 64", "1 x 128", "1 x 512", "case_seconds"}
     assert cases["batch_throughput"]["tokens_per_second"] > 0 and cases["batch_throughput"]["output_tokens"] == 4 * 8
@@ -210,6 +213,11 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys,
     for found in cases["kernels"].values():
         if isinstance(found, dict):
             assert found["num_steps"] == 40 and found["host_seconds_per_step"] > 0 and found["ratio_to_floor"] > 0
+    formats = {name.rpartition(",")[0] for name in cases["quantised"] if name != "case_seconds"}
+    assert formats == {"bf16", "int4, wide head", "int4", "int8", "fp8"} and "skipped" in cases["packed_products"]
+    of_bf16 = [found["weight_bytes"] for found in cases["quantised"].values() if isinstance(found, dict)][:2]
+    assert all(found["weight_bytes"] == found["planned_weight_bytes"] <= of_bf16[0]
+               for found in cases["quantised"].values() if isinstance(found, dict))  # fmt: skip
     start = cases["start_up"]
     assert start["checkpoint_bytes"] > 10**6
     for name in ("cold", "warm"):

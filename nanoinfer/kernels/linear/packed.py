@@ -30,8 +30,6 @@ from nanoinfer.kernels.linear.expand import (
 from nanoinfer.kernels.linear.packing import PackedWeight
 from nanoinfer.kernels.linear.tiles import finished_product
 
-EARLY_WARPS = 1584
-"""If a kernel has at most so many warps, all of them run at a time, and the next kernel's find room beside them."""
 LARGE_SHARED_MEMORY = 160 * 1024
 """From so many bytes for a program on, tiles for many rows are loaded one more step ahead."""
 
@@ -55,7 +53,6 @@ def packed_linear_kernel(
     GELU: tl.constexpr,
     EVEN: tl.constexpr,  # OUT_N divides num_rows
     EVEN_SIZE: tl.constexpr,  # UNROLL * BLOCK divides PART_SIZE
-    EARLY: tl.constexpr,  # whether the next kernel may start at once
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -79,8 +76,6 @@ def packed_linear_kernel(
     end = begin + PART_SIZE
     ALIGNED: tl.constexpr = PART_SIZE % GROUP == 0 and (UNROLL * BLOCK) % GROUP == 0
     wait_for_inputs(PDL)
-    if EARLY:
-        let_next_in(PDL)
     of_row = scales_of_rows(
         scales,
         zeros,
@@ -122,8 +117,7 @@ def packed_linear_kernel(
                     tile, scale, zero, x, p, ZEROS, FOLD_ZERO, KIND, BITS, EXPANSION, PRODUCT, RESULT
                 )
                 acc = tl.dot(weight, value, acc, input_precision="ieee")
-    if not EARLY:
-        let_next_in(PDL)
+    let_next_in(PDL)
     result = tl.trans(acc)
     up = result
     if GATED:
@@ -178,7 +172,7 @@ def packed_linear(
     packed_linear_kernel[grid](
         x, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, **constants,
         PART_SIZE=part_size, UNROLL=unroll, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
-        EVEN=weight.num_rows % block_n == 0, EARLY=grid[0] * grid[1] * grid[2] * num_warps <= EARLY_WARPS,
+        EVEN=weight.num_rows % block_n == 0,
         EVEN_SIZE=part_size % (unroll * constants["BLOCK"]) == 0, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
         num_warps=num_warps, **launch_options(x),
     )  # fmt: skip

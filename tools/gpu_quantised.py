@@ -1,0 +1,117 @@
+"""Cases of `make gpu-bench`: weights of 4 and 8 bits."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+
+import torch
+from gpu_common import Bench
+from torch import Tensor
+
+from nanoinfer.layers.linear import Linear
+from nanoinfer.measure.run import free_memory, measure
+from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.shapes import write_shape
+from nanoinfer.weights.load import load_config, load_model
+from nanoinfer.weights.quantize import quantised_config
+
+FORMATS = {
+    "bf16": {},
+    "int4, wide head": dict(quantization="int4"),
+    "int4": dict(quantization="int4", head_quantization="int8"),
+    "int8": dict(quantization="int8", head_quantization="int8"),
+    "fp8": dict(quantization="fp8", head_quantization="int8"),
+}
+CONTEXTS = (1024, 32768)
+ROWS = (1, 16, 64, 128, 256, 512, 768, 2048)
+REPLAYS = 15
+
+
+def quantised(bench: Bench) -> dict:
+    """Decode steps and prefill of one sequence in each format, with what its weights take beside what was planned."""
+    result = {}
+    for name, options in FORMATS.items():
+        contexts = [bench.tokens(context) for context in CONTEXTS]
+        length = max(contexts) + 64
+        llm = bench.llm(bench.large, max_model_len=length, max_num_seqs=1, gpu_memory_limit=bench.limit(60), **options)
+        for context in contexts:
+            measure(llm, [context], 4, seed=1)
+            bench.measure(llm, [context], 40)
+        spec = llm.engine.runner.model.spec
+        held = {"weight_bytes": sum(weight.nbytes for weight in llm.engine.runner.model.parameters())}
+        for context, found in zip(contexts, bench.release(llm), strict=True):
+            wide = result.get(f"bf16, 1 x {context}", found)
+            found["ratio_to_bf16"] = found["seconds_per_token"] / wide["seconds_per_token"]
+            found["prefill_ratio_to_bf16"] = found["time_to_first_token"] / wide["time_to_first_token"]
+            result[f"{name}, 1 x {context}"] = found | held | {"planned_weight_bytes": spec.weight_bytes}
+    return result
+
+
+def packed_products(bench: Bench) -> dict:
+    """Seconds of a layer's four products for several numbers of rows: the mean over all layers of a model.
+
+    So no weight lies in the cache from the time before.
+    """
+    if not bench.is_cuda:
+        return {"skipped": "products with packed weights have no kernels on a CPU"}
+    result = {}
+    for name in ("bf16", "int4", "int8", "fp8"):
+        with tempfile.TemporaryDirectory() as directory:
+            config = quantised_config(
+                load_config(write_shape(bench.large, directory)), FORMATS[name].get("quantization"), None
+            )
+            model = load_model(directory, config, config.dtype, bench.device, load_format="dummy", max_position=64)
+        for rows in ROWS:
+            found = _seconds_of_products(model, rows)
+            wide, one = result.get(f"bf16, {rows} rows", found), result.get(f"{name}, 1 rows", found)
+            found["ratio_to_bf16"] = found["seconds"] / wide["seconds"]
+            found["ratio_to_one_row"] = found["seconds"] / one["seconds"]
+            result[f"{name}, {rows} rows"] = found
+        del model
+        free_memory()
+    return result
+
+
+def _seconds_of_products(model: DecoderModel, rows: int) -> dict:
+    def projection(module: Linear, x: Tensor, residual: Tensor) -> None:
+        module(x)
+
+    def gate(module: Linear, x: Tensor, residual: Tensor) -> None:
+        module.gated(x, "silu")
+
+    def added(module: Linear, x: Tensor, residual: Tensor) -> None:
+        module.added_to(residual, x, model.norm)
+
+    kinds = {
+        "qkv": (projection, [layer.self_attn.qkv_proj for layer in model.layers]),
+        "o, with its sum and norm": (added, [layer.self_attn.o_proj for layer in model.layers]),
+        "gate_up": (gate, [layer.mlp.gate_up_proj for layer in model.layers]),
+        "down, with its sum and norm": (added, [layer.mlp.down_proj for layer in model.layers]),
+    }
+    found = {}
+    for name, (work, modules) in kinds.items():
+        options = dict(dtype=model.spec.dtype, device=next(modules[0].parameters()).device)
+        x = torch.randn(rows, modules[0].in_features, **options)
+        residual = torch.zeros(rows, modules[0].num_rows, **options)
+        found[f"{name}: seconds"] = _seconds(lambda: [work(module, x, residual) for module in modules]) / len(modules)
+    return {"seconds": sum(found.values())} | found
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Median seconds of what is captured as a graph."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    seconds = []
+    for _ in range(REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)
