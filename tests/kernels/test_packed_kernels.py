@@ -37,7 +37,7 @@ def test_the_kernel_expands_to_the_references_matrix(name, in_features):
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 40])
 @pytest.mark.parametrize("name", list(PACKINGS))
-@pytest.mark.sampled(*[f"{name}-{count}" for name, count in zip(PACKINGS, 6 * (1, 16, 40), strict=True)])
+@pytest.mark.sampled(*[f"{name}-{count}" for name, count in zip(PACKINGS, 7 * (1, 16, 40))])
 def test_products_are_those_with_the_expanded_matrix(name, num_tokens):
     packing = Packing(**PACKINGS[name])
     size = 384
@@ -107,3 +107,19 @@ def test_a_block_is_a_part_of_a_group_and_of_a_part_of_a_sum():
                     assert size // columns % 2 == 0
                 weight = empty_packed(packing, 3, size, "meta")
                 assert weight.codes.nbytes == 3 * size * bits // 8
+
+
+@pytest.mark.parametrize("columns", [16, 32, 48, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_of_any_size_are_found_in_every_step(bits, columns):
+    """Steps of kernels begin in the middle of a group, or of a pair of them."""
+    size = 6 * columns if columns != 256 else 1024
+    for kind in ("int", "fp8") if bits == 8 else ("int",):
+        weights, module = filled(Packing(kind=kind, bits=bits, scale_dtype=HALF, columns=columns), 16, size)
+        matrix = torch.empty(16, size, dtype=HALF)
+        expand(module.packed, matrix)
+        assert torch.equal(matrix, matrix_of(weights, module))
+        x = torch.randn(2, size, generator=torch.Generator().manual_seed(1)).to(HALF)
+        wanted = x.float() @ matrix.float().t()
+        unit = wanted.abs().max().item() / 2**10
+        torch.testing.assert_close(packed_linear(x, module.packed).float(), wanted, atol=unit, rtol=2**-9)

@@ -15,6 +15,7 @@ PACKINGS = {
     "int4 of 32": dict(kind="int", bits=4, scale_dtype=HALF, columns=32),
     "int4 with zeros": dict(kind="int", bits=4, scale_dtype=HALF, columns=128, has_zeros=True),
     "int4 with odd groups": dict(kind="int", bits=4, scale_dtype=HALF, columns=192),
+    "int4 of 96": dict(kind="int", bits=4, scale_dtype=HALF, columns=96),
     "int4 by row": dict(kind="int", bits=4, scale_dtype=HALF, columns=None),
     "int4 by row with zeros": dict(kind="int", bits=4, scale_dtype=HALF, columns=None, has_zeros=True),
     "int4 with wide scales": dict(kind="int", bits=4, scale_dtype=FULL, columns=32, has_zeros=True),

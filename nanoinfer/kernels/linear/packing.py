@@ -21,6 +21,8 @@ from torch import Tensor
 from nanoinfer.kernels.linear.counts import num_parts
 
 _PLANES = (64, 32, 16)
+# Group sizes of which any step of a kernel has an even number, if a part of a sum has.
+_PAIRED = (16, 32, 64, 128)
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # A number from which an integer is subtracted exactly: its last bit counts 1, and its lowest bits are 0.
 _MAGIC = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
@@ -117,7 +119,7 @@ class Packing:
         if self.columns is None or self.has_zeros:
             return "words"
         part = in_features // num_parts(in_features)
-        return "pairs" if self.columns <= 128 and part % (2 * self.columns) == 0 else "words"
+        return "pairs" if self.columns in _PAIRED and part % (2 * self.columns) == 0 else "words"
 
 
 @dataclass
