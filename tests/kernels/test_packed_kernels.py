@@ -123,3 +123,12 @@ def test_groups_of_any_size_are_found_in_every_step(bits, columns):
         wanted = x.float() @ matrix.float().t()
         unit = wanted.abs().max().item() / 2**10
         torch.testing.assert_close(packed_linear(x, module.packed).float(), wanted, atol=unit, rtol=2**-9)
+
+
+@pytest.mark.parametrize("name", ["int8 by row", "int4 with zeros", "fp8 in blocks", "nvfp4"])
+def test_rows_that_are_looked_up_are_those_of_the_matrix(name):
+    weights, module = filled(Packing(**PACKINGS[name]), 100, 256)
+    ids = torch.tensor([99, 0, 5, 5, *range(40, 80)])
+    out = torch.full((len(ids), 256), torch.nan, dtype=HALF)
+    assert torch.equal(expand(module.packed, out, ids), matrix_of(weights, module)[ids])
+    assert expand(module.packed, out[:0], ids[:0]).shape == (0, 256)
