@@ -79,7 +79,7 @@ class ModelSpec:
     num_rope_tables: int = 1
     """Distinct position tables that the layers share."""
     num_parameters: int
-    """Weights that lie on the device; a tied head counts once."""
+    """Numbers in the tensors of all weights; a tied head counts once."""
     weight_bytes: int
     """Bytes of all weights on the device, in the formats that they have there."""
     embedding_bytes: int
