@@ -50,7 +50,7 @@ def compare_formats(divergences: dict[str, float], prompts: list[list[int]]) -> 
         "mean KL divergence of the next token's distribution from that of the checkpoint as it is, in nats, over "
         f"{sum(map(len, prompts)):,} tokens of the shortest contexts, in float32"
     )
-    return [paragraph(title, [(name, f"{value:.2g}") for name, value in divergences.items()])]
+    return [paragraph(title, [(name, f"{value:.2e}") for name, value in divergences.items()])]
 
 
 def _same_answers(scores: Scores, wanted: Scores) -> int:

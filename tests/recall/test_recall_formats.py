@@ -108,12 +108,13 @@ def test_answers_with_weights_of_eight_bits_are_the_wide_models_in_both_modes(to
     exam = Exam(tokenizer, Grid(lengths=lengths, depths=depths, num_questions=5))
     # Not bfloat16: where the processor has no instructions for it, it takes minutes.
     common = dict(device="cpu", dtype="float32", max_model_len=lengths[-1] + 64, max_num_seqs=5, progress_bar=False)
-    common |= dict(enable_prefix_caching=True)
+    common |= dict(enable_prefix_caching=True, enable_cpu_offload=True, resident_kv_limit=0)
     wanted = None
     for quantization in (None, "int8", "fp8"):
-        for extra in ({}, dict(enable_cpu_offload=True, resident_kv_limit=0)):
-            with LLM("recall", **common, **extra, quantization=quantization) as llm:
+        with LLM("recall", **common, quantization=quantization) as llm:
+            for mode in ("offload", "resident"):
+                llm.switch_mode(mode)
                 found = evaluate(EngineAnswers(llm, tokenizer.eos_token_id), exam, progress=False)
-            wanted = wanted or found
-            assert found.answers == wanted.answers and found.lowest == 1, (quantization, extra)
-            assert (found.streamed_bytes[0] > 0) == bool(extra)
+                wanted = wanted or found
+                assert found.answers == wanted.answers and found.lowest == 1, (quantization, mode)
+                assert (found.streamed_bytes[0] > 0) == (mode == "offload")
