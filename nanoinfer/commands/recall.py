@@ -16,8 +16,9 @@ from nanoinfer.measure.report import write_figures
 from nanoinfer.measure.run import free_memory
 from nanoinfer.recall.answers import Answers, EngineAnswers
 from nanoinfer.recall.evaluate import Exam, Scores, evaluate
+from nanoinfer.recall.formats import divergences, prompts_of
 from nanoinfer.recall.reference import ReferenceAnswers
-from nanoinfer.recall.report import compare, figures, plot, table
+from nanoinfer.recall.report import compare, compare_formats, figures, plot, table
 from nanoinfer.recall.settings import Evaluation, read_options
 
 
@@ -31,7 +32,9 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Scores]:
     tokenizer = AutoTokenizer.from_pretrained(asked.model_dir)
     exam = Exam(tokenizer, asked.grid)
     checkpoint = {"model": asked.model_dir.name, "checkpoint_sha256": checkpoint_sha256(asked.model_dir)}
+    prompts = prompts_of(exam)
     results: dict[str, Scores] = {}
+    found: dict[str, float] = {}
     try:
         for label, arguments in asked.runs.items():
             with _open(arguments, asked, tokenizer.eos_token_id) as answers:
@@ -40,9 +43,14 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Scores]:
                 write_figures(options.json, checkpoint | figures(results, asked.grid), None, asked.device, command)
             if options.plot:
                 plot(options.plot, results, asked.grid)
+        if asked.compared:
+            found = divergences(asked.model_dir, asked.compared, prompts, asked.device)
+            if options.json:
+                content = checkpoint | figures(results, asked.grid) | {"mean_kl_nats": found}
+                write_figures(options.json, content, None, asked.device, command)
     finally:  # an interrupted run shows the results that it has
         if results:
-            print("\n".join([table(results, asked.grid), *compare(results)]))
+            print("\n".join([table(results, asked.grid), *compare(results), *compare_formats(found, prompts)]))
     return results
 
 

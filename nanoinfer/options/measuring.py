@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,11 +51,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, kv_cache_dtype_help: str | None = None) -> None:
-    """Add the options of the engine that benchmarks leave to the user; --mode says where KV lies."""
-    texts = {"max_num_seqs": "sequences that run at once; default: as the benchmark needs"}
-    if kv_cache_dtype_help is not None:
-        texts["kv_cache_dtype"] = kv_cache_dtype_help
+def add_engine_arguments(parser: argparse.ArgumentParser, texts: Mapping[str, str] | None = None) -> None:
+    """Add the options of the engine that benchmarks leave to the user; --mode says where KV lies.
+
+    texts: other help texts than the engine's, by field.
+    """
+    texts = {"max_num_seqs": "sequences that run at once; default: as the benchmark needs"} | dict(texts or {})
     # Prefix caching is off by default, so that each run computes all of its prompts; None: the benchmark decides.
     add_engine_options(parser, without=_CHOSEN, defaults={"enable_prefix_caching": None}, texts=texts)
     parser.add_argument("--no-progress", action="store_true")

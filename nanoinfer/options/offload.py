@@ -33,7 +33,8 @@ DEFAULT_OUTPUT_LEN = 28  # 27 decode steps, of which 24 are counted
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options. Engine options have the engine's defaults."""
     add_model_arguments(parser)
-    add_engine_arguments(parser, f"{recall.KV_CACHE_DTYPE_HELP} (--task recall only)")
+    lists = {name: f"{text} (lists: --task recall only)" for name, text in recall.HELP_OF_LISTS.items()}
+    add_engine_arguments(parser, lists)
     parser.add_argument(
         "--task",
         default="decode",
@@ -88,10 +89,16 @@ class Cases:
 
 
 def check_task(options: argparse.Namespace) -> None:
-    """Raises ValueError if an option was given that the task does not use."""
+    """Raises ValueError if an option was given that the task does not use, or a list of which it takes one."""
     for name in UNUSED[options.task]:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} has no meaning with --task {options.task}: leave it out")
+    for name in recall.HELP_OF_LISTS if options.task == "decode" else ():
+        value = getattr(options, name) or ""
+        if "," in value:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: --task {options.task} takes one, --task recall a list"
+            )
 
 
 def read_cases(options: argparse.Namespace, is_cuda: bool) -> Cases:

@@ -12,7 +12,14 @@ MODES = (REFERENCE, *ENGINE_MODES)
 DEFAULT_MODES = "hf,resident,offload"
 DEFAULT_DEPTHS = "0,0.25,0.5,0.75,1"
 DEFAULT_QUESTIONS = 20
-KV_CACHE_DTYPE_HELP = '"auto" (as the model) or "fp8"; "auto,fp8" asks each engine mode once with each'
+UNQUANTISED = "none"
+# Options of the engine that take several values here: each engine mode is asked once with each.
+HELP_OF_LISTS = {
+    "quantization": 'quantise the weights of a wide checkpoint while they are read; "none,int8,fp8,int4" asks each '
+    "engine mode once with each (none: as the checkpoint is)",
+    "head_quantization": 'head and embeddings in 8 bits; "none,int8" asks once with each',
+    "kv_cache_dtype": '"auto" (as the model) or "fp8"; "auto,fp8" asks each engine mode once with each',
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--plot", metavar="FILE.png", help="draw accuracy over length and depth")
     add_grid_arguments(parser)
-    add_engine_arguments(parser, KV_CACHE_DTYPE_HELP)
+    add_engine_arguments(parser, HELP_OF_LISTS)
 
 
 def add_grid_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nanoinfer.measure.report import paragraph
 from nanoinfer.recall.answers import NUM_LOGPROBS, largest_error
 from nanoinfer.recall.evaluate import Grid, Scores
 
@@ -39,6 +40,17 @@ def compare(results: dict[str, Scores]) -> list[str]:
         cells = "every cell equal" if scores.right == wanted.right else "CELLS DIFFER"
         lines.append(f"{name} against {first}: {same} of {len(wanted.answers)} answers equal, {cells}")
     return lines
+
+
+def compare_formats(divergences: dict[str, float], prompts: list[list[int]]) -> list[str]:
+    """A line for each format of weights under a title: how far it moves the model's distributions."""
+    if not divergences:
+        return []
+    title = (
+        "mean KL divergence of the next token's distribution from that of the checkpoint as it is, in nats, over "
+        f"{sum(map(len, prompts)):,} tokens of the shortest contexts, in float32"
+    )
+    return [paragraph(title, [(name, f"{value:.2e}") for name, value in divergences.items()])]
 
 
 def _same_answers(scores: Scores, wanted: Scores) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from nanoinfer.options.measuring import (
     mode_names,
     shared_engine_arguments,
 )
-from nanoinfer.options.recall import DEFAULT_DEPTHS, DEFAULT_MODES, DEFAULT_QUESTIONS, MODES, REFERENCE
+from nanoinfer.options.recall import DEFAULT_DEPTHS, DEFAULT_MODES, DEFAULT_QUESTIONS, MODES, REFERENCE, UNQUANTISED
 from nanoinfer.recall.evaluate import Grid
+from nanoinfer.recall.formats import AS_IT_IS, WeightFormat
 from nanoinfer.weights.load import check_safetensors, find_model, load_config
 
 DEFAULT_LENGTHS = {"cuda": "1k,2k,4k,8k,16k,32k,64k", "cpu": "1k,2k"}
@@ -37,14 +39,17 @@ class Evaluation:
     """What one call asks, and whom.
 
     Attributes:
-        runs: for each mode in each KV format, what the report calls it -> arguments of the LLM; None: transformers
-            answer.
+        runs: for each mode in each format of weights and KV, what the report calls it -> arguments of the LLM; None:
+            transformers answer.
+        compared: formats of weights whose distributions are compared with those of the checkpoint as it is; none if the
+            latter is not asked.
     """
 
     model_dir: Path
     device: torch.device
     grid: Grid
     runs: dict[str, dict[str, Any] | None]
+    compared: list[WeightFormat]
 
 
 def read_options(options: argparse.Namespace) -> Evaluation:
@@ -57,7 +62,12 @@ def read_options(options: argparse.Namespace) -> Evaluation:
         raise ValueError(f"--shape {options.shape} has random weights, which answer nothing: give a model")
     device = resolve_device(options.device)
     modes = mode_names(DEFAULT_MODES if options.mode is None else options.mode, MODES)
-    formats = list(dict.fromkeys(name.strip() for name in options.kv_cache_dtype.split(",")))
+    formats = [
+        (WeightFormat(quantization=weights, head_quantization=head), kv)
+        for weights, head, kv in product(
+            _weights(options.quantization), _weights(options.head_quantization), _names(options.kv_cache_dtype)
+        )
+    ]
     check_can_write(options.json, options.plot)
     check_can_plot(options.plot)
     grid = Grid(
@@ -71,27 +81,40 @@ def read_options(options: argparse.Namespace) -> Evaluation:
     model_dir = find_model(options.model or options.checkpoint or "recall")
     check_safetensors(model_dir)
     _check_context(model_dir, grid.lengths[-1])
-    for name in formats:  # a wrong value is refused also where transformers alone answer
-        EngineConfig(**_engine_arguments(options, model_dir, "resident", name, grid.lengths[-1]))
+    for weights, kv in formats:  # a wrong value is refused also where transformers alone answer
+        config = EngineConfig(**_engine_arguments(options, model_dir, "resident", weights, kv, grid.lengths[-1]))
+        spec_and_layout(config, load_config(model_dir))
     runs: dict[str, dict[str, Any] | None] = {}
     for mode in modes:
         if mode == REFERENCE:
             runs[mode] = None
             continue
-        for name in formats:
-            arguments = _engine_arguments(options, model_dir, mode, name, grid.lengths[-1])
+        for weights, kv in formats:
+            arguments = _engine_arguments(options, model_dir, mode, weights, kv, grid.lengths[-1])
             # Raises where the engine would when it starts; the modes before it would have run in vain.
             Setup(EngineConfig(**arguments), device).plan()
-            runs[mode if name == "auto" else f"{mode} {name}"] = arguments
-    return Evaluation(model_dir, device, grid, runs)
+            runs[" ".join(filter(None, (mode, weights.name, "" if kv == "auto" else kv)))] = arguments
+    asked = dict.fromkeys(weights for weights, _ in formats)
+    compared = [weights for weights in asked if weights != AS_IT_IS] if AS_IT_IS in asked else []
+    return Evaluation(model_dir, device, grid, runs, compared)
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def _weights(text: str | None) -> list[str | None]:
+    return [None if name == UNQUANTISED else name for name in _names(UNQUANTISED if text is None else text)]
 
 
 def _engine_arguments(
-    options: argparse.Namespace, model_dir: Path, mode: str, kv_cache_dtype: str, longest: int
+    options: argparse.Namespace, model_dir: Path, mode: str, weights: WeightFormat, kv_cache_dtype: str, longest: int
 ) -> dict[str, Any]:
     own = dict(
         model=model_dir,
         load_format="auto",
+        quantization=weights.quantization,
+        head_quantization=weights.head_quantization,
         kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=options.enable_prefix_caching is not False,  # a document is read once for its questions
         max_model_len=longest + ANSWER_ROOM,

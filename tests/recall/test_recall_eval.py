@@ -44,7 +44,7 @@ def checkpoint(tokenizer, tmp_path_factory):
     ids = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
     path = make_checkpoint(
         "qwen3", tmp_path_factory.mktemp("model"), vocab_size=len(tokenizer), num_layers=2, num_heads=2,
-        num_kv_heads=1, **ids,
+        num_kv_heads=1, hidden_size=32, intermediate_size=64, **ids,
     )  # fmt: skip
     tokenizer.save_pretrained(path)
     return path
@@ -205,6 +205,9 @@ def test_both_commands_print_the_table_and_write_figures_and_picture(checkpoint,
         (["--model", "absent"], "model 'absent' does not exist"),
         (["--kv-cache-dtype", "auto,fp9"], "--kv-cache-dtype 'fp9' is not one of auto, fp8"),
         (["--kv-cache-dtype", ","], "--kv-cache-dtype '' is not one of auto, fp8"),
+        (["--quantization", "none,int5"], "--quantization 'int5' does not fit this checkpoint"),
+        (["--mode", "hf", "--quantization", "int5"], "with one of int4, int8, fp8"),
+        (["--head-quantization", "none,int4"], "--head-quantization 'int4' is not one of int8"),
         (["--dtype", "float31"], "--dtype 'float31' is not one of auto, bfloat16, float16, float32"),
         (["--mode", "hf", "--dtype", "float31"], "--dtype 'float31' is not one of"),
         (["--attention-backend", "tritn"], "--attention-backend 'tritn' is not one of"),
@@ -247,12 +250,46 @@ def test_an_option_that_the_task_does_not_use_is_refused(task, arguments, option
     assert f"{option} has no meaning with --task {task}: leave it out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option, value",
+    [("--quantization", "none,int4"), ("--head-quantization", "none,int8"), ("--kv-cache-dtype", "auto,fp8")],
+)
+def test_lists_of_formats_are_for_recall_alone(option, value, capsys):
+    assert offload.main([option, value, "--device", "cpu"]) == 2
+    assert f"{option} {value}: --task decode takes one, --task recall a list" in capsys.readouterr().err
+
+
+def test_formats_of_weights_stand_beside_each_other(checkpoint, tmp_path, capsys):
+    report = tmp_path / "recall.json"
+    arguments = ["--task", "recall", str(checkpoint), "--context", "1k", "--depths", "0", "--questions", "5"]
+    arguments += ["--device", "cpu", "--dtype", "float32", "--no-progress", "--json", str(report)]
+    lists = ["--quantization", "none,fp8,int4", "--head-quantization", "none,int8"]
+    assert offload.main([*arguments, "--mode", "resident", *lists]) == 0
+    names = ["int8 head", "fp8 weights", "fp8 weights int8 head", "int4 weights", "int4 weights int8 head"]
+    printed, written = capsys.readouterr().out, json.loads(report.read_text())
+    assert list(written["results"]) == ["resident", *(f"resident {name}" for name in names)]
+    assert all(f"resident {name} against resident: " in printed for name in names)
+    assert list(written["mean_kl_nats"]) == names and all(value > 0 for value in written["mean_kl_nats"].values())
+    lines = printed[printed.index("mean KL divergence") :].splitlines()
+    assert [line.strip().rpartition("  ")[0].strip() for line in lines[1:]] == names
+    # Without the checkpoint as it is there is nothing to compare with; one model may be all that fits.
+    assert offload.main([*arguments, "--mode", "resident,streamed", "--quantization", "int4"]) == 0
+    printed, written = capsys.readouterr().out, json.loads(report.read_text())
+    assert "streamed int4 weights against resident int4 weights: 5 of 5 answers equal, every cell equal" in printed
+    assert "KL" not in printed and "mean_kl_nats" not in written
+
+
 def test_help_says_what_hf_is_for_each_task(capsys):
     for call in (lambda: offload.main(["--help"]), lambda: cli.main(["eval", "recall", "--help"])):
         with pytest.raises(SystemExit):
             call()
         text = " ".join(capsys.readouterr().out.split())
-        assert "in float32" in text and "(default: hf,resident,offload)" in text and '"auto,fp8"' in text
+        assert (
+            "in float32" in text
+            and "(default: hf,resident,offload)" in text
+            and '"auto,fp8"' in text
+            and '"none,int8,fp8,int4"' in text
+        )
 
 
 def test_what_is_finished_is_kept_when_a_later_mode_fails(checkpoint, tmp_path, capsys, monkeypatch):

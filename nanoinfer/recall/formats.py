@@ -1,0 +1,66 @@
+"""Weights of other formats: how far the model's distributions move from those that the checkpoint gives as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanoinfer.measure.divergence import mean_divergence, prompt_logits
+from nanoinfer.measure.run import free_memory
+from nanoinfer.recall.evaluate import Exam
+from nanoinfer.weights.load import load_config, load_model
+from nanoinfer.weights.quantize import quantised_config
+
+MAX_TOKENS = 1024
+"""Of a prompt: its first ones. All logits of the checkpoint as it is are kept: 600 MB of a prompt where the vocabulary
+has 150,000 entries."""
+MAX_PROMPTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat:
+    """What the weights are quantised to while they are read, as `EngineConfig` names it; all None: nothing is."""
+
+    quantization: str | None = None
+    head_quantization: str | None = None
+
+    @property
+    def name(self) -> str:
+        """ "" for the checkpoint as it is."""
+        parts = [(self.quantization, "weights"), (self.head_quantization, "head")]
+        return " ".join(f"{chosen} {what}" for chosen, what in parts if chosen is not None)
+
+
+AS_IT_IS = WeightFormat()
+
+
+def prompts_of(exam: Exam) -> list[list[int]]:
+    """Return a prompt about each document of the shortest length, cut to the tokens that are compared."""
+    return [(paper.document + paper.questions[0])[:MAX_TOKENS] for paper in exam.papers[0][:MAX_PROMPTS]]
+
+
+def divergences(
+    model_dir: str | Path, formats: list[WeightFormat], prompts: list[list[int]], device: torch.device | str
+) -> dict[str, float]:
+    """Return for each format the mean KL divergence of its next-token distributions, in nats, by the format's name.
+
+    KL(checkpoint as it is || format), mean over all tokens of the prompts, which both models are given. In float32, so
+    that no rounding of products is in it: that of bfloat16 is above that of weights in 8 bits. It is the same in every
+    mode, since the modes have the same logits. One model at a time lies on the device.
+    """
+    wanted = _logits(model_dir, AS_IT_IS, prompts, device)
+    return {one.name: mean_divergence(wanted, _logits(model_dir, one, prompts, device)) for one in formats}
+
+
+def _logits(
+    model_dir: str | Path, weights: WeightFormat, prompts: list[list[int]], device: torch.device | str
+) -> Tensor:
+    """[tokens of all prompts, vocab_size] float32, CPU."""
+    hf_config = quantised_config(load_config(model_dir), weights.quantization, weights.head_quantization)
+    longest = max(map(len, prompts))
+    free_memory()  # of the model before
+    model = load_model(model_dir, hf_config, torch.float32, device, max_position=longest, progress=False)
+    return torch.cat([prompt_logits(model, token_ids) for token_ids in prompts])
