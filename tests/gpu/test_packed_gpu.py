@@ -45,6 +45,8 @@ def test_any_number_of_rows_has_the_bits_of_the_expanded_matrix(name, packing, d
         expand(packed, matrix)
         wanted = weights.expand(module, slice(0, num_rows)).to(dtype)
         assert torch.equal(matrix.view(torch.int16), wanted.view(torch.int16)), (name, size)
+        wide = expand(packed, torch.empty(num_rows, size, device=DEVICE))  # as a model in float32 has it
+        assert torch.equal(wide, weights.expand(module, slice(0, num_rows)).float()), (name, size)
         # Of a size that no sum overflows with, which would be NaN and so equal to nothing.
         x = torch.randn(512, size, device=DEVICE).to(dtype) / matrix.float().abs().max().clamp(min=1e-3).to(dtype)
         bias, parts = torch.randn(num_rows, device=DEVICE).to(dtype), num_parts(size)

@@ -278,8 +278,8 @@ def weights_of_plane(
 ):  # fmt: skip
     """Return the weights of one plane: [rows, PLANE] in the model's dtype."""
     if EXPANSION >= 0:
-        # Instructions for bfloat16 give no float16.
-        dtype: tl.constexpr = PRODUCT if PRODUCT == tl.bfloat16 else like.dtype.element_ty
+        # Only float16 products become another dtype, bfloat16, among these instructions.
+        dtype: tl.constexpr = tl.bfloat16 if like.dtype.element_ty == tl.bfloat16 else PRODUCT
         if ZEROS or FOLD_ZERO > 0:
             weight = tl.inline_asm_elementwise(
                 _EXPANSIONS[EXPANSION][p], "=r,r,r,r", [words, scale, zero], dtype=dtype.value, is_pure=True, pack=2
