@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from packings import HALF, PACKINGS, Held, filled
 
-from nanoinfer.kernels.linear.expand import expand
+from nanoinfer.kernels.linear.expand import expand, tensors_of
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 
@@ -68,6 +68,37 @@ def test_parts_of_a_sum_cover_their_columns(name):
         columns = slice(begin, begin + size // 2)
         wanted = x[:, columns].float() @ matrix[:, columns].t()
         torch.testing.assert_close(part, wanted, atol=1e-3 * wanted.abs().max().item(), rtol=1e-3)
+
+
+class Watched:
+    """The interpreter's memory, which counts reads of what lies in none of the tensors."""
+
+    def __init__(self, memory: object, tensors: list[torch.Tensor]) -> None:
+        self._memory, self.beyond = memory, 0
+        self._ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
+
+    def __getattr__(self, name: str):
+        return getattr(self._memory, name)
+
+    def load(self, pointers, mask, other, dtype):
+        read = pointers[mask].astype("int64")
+        self.beyond += sum(not any(begin <= at < end for begin, end in self._ranges) for at in read.tolist())
+        return self._memory.load(pointers, mask, other, dtype)
+
+
+@pytest.mark.parametrize("name, size", [("int4 of 32", 96), ("nvfp4", 80), ("mxfp4", 96)])
+def test_blocks_with_columns_too_many_read_no_scales_beyond_the_last(name, size, monkeypatch):
+    from triton.runtime import interpreter
+
+    _, module = filled(Packing(**PACKINGS[name]), 4, size)
+    out = torch.empty(4, size, dtype=HALF)
+    x = torch.zeros(1, size, dtype=HALF)
+    tensors = [tensor for tensor in (*tensors_of(module.packed), x) if tensor is not None]
+    watched = Watched(interpreter._interpreter, tensors)
+    monkeypatch.setattr(interpreter, "_interpreter", watched)
+    expand(module.packed, out)
+    packed_linear(x, module.packed)
+    assert watched.beyond == 0
 
 
 def test_many_rows_float32_and_unknown_activations_go_another_way():

@@ -397,8 +397,8 @@ def expand_kernel(
             for p in tl.static_range(16 // BITS):
                 scale, zero = scales_of_plane(
                     scales, zeros, global_scale, group_index, of_row, row, num_rows, first, u * BLOCK + p * PLANE,
-                    SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, (UNROLL * BLOCK) % GROUP == 0, True, ZEROS, KIND, BITS,
-                    SCALE, FACTOR, EXPANSION, PRODUCT, FOLD, FOLD_ZERO,
+                    SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, (UNROLL * BLOCK) % GROUP == 0, SIZE % BLOCK == 0, ZEROS,
+                    KIND, BITS, SCALE, FACTOR, EXPANSION, PRODUCT, FOLD, FOLD_ZERO,
                 )  # fmt: skip
                 weight = weights_of_plane(
                     tile, scale, zero, out, p, ZEROS, FOLD_ZERO, KIND, BITS, EXPANSION, PRODUCT, RESULT
