@@ -70,6 +70,22 @@ def test_parts_of_a_sum_cover_their_columns(name):
         torch.testing.assert_close(part, wanted, atol=1e-3 * wanted.abs().max().item(), rtol=1e-3)
 
 
+def test_infinite_weights_beyond_the_columns_of_a_sum_do_not_reach_it():
+    packing = Packing(**PACKINGS["int4 by row"])  # 200 columns: the last block has 56 too many, with codes of 0
+    _, module = filled(packing, 16, 200)
+    module.packed.put_codes(0, torch.full((16, 200), 9, dtype=torch.uint8))
+    module.packed.put_scales(0, 16, torch.full((16, 1), 10000.0, dtype=HALF))
+    assert torch.equal(packed_linear(torch.full((1, 200), 2.0**-8, dtype=HALF), module.packed),
+                       torch.full((1, 16), 200 * 10000 / 2**8, dtype=HALF))  # fmt: skip
+    _, module = filled(Packing(**PACKINGS["int8 of 128"]), 16, 2304)
+    codes = torch.full((16, 2304), 129, dtype=torch.uint8)
+    codes[:, 1152:] = 255
+    module.packed.put_codes(0, codes)
+    module.packed.put_scales(0, 16, torch.where(torch.arange(18) < 9, 1.0, 60000.0).to(HALF)[None])
+    parts = packed_linear(torch.full((1, 2304), 2.0**-8, dtype=HALF), module.packed, num_parts=2)
+    assert bool((parts[0] == 1152 / 2**8).all()) and bool((parts[1] == torch.inf).all())
+
+
 class Watched:
     """The interpreter's memory, which counts reads of what lies in none of the tensors."""
 

@@ -116,6 +116,8 @@ def packed_linear_kernel(
                 weight = weights_of_plane(
                     tile, scale, zero, x, p, ZEROS, FOLD_ZERO, KIND, BITS, EXPANSION, PRODUCT, RESULT
                 )
+                if not EVEN_SIZE:  # what lies beyond may be infinite, and its product with 0 no number
+                    weight = tl.where((column + at < end)[None, :], weight, 0.0)
                 acc = tl.dot(weight, value, acc, input_precision="ieee")
     let_next_in(PDL)
     result = tl.trans(acc)
