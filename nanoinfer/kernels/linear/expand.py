@@ -1,18 +1,8 @@
-"""From packed codes to weights, inside kernels, and the kernel that writes a whole matrix.
+"""From packed codes to weights, inside kernels, and the kernel that writes rows of a matrix.
 
-`plane_of` makes one plane of a tile of words (see `packing`) a tile of weights, in the arithmetic of the weight's
-reference and with its roundings, so that a product with it has the bits of the product with the expanded matrix.
-
-Where scales lie in words, two neighbouring weights are computed at a time by instructions that triton does not choose
-by itself. A 4-bit code becomes a number with one logical operation: the code is put into the lowest bits of the number
-128 (bfloat16) or 1024 (float16), whose last bit counts 1, and 128 or 1024 plus the zero is subtracted, exactly. The
-trick is from Kim et al., arXiv:2211.10017. An 8-bit code has one bit too many for bfloat16; that bit chooses what is
-subtracted. The bits of e4m3 are shifted to where the wider type has them, and a power of two corrects the exponent.
-
-Most weights need less: see `Packing.folded`. The bits of an integer in the lowest bits of a bfloat16, and zeros above,
-are this integer times 2**-133, also where they reach into the exponent's lowest bit. With the scale times 2**133 and
-minus the zero times the scale, which is exact, for the zero is a power of two, one multiplication and addition gives
-the weight, rounded once.
+`weights_of_plane` makes one plane of a tile of words (see `packing`) a tile of weights, in the arithmetic of the
+weight's reference and with its roundings, so that a product with it has the bits of the product with the expanded
+matrix. Where scales lie in words, it takes the instructions of `instructions`.
 """
 
 from __future__ import annotations
@@ -23,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.linear.instructions import EXPANSIONS, number_of
 from nanoinfer.kernels.linear.packing import PackedWeight
 
 INT, FP8, FP4 = (tl.constexpr(number) for number in range(3))
@@ -35,68 +26,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 _KINDS = {"int": INT.value, "fp8": FP8.value, "fp4": FP4.value}
 
 
-def _twice(bits: int) -> str:
-    return f"0x{bits << 16 | bits:08X}"
-
-
-def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool, is_widened: bool) -> str:
-    """Return instructions that make $0 two weights of two words in $1 and two scales in $2; $3: two negative zeros.
-
-    is_widened: whether float16 products become bfloat16.
-    """
-    dtype = "bf16x2" if is_bf16 else "f16x2"
-    one, magic = (0x3F80, 0x4300) if is_bf16 else (0x3C00, 0x6400)
-    lines = ["{", ".reg .b32 t, m, g, o, z;", f"mov.b32 o, {_twice(one)};", f"mov.b32 z, {_twice(0x8000)};"]
-    if kind == "fp8":
-        # Each code into the upper byte of its half; the bytes 4 to 7 are zeros.
-        lines += ["mov.b32 g, 0;", f"prmt.b32 t, $1, g, 0x{2 + plane}4{plane}4;", f"and.b32 m, t, {_twice(0x7F00)};"]
-        lines += [f"shr.u32 m, m, {4 if is_bf16 else 1};", f"mov.b32 g, {_twice(0x8000)};"]
-        lines += ["lop3.b32 t, t, g, m, 0xEA;", f"mov.b32 o, {_twice(0x7B80 if is_bf16 else 0x5C00)};"]
-        lines += [f"fma.rn.{dtype} t, t, o, z;"]
-    else:
-        lines += [f"shr.u32 t, $1, {bits * plane};" if plane else "mov.b32 t, $1;"]
-        if bits == 8 and is_bf16:
-            # 128 is subtracted where the highest bit, which is left out, is set; elsewhere 256.
-            lines += [f"mov.b32 m, {_twice(0x0080)};", f"mov.b32 g, {_twice(0xC380)};", "lop3.b32 g, t, m, g, 0x6A;"]
-            lines += [f"mov.b32 m, {_twice(0x007F)};", f"mov.b32 z, {_twice(magic)};", "lop3.b32 t, t, m, z, 0xEA;"]
-            lines += [f"mov.b32 z, {_twice(0x8000)};"]
-        else:
-            lines += [f"mov.b32 m, {_twice((1 << bits) - 1)};", f"mov.b32 g, {_twice(magic)};"]
-            lines += ["lop3.b32 t, t, m, g, 0xEA;", f"mov.b32 g, {_twice(0x8000 | magic | 1 << bits - 1)};"]
-        lines += [f"fma.rn.{dtype} t, t, o, {'$3' if has_zeros else 'g'};"]
-    # A sum with -0 changes nothing: GPUs before Hopper multiply two bfloat16 at a time only so.
-    if not is_widened:
-        return "\n".join([*lines, f"fma.rn.{dtype} $0, t, $2, z;", "}"])
-    lines += [f"fma.rn.{dtype} t, t, $2, z;", ".reg .b16 h, i;", ".reg .f32 a, b;", "mov.b32 {h, i}, t;"]
-    return "\n".join([*lines, "cvt.f32.f16 a, h;", "cvt.f32.f16 b, i;", "cvt.rn.bf16x2.f32 $0, b, a;", "}"])
-
-
-def _folded(kind: str, bits: int, plane: int) -> str:
-    """As `_expansion`, with scales that the power of two lies in; $3: minus the products of zero and scale."""
-    lines, shift = ["{", ".reg .b32 t, m, g, z;"], bits * plane - (4 if bits == 4 else 0)
-    if kind == "fp8":
-        # Each code into the upper byte of its half, and from there to where bfloat16 has exponent and fraction.
-        lines += ["mov.b32 t, $1;" if plane else "shl.b32 t, $1, 8;", f"and.b32 m, t, {_twice(0x7F00)};"]
-        lines += ["shr.u32 m, m, 4;", f"mov.b32 g, {_twice(0x8000)};", "lop3.b32 t, t, g, m, 0xEA;"]
-        lines += [f"mov.b32 z, {_twice(0x8000)};", "fma.rn.bf16x2 $0, t, $2, z;"]
-    else:
-        # 4-bit codes into the bits 4 to 7, which the second plane has them in.
-        lines += ["mov.b32 t, $1;" if not shift else f"shr.u32 t, $1, {shift};" if shift > 0 else "shl.b32 t, $1, 4;"]
-        lines += [f"and.b32 t, t, {_twice(0x00F0 if bits == 4 else 0x00FF)};", "fma.rn.bf16x2 $0, t, $2, $3;"]
-    return "\n".join([*lines, "}"])
-
-
-_CASES = [
-    (kind, bits, is_bf16, has_zeros, is_widened)
-    for kind, bits in (("int", 4), ("int", 8), ("fp8", 8))
-    for is_bf16, is_widened in ((False, False), (True, False), (False, True))
-    for has_zeros in (False, True)
-]
-_FOLDED_CASES = [("int", 4), ("int", 8), ("fp8", 8)]
-_EXPANSIONS = tl.constexpr(
-    [[_expansion(k, b, p, *how) for p in range(16 // b)] for k, b, *how in _CASES]
-    + [[_folded(k, b, p) for p in range(16 // b)] for k, b in _FOLDED_CASES]
-)
+_EXPANSIONS = tl.constexpr(EXPANSIONS)
 
 
 @triton.jit
@@ -316,14 +246,9 @@ def constants_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype)
     group = packing.columns or size
     scale_dtype = packing.scale_dtype
     product = packing.product_dtype or (scale_dtype if scale_dtype in _TYPES else torch.float32)
-    is_bf16 = scale_dtype == torch.bfloat16
-    is_widened = not is_bf16 and dtype == torch.bfloat16
-    case = (packing.kind, packing.bits, is_bf16, packing.has_zeros, is_widened)
     fits = packing.has_words and has_instructions(device)
     folds = fits and weight.can_fold and dtype == torch.bfloat16 and packing.folded[0] > 0
-    number = -2 if not has_instructions(device) else -1 if not fits else _CASES.index(case)
-    if folds:
-        number = len(_CASES) + _FOLDED_CASES.index((packing.kind, packing.bits))
+    number = number_of(packing, dtype, folds) if fits else -1 if has_instructions(device) else -2
     return dict(
         SIZE=size,
         BITS=packing.bits,

@@ -167,7 +167,7 @@ def packed_linear(
         return out
     constants, part_size = constants_of(weight, x.device, x.dtype), size // num_parts
     block_m, block_n, num_warps, stages, columns = packed_tiles(num_tokens, gated, weight.packing.bits, x.device)
-    unroll = max(columns // constants["BLOCK"], first_blocks(constants))
+    unroll = _blocks_of_step(part_size, columns, constants)
     if constants["MODE"] == COLUMN.value:  # a tile of scales for each plane would take all shared memory
         stages = 1
     grid = (triton.cdiv(num_tokens, block_m), triton.cdiv(weight.num_rows, block_n), num_parts)
@@ -179,6 +179,15 @@ def packed_linear(
         num_warps=num_warps, **launch_options(x),
     )  # fmt: skip
     return out
+
+
+def _blocks_of_step(part_size: int, columns: int, constants: dict) -> int:
+    """Return how many blocks make up about so many columns: as many as divide a part of a sum, if any do."""
+    block, least = constants["BLOCK"], first_blocks(constants)
+    for count in range(max(columns // block, least), least, -1):
+        if count % least == 0 and part_size % (count * block) == 0:
+            return count
+    return least
 
 
 def packed_tiles(num_tokens: int, gated: bool, bits: int, device: torch.device) -> tuple[int, int, int, int, int]:
