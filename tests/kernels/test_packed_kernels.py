@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from packings import HALF, PACKINGS, Held, filled
 
+from nanoinfer.kernels import fused
 from nanoinfer.kernels.linear.expand import expand, tensors_of
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
@@ -123,6 +124,15 @@ def test_many_rows_float32_and_unknown_activations_go_another_way():
     assert packed_linear(torch.zeros(1, 64), module.packed) is None
     assert packed_linear(torch.zeros(1, 64, dtype=HALF), module.packed, activation="gelu") is None
     assert packed_linear(torch.zeros(0, 64, dtype=HALF), module.packed).shape == (0, 16)
+
+
+@pytest.mark.parametrize("itemsize, activation", [(4, "silu"), (2, "gelu")])
+def test_no_matrix_is_expanded_for_an_activation_that_no_kernel_computes(itemsize, activation, monkeypatch):
+    weights, module = filled(Packing(**PACKINGS["int8 by row"]), 16, 64)
+    module.operations, module.bias, module.library_counts = fused, None, frozenset()
+    monkeypatch.setattr(Held, "matrix", lambda *_: pytest.fail("expanded in vain"))
+    x = SimpleNamespace(is_cuda=True, element_size=lambda: itemsize, shape=(1, 64))
+    assert weights.project_gated(module, x, activation) is None
 
 
 def test_scales_are_folded_where_every_product_is_exact():
