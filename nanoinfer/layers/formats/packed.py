@@ -1,6 +1,6 @@
-"""Weights of 4 or 8 bits with scales, held packed and expanded to a matrix for each product.
+"""Weights of 4 or 8 bits with scales, held packed, and expanded inside kernels or to a matrix for each product.
 
-The expanded matrix is what the reference of a checkpoint's method computes, in its arithmetic and its order of
+The matrix is what the reference of a checkpoint's method computes, in its arithmetic and its order of
 rounding, and is rounded to the model's dtype last. So a product has the bits of the product with a dense checkpoint
 that holds this matrix.
 """
