@@ -30,6 +30,8 @@ from nanoinfer.kernels.linear.expand import (
 from nanoinfer.kernels.linear.packing import PackedWeight
 from nanoinfer.kernels.linear.tiles import finished_product
 
+MAX_PLANES = 8
+"""The most planes of one step of the loop."""
 LARGE_SHARED_MEMORY = 160 * 1024
 """From so many bytes for a program on, tiles for many rows are loaded one more step ahead."""
 
@@ -182,9 +184,13 @@ def packed_linear(
 
 
 def _blocks_of_step(part_size: int, columns: int, constants: dict) -> int:
-    """Return how many blocks make up about so many columns: as many as divide a part of a sum, if any do."""
+    """Return how many blocks make up about so many columns: as many as divide a part of a sum, if any do.
+
+    Of narrow planes fewer columns: each plane is code of its own, and many take the compiler tens of seconds.
+    """
     block, least = constants["BLOCK"], first_blocks(constants)
-    for count in range(max(columns // block, least), least, -1):
+    most = min(columns // block, MAX_PLANES * constants["BITS"] // 16)
+    for count in range(max(most, least), least, -1):
         if count % least == 0 and part_size % (count * block) == 0:
             return count
     return least
