@@ -133,12 +133,19 @@ def compile_packed() -> None:
     cases += [dict(kind="fp8", bits=8, scale_dtype=torch.float32, columns=128, rows=128, product_dtype=torch.float32)]
     cases += [nibbles | dict(columns=64, scale_dtype=torch.float32, has_zeros=True)]
     cases += [dict(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32)]
-    for case, can_fold in [*((case, True) for case in cases), (cases[0], False), (cases[2], False)]:
+    ways = [*((case, True) for case in cases), (cases[0], False), (cases[2], False)]
+    if is_brief:  # one that is folded, with zeros in words, with zeros in a table; and what Hopper makes of many rows
+        ways = [ways[0], ways[1], ways[5]] if gpu.architecture == architectures[0] else ways[:1]
+    for case, can_fold in ways:
         weight = empty_packed(Packing(**case), 256, 1024, "cpu")
         weight.can_fold = can_fold
-        expand.expand(weight, zeros(256, 1024))
         layers.packed_linear(zeros(1, 1024), weight)
-        layers.packed_linear(zeros(64, 1024), weight, zeros(256), activation="silu")
+        if not is_brief or gpu.architecture != architectures[0]:
+            layers.packed_linear(zeros(64, 1024), weight, zeros(256), activation="silu")
+        if not is_brief:
+            expand.expand(weight, zeros(256, 1024))
+    if is_brief and gpu.architecture != architectures[0]:
+        return
     layers.packed_linear(zeros(16, 2304), empty_packed(Packing(**cases[0]), 256, 2304, "cpu"), num_parts=2)
     expand.expand(empty_packed(Packing(**cases[1]), 256, 1024, "cpu"), floats(256, 1024))
 
