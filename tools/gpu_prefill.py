@@ -67,20 +67,7 @@ def prefill_attention(bench: Bench) -> dict:
 
 
 def _ours(backend, q: Tensor, kv: Tensor, order: Tensor, begin: int) -> Callable[[], object]:
-    def ints(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=q.device)
-
-    piece = PrefillPiece(
-        cu_seqlens_q=ints(0, len(q)),
-        query_pos=ints(begin),
-        first_block=ints(0),
-        kv_end=ints(begin + len(q)),
-        load_state=ints(0),
-        block_table=order.int()[None],
-        max_query_len=len(q),
-        query_rows=(0, len(q)),
-        store_state=False,
-    )
+    piece = PrefillPiece.of_one(len(q), order.int()[None], begin=begin)
     out = torch.empty_like(q)
     return lambda: backend.prefill(q, kv, piece, None, out, None)
 

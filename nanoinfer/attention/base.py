@@ -78,6 +78,28 @@ class PrefillPiece:
     store_state: bool
     """True: more pieces follow, store the state. False: this is the last piece, write the output."""
 
+    @classmethod
+    def of_one(cls, num_tokens: int, block_table: Tensor, *, begin: int = 0) -> PrefillPiece:
+        """Return the piece of one sequence's tokens from position `begin` on, with all keys and values up to the last.
+
+        block_table: [1, W] int32, of the sequence's blocks from the first one on.
+        """
+
+        def numbers(*values: int) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=block_table.device)
+
+        return cls(
+            cu_seqlens_q=numbers(0, num_tokens),
+            query_pos=numbers(begin),
+            first_block=numbers(0),
+            kv_end=numbers(begin + num_tokens),
+            load_state=numbers(0),
+            block_table=block_table,
+            max_query_len=num_tokens,
+            query_rows=(0, num_tokens),
+            store_state=False,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillState:

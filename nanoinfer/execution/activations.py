@@ -115,21 +115,8 @@ class Activations:
 
     def _around(self, kv: torch.Tensor, tokens: int) -> Around:
         """Return what the step does around segments: one sequence of `tokens` tokens attends to one block."""
-
-        def table(*values: int) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=kv.device)
-
-        piece = PrefillPiece(
-            cu_seqlens_q=table(0, tokens),
-            query_pos=table(0),
-            first_block=table(0),
-            kv_end=table(tokens),
-            load_state=table(0),
-            block_table=torch.zeros(1, -(-tokens // kv.shape[2]), dtype=torch.int32, device=kv.device),
-            max_query_len=tokens,
-            query_rows=(0, tokens),
-            store_state=False,
-        )
+        table = torch.zeros(1, -(-tokens // kv.shape[2]), dtype=torch.int32, device=kv.device)
+        piece = PrefillPiece.of_one(tokens, table)
         state, window = self._backend.prefill_state(tokens), self._model.spec.windows[0]
 
         def before(index: int, tensors: StepTensors) -> None:

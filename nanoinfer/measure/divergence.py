@@ -7,7 +7,9 @@ from torch import Tensor
 
 from nanoinfer.attention.base import PrefillPiece
 from nanoinfer.attention.registry import make_backend
-from nanoinfer.layers.qkv import KVSlots
+from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.execution.segments import Segments
+from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.models.base import AttentionState, DecoderModel
 
 # Float64 logits of so many tokens lie side by side: 80 MB where a vocabulary has 150,000 entries.
@@ -18,47 +20,27 @@ ROWS_AT_ONCE = 64
 def prompt_logits(model: DecoderModel, token_ids: list[int]) -> Tensor:
     """Return the logits behind every token of one sequence: [num_tokens, vocab_size], dtype of the model, CPU.
 
-    The sequence is computed as one prefill with all of its keys and values on the model's device, a layer at a time.
+    The sequence is one prefill. The keys and values of one layer lie on the model's device, each layer's in turn.
     """
     spec, device, count = model.spec, next(model.parameters()).device, len(token_ids)
     attention = spec.attention
     backend = make_backend("auto", attention, device, offload=False)
     num_blocks = -(-count // attention.block_size)
     shape = (num_blocks, 2, attention.block_size, attention.num_kv_heads, attention.head_dim)
+    kv = torch.zeros(shape, dtype=attention.kv_dtype, device=device)
+    piece = PrefillPiece.of_one(count, torch.arange(num_blocks, dtype=torch.int32, device=device)[None])
+    states = RecurrentStates(spec, 1, device)
+    windows = [state.window for state in spec.layers if isinstance(state, AttentionState)]
+    segments = Segments(model, [kv] * len(windows), states)
     positions = torch.arange(count, device=device)
-    target = KVSlots(torch.zeros(shape, dtype=attention.kv_dtype, device=device), positions)  # of each layer in turn
-    piece = _whole(count, num_blocks, device)
-    x, normed = model.embed(torch.tensor(token_ids, device=device))
-    for layer, state in enumerate(spec.layers):
-        if isinstance(state, AttentionState):
-            q = model.before_attention(layer, normed, positions, target)
-            attn = torch.empty_like(q)
-            backend.prefill(q, target.kv, piece, None, attn, state.window)
-            normed = model.after_attention(layer, x, attn)
-        else:
-            rows = torch.zeros(count, dtype=torch.int32, device=device)
-            start = torch.zeros(2, *state.shape, dtype=state.dtype, device=device)
-            normed = model.recur(layer, x, normed, rows, start)
-    return torch.cat([model.logits(rows).cpu() for rows in normed.split(ROWS_AT_ONCE)])
-
-
-def _whole(count: int, num_blocks: int, device: torch.device) -> PrefillPiece:
-    """One sequence of `count` tokens from its beginning, in blocks 0, 1, ..."""
-
-    def numbers(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    return PrefillPiece(
-        cu_seqlens_q=numbers(0, count),
-        query_pos=numbers(0),
-        first_block=numbers(0),
-        kv_end=numbers(count),
-        load_state=numbers(0),
-        block_table=numbers(*range(num_blocks))[None],
-        max_query_len=count,
-        query_rows=(0, count),
-        store_state=False,
-    )
+    rows = torch.zeros_like(positions, dtype=torch.int32)
+    tensors = StepTensors(torch.tensor(token_ids, device=device), positions, positions, rows)
+    tensors.reserve(spec)
+    for index in range(len(segments)):
+        segments.run(index, tensors)
+        if index < len(windows):
+            backend.prefill(tensors.q, kv, piece, None, tensors.attention, windows[index])
+    return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])
 
 
 def mean_divergence(wanted: Tensor, found: Tensor) -> float:
