@@ -1,4 +1,4 @@
-"""Write a quantised checkpoint, which transformers, vLLM and this engine read: `nanoinfer quantize`."""
+"""Write a quantised checkpoint in the compressed-tensors format: `nanoinfer quantize`."""
 
 from __future__ import annotations
 

@@ -24,8 +24,6 @@ and another one for each column of a plane."""
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _KINDS = {"int": INT.value, "fp8": FP8.value, "fp4": FP4.value}
-
-
 _EXPANSIONS = tl.constexpr(EXPANSIONS)
 
 
@@ -164,7 +162,7 @@ def scales_of_plane(
         scale = tl.broadcast_to(scale[:, None], [row.shape[0], PLANE])
         if ZEROS or FOLD_ZERO > 0:
             zero = tl.broadcast_to(zero[:, None], [row.shape[0], PLANE])
-        else:
+        else:  # what lies in the word is another scale
             zero = 1 << BITS - 1
         return scale, zero
 
@@ -300,21 +298,8 @@ def expand_kernel(
     first = tl.program_id(0) * UNROLL
     at = tl.arange(0, PLANE)
     of_row = scales_of_rows(
-        scales,
-        zeros,
-        global_scale,
-        row,
-        MODE,
-        ZEROS,
-        SCALE,
-        FACTOR,
-        ROWS,
-        EXPANSION,
-        PRODUCT,
-        WORD,
-        FOLD,
-        FOLD_ZERO,
-    )
+        scales, zeros, global_scale, row, MODE, ZEROS, SCALE, FACTOR, ROWS, EXPANSION, PRODUCT, WORD, FOLD, FOLD_ZERO
+    )  # fmt: skip
     for u in tl.static_range(UNROLL):
         if (first + u) * BLOCK < SIZE:
             start = ((first + u).to(tl.int64) * num_rows + row[:, None]) * PLANE

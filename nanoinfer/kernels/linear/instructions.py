@@ -22,6 +22,13 @@ def _twice(bits: int) -> str:
     return f"0x{bits << 16 | bits:08X}"
 
 
+def _float8_bits(plane: int, shift: int) -> list[str]:
+    """Return instructions that put the e4m3 codes of a plane into t: the sign, and the rest `shift` bits below it."""
+    # First each code into the upper byte of its half; what comes from the other half is masked.
+    lines = ["mov.b32 t, $1;" if plane else "shl.b32 t, $1, 8;", f"and.b32 m, t, {_twice(0x7F00)};"]
+    return [*lines, f"shr.u32 m, m, {shift};", f"mov.b32 g, {_twice(0x8000)};", "lop3.b32 t, t, g, m, 0xEA;"]
+
+
 def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool, is_widened: bool) -> str:
     """Return instructions that make $0 two weights of two words in $1 and two scales in $2; $3: two negative zeros.
 
@@ -31,10 +38,7 @@ def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool,
     one, magic = (0x3F80, 0x4300) if is_bf16 else (0x3C00, 0x6400)
     lines = ["{", ".reg .b32 t, m, g, o, z;", f"mov.b32 o, {_twice(one)};", f"mov.b32 z, {_twice(0x8000)};"]
     if kind == "fp8":
-        # Each code into the upper byte of its half; the bytes 4 to 7 are zeros.
-        lines += ["mov.b32 g, 0;", f"prmt.b32 t, $1, g, 0x{2 + plane}4{plane}4;", f"and.b32 m, t, {_twice(0x7F00)};"]
-        lines += [f"shr.u32 m, m, {4 if is_bf16 else 1};", f"mov.b32 g, {_twice(0x8000)};"]
-        lines += ["lop3.b32 t, t, g, m, 0xEA;", f"mov.b32 o, {_twice(0x7B80 if is_bf16 else 0x5C00)};"]
+        lines += [*_float8_bits(plane, 4 if is_bf16 else 1), f"mov.b32 o, {_twice(0x7B80 if is_bf16 else 0x5C00)};"]
         lines += [f"fma.rn.{dtype} t, t, o, z;"]
     else:
         lines += [f"shr.u32 t, $1, {bits * plane};" if plane else "mov.b32 t, $1;"]
@@ -58,10 +62,7 @@ def _folded(kind: str, bits: int, plane: int) -> str:
     """As `_expansion`, with scales that the power of two lies in; $3: minus the products of zero and scale."""
     lines, shift = ["{", ".reg .b32 t, m, g, z;"], bits * plane - (4 if bits == 4 else 0)
     if kind == "fp8":
-        # Each code into the upper byte of its half, and from there to where bfloat16 has exponent and fraction.
-        lines += ["mov.b32 t, $1;" if plane else "shl.b32 t, $1, 8;", f"and.b32 m, t, {_twice(0x7F00)};"]
-        lines += ["shr.u32 m, m, 4;", f"mov.b32 g, {_twice(0x8000)};", "lop3.b32 t, t, g, m, 0xEA;"]
-        lines += [f"mov.b32 z, {_twice(0x8000)};", "fma.rn.bf16x2 $0, t, $2, z;"]
+        lines += [*_float8_bits(plane, 4), f"mov.b32 z, {_twice(0x8000)};", "fma.rn.bf16x2 $0, t, $2, z;"]
     else:
         # 4-bit codes into the bits 4 to 7, which the second plane has them in.
         lines += ["mov.b32 t, $1;" if not shift else f"shr.u32 t, $1, {shift};" if shift > 0 else "shl.b32 t, $1, 4;"]

@@ -79,21 +79,8 @@ def packed_linear_kernel(
     ALIGNED: tl.constexpr = PART_SIZE % GROUP == 0 and (UNROLL * BLOCK) % GROUP == 0
     wait_for_inputs(PDL)
     of_row = scales_of_rows(
-        scales,
-        zeros,
-        global_scale,
-        row,
-        MODE,
-        ZEROS,
-        SCALE,
-        FACTOR,
-        ROWS,
-        EXPANSION,
-        PRODUCT,
-        WORD,
-        FOLD,
-        FOLD_ZERO,
-    )
+        scales, zeros, global_scale, row, MODE, ZEROS, SCALE, FACTOR, ROWS, EXPANSION, PRODUCT, WORD, FOLD, FOLD_ZERO
+    )  # fmt: skip
     x_tile = x + token.to(tl.int64)[None, :] * SIZE + at[:, None]
     word_tile = words + row[:, None] * PLANE + at[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -207,7 +194,7 @@ def packed_tiles(num_tokens: int, gated: bool, bits: int, device: torch.device) 
         return (16, 64, 4, 3, 256) if gated else (16, 32, 2, 3, 256)
     if num_tokens <= 32:
         return 32, 64, 4, 3, 256
-    has_much = device.type == "cuda" and _shared_memory(device) >= LARGE_SHARED_MEMORY
+    has_much = _shared_memory(device) >= LARGE_SHARED_MEMORY
     if bits == 8:
         return 64, 64, 4, (4 if num_tokens <= 64 and not gated else 3) if has_much else 2, 128
     if gated:
@@ -217,4 +204,5 @@ def packed_tiles(num_tokens: int, gated: bool, bits: int, device: torch.device) 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    """Return the most bytes that a program may have; 0: there is no GPU."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0

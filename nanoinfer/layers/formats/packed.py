@@ -1,8 +1,8 @@
 """Weights of 4 or 8 bits with scales, held packed, and expanded inside kernels or to a matrix for each product.
 
-The matrix is what the reference of a checkpoint's method computes, in its arithmetic and its order of
-rounding, and is rounded to the model's dtype last. So a product has the bits of the product with a dense checkpoint
-that holds this matrix.
+The matrix is what the reference of a checkpoint's method computes, in its arithmetic and its order of rounding, and is
+rounded to the model's dtype last. So a product has the bits of the product with a dense checkpoint that holds this
+matrix.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ class Packed(ExpandedFormat):
         for name in ("codes", "scales", "zeros", "global_scale", "group_index"):
             if (tensor := getattr(module.packed, name)) is not None:
                 setattr(module, name, nn.Parameter(tensor, requires_grad=False))
-        # Made here, because a captured graph cannot copy it from the host.
-        module.code_values = torch.tensor(E2M1_VALUES, device=device) if self.packing.kind == "fp4" else None
 
     def check_size(self, num_rows: int, in_features: int) -> None:
         """Raises ValueError if the format cannot hold a weight of this size."""
@@ -182,7 +180,7 @@ class Packed(ExpandedFormat):
         if packing.kind == "fp8":
             values = codes.view(torch.float8_e4m3fn).to(dtype)
         elif packing.kind == "fp4":
-            values = module.code_values.to(dtype)[codes.int()]
+            values = torch.tensor(E2M1_VALUES, dtype=dtype, device=codes.device)[codes.int()]
         else:
             values = codes.to(torch.int16)
             if packing.has_zeros:

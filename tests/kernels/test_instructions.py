@@ -1,0 +1,115 @@
+"""The instructions that make weights of packed codes, carried out here: for every code, in every plane and half."""
+
+import re
+
+import pytest
+import torch
+
+from nanoinfer.kernels.linear.instructions import EXPANSIONS, number_of
+from nanoinfer.kernels.linear.packing import Packing
+
+BF16, HALF = torch.bfloat16, torch.float16
+LOGIC = {"0xEA": lambda a, b, c: a & b | c, "0x6A": lambda a, b, c: a & b ^ c}
+# Normal, subnormal, negative, so large that products overflow, zero; below 1/32 those that can be folded.
+SCALES = [1.0, 0.3, 0.031, 0.007, 2.0**-20, 2.0**-126, 2.0**-131, 0.0, -0.02, -1.5, 3e4, 3e38]
+
+
+def halves(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[n] int64 words -> [n, 2] float64. Every value is exact in it, and so is a product and the sum with another."""
+    return torch.stack((words & 0xFFFF, words >> 16), 1).to(torch.uint16).view(dtype).double()
+
+
+def words_of(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    bits = values.to(dtype).view(torch.uint16).long()
+    return bits[:, 0] | bits[:, 1] << 16
+
+
+def carry_out(text: str, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """Words [n] in the registers $1, $2, ... -> those in $0."""
+    held = {f"${number}": words for number, words in enumerate(inputs, 1)}
+    kinds = {".bf16x2": BF16, ".f16x2": HALF}
+
+    def value(name: str) -> torch.Tensor:
+        return torch.full_like(inputs[0], int(name, 0)) if name[0].isdigit() else held[name]
+
+    for line in text.splitlines()[1:-1]:  # without the braces
+        operation, rest = line.removesuffix(";").split(" ", 1)
+        names = re.findall(r"[$\w]+", rest)
+        if operation.startswith(".reg"):
+            continue
+        target, sources = names[0], names[1:]
+        if operation == "mov.b32" and len(names) == 3:  # {h, i} = t
+            held[names[0]], held[names[1]] = held[names[2]] & 0xFFFF, held[names[2]] >> 16
+        elif operation == "mov.b32":
+            held[target] = value(sources[0])
+        elif operation == "and.b32":
+            held[target] = value(sources[0]) & value(sources[1])
+        elif operation == "shr.u32":
+            held[target] = value(sources[0]) >> int(sources[1])
+        elif operation == "shl.b32":
+            held[target] = value(sources[0]) << int(sources[1]) & 0xFFFFFFFF
+        elif operation == "lop3.b32":
+            held[target] = LOGIC[sources[3]](*map(value, sources[:3]))
+        elif operation == "cvt.f32.f16":
+            held[target] = value(sources[0]).to(torch.uint16).view(HALF).double()
+        elif operation == "cvt.rn.bf16x2.f32":
+            held[target] = words_of(torch.stack((held[sources[1]], held[sources[0]]), 1), BF16)
+        else:
+            assert operation.startswith("fma.rn"), line
+            dtype = kinds[operation.removeprefix("fma.rn")]
+            a, b, c = (halves(value(name), dtype) for name in sources)
+            held[target] = words_of(a * b + c, dtype)
+    return held["$0"]
+
+
+def wanted(kind: str, bits: int, codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """As the references compute: the difference is exact, the product is rounded to the scale's dtype."""
+    if kind == "fp8":
+        return codes.to(torch.uint8).view(torch.float8_e4m3fn).to(scales.dtype) * scales
+    return (codes - zeros).to(scales.dtype) * scales
+
+
+def word_of_codes(codes: torch.Tensor, bits: int, plane: int) -> torch.Tensor:
+    """[n, 2] codes -> [n] words that hold them in one plane, and anything in the others."""
+    noise = torch.randint(2**32, (len(codes),), generator=torch.Generator().manual_seed(0))
+    mask = (2**bits - 1) * 65537 << bits * plane
+    return noise & ~mask | (codes[:, 0] | codes[:, 1] << 16) << bits * plane
+
+
+def cases():
+    for kind, bits in (("int", 4), ("int", 8), ("fp8", 8)):
+        for scale_dtype, dtype in ((BF16, BF16), (HALF, HALF), (HALF, BF16)):
+            for has_zeros in (False, True) if bits == 4 else (False,):
+                yield Packing(kind=kind, bits=bits, scale_dtype=scale_dtype, columns=None, has_zeros=has_zeros), dtype
+
+
+@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("packing, dtype", list(cases()))
+def test_every_code_becomes_the_references_weight(packing, dtype, folds):
+    if folds and not packing.folded[0]:
+        pytest.skip("scales are never folded")
+    kind, bits, scale_dtype = packing.kind, packing.bits, packing.scale_dtype
+    codes = torch.arange(2**bits)
+    if kind == "fp8":
+        codes = codes[(codes & 127) != 127]
+    scales = torch.tensor(SCALES).to(scale_dtype)
+    scales = scales[scales.isfinite()]
+    if folds:
+        scales = torch.stack([one for one in scales if packing.can_fold(one)])
+        assert len(scales) >= 4
+    zeros = torch.arange(16) if packing.has_zeros else torch.tensor([2 ** (bits - 1)])
+    grid = torch.cartesian_prod(codes, zeros, torch.arange(len(scales)))
+    codes, zeros, scales = grid[:, 0], grid[:, 1], scales[grid[:, 2]]
+    pairs = torch.stack((codes, codes.flip(0)), 1), torch.stack((scales, scales.flip(0)), 1)
+    of_zeros = torch.stack((zeros, zeros.flip(0)), 1)
+    result = wanted(kind, bits, pairs[0], of_zeros, pairs[1]).to(dtype)
+    scale_words, power = words_of(pairs[1], scale_dtype), packing.folded
+    zero_words = words_of(-(of_zeros + (128 if scale_dtype == BF16 else 1024)).double(), scale_dtype)
+    if folds:  # as the kernel, with integers: to the exponents of both halves
+        zero_words = (scale_words + (power[1] << 7) * 65537) ^ 0x80008000
+        scale_words = scale_words + (power[0] << 7) * 65537
+    for plane, text in enumerate(EXPANSIONS[number_of(packing, dtype, folds)]):
+        words = word_of_codes(pairs[0], bits, plane)
+        found = carry_out(text, [words, scale_words, zero_words])
+        got = torch.stack((found & 0xFFFF, found >> 16), 1).to(torch.uint16).view(dtype)
+        assert torch.equal(got.view(torch.int16), result.view(torch.int16)), (plane, got[got != result][:4])
