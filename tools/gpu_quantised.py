@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 
 import torch
@@ -30,7 +31,7 @@ REPLAYS = 15
 
 
 def quantised(bench: Bench) -> dict:
-    """Decode steps and prefill of one sequence in each format, with what its weights take beside what was planned."""
+    """Decode steps and prefill of one sequence in each format, with the bytes of its weights."""
     result = {}
     for name, options in FORMATS.items():
         contexts = [bench.tokens(context) for context in CONTEXTS]
@@ -39,39 +40,44 @@ def quantised(bench: Bench) -> dict:
         for context in contexts:
             measure(llm, [context], 4, seed=1)
             bench.measure(llm, [context], 40)
-        spec = llm.engine.runner.model.spec
-        held = {"weight_bytes": sum(weight.nbytes for weight in llm.engine.runner.model.parameters())}
+        held = {"weight_bytes": llm.engine.runner.model.spec.weight_bytes}
         for context, found in zip(contexts, bench.release(llm), strict=True):
             wide = result.get(f"bf16, 1 x {context}", found)
             found["ratio_to_bf16"] = found["seconds_per_token"] / wide["seconds_per_token"]
             found["prefill_ratio_to_bf16"] = found["time_to_first_token"] / wide["time_to_first_token"]
-            result[f"{name}, 1 x {context}"] = found | held | {"planned_weight_bytes": spec.weight_bytes}
+            result[f"{name}, 1 x {context}"] = found | held
     return result
 
 
 def packed_products(bench: Bench) -> dict:
     """Seconds of a layer's four products for several numbers of rows: the mean over all layers of a model.
 
-    So no weight lies in the cache from the time before.
+    So no weight lies in the cache from the time before. Of each model also what it holds, beside what was planned.
     """
-    if not bench.is_cuda:
-        return {"skipped": "products with packed weights have no kernels on a CPU"}
     result = {}
     for name in ("bf16", "int4", "int8", "fp8"):
+        free_memory()
+        before = _allocated(bench)
         with tempfile.TemporaryDirectory() as directory:
-            config = quantised_config(
-                load_config(write_shape(bench.large, directory)), FORMATS[name].get("quantization"), None
-            )
-            model = load_model(directory, config, config.dtype, bench.device, load_format="dummy", max_position=64)
-        for rows in ROWS:
+            config = load_config(write_shape(bench.large, directory))
+            config = quantised_config(config, FORMATS[name].get("quantization"), None)
+            model = load_model(directory, config, "auto", bench.device, load_format="dummy", max_position=64)
+        spec, held = model.spec, _allocated(bench) - before
+        if bench.is_cuda:
+            planned = spec.weight_bytes + spec.gpu_scratch_bytes + spec.rope_bytes(64)
+            result[f"{name}, loaded"] = dict(held_bytes=held, planned_bytes=planned, held_to_planned=held / planned)
+        for rows in dict.fromkeys(max(1, rows // bench.scale) for rows in ROWS):
             found = _seconds_of_products(model, rows)
-            wide, one = result.get(f"bf16, {rows} rows", found), result.get(f"{name}, 1 rows", found)
+            wide, one = result.get(f"bf16, rows: {rows}", found), result.get(f"{name}, rows: 1", found)
             found["ratio_to_bf16"] = found["seconds"] / wide["seconds"]
             found["ratio_to_one_row"] = found["seconds"] / one["seconds"]
-            result[f"{name}, {rows} rows"] = found
+            result[f"{name}, rows: {rows}"] = found
         del model
-        free_memory()
     return result
+
+
+def _allocated(bench: Bench) -> int:
+    return torch.cuda.memory_allocated(bench.device) if bench.is_cuda else 0
 
 
 def _seconds_of_products(model: DecoderModel, rows: int) -> dict:
@@ -95,23 +101,31 @@ def _seconds_of_products(model: DecoderModel, rows: int) -> dict:
         options = dict(dtype=model.spec.dtype, device=next(modules[0].parameters()).device)
         x = torch.randn(rows, modules[0].in_features, **options)
         residual = torch.zeros(rows, modules[0].num_rows, **options)
-        found[f"{name}: seconds"] = _seconds(lambda: [work(module, x, residual) for module in modules]) / len(modules)
+        found[f"{name}: seconds"] = _seconds(lambda: [work(module, x, residual) for module in modules], x.device) / len(
+            modules
+        )
     return {"seconds": sum(found.values())} | found
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """Median seconds of what is captured as a graph."""
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of some work, which a GPU runs from a graph."""
     work()
+    seconds = []
+    if device.type != "cuda":
+        for _ in range(3):
+            begin = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    seconds = []
     for _ in range(REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
+        seconds.append(start.elapsed_time(end) / 1e3)
     return statistics.median(seconds)

@@ -364,7 +364,7 @@ def packed_products(record: dict) -> str:
     rows = [
         [name, f"{case['seconds'] * 1e6:.1f}", f"{case['ratio_to_bf16']:.2f}", f"{case['ratio_to_one_row']:.2f}"]
         for name, case in record["cases"].get("packed_products", {}).items()
-        if isinstance(case, dict)
+        if isinstance(case, dict) and "seconds" in case
     ]
     return _table(["products of a layer", "µs", "of bf16", "of one row"], rows) if rows else ""
 

@@ -214,10 +214,12 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys,
         if isinstance(found, dict):
             assert found["num_steps"] == 40 and found["host_seconds_per_step"] > 0 and found["ratio_to_floor"] > 0
     formats = {name.rpartition(",")[0] for name in cases["quantised"] if name != "case_seconds"}
-    assert formats == {"bf16", "int4, wide head", "int4", "int8", "fp8"} and "skipped" in cases["packed_products"]
-    of_bf16 = [found["weight_bytes"] for found in cases["quantised"].values() if isinstance(found, dict)][:2]
-    assert all(found["weight_bytes"] == found["planned_weight_bytes"] <= of_bf16[0]
-               for found in cases["quantised"].values() if isinstance(found, dict))  # fmt: skip
+    assert formats == {"bf16", "int4, wide head", "int4", "int8", "fp8"}
+    steps = [found for found in cases["quantised"].values() if isinstance(found, dict)]
+    assert all(found["weight_bytes"] < steps[0]["weight_bytes"] for found in steps[2:])
+    products = {name: found for name, found in cases["packed_products"].items() if isinstance(found, dict)}
+    assert len(products) == 4 * 4 and all(found["seconds"] > 0 for found in products.values())
+    assert all(found["ratio_to_bf16"] == 1 for name, found in products.items() if name.startswith("bf16"))
     start = cases["start_up"]
     assert start["checkpoint_bytes"] > 10**6
     for name in ("cold", "warm"):
