@@ -5,10 +5,12 @@ import random
 
 import pytest
 import torch
+from quantised import CASES, write
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLM
 from nanoinfer.bench import latency
+from nanoinfer.bench.hf import load_reference
 from nanoinfer.bench.throughput import make_load, run_load
 from nanoinfer.commands import main as cli
 from nanoinfer.measure.run import Row, random_prompts
@@ -225,3 +227,10 @@ def test_a_bad_option_is_one_line(command, arguments, message, capsys):
     assert cli.main(["bench", command, "--no-progress", *arguments]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and len(printed.err.strip().splitlines()) == 1 and not printed.out
+
+
+def test_random_weights_of_a_quantised_config_are_not_given_to_transformers(tmp_path):
+    packed, _ = write(tmp_path, CASES["gptq-int4"]())
+    options = dict(dtype="auto", device=torch.device("cpu"), seed=0)
+    with pytest.raises(ValueError, match="random weights of a quantised config cannot be given to transformers"):
+        load_reference(packed, load_format="dummy", **options)

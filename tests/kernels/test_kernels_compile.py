@@ -48,6 +48,22 @@ def test_every_kernel_compiles(architecture, tmp_path):
     assert {tuple(line.split()) for line in compiled.splitlines()} == {(str(architecture), name) for name in wanted}
 
 
+@pytest.mark.sampled()
+def test_a_weight_takes_the_instructions_that_the_docs_say(tmp_path):
+    """As counted for Hopper: at most a tenth more."""
+    text = " ".join((TESTS.parent / "docs" / "quantization.md").read_text().split())
+    same, fp8 = re.search(
+        r"units, ([\d.]+) in int4 and int8 and ([\d.]+) in fp8 \(`python tools/count_inst", text
+    ).groups()
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-W", "ignore", str(TESTS.parent / "tools" / "count_instructions.py")]
+    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    found = dict(re.findall(r"^(\w+): .* ([\d.]+) each$", printed, flags=re.MULTILINE))
+    for name, said in (("int4", same), ("int8", same), ("fp8", fp8)):
+        assert float(found[name]) <= float(said) + 0.11, printed
+
+
 def test_kernels_are_compiled_ahead_without_being_run_and_an_interruption_leaves_nothing_behind(tmp_path):
     assert run_compiler("compile_ahead.py", tmp_path) == "refused\ninterrupted\ninterrupted\n"
 

@@ -1,0 +1,96 @@
+#!/usr/bin/env python
+"""Instructions for each weight in the loop of products of one row with packed weights, as compiled for a GPU.
+
+python tools/count_instructions.py [ARCHITECTURE]          such as 90; it needs no GPU
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nanoinfer.kernels.linear import expand, packed
+from nanoinfer.kernels.linear.packing import Packing, empty_packed
+
+FORMATS = {
+    "int4": dict(kind="int", bits=4, columns=128),
+    "int8": dict(kind="int", bits=8, columns=None),
+    "fp8": dict(kind="fp8", bits=8, columns=None),
+}
+NUM_ROWS, SIZE = 6144, 2560
+_TYPES = {torch.int16: "*i16", torch.int32: "*i32", torch.bfloat16: "*bf16"}
+
+
+def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
+    """The program, and the weights that each of its threads makes in one step of the loop."""
+    kernel, cuda = packed.packed_linear_kernel, torch.device("cuda")
+    weight = empty_packed(packing, NUM_ROWS, SIZE, "meta")
+    constants = expand.constants_of(weight, cuda, torch.bfloat16)
+    block_m, block_n, num_warps, stages, columns = packed.packed_tiles(1, False, packing.bits, cuda)
+    unroll = columns // constants["BLOCK"]
+    types = dict(x="*bf16", bias="*bf16", out="*bf16", num_tokens="i32", num_rows="i32")
+    values = constants | dict(
+        PART_SIZE=SIZE, UNROLL=unroll, BIAS=False, GATED=False, GELU=False, EVEN=True, EVEN_SIZE=True,
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, PDL=architecture >= 90,
+    )  # fmt: skip
+    names = ("words", "scales", "zeros", "global_scale", "group_index")
+    for name, tensor in zip(names, expand.tensors_of(weight), strict=True):
+        if tensor is None:
+            values[name] = None
+        else:
+            types[name] = _TYPES[tensor.dtype]
+    types |= dict.fromkeys(values, "constexpr")
+    places = {name: kernel.arg_names.index(name) for name in types}
+    aligned = [place for name, place in places.items() if types[name][0] == "*" or name == "num_rows"]
+    source = ASTSource(
+        kernel,
+        {name: types[name] for name in kernel.arg_names},
+        {(places[name],): value for name, value in values.items()},
+        {(place,): [["tt.divisibility", 16]] for place in aligned},
+    )
+    options = dict(num_warps=num_warps)
+    found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return found.asm["cubin"], block_n * unroll * constants["BLOCK"] // (32 * num_warps)
+
+
+def instructions_of_loop(program: bytes) -> int:
+    """Count from the target of the longest jump back to the jump."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(program)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+        text = subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True).stdout
+    count, labels, longest = 0, {}, 0
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label[1]] = count
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);", line):
+            count += 1
+            jump = re.search(r"BRA\b.*`\((\.L\w+)\)", instruction[1])
+            if jump and jump[1] in labels:
+                longest = max(longest, count - labels[jump[1]])
+    return longest
+
+
+def main() -> None:
+    architecture = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+    for name, settings in FORMATS.items():
+        program, weights = compiled(Packing(scale_dtype=torch.bfloat16, **settings), architecture)
+        count = instructions_of_loop(program)
+        print(f"{name}: {count} instructions for {weights} weights of a thread, {count / weights:.1f} each")
+
+
+if __name__ == "__main__":
+    main()
