@@ -14,7 +14,7 @@ from nanoinfer.execution.products import ProductCheck, check_products
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.segments import Around, Segments
 from nanoinfer.execution.step_tensors import StepTensors
-from nanoinfer.kernels.linear.counts import padded_rows
+from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
 from nanoinfer.memory.machine import reserved_bytes
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.base import DecoderModel
@@ -62,11 +62,6 @@ class Activations:
             # activations, which could then never be given back.
             some = torch.ones(16, 16, dtype=self._model.spec.dtype, device=device)
             torch.nn.functional.linear(some, some)
-            # Not at the top: triton comes with CUDA builds of torch only.
-            from nanoinfer.kernels.launch.compile_ahead import compile_ahead
-
-            with compile_ahead(device):
-                self._run_prefill(min(128, plan.max_num_batched_tokens))
             checks = check_products(self._model, plan.max_num_batched_tokens)
         held = reserved_bytes(device) - self._memory_before  # weights, ring and workspace
         self.reserve()
@@ -88,6 +83,11 @@ class Activations:
                 stacklevel=2,
             )
         return blocks, checks
+
+    def run_small_prefills(self) -> None:
+        """Run prefill steps that together use the kernels of larger ones, and those that check the library."""
+        for tokens in sorted({min(count, self._plan.max_num_batched_tokens) for count in (128, MAX_ROWS)}):
+            self._run_prefill(tokens)
 
     def reserve(self) -> None:
         """Leave one free segment in the allocator, from which all activations are cut.

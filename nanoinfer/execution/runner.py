@@ -70,42 +70,16 @@ class ModelRunner:
         self.num_gpu_blocks = plan.num_gpu_blocks
         self._activations = Activations(self.compute, model, backend, layout, plan, runtime.device, memory_before)
         self.product_checks: list[ProductCheck] = []
+        self.graphs = Graphs(runtime, self.compute)
         if runtime.device.type == "cuda":
+            self._compile_kernels()
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
             self.num_gpu_blocks -= blocks_over_plan
-        max_blocks = -(-plan.max_model_len // layout.block_size)
         self.gpu_kv = _zeros(layout.pool_shape(self.num_gpu_blocks), layout.dtype, runtime.device)
         self.kept = PageablePool(layout, _kept_limit(config, plan.max_num_seqs * model.spec.row_bytes))
         states = RecurrentStates(model.spec, plan.max_num_seqs, runtime.device)
         self.block_copies = BlockCopies(runtime, self.compute, layout, self.gpu_kv, self.kept, states)
-        rows = RowState(runtime, plan.max_num_seqs, max_blocks)
-        sizes = config.graph_batch_sizes(plan.max_num_seqs)
-        max_batch = max(sizes[-1], plan.max_num_seqs)
-        self.sampling = SamplingState(runtime, rows, model.spec.vocab_size, max_batch)
-        self.graphs = Graphs(runtime, self.compute)
-        parts = Parts(
-            runtime=runtime,
-            compute=self.compute,
-            model=model,
-            backend=backend,
-            layout=layout,
-            ring=self.ring,
-            gpu_kv=self.gpu_kv,
-            states=states,
-            segments=Segments(model, self.gpu_kv, states),
-            graphs=self.graphs,
-        )
-        self.decode_program = DecodeProgram(
-            parts, rows, self.sampling, max_batch=max_batch, batch_sizes=sizes, max_blocks=plan.max_splits
-        )
-        self.prefill_program = PrefillProgram(
-            parts,
-            max_tokens=plan.max_num_batched_tokens,
-            max_seqs=plan.max_num_seqs,
-            max_blocks_per_seq=max_blocks,
-            max_blocks=plan.max_splits,
-            capture_num_tokens=config.graph_num_tokens(plan.max_num_batched_tokens, runtime.device.type == "cuda"),
-        )
+        self.sampling, self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         self._offload: OffloadEngine | None = None  # kept between switches, since graphs hold the ring's addresses
         self._arena: HostArena | None = None
         self._are_logits_sound = False  # not known yet
@@ -115,6 +89,62 @@ class ModelRunner:
         self._prefill_tokens = torch.zeros_like(self.decode_program.tokens)
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
+
+    def _programs(
+        self, gpu_kv: torch.Tensor, states: RecurrentStates
+    ) -> tuple[SamplingState, DecodeProgram, PrefillProgram]:
+        config, plan, runtime, layout = self.config, self.plan, self.runtime, self.layout
+        max_blocks = -(-plan.max_model_len // layout.block_size)
+        rows = RowState(runtime, plan.max_num_seqs, max_blocks)
+        sizes = config.graph_batch_sizes(plan.max_num_seqs)
+        max_batch = max(sizes[-1], plan.max_num_seqs)
+        sampling = SamplingState(runtime, rows, self.model.spec.vocab_size, max_batch)
+        parts = Parts(
+            runtime=runtime,
+            compute=self.compute,
+            model=self.model,
+            backend=self.backend,
+            layout=layout,
+            ring=self.ring,
+            gpu_kv=gpu_kv,
+            states=states,
+            segments=Segments(self.model, gpu_kv, states),
+            graphs=self.graphs,
+        )
+        decode = DecodeProgram(
+            parts, rows, sampling, max_batch=max_batch, batch_sizes=sizes, max_blocks=plan.max_splits
+        )
+        prefill = PrefillProgram(
+            parts,
+            max_tokens=plan.max_num_batched_tokens,
+            max_seqs=plan.max_num_seqs,
+            max_blocks_per_seq=max_blocks,
+            max_blocks=plan.max_splits,
+            capture_num_tokens=config.graph_num_tokens(plan.max_num_batched_tokens, runtime.device.type == "cuda"),
+        )
+        return sampling, decode, prefill
+
+    def _compile_kernels(self) -> None:
+        """Compile what steps need, all at once.
+
+        It takes most of a cold start, so it is not done in two parts, one before and one behind the measurement of
+        memory, of which each would wait for its slowest kernel. How many blocks there are is not known yet, so the
+        programs here are others, of one block, that give their memory back.
+        """
+        from nanoinfer.kernels.launch.compile_ahead import compile_ahead  # triton comes with CUDA builds of torch only
+
+        kv = _zeros(self.layout.pool_shape(1), self.layout.dtype, self.runtime.device)
+        _, decode, prefill = self._programs(kv, RecurrentStates(self.model.spec, 1, self.runtime.device))
+        with self.compute.current(), compile_ahead(self.runtime.device):
+            self._activations.run_small_prefills()
+            if self._has_graphs:
+                decode.run_each_kind()
+                prefill.pieces.run_each_kind()
+        self.runtime.synchronize()
+
+    @property
+    def _has_graphs(self) -> bool:
+        return not self.config.enforce_eager and (self.runtime.device.type != "cuda" or self.backend.graph_safe)
 
     # Modes
 
@@ -163,23 +193,15 @@ class ModelRunner:
         is_cuda = self.runtime.device.type == "cuda"
         works = [*self.decode_program.works(may_offload), *self.prefill_program.pieces.works()]
         missing = [work for work in works if work.key not in self.graphs]
-        if missing and not self.config.enforce_eager and (not is_cuda or self.backend.graph_safe):
-            self._capture(missing, is_cuda)
+        if missing and self._has_graphs:
+            self._capture(missing)
         if is_cuda:
             self._activations.reserve()  # a capture gives unused segments back
 
-    def _capture(self, works: list[Work], is_cuda: bool) -> None:
+    def _capture(self, works: list[Work]) -> None:
         before = self._memory_in_use()
         bar = tqdm(total=len(works), desc="capturing graphs", disable=not self.config.progress_bar or before == 0)
-        if is_cuda:
-            if self.graph_memory is None:  # later, in another mode, few kernels are new
-                # Not at the top: triton comes with CUDA builds of torch only.
-                from nanoinfer.kernels.launch.compile_ahead import compile_ahead
-
-                with self.compute.current(), compile_ahead(self.runtime.device):
-                    self.decode_program.run_each_kind()
-                    self.prefill_program.pieces.run_each_kind()
-            # The collector must not free another engine's device memory in the middle of a capture.
+        if before:  # the collector must not free another engine's device memory in the middle of a capture
             gc.collect()
         was_enabled = gc.isenabled()
         gc.disable()

@@ -71,6 +71,7 @@ def run_all(llm: LLM, texts: list, settings: list, switches: dict[int, str] | No
             llm.switch_mode(switches[num_steps])
         llm.engine.step()
         num_steps += 1
+    llm.engine.runner.runtime.synchronize()  # blocks of copies in flight are not free yet
     stats = llm.stats()
     assert stats["gpu_blocks_used"] == 0 and stats["host_blocks_used"] == 0
     return [(r.output().outputs[0].token_ids, r.output().outputs[0].logprobs) for r in requests]

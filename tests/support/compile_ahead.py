@@ -70,8 +70,11 @@ assert JITFunction.run is run
 kernels = list(double_kernel.device_caches[0][0].values())
 assert len(kernels) == 2 and all("cubin" in kernel.asm for kernel in kernels), kernels
 assert gpu.launches == [other], "nothing runs but what another thread launches"
-ready = [thread for thread in gpu.launchers if thread.startswith("compile")]
-assert len(ready) == 2, f"each is ready for its launch, made by {gpu.launchers}"
+made = [thread for thread in gpu.launchers if thread.startswith("compile")]
+assert len(made) == 2, f"what a launcher needs was compiled, by {gpu.launchers}"
+for size in (16, 32):
+    double_kernel[(1,)](x, SIZE=size)
+assert gpu.launchers[-1] == "MainThread" and len(gpu.launches) == 3, "who launches a kernel loads its launcher"
 
 with compile_ahead(x.device):
     broken_kernel[(1,)](x, SIZE=16)

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,16 +20,23 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile a kernel, load it and make its launcher, for which triton may call a C compiler."""
+    """Threads that compile kernels and their launchers, for which triton may call a C compiler.
 
-    def __init__(self, device: torch.device) -> None:
+    A launcher made here is thrown away; only the compiler's result in triton's cache is wanted. Triton 3.6 loads all
+    launchers as modules of one name, and Python may give a thread that loads one the functions of another that is being
+    loaded: a launch would then pass the arguments of another kernel. So the thread that launches a kernel loads its
+    launcher.
+    """
+
+    def __init__(self, device: torch.device, driver: Any) -> None:
+        self._driver = driver
         select = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
         super().__init__(min(MAX_THREADS, os.cpu_count() or 1), "compile", *select)
 
     def submit(self, compile_kernel: Callable) -> Future:
         def prepare():
             kernel = compile_kernel()
-            _ = kernel.run  # made when it is first asked for
+            self._driver.active.launcher_cls(kernel.src, kernel.metadata)
             return kernel
 
         return super().submit(prepare)
@@ -42,17 +50,19 @@ class _Triton:
     active_mode: ContextVar
     future_kernel: type
     function: type
+    driver: Any
 
     @classmethod
     def find(cls) -> _Triton:
         """Find the parts. Raise ImportError or AttributeError if one is missing."""
         import triton
+        from triton.runtime import driver
         from triton.runtime._async_compile import FutureKernel, active_mode
         from triton.runtime.jit import JITFunction
 
         if not {"grid", "warmup"} <= inspect.signature(JITFunction.run).parameters.keys():
             raise AttributeError("JITFunction.run takes no grid and warmup")
-        return cls(triton.AsyncCompileMode, active_mode, FutureKernel, JITFunction)
+        return cls(triton.AsyncCompileMode, active_mode, FutureKernel, JITFunction, driver)
 
 
 @contextmanager
@@ -96,7 +106,7 @@ def _compiling(triton: _Triton, device: torch.device) -> Iterator[None]:
             warmup = True
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    executor, run, mode_before = _Compilers(device), triton.function.run, triton.active_mode.get()
+    executor, run, mode_before = _Compilers(device, triton.driver), triton.function.run, triton.active_mode.get()
     mode = triton.mode(executor, ignore_errors=True)
     try:
         triton.function.run = compile_only

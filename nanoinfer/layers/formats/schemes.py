@@ -94,11 +94,13 @@ def _codes_and_scales(groups: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     largest = groups.abs().amax(-1)
     if scheme.kind == "fp8":
         top = torch.finfo(torch.float8_e4m3fn).max
-        scales = _rounded(largest / top, scheme.scale_dtype)
+        scales = _rounded(_over(largest, top), scheme.scale_dtype)
         return _divided(groups, scales).clamp_(-top, top).to(torch.float8_e4m3fn).flatten(1), scales
     middle = 2 ** (scheme.bits - 1)
     scales = (
-        _least_squares(groups, largest, scheme) if scheme.bits == 4 else _rounded(largest / 127, scheme.scale_dtype)
+        _least_squares(groups, largest, scheme)
+        if scheme.bits == 4
+        else _rounded(_over(largest, 127), scheme.scale_dtype)
     )
     signed = _integers(groups, scales, middle)
     if not scheme.in_words:
@@ -119,7 +121,7 @@ def _least_squares(groups: Tensor, largest: Tensor, scheme: Scheme) -> Tensor:
     """
     best, best_error = None, None
     for divisor in _DIVISORS:
-        scales = _rounded(largest / divisor, scheme.scale_dtype)
+        scales = _rounded(_over(largest, divisor), scheme.scale_dtype)
         wide = scales.float().unsqueeze(-1)
         error = _integers(groups, scales, 8).mul_(wide)
         if scheme.scale_dtype != torch.float32:
@@ -138,6 +140,11 @@ def _sums(values: Tensor) -> Tensor:
     while (half := values.shape[-1] // 2) > 0:
         values = values[..., :half] + values[..., half:]
     return values.squeeze(-1)
+
+
+def _over(largest: Tensor, divisor: float) -> Tensor:
+    """Divide. By a plain number torch would multiply with its reciprocal on a GPU, which rounds twice."""
+    return largest / torch.full((), divisor, device=largest.device)
 
 
 def _rounded(scales: Tensor, dtype: torch.dtype) -> Tensor:
