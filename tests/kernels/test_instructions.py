@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanoinfer.kernels.linear.instructions import EXPANSIONS, number_of
-from nanoinfer.kernels.linear.packing import Packing
+from nanoinfer.kernels.linear.packing import Packing, empty_packed
 
 BF16, HALF = torch.bfloat16, torch.float16
 LOGIC = {"0xEA": lambda a, b, c: a & b | c, "0x6A": lambda a, b, c: a & b ^ c}
@@ -48,6 +48,10 @@ def carry_out(text: str, inputs: list[torch.Tensor]) -> torch.Tensor:
             held[target] = value(sources[0]) >> int(sources[1])
         elif operation == "shl.b32":
             held[target] = value(sources[0]) << int(sources[1]) & 0xFFFFFFFF
+        elif operation == "prmt.b32":
+            a, b, selected = value(sources[0]), value(sources[1]), int(sources[2], 0)
+            parts = [(a | b << 32) >> 8 * (selected >> 4 * i & 7) & 255 for i in range(4)]
+            held[target] = parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24
         elif operation == "lop3.b32":
             held[target] = LOGIC[sources[3]](*map(value, sources[:3]))
         elif operation == "cvt.f32.f16":
@@ -69,11 +73,18 @@ def wanted(kind: str, bits: int, codes: torch.Tensor, zeros: torch.Tensor, scale
     return (codes - zeros).to(scales.dtype) * scales
 
 
-def word_of_codes(codes: torch.Tensor, bits: int, plane: int) -> torch.Tensor:
+def word_of_codes(codes: torch.Tensor, kind: str, bits: int, plane: int) -> torch.Tensor:
     """[n, 2] codes -> [n] words that hold them in one plane, and anything in the others."""
-    noise = torch.randint(2**32, (len(codes),), generator=torch.Generator().manual_seed(0))
-    mask = (2**bits - 1) * 65537 << bits * plane
-    return noise & ~mask | (codes[:, 0] | codes[:, 1] << 16) << bits * plane
+    per_word, blocks = 16 // bits, -(-len(codes) // 64) * 2
+    planes = torch.randint(2**bits, (blocks * 32, per_word, 2), generator=torch.Generator().manual_seed(0))
+    planes[: len(codes), plane] = codes
+    # Neighbouring columns of a plane, two in a register.
+    columns = planes.unflatten(0, (blocks, 32)).transpose(1, 2).flatten()
+    packing = Packing(kind=kind, bits=bits, scale_dtype=BF16, columns=None)
+    assert packing.plane(len(columns)) == 64
+    packed = empty_packed(packing, 1, len(columns), "cpu")
+    packed.put_codes(0, columns.to(torch.uint8)[None])
+    return packed.codes.view(torch.int32).flatten()[: len(codes)].long() & 0xFFFFFFFF
 
 
 def cases():
@@ -109,7 +120,7 @@ def test_every_code_becomes_the_references_weight(packing, dtype, folds):
         zero_words = (scale_words + (power[1] << 7) * 65537) ^ 0x80008000
         scale_words = scale_words + (power[0] << 7) * 65537
     for plane, text in enumerate(EXPANSIONS[number_of(packing, dtype, folds)]):
-        words = word_of_codes(pairs[0], bits, plane)
+        words = word_of_codes(pairs[0], kind, bits, plane)
         found = carry_out(text, [words, scale_words, zero_words])
         got = torch.stack((found & 0xFFFF, found >> 16), 1).to(torch.uint16).view(dtype)
         assert torch.equal(got.view(torch.int16), result.view(torch.int16)), (plane, got[got != result][:4])

@@ -48,12 +48,14 @@ def float8_value(code):
 
 
 @triton.jit
-def code_value(code, zero, KIND: tl.constexpr):
-    """Codes, int32, without their zero, as float32."""
+def code_value(words, zero, p: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):
+    """The codes of plane p of words, int32, without their zero, as float32."""
+    code = words >> BITS * p & (1 << BITS) - 1
     if KIND == INT:
         return (code - zero).to(tl.float32)
     elif KIND == FP8:
-        return float8_value(code)
+        bits = words & 0x87F0 if p == 0 else words << 4 & 0x80F0 | words >> 4 & 0x0700
+        return (bits << 16).to(tl.float32, bitcast=True) * 1.329227995784916e36  # as in `float8_value`
     else:
         bits = (code & 7) << 22 | (code & 8) << 28
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
@@ -217,7 +219,7 @@ def weights_of_plane(
                 _EXPANSIONS[EXPANSION][p], "=r,r,r", [words, scale], dtype=dtype.value, is_pure=True, pack=2
             )
     else:
-        value = code_value(words.to(tl.int32) >> BITS * p & (1 << BITS) - 1, zero, KIND).to(PRODUCT)
+        value = code_value(words.to(tl.int32), zero, p, KIND, BITS).to(PRODUCT)
         # The product of two 16-bit numbers is exact in float32, so it is rounded once.
         weight = (value.to(tl.float32) * scale.to(PRODUCT).to(tl.float32)).to(PRODUCT)
         if RESULT is not None:

@@ -3,7 +3,8 @@
 A 4-bit code becomes a number with one logical operation: the code is put into the lowest bits of the number 128
 (bfloat16) or 1024 (float16), whose last bit counts 1, and 128 or 1024 plus the zero is subtracted, exactly. The trick
 is from Kim et al., arXiv:2211.10017. An 8-bit code has one bit too many for bfloat16; that bit chooses what is
-subtracted. The bits of e4m3 are shifted to where the wider type has them, and a power of two corrects the exponent.
+subtracted. The bits of e4m3 lie where bfloat16 has them, in one plane as they are and in the other 4 places away on
+either side (see `packing`); a power of two corrects the exponent.
 
 Most weights need less: see `Packing.folded`. The bits of an integer in the lowest bits of a bfloat16, and zeros above,
 are this integer times 2**-133, also where they reach into the exponent's lowest bit. With the scale times 2**133 and
@@ -22,11 +23,12 @@ def _twice(bits: int) -> str:
     return f"0x{bits << 16 | bits:08X}"
 
 
-def _float8_bits(plane: int, shift: int) -> list[str]:
-    """Return instructions that put the e4m3 codes of a plane into t: the sign, and the rest `shift` bits below it."""
-    # First each code into the upper byte of its half; what comes from the other half is masked.
-    lines = ["mov.b32 t, $1;" if plane else "shl.b32 t, $1, 8;", f"and.b32 m, t, {_twice(0x7F00)};"]
-    return [*lines, f"shr.u32 m, m, {shift};", f"mov.b32 g, {_twice(0x8000)};", "lop3.b32 t, t, g, m, 0xEA;"]
+def _float8_bits(plane: int) -> list[str]:
+    """Return instructions that put the e4m3 codes of a plane into t, where bfloat16 has their bits."""
+    if plane == 0:
+        return [f"and.b32 t, $1, {_twice(0x87F0)};"]
+    lines = ["shl.b32 t, $1, 4;", f"mov.b32 g, {_twice(0x80F0)};", "shr.u32 m, $1, 4;"]
+    return [*lines, f"and.b32 m, m, {_twice(0x0700)};", "lop3.b32 t, t, g, m, 0xEA;"]
 
 
 def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool, is_widened: bool) -> str:
@@ -38,8 +40,11 @@ def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool,
     one, magic = (0x3F80, 0x4300) if is_bf16 else (0x3C00, 0x6400)
     lines = ["{", ".reg .b32 t, m, g, o, z;", f"mov.b32 o, {_twice(one)};", f"mov.b32 z, {_twice(0x8000)};"]
     if kind == "fp8":
-        lines += [*_float8_bits(plane, 4 if is_bf16 else 1), f"mov.b32 o, {_twice(0x7B80 if is_bf16 else 0x5C00)};"]
-        lines += [f"fma.rn.{dtype} t, t, o, z;"]
+        lines += _float8_bits(plane)
+        if not is_bf16:  # whose exponents begin 3 places higher
+            lines += [f"and.b32 m, t, {_twice(0x07F0)};", "shl.b32 m, m, 3;", f"mov.b32 g, {_twice(0x8000)};"]
+            lines += ["lop3.b32 t, t, g, m, 0xEA;"]
+        lines += [f"mov.b32 o, {_twice(0x7B80 if is_bf16 else 0x5C00)};", f"fma.rn.{dtype} t, t, o, z;"]
     else:
         lines += [f"shr.u32 t, $1, {bits * plane};" if plane else "mov.b32 t, $1;"]
         if bits == 8 and is_bf16:
@@ -60,13 +65,15 @@ def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool,
 
 def _folded(kind: str, bits: int, plane: int) -> str:
     """As `_expansion`, with scales that the power of two lies in; $3: minus the products of zero and scale."""
-    lines, shift = ["{", ".reg .b32 t, m, g, z;"], bits * plane - (4 if bits == 4 else 0)
+    lines = ["{", ".reg .b32 t, m, g, z;"]
     if kind == "fp8":
-        lines += [*_float8_bits(plane, 4), f"mov.b32 z, {_twice(0x8000)};", "fma.rn.bf16x2 $0, t, $2, z;"]
-    else:
-        # 4-bit codes into the bits 4 to 7, which the second plane has them in.
+        lines += [*_float8_bits(plane), f"mov.b32 z, {_twice(0x8000)};", "fma.rn.bf16x2 $0, t, $2, z;"]
+    elif bits == 8:  # a byte of each word, and zero above it
+        lines += [f"prmt.b32 t, $1, 0, {'0x4341' if plane else '0x4240'};", "fma.rn.bf16x2 $0, t, $2, $3;"]
+    else:  # into the bits 4 to 7, which the second plane has them in
+        shift = 4 * plane - 4
         lines += ["mov.b32 t, $1;" if not shift else f"shr.u32 t, $1, {shift};" if shift > 0 else "shl.b32 t, $1, 4;"]
-        lines += [f"and.b32 t, t, {_twice(0x00F0 if bits == 4 else 0x00FF)};", "fma.rn.bf16x2 $0, t, $2, $3;"]
+        lines += [f"and.b32 t, t, {_twice(0x00F0)};", "fma.rn.bf16x2 $0, t, $2, $3;"]
     return "\n".join([*lines, "}"])
 
 

@@ -6,6 +6,10 @@ plane, the first plane in the lowest bits. So a kernel turns a tile of words int
 with a shift and a mask, no value changes its place, and the planes come in the order of the columns. All rows of a
 block lie together, then those of the next block.
 
+Codes of e4m3 share the 16 bits of their word in another way: the first has its sign in bit 15 and the rest in bits 4 to
+10, as a bfloat16 does, so that a mask makes a number of it. The other bits are those of the second: its sign in bit 11,
+three bits of its exponent in bits 12 to 14, the rest in bits 0 to 3.
+
 Scales lie by groups, then by rows, so that a program reads those of its rows from one place. Where a kernel reads them
 ahead with its words, they lie in words of 32 bits, which is the least that can be copied so: the scales of two groups,
 or a scale and its zero.
@@ -152,15 +156,26 @@ class PackedWeight:
         codes = torch.nn.functional.pad(codes, (0, padding)) if padding else codes
         planes = codes.view(len(codes), blocks, -1, plane).unbind(2)
         target = self.codes[:, begin : begin + len(codes)]
-        # Two planes make the bytes of a word, lowest first; with 8 bits each plane is a byte.
-        low_and_high = planes if bits == 8 else [planes[i] | planes[i + 1] << 4 for i in (0, 2)]
+        # The bytes of a word, lowest first.
+        if self.packing.kind == "fp8":
+            first, second = planes
+            low_and_high = [
+                first << 4 | second & 15,
+                first & 128 | first >> 4 & 7 | second >> 4 & 8 | second & 112,
+            ]
+        else:
+            low_and_high = planes if bits == 8 else [planes[i] | planes[i + 1] << 4 for i in (0, 2)]
         target.view(torch.uint8).unflatten(2, (plane, 2)).copy_(torch.stack(low_and_high, -1).transpose(0, 1))
 
     def codes_of(self, rows: slice | Tensor) -> Tensor:
         """Return codes of some rows: [n, in_features] uint8."""
         words = self.codes[:, rows].transpose(0, 1).contiguous()  # [n, blocks, plane]
         halves = words.view(torch.uint8).unflatten(2, (-1, 2)).unbind(3)
-        planes = halves if self.packing.bits == 8 else [part for half in halves for part in (half & 15, half >> 4)]
+        if self.packing.kind == "fp8":
+            low, high = halves
+            planes = high & 128 | (high & 7) << 4 | low >> 4, (high & 8) << 4 | high & 112 | low & 15
+        else:
+            planes = halves if self.packing.bits == 8 else [part for half in halves for part in (half & 15, half >> 4)]
         return torch.stack(planes, 2).flatten(1)[:, : self.in_features]
 
     def put_scales(self, begin: int, end: int, scales: Tensor) -> None:
