@@ -52,6 +52,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help=f"cases, separated by commas, of {', '.join(CASES)}")
     parser.add_argument("--out", default=str(LATEST))
+    parser.add_argument(
+        "--resume", action="store_true", help="measure what the record at --out lacks, if it is of the same source"
+    )
     parser.add_argument("--shape", help="another shape for all cases, such as tiny")
     parser.add_argument("--scale", type=int, default=1, help="divide contexts and sizes, to try the code")
     options = parser.parse_args()
@@ -74,6 +77,9 @@ def main() -> int:
         "floors": {"link_bytes_per_second": floors.link, "device_bytes_per_second": floors.device},
         "cases": {},
     }
+    if options.resume and out.exists():
+        record = _resumed(json.loads(out.read_text()), record)
+        names = [name for name in names if name not in record["cases"]]
     start = time.perf_counter()
     for name in names:
         begin = time.perf_counter()
@@ -91,6 +97,18 @@ def main() -> int:
         print(table)
     print(f"{len(names)} cases in {time.perf_counter() - start:.0f} s, written to {out}", flush=True)
     return 0 if all("failed" not in case for case in record["cases"].values()) else 1
+
+
+def _resumed(old: dict, new: dict) -> dict:
+    """Return the old record without what failed, and the floors of the run that goes on with it."""
+    for name in ("command", "versions", "source_sha256"):
+        if old[name] != new[name]:
+            sys.exit(f"--resume: the record at --out has another {name}, {old[name]} and not {new[name]}")
+    cases = {name: case for name, case in old["cases"].items() if "failed" not in case}
+    return old | {
+        "cases": cases,
+        "resumed": [*old.get("resumed", []), {"behind": list(cases), "floors": new["floors"]}],
+    }
 
 
 def _summary(case: dict) -> str:

@@ -281,6 +281,37 @@ def test_the_gpu_record_can_be_made_without_a_gpu(tmp_path, monkeypatch):
     assert all(record["cases"]["hf_offloaded"][mode]["ratio_to_floor"] > 0 for mode in ("hf", "hf-static"))
 
 
+def test_an_interrupted_gpu_record_is_resumed_only_with_the_same_source(tmp_path, monkeypatch):
+    out, gpu_bench, measured = tmp_path / "record.json", load_gpu_bench(), []
+
+    def case(name: str, failure: Exception | None = None):
+        def measure(bench) -> dict:
+            measured.append(name)
+            if failure is not None:
+                raise failure
+            return {"figure": len(measured)}
+
+        return measure
+
+    def run(cases: dict, *arguments: str) -> dict:
+        monkeypatch.setattr(gpu_bench, "CASES", cases)
+        monkeypatch.setattr(sys, "argv", ["gpu_bench.py", "--scale", "512", "--out", str(out), *arguments])
+        gpu_bench.main()
+        return json.loads(out.read_text())
+
+    monkeypatch.setattr(gpu_bench.measured, "kernels", lambda record: "")
+    first, second = {"a": case("a"), "b": case("b", OSError("no"))}, {"c": case("c")}
+    with pytest.raises(KeyboardInterrupt):
+        run(first | {"c": case("c", KeyboardInterrupt())})
+    record = run({"a": case("a"), "b": case("b")} | second, "--resume")
+    assert measured == ["a", "b", "c", "b", "c"] and list(record["cases"]) == ["a", "b", "c"]
+    assert record["cases"]["a"]["figure"] == 1 and [part["behind"] for part in record["resumed"]] == [["a"]]
+    assert "resumed" not in run(second)
+    monkeypatch.setattr(gpu_bench, "source_sha256", lambda: "another")
+    with pytest.raises(SystemExit, match="another source_sha256"):
+        run(second, "--resume")
+
+
 def test_an_unknown_case_of_the_gpu_record_is_refused_with_the_nearest_one(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_bench.py", "--only", "one_sequence_32"])
     with pytest.raises(SystemExit, match="2"):

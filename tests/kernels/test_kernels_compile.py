@@ -52,15 +52,15 @@ def test_every_kernel_compiles(architecture, tmp_path):
 def test_a_weight_takes_the_instructions_that_the_docs_say(tmp_path):
     """As counted for Hopper: at most a tenth more."""
     text = " ".join((TESTS.parent / "docs" / "quantization.md").read_text().split())
-    same, fp8 = re.search(
-        r"units, ([\d.]+) in int4 and int8 and ([\d.]+) in fp8 \(`python tools/count_inst", text
+    stated = re.search(
+        r"units, ([\d.]+) in int4, ([\d.]+) in int8 and ([\d.]+) in fp8 \(`python tools/count_inst", text
     ).groups()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-W", "ignore", str(TESTS.parent / "tools" / "count_instructions.py")]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     found = dict(re.findall(r"^(\w+): .* ([\d.]+) each$", printed, flags=re.MULTILINE))
-    for name, said in (("int4", same), ("int8", same), ("fp8", fp8)):
+    for name, said in zip(("int4", "int8", "fp8"), stated, strict=True):
         assert float(found[name]) <= float(said) + 0.11, printed
 
 

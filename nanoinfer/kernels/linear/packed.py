@@ -195,6 +195,8 @@ def packed_tiles(num_tokens: int, gated: bool, bits: int, device: torch.device) 
     if num_tokens <= 32:
         return 32, 64, 4, 3, 256
     has_much = _shared_memory(device) >= LARGE_SHARED_MEMORY
+    if gated and has_much and num_tokens > 256:
+        return (128, 128, 8, 3, 128) if bits == 8 else (64, 128, 4, 2, 256)
     if bits == 8:
         return 64, 64, 4, (4 if num_tokens <= 64 and not gated else 3) if has_much else 2, 128
     if gated:

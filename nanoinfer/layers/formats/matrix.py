@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.counts import num_parts
@@ -35,7 +36,12 @@ class MatrixFormat(WeightFormat):
         if parts == 1 or y.element_size() != 2:
             return norm.after_sum(x, self.project(module, y))
         weight = self.matrix(module)
-        return norm.after_sum(x, module.operations.linear_parts(y, weight, parts, library_counts=module.library_counts))
+        # The norm's result takes this place. Behind the parts it would leave a hole where they lay, and what a gated
+        # layer allocates next would not fit into the rest.
+        room = torch.empty_like(x)
+        found = module.operations.linear_parts(y, weight, parts, library_counts=module.library_counts)
+        del room
+        return norm.after_sum(x, found)
 
     def num_parts(self, module: nn.Module) -> int:
         """Return the number of parts of the sums in `project_add_norm` on CUDA, in bfloat16 and float16."""
