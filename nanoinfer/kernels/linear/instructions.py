@@ -71,10 +71,8 @@ def _folded(kind: str, bits: int, plane: int) -> str:
     elif bits == 8:  # a byte of each word, and zero above it
         lines += [f"prmt.b32 t, $1, 0, {'0x4341' if plane else '0x4240'};", "fma.rn.bf16x2 $0, t, $2, $3;"]
     else:  # into the bits 4 to 7, which the second plane has them in
-        lines += [
-            "prmt.b32 t, $1, 0, 0x4341;" if plane > 1 else "mov.b32 t, $1;",
-            *["shl.b32 t, t, 4;"] * (plane % 2 == 0),
-        ]
+        shift = 4 * plane - 4
+        lines += ["mov.b32 t, $1;" if not shift else f"shr.u32 t, $1, {shift};" if shift > 0 else "shl.b32 t, $1, 4;"]
         lines += [f"and.b32 t, t, {_twice(0x00F0)};", "fma.rn.bf16x2 $0, t, $2, $3;"]
     return "\n".join([*lines, "}"])
 
