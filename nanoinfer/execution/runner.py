@@ -133,11 +133,11 @@ class ModelRunner:
         """
         from nanoinfer.kernels.launch.compile_ahead import compile_ahead  # triton comes with CUDA builds of torch only
 
-        kv = _zeros(self.layout.pool_shape(1), self.layout.dtype, self.runtime.device)
-        _, decode, prefill = self._programs(kv, RecurrentStates(self.model.spec, 1, self.runtime.device))
         with self.compute.current(), compile_ahead(self.runtime.device):
             self._activations.run_small_prefills()
             if self._has_graphs:
+                kv = _zeros(self.layout.pool_shape(1), self.layout.dtype, self.runtime.device)
+                _, decode, prefill = self._programs(kv, RecurrentStates(self.model.spec, 1, self.runtime.device))
                 decode.run_each_kind()
                 prefill.pieces.run_each_kind()
         self.runtime.synchronize()
