@@ -92,7 +92,7 @@ def test_the_plan_in_one_line_names_every_part(tmp_path):
 
 
 def test_the_pool_has_as_many_blocks_as_the_plan_and_a_longest_request_runs(tmp_path):
-    path = make_checkpoint("qwen3", tmp_path, num_layers=2)
+    path = make_checkpoint("qwen3", tmp_path, num_layers=2, max_position_embeddings=1536)
     engine = make_engine(path, gpu_memory_limit="2MiB", max_model_len=None, max_num_seqs=2, enable_cpu_offload=True)
     made = engine.plan
     assert engine.runner.gpu_kv.shape[1] == made.num_gpu_blocks

@@ -36,6 +36,12 @@ def prompts(tokenizer):
     return prompts_of(Exam(tokenizer, Grid(lengths=(1024,), num_questions=5)))
 
 
+@pytest.fixture(scope="module")
+def found(prompts):
+    """Mean KL divergence of each format that has a bound, by its name."""
+    return divergences(MODEL, list(BOUNDS), prompts, "cpu")
+
+
 def kl(prompts, *names: str) -> list[float]:
     return list(divergences(MODEL, [WeightFormat(quantization=name) for name in names], prompts, "cpu").values())
 
@@ -75,14 +81,13 @@ def test_prompts_are_one_about_each_document_of_the_shortest_length(tokenizer):
     assert all(paper.document[:MAX_TOKENS] == ids for paper, ids in zip(exam.papers[0], found, strict=True))
 
 
-def test_each_format_keeps_the_distributions_of_the_wide_model(prompts):
-    found = divergences(MODEL, list(BOUNDS), prompts, "cpu")
+def test_each_format_keeps_the_distributions_of_the_wide_model(found):
     for weights, bound in BOUNDS.items():
         assert bound / 5 < found[weights.name] < bound, weights
 
 
-def test_four_bits_are_nearer_to_the_wide_model_than_with_plain_scales(prompts, monkeypatch):
-    [ours] = kl(prompts, "int4")
+def test_four_bits_are_nearer_to_the_wide_model_than_with_plain_scales(prompts, found, monkeypatch):
+    ours = found[WeightFormat(quantization="int4").name]
     for divisor in (7.0, 7.5):  # of the largest magnitude: nothing is cut, and as compressed-tensors has it
         monkeypatch.setattr(schemes, "_DIVISORS", (divisor,))
         assert ours < kl(prompts, "int4")[0] < BOUNDS[WeightFormat(quantization="int4")]
