@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from nanoinfer.kernels.layer.activation import ACTIVATIONS
+from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul
 from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store
 from nanoinfer.kernels.layer.rms_norm import rms_norm
 from nanoinfer.kernels.linear.packed import packed_linear
@@ -14,7 +14,9 @@ from nanoinfer.kernels.step.step_inputs import step_inputs
 from nanoinfer.kernels.step.update_rows import update_rows
 
 __all__ = [
+    "act_and_mul",
     "gated_linear",
+    "gates",
     "linear",
     "linear_parts",
     "norm_rope_store",
@@ -27,10 +29,15 @@ __all__ = [
 ]
 
 
+def gates(activation: str, x: Tensor) -> bool:
+    """Whether there is a kernel that computes this activation and the product with it, for values as those of x."""
+    return x.element_size() == 2 and activation in ACTIVATIONS
+
+
 def gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, library_counts: Collection[int] = ()
 ) -> Tensor | None:
     """`linear` with an activation; None where there is no kernel for it."""
-    if x.element_size() != 2 or activation not in ACTIVATIONS:
+    if not gates(activation, x):
         return None
     return linear(x, weight, bias, activation=activation, library_counts=library_counts)

@@ -21,6 +21,15 @@ def linear(
     return result if out is None else out.copy_(result)
 
 
+def gates(activation: str, x: Tensor) -> bool:
+    """False: an activation is computed by itself."""
+    return False
+
+
+def act_and_mul(gate_up: Tensor, activation: str) -> None:
+    """None: an activation is computed by itself."""
+
+
 def gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, library_counts: object = ()
 ) -> None:

@@ -1,5 +1,7 @@
 """Packed weights on the GPU: the bits of the expanded matrix, for every packing and any number of rows."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,11 +11,14 @@ pytest.importorskip("triton")
 
 from packings import PACKINGS, filled
 
+from nanoinfer.kernels import fused
 from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.kernels.linear.expand import expand
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.kernels.linear.rows import linear, linear_parts
+from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.parted import Parted
 
 # Rows of the weight, columns, and rows of x: parts that cut blocks; blocks too large; rows that tiles do not divide.
 SHAPES = [(160, 2304, (1, 9, 17, 64, 130, 512)), (208, 200, (2, 33)), (2304, 192, (8, 65))]
@@ -59,3 +64,21 @@ def test_any_number_of_rows_has_the_bits_of_the_expanded_matrix(name, packing, d
             assert torch.equal(got, gated[:count]), (name, size, count, "gated")
             if parts > 1:
                 assert torch.equal(packed_linear(x[:count], packed, num_parts=parts), sums[:, :count]), (name, size)
+
+
+def test_parts_by_themselves_have_the_bits_of_the_matrix_of_all():
+    names = ("int4 with zeros", "int4 out of order", "fp8 in blocks")
+    found = [filled(Packing(**PACKINGS[name]), 160, 384, largest=0.03, device=DEVICE) for name in names]
+    dense = SimpleNamespace(weight=torch.randn(48, 384, device=DEVICE).bfloat16() / 20)
+    module = SimpleNamespace(num_rows=528, in_features=384, held=[*(part for _, part in found), dense])
+    module.scratch = torch.empty(528 * 384, dtype=torch.bfloat16, device=DEVICE)
+    module.operations, module.library_counts = fused, frozenset()
+    weights = Parted([*(one for one, _ in found), DENSE], [160, 160, 160, 48])
+    matrix = weights.matrix(module).clone()
+    x = torch.randn(512, 384, device=DEVICE).bfloat16()
+    for bias in (None, torch.randn(528, device=DEVICE).bfloat16()):
+        module.bias = bias
+        want, gated = linear(x, matrix, bias), linear(x, matrix, bias, activation="silu")
+        for count in (1, 7, 33, 512):
+            assert torch.equal(weights.project(module, x[:count]), want[:count]), count
+            assert torch.equal(weights.project_gated(module, x[:count], "silu"), gated[:count]), count

@@ -12,10 +12,12 @@ pytest.importorskip("triton")
 
 from packings import HALF, PACKINGS, Held, filled
 
-from nanoinfer.kernels import fused
+from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.linear.expand import expand, tensors_of
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
+from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.parted import Parted
 
 
 def matrix_of(weights: Held, module: SimpleNamespace) -> torch.Tensor:
@@ -133,6 +135,54 @@ def test_no_matrix_is_expanded_for_an_activation_that_no_kernel_computes(itemsiz
     monkeypatch.setattr(Held, "matrix", lambda *_: pytest.fail("expanded in vain"))
     x = SimpleNamespace(is_cuda=True, element_size=lambda: itemsize, shape=(1, 64))
     assert weights.project_gated(module, x, activation) is None
+
+
+def parted(names: dict[str, int], in_features: int) -> tuple[Parted, SimpleNamespace]:
+    """Parts of so many rows, filled at random; "dense" is one in 16 bits."""
+    formats, held = [], []
+    for seed, (name, num_rows) in enumerate(names.items()):
+        if name == "dense":
+            rows = torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(seed)).to(HALF) / 8
+            formats.append(DENSE)
+            held.append(SimpleNamespace(num_rows=num_rows, in_features=in_features, weight=rows))
+        else:
+            weights, part = filled(Packing(**PACKINGS[name]), num_rows, in_features, seed=seed, largest=0.01)
+            formats.append(weights)
+            held.append(part)
+    scratch = torch.empty(sum(names.values()) * in_features, dtype=HALF)
+    module = SimpleNamespace(num_rows=sum(names.values()), in_features=in_features, held=held, scratch=scratch)
+    module.operations, module.library_counts, module.bias = fused, frozenset(), None
+    return Parted(formats, list(names.values())), module
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows_are_multiplied_with_each_part_by_itself(has_bias, monkeypatch):
+    weights, module = parted({"int4 of 32": 24, "dense": 16, "fp8 by row": 40}, 384)
+    matrix = weights.matrix(module).float()
+    if has_bias:
+        module.bias = torch.randn(80, generator=torch.Generator().manual_seed(5)).to(HALF)
+    monkeypatch.setattr(Parted, "matrix", lambda *_: pytest.fail("expanded in vain"))
+    x = torch.randn(3, 384, generator=torch.Generator().manual_seed(7)).to(HALF)
+    wanted = x.float() @ matrix.t() + (module.bias.float() if has_bias else 0)
+    torch.testing.assert_close(weights.project(module, x).float(), wanted, atol=1e-3, rtol=2e-3)
+    out = torch.empty(3, 80, dtype=HALF)
+    assert weights.project(module, x, out) is out and torch.equal(out, weights.project(module, x))
+    monkeypatch.setattr(Parted, "matrix", lambda *_: matrix.to(HALF))
+    wide = torch.zeros(513, 384, dtype=HALF)
+    wide[:3] = x
+    torch.testing.assert_close(weights.project(module, wide)[:3], out, atol=1e-3, rtol=2e-3)
+
+
+def test_a_gate_and_what_it_gates_may_lie_differently(monkeypatch):
+    weights, module = parted({"int8 by row": 32, "dense": 32}, 384)
+    gate, up = weights.matrix(module).float().split(32)
+    monkeypatch.setattr(Parted, "matrix", lambda *_: pytest.fail("expanded in vain"))
+    x = torch.randn(5, 384, generator=torch.Generator().manual_seed(7)).to(HALF)
+    wanted = torch.nn.functional.silu((x.float() @ gate.t()).to(HALF).float()) * (x.float() @ up.t())
+    torch.testing.assert_close(weights.project_gated(module, x, "silu").float(), wanted, atol=2e-3, rtol=4e-3)
+    assert weights.project_gated(module, x, "gelu") is None, "no kernel computes it"
+    module.operations = reference
+    assert weights.project_gated(module, x, "silu") is None, "no product is computed for nothing"
 
 
 def test_scales_are_folded_where_every_product_is_exact():

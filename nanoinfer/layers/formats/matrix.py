@@ -62,11 +62,7 @@ class ExpandedFormat(MatrixFormat):
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
         # Elsewhere nothing computes an activation with the product, and the matrix would be expanded in vain.
-        if not x.is_cuda or x.element_size() != 2:
-            return None
-        from nanoinfer.kernels.layer.activation import ACTIVATIONS  # triton comes with CUDA builds of torch only
-
-        return super().project_gated(module, x, activation) if activation in ACTIVATIONS else None
+        return super().project_gated(module, x, activation) if module.operations.gates(activation, x) else None
 
     def scratch_shape(self, module: nn.Module, has_kernels: bool) -> tuple[int, int] | None:
         return module.num_rows, module.in_features

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.layers.formats.base import Filling, WeightFormat
 from nanoinfer.layers.formats.dense import Dense
 from nanoinfer.layers.formats.matrix import ExpandedFormat
@@ -31,7 +32,9 @@ def merged(formats: list[WeightFormat], sizes: list[int]) -> WeightFormat:
 
 
 class Parted(ExpandedFormat):
-    """Parts one below the other, each in its own format; the matrix of all of them is multiplied.
+    """Parts one below the other, each in its own format.
+
+    On a GPU few rows are multiplied with each part by itself, many with the matrix of all parts. The bits are the same.
 
     `held` of a module has for each part what its format takes for a module. The parameters are the module's as well.
     """
@@ -57,6 +60,34 @@ class Parted(ExpandedFormat):
     def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
         for weight_format, part in zip(self._formats, module.held, strict=True):
             weight_format.fill_with_noise(part, generator)
+
+    def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
+        products = self._products(module, x)
+        return super().project(module, x, out) if products is None else torch.cat(products, 1, out=out)
+
+    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
+        if not module.operations.gates(activation, x) or (products := self._products(module, x)) is None:
+            return super().project_gated(module, x, activation)
+        return module.operations.act_and_mul(torch.cat(products, 1), activation)
+
+    def _products(self, module: nn.Module, x: Tensor) -> list[Tensor] | None:
+        """Return x @ weight.T + bias for each part; None where a part must be expanded: then all are."""
+        if len(x) > MAX_ROWS:
+            return None
+        biases = [None] * len(self._sizes) if module.bias is None else module.bias.split(self._sizes)
+        found: dict[int, Tensor] = {}
+        is_packed = [isinstance(weight_format, Packed) for weight_format in self._formats]
+        # Packed parts first: where there is no kernel for them, nothing else was computed in vain.
+        for index in sorted(range(len(is_packed)), key=lambda index: not is_packed[index]):
+            part, bias = module.held[index], biases[index]
+            if is_packed[index]:
+                product = module.operations.packed_linear(x, part.packed, bias)
+            else:
+                product = module.operations.linear(x, part.weight, bias)
+            if product is None:
+                return None
+            found[index] = product
+        return [found[index] for index in range(len(is_packed))]
 
     def expand_into(self, module: nn.Module, out: Tensor) -> None:
         parts = zip(self._formats, module.held, out.split(self._sizes), strict=True)
