@@ -69,7 +69,13 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     bench = Bench(options.shape, options.scale, device)
     floors = measure_floors(device)
-    given = [] if not options.only else ["--only", options.only]  # where the record is written does not matter
+    # Where the record is written does not matter.
+    given = [
+        word
+        for name in ("only", "shape", "scale")
+        if (value := getattr(options, name)) != parser.get_default(name)
+        for word in (f"--{name}", str(value))
+    ]
     record = {
         "command": shlex.join(["python", "tools/gpu_bench.py", *given]),
         "versions": versions(device),

@@ -85,7 +85,10 @@ class Activations:
         return blocks, checks
 
     def run_small_prefills(self) -> None:
-        """Run prefill steps that together use the kernels of larger ones, and those that check the library."""
+        """Run prefill steps whose kernels are those of larger ones, and those that the library is compared with.
+
+        Weights that larger steps expand are not expanded here: what does that is compiled when it is first launched.
+        """
         for tokens in sorted({min(count, self._plan.max_num_batched_tokens) for count in (128, MAX_ROWS)}):
             self._run_prefill(tokens)
 

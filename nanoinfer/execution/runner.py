@@ -137,7 +137,8 @@ class ModelRunner:
             self._activations.run_small_prefills()
             if self._has_graphs:
                 kv = _zeros(self.layout.pool_shape(1), self.layout.dtype, self.runtime.device)
-                _, decode, prefill = self._programs(kv, RecurrentStates(self.model.spec, 1, self.runtime.device))
+                states = RecurrentStates(self.model.spec, self.plan.max_num_seqs, self.runtime.device)
+                _, decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
                 prefill.pieces.run_each_kind()
         self.runtime.synchronize()

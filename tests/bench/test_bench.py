@@ -307,6 +307,8 @@ def test_an_interrupted_gpu_record_is_resumed_only_with_the_same_source(tmp_path
     assert measured == ["a", "b", "c", "b", "c"] and list(record["cases"]) == ["a", "b", "c"]
     assert record["cases"]["a"]["figure"] == 1 and [part["behind"] for part in record["resumed"]] == [["a"]]
     assert "resumed" not in run(second)
+    with pytest.raises(SystemExit, match="another command, python tools/gpu_bench.py --scale 512 and not .* 256"):
+        run(second, "--resume", "--scale", "256")
     monkeypatch.setattr(gpu_bench, "source_sha256", lambda: "another")
     with pytest.raises(SystemExit, match="another source_sha256"):
         run(second, "--resume")

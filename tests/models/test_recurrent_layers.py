@@ -1,5 +1,6 @@
 """Layers declare what they keep: a layer that nobody in the engine knows keeps a state for each row, in every mode."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -110,6 +111,19 @@ def test_states_stay_where_they_are_over_switches(path, seed):
     engine = toy_engine(path, SimulatedRuntime(seed), **OFFLOAD | dict(num_gpu_blocks_override=60))
     modes = {4: "resident", 11: "offload", 17: "resident", 40: "offload"}
     assert run(engine, prompts, params, switching(modes)) == wanted
+    assert_pools_as_before(engine)
+
+
+@pytest.mark.parametrize("arguments", [{}, OFFLOAD, dict(max_num_seqs=1)])
+def test_kernels_are_compiled_beside_the_engines_own_rows_and_states(path, arguments, monkeypatch):
+    """Nothing is compiled here, but all else runs as it does on a GPU, in programs that are thrown away."""
+    monkeypatch.setattr("nanoinfer.kernels.launch.compile_ahead.compile_ahead", lambda device: nullcontext())
+    prompts, params = random_prompts(4, 20, 40), some_params(4)
+    engine, wanted = toy_engine(path, **arguments), run(toy_engine(path, **arguments), prompts, params)
+    program = engine.runner.decode_program
+    with torch.inference_mode():
+        engine.runner._compile_kernels()
+    assert engine.runner.decode_program is program and run(engine, prompts, params) == wanted
     assert_pools_as_before(engine)
 
 

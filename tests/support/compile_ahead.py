@@ -8,19 +8,21 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.runtime import _async_compile, driver
+from triton.runtime import _async_compile, build, driver
 from triton.runtime.jit import JITFunction
 
 
 class NoGpu:
-    """Tells who made which launcher; loads nothing."""
+    """Tells who made and who loaded which launcher; loads nothing."""
 
     def __init__(self):
-        self.launchers, self.launches = [], []
+        self.launchers, self.loads, self.launches = [], [], []
         self.utils = self
+        build._load_module_from_path = lambda name, path: self.loads.append(threading.current_thread())
 
     def launcher_cls(self, src, metadata):
         self.launchers.append(threading.current_thread().name)
+        build._load_module_from_path("__triton_launcher", "a path")
         return lambda *args: self.launches.append(threading.current_thread())
 
     def get_device_properties(self, device):
@@ -59,22 +61,24 @@ def broken_kernel(x, SIZE: tl.constexpr):
     tl.store(x + tl.arange(0, SIZE), tl.arange(0, SIZE // 2))
 
 
-run, x = JITFunction.run, torch.ones(64)
+run, load, x = JITFunction.run, build._load_module_from_path, torch.ones(64)
 with compile_ahead(x.device):
     for size in (16, 32, 16):
         double_kernel[(1,)](x, SIZE=size)
     other = threading.Thread(target=lambda: double_kernel[(1,)](x, SIZE=32))
     other.start()
     other.join()
-assert JITFunction.run is run
+assert JITFunction.run is run and build._load_module_from_path is load
 kernels = list(double_kernel.device_caches[0][0].values())
 assert len(kernels) == 2 and all("cubin" in kernel.asm for kernel in kernels), kernels
 assert gpu.launches == [other], "nothing runs but what another thread launches"
 made = [thread for thread in gpu.launchers if thread.startswith("compile")]
 assert len(made) == 2, f"what a launcher needs was compiled, by {gpu.launchers}"
+assert gpu.loads == [other], "nothing is loaded but what another thread launches"
 for size in (16, 32):
     double_kernel[(1,)](x, SIZE=size)
-assert gpu.launchers[-1] == "MainThread" and len(gpu.launches) == 3, "who launches a kernel loads its launcher"
+assert len(gpu.launches) == 3, "all can be launched"
+assert gpu.loads == [other, threading.main_thread()], "who launches a kernel first loads its launcher"
 
 with compile_ahead(x.device):
     broken_kernel[(1,)](x, SIZE=16)
@@ -111,6 +115,7 @@ for interrupt_inside in (True, False):
         print("interrupted")
     _async_compile.as_completed = wait
     assert JITFunction.run is run and _async_compile.active_mode.get() is None
+    assert build._load_module_from_path is load
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
     assert len(gpu.launchers) - num_launchers < len(values), "what nobody waits for is not compiled"
     gpu.launches.clear()
@@ -128,6 +133,13 @@ triton.AsyncCompileMode = compile_mode
 with compile_ahead(x.device):
     add_kernel[(1,)](x, SIZE=16, ADDED=1001)
 assert len(gpu.launches) == 1, "it can again"
+
+# Where triton loads launchers in another way, that is left alone.
+del build._load_module_from_path
+gpu.launcher_cls = lambda src, metadata: gpu.launches.append
+with compile_ahead(x.device):
+    add_kernel[(1,)](x, SIZE=16, ADDED=1003)
+assert not hasattr(build, "_load_module_from_path")
 
 # Where triton keeps its kernels elsewhere, only the unfinished ones of an interruption stay.
 with compile_ahead(x.device):

@@ -11,21 +11,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 MAX_THREADS = 16
+_LOAD = "_load_module_from_path"
 _ONE_AT_A_TIME = threading.Lock()
 
 
 class _Compilers(ThreadPoolExecutor):
     """Threads that compile kernels and their launchers, for which triton may call a C compiler.
 
-    A launcher made here is thrown away; only the compiler's result in triton's cache is wanted. Triton 3.6 loads all
-    launchers as modules of one name, and Python may give a thread that loads one the functions of another that is being
-    loaded: a launch would then pass the arguments of another kernel. So the thread that launches a kernel loads its
-    launcher.
+    A launcher made here is not loaded, but thrown away: only the compiler's result in triton's cache is wanted. Triton
+    3.6 loads all launchers as modules of one name, and Python may give a thread that loads one the functions of another
+    that is being loaded. A launch would then pass the arguments of another kernel. So the thread that launches a kernel
+    loads its launcher.
     """
 
     def __init__(self, device: torch.device, driver: Any) -> None:
@@ -36,10 +38,28 @@ class _Compilers(ThreadPoolExecutor):
     def submit(self, compile_kernel: Callable) -> Future:
         def prepare():
             kernel = compile_kernel()
-            self._driver.active.launcher_cls(kernel.src, kernel.metadata)
+            _this_thread.loads_nothing = True
+            try:
+                self._driver.active.launcher_cls(kernel.src, kernel.metadata)
+            finally:
+                _this_thread.loads_nothing = False
             return kernel
 
         return super().submit(prepare)
+
+
+_this_thread = threading.local()
+
+
+def _not_loaded(load: Callable) -> Callable:
+    """Return triton's function that loads a compiled module, which gives an empty one to threads that load nothing."""
+
+    def load_module(name: str, path: str) -> Any:
+        if getattr(_this_thread, "loads_nothing", False):
+            return SimpleNamespace(launch=None)
+        return load(name, path)
+
+    return load_module
 
 
 @dataclass(frozen=True)
@@ -51,28 +71,29 @@ class _Triton:
     future_kernel: type
     function: type
     driver: Any
+    build: Any
 
     @classmethod
     def find(cls) -> _Triton:
         """Find the parts. Raise ImportError or AttributeError if one is missing."""
         import triton
-        from triton.runtime import driver
+        from triton.runtime import build, driver
         from triton.runtime._async_compile import FutureKernel, active_mode
         from triton.runtime.jit import JITFunction
 
         if not {"grid", "warmup"} <= inspect.signature(JITFunction.run).parameters.keys():
             raise AttributeError("JITFunction.run takes no grid and warmup")
-        return cls(triton.AsyncCompileMode, active_mode, FutureKernel, JITFunction, driver)
+        return cls(triton.AsyncCompileMode, active_mode, FutureKernel, JITFunction, driver, build)
 
 
 @contextmanager
 def compile_ahead(device: torch.device) -> Iterator[None]:
     """Inside the context, this thread's launch of a Triton kernel starts its compilation and runs nothing.
 
-    At the end of the context all these kernels are ready to run. Tensors that a launch would have written are
-    unchanged. Most of a compilation runs without Python's lock, so threads help. A kernel that does not compile raises
-    its error when it is launched outside. An exception raised inside, such as Ctrl-C, propagates once the kernels that
-    are being compiled are done; the other kernels are compiled when they are launched.
+    At the end of the context all these kernels are compiled; each is loaded when it is first launched. Tensors that a
+    launch would have written are unchanged. Most of a compilation runs without Python's lock, so threads help. A kernel
+    that does not compile raises its error when it is launched outside. An exception raised inside, such as Ctrl-C,
+    propagates once the kernels that are being compiled are done; the other kernels are compiled when they are launched.
 
     If triton lacks a part that this needs, launches inside compile and run one after the other. So every kernel that is
     launched inside must be allowed to run.
@@ -107,9 +128,11 @@ def _compiling(triton: _Triton, device: torch.device) -> Iterator[None]:
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     executor, run, mode_before = _Compilers(device, triton.driver), triton.function.run, triton.active_mode.get()
-    mode = triton.mode(executor, ignore_errors=True)
+    mode, load = triton.mode(executor, ignore_errors=True), getattr(triton.build, _LOAD, None)
     try:
         triton.function.run = compile_only
+        if load is not None:  # later versions need not load anything
+            setattr(triton.build, _LOAD, _not_loaded(load))
         mode.__enter__()
         yield
         mode.__exit__(None, None, None)  # waits for every kernel
@@ -121,7 +144,11 @@ def _compiling(triton: _Triton, device: torch.device) -> Iterator[None]:
         triton.function.run = run
         for function in launched:
             _forget_unfinished(function, triton.future_kernel)
-        executor.shutdown(cancel_futures=True)
+        try:
+            executor.shutdown(cancel_futures=True)
+        finally:
+            if load is not None:
+                setattr(triton.build, _LOAD, load)
 
 
 def _forget_unfinished(function, future_kernel: type) -> None:

@@ -157,6 +157,8 @@ def packed_linear(
     constants, part_size = constants_of(weight, x.device, x.dtype), size // num_parts
     block_m, block_n, num_warps, stages, columns = packed_tiles(num_tokens, gated, weight.packing.bits, x.device)
     unroll = _blocks_of_step(part_size, columns, constants)
+    if unroll * constants["BLOCK"] > columns:  # as many columns are loaded ahead, in fewer steps
+        stages = max(2, stages * columns // (unroll * constants["BLOCK"]))
     if constants["MODE"] == COLUMN.value:  # a tile of scales for each plane would take all shared memory
         stages = 1
     grid = (triton.cdiv(num_tokens, block_m), triton.cdiv(weight.num_rows, block_n), num_parts)
