@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend, PrefillPiece
 from nanoinfer.common.units import GIB
-from nanoinfer.execution.products import ProductCheck, check_products
+from nanoinfer.execution.products import ProductCheck, check_products, run_ours
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.segments import Around, Segments
 from nanoinfer.execution.step_tensors import StepTensors
@@ -85,12 +85,11 @@ class Activations:
         return blocks, checks
 
     def run_small_prefills(self) -> None:
-        """Run prefill steps whose kernels are those of larger ones, and those that the library is compared with.
-
-        Weights that larger steps expand are not expanded here: what does that is compiled when it is first launched.
-        """
+        """Run prefill steps whose kernels are those of larger ones, and what the library is compared with."""
         for tokens in sorted({min(count, self._plan.max_num_batched_tokens) for count in (128, MAX_ROWS)}):
             self._run_prefill(tokens)
+        if self._plan.max_num_batched_tokens > MAX_ROWS:
+            run_ours(self._model)
 
     def reserve(self) -> None:
         """Leave one free segment in the allocator, from which all activations are cut.

@@ -43,14 +43,8 @@ def check_products(model: DecoderModel, max_rows: int) -> list[ProductCheck]:
     Args:
         max_rows: the most rows that a step computes.
     """
-    if model.spec.dtype.itemsize != 2:
-        return []
-    groups: dict[tuple, list[Linear]] = {}
-    for module in model.modules():
-        if isinstance(module, Linear) and not isinstance(module, Head) and _has_matrix_on_cuda(module):
-            groups.setdefault((module.num_rows, module.in_features, module.bias is not None), []).append(module)
     counts, found = padded_counts(max_rows), []
-    for (num_rows, size, _), modules in groups.items():
+    for (num_rows, size, _), modules in _by_shape(model).items():
         agreeing = _agreeing(modules[0], counts)
         for module in modules:
             module.library_counts = agreeing
@@ -59,26 +53,49 @@ def check_products(model: DecoderModel, max_rows: int) -> list[ProductCheck]:
     return found
 
 
+def run_ours(model: DecoderModel) -> None:
+    """Compute what `check_products` compares the library with, for its kernels to be compiled."""
+    for modules in _by_shape(model).values():
+        weight = modules[0].weights.matrix(modules[0])
+        _ours(modules[0], weight, weight.new_zeros(MAX_ROWS, weight.shape[1]))
+
+
+def _by_shape(model: DecoderModel) -> dict[tuple[int, int, bool], list[Linear]]:
+    """Return the projections that the library may compute, by rows and columns of the weight and whether it has a bias.
+
+    In float32 there are none.
+    """
+    groups: dict[tuple[int, int, bool], list[Linear]] = {}
+    for module in model.modules() if model.spec.dtype.itemsize == 2 else ():
+        if isinstance(module, Linear) and not isinstance(module, Head) and _has_matrix_on_cuda(module):
+            groups.setdefault((module.num_rows, module.in_features, module.bias is not None), []).append(module)
+    return groups
+
+
 def _has_matrix_on_cuda(module: Linear) -> bool:
     return isinstance(module.weights, MatrixFormat) and next(module.parameters()).is_cuda
 
 
 def _agreeing(module: Linear, counts: list[int]) -> frozenset[int]:
-    from nanoinfer.kernels.linear import rows as kernels  # triton comes with CUDA builds of torch only
+    from nanoinfer.kernels.linear.rows import library_sum  # triton comes with CUDA builds of torch only
 
     weight, parts = module.weights.matrix(module), module.weights.num_parts(module)
     generator = torch.Generator(weight.device).manual_seed(0)
     rows = torch.randn(MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device, generator=generator)
 
-    def ours(x: Tensor) -> Tensor:
-        return kernels.linear(x, weight, module.bias) if parts == 1 else _sum(kernels.linear_parts(x, weight, parts))
-
     def library(x: Tensor) -> Tensor:
         if parts == 1:
             return torch.nn.functional.linear(x, weight, module.bias)
-        return kernels.library_sum(x, weight, parts)
+        return library_sum(x, weight, parts)
 
-    return agreeing_counts(rows, ours, library, counts)
+    return agreeing_counts(rows, lambda x: _ours(module, weight, x), library, counts)
+
+
+def _ours(module: Linear, weight: Tensor, x: Tensor) -> Tensor:
+    from nanoinfer.kernels.linear import rows as kernels  # triton comes with CUDA builds of torch only
+
+    parts = module.weights.num_parts(module)
+    return kernels.linear(x, weight, module.bias) if parts == 1 else _sum(kernels.linear_parts(x, weight, parts))
 
 
 def agreeing_counts(

@@ -7,7 +7,7 @@ import torch
 from engines import SMALL, make_engine
 from tiny_models import make_checkpoint
 
-from nanoinfer.execution.products import ProductCheck, agreeing_counts, check_products
+from nanoinfer.execution.products import ProductCheck, agreeing_counts, check_products, run_ours
 from nanoinfer.kernels.linear.counts import MAX_ROWS, num_parts, padded_counts, padded_rows
 from nanoinfer.layers.linear import Linear
 
@@ -52,6 +52,11 @@ def test_each_shape_is_asked_once_and_every_projection_of_it_told(differs, monke
         asked.append(module)
         return frozenset(counts if not differs else counts[1:])
 
+    computed = []
+    monkeypatch.setattr("nanoinfer.execution.products._ours", lambda *arguments: computed.append(arguments))
+    run_ours(model)
+    assert [module for module, _, _ in computed] == [model.first, model.third]
+    assert all(weight is module.weight and x.shape == (MAX_ROWS, 64) for module, weight, x in computed)
     monkeypatch.setattr("nanoinfer.execution.products._agreeing", agreeing)
     found = check_products(model, 1100)
     counts = padded_counts(1100)
