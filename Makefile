@@ -35,7 +35,7 @@ test: $(STAMP)
 
 # What `make test` takes a sample of, whole: seeds, cases, an exception at every line of a step. Two hours.
 fuzz: $(STAMP)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --fuzz -m sampled -n $(JOBS) --dist load $(ARGS)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest tests --fuzz -m sampled -n $(JOBS) --dist worksteal $(ARGS)
 
 bench: $(STAMP)
 	$(VENV)/bin/python bench_offload.py $(ARGS)
