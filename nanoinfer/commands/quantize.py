@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from nanoinfer.common.units import format_size
 from nanoinfer.config import QUANTISED
 from nanoinfer.options.engine import add_engine_options
 
@@ -40,5 +41,5 @@ def run(options: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
     )
     num_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    print(f"{out}: {num_bytes / 2**30:.2f} GiB of weights in the compressed-tensors format")
+    print(f"{out}: {format_size(num_bytes)} of weights in the compressed-tensors format")
     return 0

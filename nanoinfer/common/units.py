@@ -31,6 +31,11 @@ def format_gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f}"
 
 
+def format_size(num_bytes: float) -> str:
+    """A size as text, in GiB, or in MiB where that would be 0.00."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.01 * 2**30 else f"{num_bytes / 2**20:.2f} MiB"
+
+
 def counted(number: int, noun: str) -> str:
     """A number of things as text: "1 request", "2,000 requests"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

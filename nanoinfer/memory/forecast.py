@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from nanoinfer.common.units import format_gib
+from nanoinfer.common.units import format_gib, format_size
 from nanoinfer.memory.plan import MemoryPlan
 
 
@@ -79,23 +79,24 @@ class Forecast:
         memory = self.memory
         streams = self.streamed_bytes_per_step
         buffers = memory.workspace_bytes + memory.library_bytes
-        device = f", {self.device_gbps:g} GB/s on the device" if self.device_gbps else ""
+        rates = [f"{self.link_gbps:g} GB/s over the link"] if streams else []
+        rates += [f"{self.device_gbps:g} GB/s on the device"] if self.device_gbps else []
         rows = [
             ("GPU memory", f"{format_gib(memory.total_bytes)} of {format_gib(self.budget_bytes)} GiB"),
-            ("  weights", f"{format_gib(memory.weight_bytes)} GiB"),
-            ("  activations", f"{format_gib(memory.activation_bytes)} GiB, "
+            ("  weights", format_size(memory.weight_bytes)),
+            ("  activations", f"{format_size(memory.activation_bytes)}, "
                               f"{memory.max_num_batched_tokens} tokens at a time"),
-            ("  buffers", f"{format_gib(buffers)} GiB, workspaces of libraries included"),
-            ("  graphs", f"{format_gib(memory.graph_bytes)} GiB"),
-            ("  ring", f"{format_gib(memory.ring_bytes)} GiB, whatever the context"),
-            ("  KV pool", f"{format_gib(memory.pool_bytes)} GiB, {memory.num_gpu_blocks - 1} blocks"),
+            ("  buffers", f"{format_size(buffers)}, workspaces of libraries included"),
+            ("  graphs", format_size(memory.graph_bytes)),
+            ("  ring", f"{format_size(memory.ring_bytes)}, whatever the context"),
+            ("  KV pool", f"{format_size(memory.pool_bytes)}, {memory.num_gpu_blocks - 1} blocks"),
             ("host memory", f"{format_gib(memory.host_bytes)} of {format_gib(self.host_budget_bytes)} GiB"),
-            ("KV cache", f"{format_gib(self.kv_bytes)} GiB, {self.resident_share:.1%} of it stays on the GPU"),
-            ("streamed per step", f"{format_gib(streams)} GiB" if streams else "nothing"),
+            ("KV cache", f"{format_size(self.kv_bytes)}, {self.resident_share:.1%} of it stays on the GPU"),
+            ("streamed per step", format_size(streams) if streams else "nothing"),
             ("longest context", f"{_count(self.longest_context)} tokens for {sequences(self.batch)}, "
                                 f"{_count(self.longest_resident_context)} with nothing to stream"),
             ("largest batch", f"{_count(self.largest_batch)} of {self.context:,} tokens"),
-            ("decode step", f"{self._speed()}, at {self.link_gbps:g} GB/s over the link{device}"),
+            ("decode step", f"{self._speed()}{', at ' if rates else ''}{', '.join(rates)}"),
         ]  # fmt: skip
         width = max(len(name) for name, _ in rows)
         return [f"{name:{width}}  {value}" for name, value in rows]

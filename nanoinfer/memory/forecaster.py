@@ -235,9 +235,8 @@ class _Forecaster:
                 found.append("enable_cpu_offload=True")
         # The most of the GPU's is what another card could have.
         for place, most, with_more in (("host", 256, self._with_host), ("GPU", 32, self._with_gpu)):
-            sizes = [2**i for i in range(most.bit_length())]
-            gib = next((gib for gib in sizes if with_more(gib)._fits(context, batch)), None)
-            if gib is not None:
+            gib = 1 + bisect_left(range(1, most + 1), True, key=lambda gib: with_more(gib)._fits(context, batch))
+            if gib <= most:
                 found.append(f"{gib} GiB more {place} memory")
         return tuple(found)
 

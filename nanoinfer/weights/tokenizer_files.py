@@ -37,9 +37,12 @@ def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizer
         # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.
         return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # errors of two libraries that do not check the files before they use them
+        text = str(error).strip().partition("\n")[0]
+        path = Path(source)
+        lacking = " (it holds no tokenizer.json)" if path.is_dir() and not (path / "tokenizer.json").is_file() else ""
         raise ValueError(
-            f"tokenizer {str(source)!r} cannot be loaded ({type(error).__name__}: {error}): check its files, or set "
-            "skip_tokenizer_init=True to work on token ids"
+            f"tokenizer {str(source)!r} cannot be loaded ({type(error).__name__}: {text}): check its files{lacking}, "
+            "or set skip_tokenizer_init=True to work on token ids"
         ) from error
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from nanoinfer.common.units import format_gib
+from nanoinfer.common.units import format_size
 from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.online import QuantisedWhileRead
@@ -86,7 +86,9 @@ def quantise_checkpoint(
             weight cannot be quantised.
     """
     out = Path(out).expanduser()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} exists and is no directory: give a directory that does not exist yet")
+    if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: give a directory that does not exist yet, or remove what it holds")
     model_dir = find_model(model)
     hf_config = load_config(model_dir)
@@ -137,7 +139,7 @@ def _whole_directory(out: Path, num_bytes: int) -> Iterator[Path]:
         free = shutil.disk_usage(out.parent).free
         if free < num_bytes:
             raise ValueError(
-                f"{out} needs {format_gib(num_bytes)} GiB, its disk has {format_gib(free)} GiB free: give a directory "
+                f"{out} needs {format_size(num_bytes)}, its disk has {format_size(free)} free: give a directory "
                 "on another disk, or make room"
             )
         directory = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))

@@ -1,5 +1,7 @@
 """`nanoinfer quantize`, and the options of other commands that quantise."""
 
+import re
+
 import pytest
 from online import QUIET, equal, load, make, matrices
 
@@ -17,11 +19,13 @@ def test_the_command_writes_a_checkpoint(tmp_path, capsys):
     (source / "tokenizer_config.json").write_text("{}")
     assert command(source, "--to", "int4", "--out", tmp_path / "out", "--head", "int8") == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path / 'out'}: 0.00 GiB of weights")
+    assert re.fullmatch(rf"{tmp_path / 'out'}: 0\.\d\d MiB of weights in the compressed-tensors format\n", said)
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
     assert equal(matrices(load(tmp_path / "out")), matrices(load(source, "int4", "int8")))
     assert command(source, "--to", "int4", "--out", tmp_path / "out") == 2
     assert "is not empty: give a directory that does not exist yet" in capsys.readouterr().err
+    assert command(source, "--to", "int4", "--out", source / "config.json") == 2
+    assert "config.json exists and is no directory: give a directory" in capsys.readouterr().err
 
 
 def test_an_unknown_kind_is_refused_with_the_nearest(tmp_path, capsys):
@@ -33,7 +37,9 @@ def test_an_unknown_kind_is_refused_with_the_nearest(tmp_path, capsys):
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     source = make(tmp_path / "wide")
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: type("Usage", (), dict(free=1000)))
-    with pytest.raises(ValueError, match="out needs 0.00 GiB, its disk has 0.00 GiB free: give a directory on another"):
+    with pytest.raises(
+        ValueError, match=r"out needs 0.0\d MiB, its disk has 0.00 MiB free: give a directory on another"
+    ):
         quantise_checkpoint(source, tmp_path / "out", "int4", **QUIET)
     assert [path.name for path in tmp_path.iterdir()] == ["wide"]
 

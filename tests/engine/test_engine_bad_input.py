@@ -159,6 +159,7 @@ def test_the_logits_are_checked_once(path, monkeypatch):
 def test_too_small_a_gpu_limit_names_the_smallest_that_works_and_it_works(path, enable_cpu_offload):
     with pytest.raises(ValueError, match="gpu_memory_limit='100KiB' .* is too small") as error:
         make_engine(path, gpu_memory_limit="100KiB", enable_cpu_offload=enable_cpu_offload)
+    assert "max_num_batched_tokens" not in str(error.value), "the weights alone are too large"
     smallest = re.search(r'give at least "(\d+MiB)"', str(error.value))[1]
     engine = make_engine(path, gpu_memory_limit=smallest, enable_cpu_offload=enable_cpu_offload)
     request = engine.add_request("r", random_prompts(1, 300, 300)[0], SamplingParams(max_tokens=3, ignore_eos=True))
@@ -168,10 +169,20 @@ def test_too_small_a_gpu_limit_names_the_smallest_that_works_and_it_works(path, 
     assert ("set enable_cpu_offload=True" in str(error.value)) == (not enable_cpu_offload)
 
 
+@pytest.mark.parametrize(
+    "max_num_seqs, said", [(1, '", or set max_num_batched_tokens below 64'), (3, " below 64 or max_num_seqs below 3")]
+)
+def test_too_small_a_gpu_limit_names_what_can_be_lower(path, max_num_seqs, said):
+    arguments = dict(max_num_batched_tokens=64, max_num_seqs=max_num_seqs, max_model_len=4096)
+    with pytest.raises(ValueError, match="is too small") as error:
+        make_engine(path, gpu_memory_limit="600KiB", **arguments)
+    assert said in str(error.value) and ("max_num_seqs" in str(error.value)) == (max_num_seqs > 1)
+
+
 def test_too_small_a_host_limit_names_the_smallest_that_works_and_it_works(path):
     with pytest.raises(ValueError, match="holds 2 KV blocks") as error:
         make_engine(path, host_memory_limit=2 * 2 * 4096, enable_cpu_offload=True)
-    smallest = int(re.search(r"give at least (\d+) bytes", str(error.value))[1])
+    smallest = re.search(r'give at least "(\d+MiB)"', str(error.value))[1]
     make_engine(path, host_memory_limit=smallest, enable_cpu_offload=True).close()
 
 

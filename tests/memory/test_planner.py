@@ -74,6 +74,19 @@ def test_what_does_not_fit_says_why_and_what_would():
     assert "a batch of at most 3 at 131,072 tokens" in forecast.advice and "8 GiB more host memory" in forecast.advice
     assert "does not fit" in forecast.report() and "what would help" in forecast.report()
     assert nanoinfer.plan("qwen3-4b", context=131_072, batch=3, **QWEN3_4B).fits
+    # The fewest GiB, and not the next power of two.
+    little = dict(gpu_memory="12GiB", host_memory="47GiB")
+    assert "25 GiB more host memory" in nanoinfer.plan("qwen3-4b", context=131_072, batch=4, **little).advice
+
+
+def test_a_step_of_which_nothing_streams_is_told_without_the_link():
+    fits = dict(context=1024, gpu_memory="12GiB", host_memory="8GiB")
+    assert "decode step        nothing streams; state device_gbps for the time of a step\n" in (
+        nanoinfer.plan("qwen3-4b", **fits).report() + "\n"
+    )
+    line = next(line for line in nanoinfer.plan("qwen3-4b", **fits, device_gbps=300).report().splitlines()
+                if line.startswith("decode step"))  # fmt: skip
+    assert line.endswith("(device memory), at 300 GB/s on the device")
 
 
 def test_beyond_the_models_positions_no_memory_is_recommended():

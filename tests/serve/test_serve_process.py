@@ -54,7 +54,8 @@ class Process:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         self.lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self.url = re.search(r"http://\S+", self.wait_for("serving on"))[0]
 
     def _read(self):
@@ -71,6 +72,11 @@ class Process:
                 self._process.kill()
                 pytest.fail(f"the server did not say {text!r}: {''.join(seen)}")
         return seen[-1]
+
+    def last_words(self):
+        """All lines behind the one that was waited for last; the process must have ended."""
+        self._reader.join()
+        return "".join(self.lines.queue)
 
     def signal(self, number):
         self._process.send_signal(number)
@@ -198,6 +204,7 @@ def test_sigterm_lets_running_requests_end(path):
         streamed = [json.loads(part.removeprefix("data: "))["choices"][0]["token_ids"] for part in parts]
         assert last == "data: [DONE]" and sum(streamed, []) == tokens
         assert server.exit_code() == 0
+        assert "leaked" not in server.last_words(), "a library has found its objects when the interpreter ended"
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(path, capsys):

@@ -323,6 +323,15 @@ def test_any_value_in_a_file_of_the_tokenizer_is_refused_by_name_or_the_tokenize
     assert taken > 40 and refused > 100, f"{taken} were taken, {refused} refused"
 
 
+def test_a_tokenizer_without_its_main_file_is_refused_in_one_line(tmp_path):
+    (make_served_checkpoint(tmp_path) / "tokenizer.json").unlink()
+    with pytest.raises(
+        ValueError, match="cannot be loaded .* check its files .it holds no tokenizer.json., or"
+    ) as error:
+        load_tokenizer(EngineConfig(model=tmp_path, **(COMMON | dict(skip_tokenizer_init=False))), tmp_path)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "name, content",
     [

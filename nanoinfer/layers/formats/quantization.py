@@ -54,10 +54,11 @@ class Quantization(Formats):
 
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
         if quantization not in (None, self.name, *self.other_names) and self.scheme_names() != (quantization,):
+            known = [self.name, *self.scheme_names()] if len(self.scheme_names()) == 1 else [self.name]
             only = " (only wide weights are quantised while they are read)" if quantization in QUANTISED else ""
             raise ValueError(
                 f"quantization={quantization!r} does not fit this checkpoint, which is quantised with {self.name}: "
-                f"give quantization={self.name!r}, or leave it out{only}"
+                f"give quantization={' or '.join(map(repr, known))}, or leave it out{only}"
             )
         if self.kv_cache_dtype is not None and kv_cache_dtype != self.kv_cache_dtype:
             raise ValueError(
