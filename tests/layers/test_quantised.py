@@ -466,6 +466,13 @@ def test_the_argument_of_vllm_must_name_what_the_checkpoint_has(tmp_path):
         make_engine(packed, quantization="gptq")
 
 
+def test_what_weights_are_quantised_to_may_be_named_and_is_told(tmp_path):
+    packed, _ = write(tmp_path, compressed("pack-quantized", num_bits=4, strategy="channel"))
+    make_engine(packed, quantization="int4")
+    with pytest.raises(ValueError, match="'int3' does not .*: give quantization='compressed-tensors' or 'int4', or"):
+        make_engine(packed, quantization="int3")
+
+
 def test_a_scheme_of_the_kv_cache_must_be_that_of_the_engine(tmp_path):
     packed, _ = write(tmp_path, compressed("pack-quantized", num_bits=4, strategy="channel"))
     settle(packed, kv_cache_scheme=dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False))
