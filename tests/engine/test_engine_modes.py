@@ -102,6 +102,7 @@ def test_shared_prefixes_give_the_same_bits_in_both_modes(paths, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled("gemma3")
 def test_blocks_cut_into_splits_give_the_same_bits_in_every_mode(paths, expected, name, fuzz, monkeypatch):
     """As the Triton backend cuts the blocks of a step that reads few: whole blocks follow as the sequences grow."""
     prompts = [PROMPTS[0][:60], PROMPTS[1][:20]]

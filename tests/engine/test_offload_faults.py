@@ -211,6 +211,7 @@ def test_completions_of_one_request_fail_together(path, alone, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["resident", "offload", "auto"])
+@pytest.mark.sampled("resident", "auto")
 def test_an_error_before_a_step_is_launched_ends_nobody(path, alone, mode, fuzz, monkeypatch):
     places = (
         (GPUCopies, "take", (1, 3)), (Admission, "admit", (1, 4)), (KVCache, "grow", (1, 12)),
@@ -282,6 +283,7 @@ def test_a_host_pool_that_runs_out_in_a_prefill_ends_the_requests_of_that_step(p
 
 
 @pytest.mark.parametrize("mode", ["offload", "auto"])
+@pytest.mark.sampled("auto")
 def test_requests_are_aborted_while_their_blocks_are_in_flight(path, alone, mode, fuzz):
     """Copies run as late as they may here, and whatever is freed is filled with NaN."""
     num_in_flight = 0

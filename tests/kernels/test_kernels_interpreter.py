@@ -67,6 +67,7 @@ def test_decode_bits_do_not_depend_on_the_number_of_programs():
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.usefixtures("operands_lie_alike", "tiles_alike")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.sampled("torch.float16-None", "torch.float32-40")
 def test_the_copy_unit_gives_the_bits_of_plain_loads(dtype, window):
     """Tiles that it brings are whole; the cut ones at both ends are masked, over poisoned memory."""
     spec, lens, q_lens = make_spec(8, 2, 64, 128, dtype), [300, 128, 5, 1], [40, 3, 5, 1]
@@ -135,6 +136,7 @@ def test_query_group_is_padded_to_the_matrix_unit(num_q_heads, rows):
 
 @pytest.mark.usefixtures("operands_lie_alike", "tiles_alike")
 @pytest.mark.parametrize("window", [None, 40, 70])
+@pytest.mark.sampled("70")
 def test_cut_blocks_through_the_copy_unit_have_the_bits_of_plain_loads(window):
     spec, lens = make_spec(8, 2, 64, 256, torch.float16), [300, 256, 65, 64, 1]
     paged, q = make_paged(spec, lens), make_q(spec, len(lens))
