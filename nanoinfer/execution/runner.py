@@ -135,17 +135,13 @@ class ModelRunner:
 
         with self.compute.current(), compile_ahead(self.runtime.device):
             self._activations.run_small_prefills()
-            if self._has_graphs:
+            if _has_graphs(self):
                 kv = _zeros(self.layout.pool_shape(1), self.layout.dtype, self.runtime.device)
                 states = RecurrentStates(self.model.spec, self.plan.max_num_seqs, self.runtime.device)
                 _, decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
                 prefill.pieces.run_each_kind()
         self.runtime.synchronize()
-
-    @property
-    def _has_graphs(self) -> bool:
-        return not self.config.enforce_eager and (self.runtime.device.type != "cuda" or self.backend.graph_safe)
 
     # Modes
 
@@ -194,7 +190,7 @@ class ModelRunner:
         is_cuda = self.runtime.device.type == "cuda"
         works = [*self.decode_program.works(may_offload), *self.prefill_program.pieces.works()]
         missing = [work for work in works if work.key not in self.graphs]
-        if missing and self._has_graphs:
+        if missing and _has_graphs(self):
             self._capture(missing)
         if is_cuda:
             self._activations.reserve()  # a capture gives unused segments back
@@ -362,6 +358,12 @@ class ModelRunner:
     def peak_bytes(self) -> int | None:
         """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""
         return self._activations.peak_bytes()
+
+
+def _has_graphs(runner: ModelRunner) -> bool:
+    """Whether steps run from graphs."""
+    is_cuda = runner.runtime.device.type == "cuda"
+    return not runner.config.enforce_eager and (not is_cuda or runner.backend.graph_safe)
 
 
 def _kept_limit(config: EngineConfig, row_bytes: int) -> int | None:
