@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
             _serve(_server_class(uvicorn.Server)(server_config, engine, options.shutdown_timeout), listener, host, port)
         finally:
             engine.close()
-            gc.unfreeze()  # libraries count what is left when the interpreter ends
+            gc.unfreeze()  # to libraries that look for leaks at the end, frozen objects are some
     return 1 if engine.has_failed else 0
 
 

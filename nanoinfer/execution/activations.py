@@ -84,8 +84,8 @@ class Activations:
             )
         return blocks, checks
 
-    def run_small_prefills(self) -> None:
-        """Run prefill steps whose kernels are those of larger ones, and what the library is compared with."""
+    def run_each_kind(self) -> None:
+        """Run prefill steps that together use the kernels of larger ones, and what the library is compared with."""
         for tokens in sorted({min(count, self._plan.max_num_batched_tokens) for count in (128, MAX_ROWS)}):
             self._run_prefill(tokens)
         if self._plan.max_num_batched_tokens > MAX_ROWS:

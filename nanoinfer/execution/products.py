@@ -66,7 +66,9 @@ def _by_shape(model: DecoderModel) -> dict[tuple[int, int, bool], list[Linear]]:
     In float32 there are none.
     """
     groups: dict[tuple[int, int, bool], list[Linear]] = {}
-    for module in model.modules() if model.spec.dtype.itemsize == 2 else ():
+    if model.spec.dtype.itemsize != 2:
+        return groups
+    for module in model.modules():
         if isinstance(module, Linear) and not isinstance(module, Head) and _has_matrix_on_cuda(module):
             groups.setdefault((module.num_rows, module.in_features, module.bias is not None), []).append(module)
     return groups

@@ -71,7 +71,9 @@ class ModelRunner:
         self._activations = Activations(self.compute, model, backend, layout, plan, runtime.device, memory_before)
         self.product_checks: list[ProductCheck] = []
         self.graphs = Graphs(runtime, self.compute)
-        if runtime.device.type == "cuda":
+        is_cuda = runtime.device.type == "cuda"
+        self._has_graphs = not config.enforce_eager and (not is_cuda or backend.graph_safe)
+        if is_cuda:
             self._compile_kernels()
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
             self.num_gpu_blocks -= blocks_over_plan
@@ -125,23 +127,22 @@ class ModelRunner:
         return sampling, decode, prefill
 
     def _compile_kernels(self) -> None:
-        """Compile what steps need, all at once.
+        """Compile the kernels of all steps.
 
-        It takes most of a cold start, so it is not done in two parts, one before and one behind the measurement of
-        memory, of which each would wait for its slowest kernel. How many blocks there are is not known yet, so the
-        programs here are others, of one block, that give their memory back.
+        Compilation takes most of a cold start, and lasts as long as its slowest kernel, so there is one for prefill and
+        decode together. It comes before memory is measured, when the number of blocks is not known yet. So the programs
+        that run here are not the engine's: they have a pool of one block, and give their memory back.
         """
         from nanoinfer.kernels.launch.compile_ahead import compile_ahead  # triton comes with CUDA builds of torch only
 
         with self.compute.current(), compile_ahead(self.runtime.device):
-            self._activations.run_small_prefills()
-            if _has_graphs(self):
+            self._activations.run_each_kind()
+            if self._has_graphs:
                 kv = _zeros(self.layout.pool_shape(1), self.layout.dtype, self.runtime.device)
                 states = RecurrentStates(self.model.spec, self.plan.max_num_seqs, self.runtime.device)
                 _, decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
                 prefill.pieces.run_each_kind()
-        self.runtime.synchronize()
 
     # Modes
 
@@ -190,7 +191,7 @@ class ModelRunner:
         is_cuda = self.runtime.device.type == "cuda"
         works = [*self.decode_program.works(may_offload), *self.prefill_program.pieces.works()]
         missing = [work for work in works if work.key not in self.graphs]
-        if missing and _has_graphs(self):
+        if missing and self._has_graphs:
             self._capture(missing)
         if is_cuda:
             self._activations.reserve()  # a capture gives unused segments back
@@ -198,7 +199,8 @@ class ModelRunner:
     def _capture(self, works: list[Work]) -> None:
         before = self._memory_in_use()
         bar = tqdm(total=len(works), desc="capturing graphs", disable=not self.config.progress_bar or before == 0)
-        if before:  # the collector must not free another engine's device memory in the middle of a capture
+        if self.runtime.device.type == "cuda":
+            # The collector must not free another engine's device memory in the middle of a capture.
             gc.collect()
         was_enabled = gc.isenabled()
         gc.disable()
@@ -358,12 +360,6 @@ class ModelRunner:
     def peak_bytes(self) -> int | None:
         """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""
         return self._activations.peak_bytes()
-
-
-def _has_graphs(runner: ModelRunner) -> bool:
-    """Whether steps run from graphs."""
-    is_cuda = runner.runtime.device.type == "cuda"
-    return not runner.config.enforce_eager and (not is_cuda or runner.backend.graph_safe)
 
 
 def _kept_limit(config: EngineConfig, row_bytes: int) -> int | None:

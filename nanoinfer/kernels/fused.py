@@ -16,7 +16,7 @@ from nanoinfer.kernels.step.update_rows import update_rows
 __all__ = [
     "act_and_mul",
     "gated_linear",
-    "gates",
+    "has_activation",
     "linear",
     "linear_parts",
     "norm_rope_store",
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-def gates(activation: str, x: Tensor) -> bool:
+def has_activation(activation: str, x: Tensor) -> bool:
     """Whether there is a kernel that computes this activation and the product with it, for values as those of x."""
     return x.element_size() == 2 and activation in ACTIVATIONS
 
@@ -38,6 +38,6 @@ def gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, library_counts: Collection[int] = ()
 ) -> Tensor | None:
     """`linear` with an activation; None where there is no kernel for it."""
-    if not gates(activation, x):
+    if not has_activation(activation, x):
         return None
     return linear(x, weight, bias, activation=activation, library_counts=library_counts)

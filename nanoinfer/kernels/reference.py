@@ -21,7 +21,7 @@ def linear(
     return result if out is None else out.copy_(result)
 
 
-def gates(activation: str, x: Tensor) -> bool:
+def has_activation(activation: str, x: Tensor) -> bool:
     """False: an activation is computed by itself."""
     return False
 
@@ -53,8 +53,10 @@ def packed_linear(
     """None: the weight must be expanded first."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None) -> Tensor:
-    """Return the norm of x, [..., size]. With `other`, x becomes x + other first, in place.
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return the norm of x, [..., size], in `out` if that is given. With `other`, x becomes x + other first, in place.
 
     The weight broadcasts to x. With `offset` it counts from 1, and the product is rounded once; otherwise x / rms(x) is
     rounded first.
@@ -63,7 +65,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tens
         x += other
     wide = x.float()
     normed = wide * exact.elementwise(torch.rsqrt, wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (normed * (1.0 + weight.float())).to(x.dtype) if offset else weight * normed.to(x.dtype)
+    result = (normed * (1.0 + weight.float())).to(x.dtype) if offset else weight * normed.to(x.dtype)
+    return result if out is None else out.copy_(result)
 
 
 def apply_rope(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:

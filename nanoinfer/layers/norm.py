@@ -29,12 +29,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._operations.rms_norm(x, self.weight, self.eps, offset=self.offset)
 
-    def after_sum(self, x: Tensor, other: Tensor) -> Tensor:
-        """Add `other` to x, in place, and return the norm of x.
+    def after_sum(self, x: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
+        """Add `other` to x, in place, and return the norm of x, in `out` if that is given.
 
         On CUDA `other` may be the parts of a sum, [parts, N, size] float32.
         """
-        return self._operations.rms_norm(x, self.weight, self.eps, offset=self.offset, other=other)
+        return self._operations.rms_norm(x, self.weight, self.eps, offset=self.offset, other=other, out=out)
 
 
 class OffsetRMSNorm(RMSNorm):

@@ -294,15 +294,16 @@ def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, block_size: int) -> None
     needed += max(plan.max_splits, 2 * blocks + plan.max_num_seqs) * plan.split_bytes
     needed = -(-needed // 2**20) * 2**20
     given = f"gpu_memory_limit={config.gpu_memory_limit!r}" if config.gpu_memory_limit is not None else "the GPU memory"
-    less = [f"{name} below {getattr(plan, name)}" for name in ("max_num_batched_tokens", "max_num_seqs")
-            if getattr(plan, name) > 1 and plan.weight_bytes < plan.budget_bytes]  # fmt: skip
-    help_less = f", or set {' or '.join(less)}" if less else ""
+    lower = [name for name in ("max_num_batched_tokens", "max_num_seqs") if getattr(plan, name) > 1]
+    if plan.weight_bytes >= plan.budget_bytes:
+        lower = []
+    help_lower = ", or set " + " or ".join(f"{name} below {getattr(plan, name)}" for name in lower) if lower else ""
     help_offload = "" if config.may_offload else ", lower max_model_len or set enable_cpu_offload=True"
     raise ValueError(
         f"{given} ({plan.budget_bytes / GIB:.3f} GiB) is too small: weights {plan.weight_bytes / GIB:.3f} GiB, "
         f"activations and buffers {(plan.fixed_bytes - plan.weight_bytes) / GIB:.3f} GiB and {blocks} KV blocks of "
         f"{plan.block_bytes / 2**20:.2f} MiB need {needed} bytes ({needed / GIB:.3f} GiB): give at least "
-        f'"{needed // 2**20}MiB"{help_less}{help_offload}'
+        f'"{needed // 2**20}MiB"{help_lower}{help_offload}'
     )
 
 

@@ -15,6 +15,8 @@ from layer_kernel_cases import (
     check_rms_norm,
 )
 
+from nanoinfer.kernels import fused, reference
+
 # Not bfloat16: the interpreter cuts it off where a GPU rounds. float16 shows the places of rounding as well.
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 
@@ -24,6 +26,15 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 @pytest.mark.parametrize("size", [48, 256])
 def test_rms_norm(size, offset, dtype):
     check_rms_norm(size, offset, dtype, "cpu")
+
+
+@pytest.mark.parametrize("operations", [fused, reference])
+def test_a_norm_lies_where_it_is_asked_for(operations):
+    x, other, weight = torch.randn(3, 48), torch.randn(3, 48), torch.randn(48)
+    out, before = torch.empty(3, 48), x.clone()
+    wanted = operations.rms_norm(x.clone(), weight, 1e-6, offset=False, other=other)
+    assert operations.rms_norm(x, weight, 1e-6, offset=False, other=other, out=out) is out
+    assert torch.equal(out, wanted) and torch.equal(x, before + other)
 
 
 @DTYPES

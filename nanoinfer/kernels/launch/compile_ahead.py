@@ -18,6 +18,8 @@ import torch
 
 MAX_THREADS = 16
 _LOAD = "_load_module_from_path"
+"""The name of triton's function that loads a compiled module."""
+_this_thread = threading.local()
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -48,11 +50,8 @@ class _Compilers(ThreadPoolExecutor):
         return super().submit(prepare)
 
 
-_this_thread = threading.local()
-
-
 def _not_loaded(load: Callable) -> Callable:
-    """Return triton's function that loads a compiled module, which gives an empty one to threads that load nothing."""
+    """Return a function that loads modules as `load` does, but gives an empty one to threads that load nothing."""
 
     def load_module(name: str, path: str) -> Any:
         if getattr(_this_thread, "loads_nothing", False):

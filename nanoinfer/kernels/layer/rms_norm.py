@@ -60,8 +60,10 @@ def rms_norm_kernel(
     tl.store(out + row * SIZE + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None) -> Tensor:
-    """Return the norm of x, [N, size]. With `other`, x becomes x + other first, in place.
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return the norm of x, [N, size], in `out` if that is given. With `other`, x becomes x + other first, in place.
 
     x: [N, size], rows at any stride; weight: [size]; other: [N, size] likewise, all of one dtype; or `other` as the
     parts of a sum, [splits, N, size] float32, packed.
@@ -72,7 +74,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tens
     assert x.data_ptr() % 16 == 0 and (other is None or other.data_ptr() % 16 == 0), "tensors must be aligned"
     num_splits = other.shape[0] if other is not None and other.dim() == 3 else 0
     assert not num_splits or other.is_contiguous() and other.dtype == torch.float32, "parts are packed float32"
-    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device) if out is None else out
+    assert out.is_contiguous(), "rows must be packed"
     if num_rows:
         tile = next_power_of_2(size)
         rms_norm_kernel[(num_rows,)](

@@ -41,10 +41,15 @@ def wide(value, EXPANSION: tl.constexpr):
 
 
 @triton.jit
+def float8_number(bits):
+    """e4m3 codes whose bits lie where float32 has them, int32, as float32."""
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120: the exponents' biases differ
+
+
+@triton.jit
 def float8_value(code):
     """e4m3 codes, int32, as float32."""
-    bits = (code & 0x7F) << 20 | (code & 0x80) << 24
-    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120: the exponents' biases differ
+    return float8_number((code & 0x7F) << 20 | (code & 0x80) << 24)
 
 
 @triton.jit
@@ -55,7 +60,7 @@ def code_value(words, zero, p: tl.constexpr, KIND: tl.constexpr, BITS: tl.conste
         return (code - zero).to(tl.float32)
     elif KIND == FP8:
         bits = words & 0x87F0 if p == 0 else words << 4 & 0x80F0 | words >> 4 & 0x0700
-        return (bits << 16).to(tl.float32, bitcast=True) * 1.329227995784916e36  # as in `float8_value`
+        return float8_number(bits << 16)
     else:
         bits = (code & 7) << 22 | (code & 8) << 28
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126

@@ -36,12 +36,11 @@ class MatrixFormat(WeightFormat):
         if parts == 1 or y.element_size() != 2:
             return norm.after_sum(x, self.project(module, y))
         weight = self.matrix(module)
-        # The norm's result takes this place. Behind the parts it would leave a hole where they lay, and what a gated
+        # The result is allocated before the parts. Behind them it would leave a hole where they lay, and what a gated
         # layer allocates next would not fit into the rest.
-        room = torch.empty_like(x)
+        out = torch.empty_like(x)
         found = module.operations.linear_parts(y, weight, parts, library_counts=module.library_counts)
-        del room
-        return norm.after_sum(x, found)
+        return norm.after_sum(x, found, out)
 
     def num_parts(self, module: nn.Module) -> int:
         """Return the number of parts of the sums in `project_add_norm` on CUDA, in bfloat16 and float16."""
@@ -62,7 +61,7 @@ class ExpandedFormat(MatrixFormat):
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
         # Elsewhere nothing computes an activation with the product, and the matrix would be expanded in vain.
-        return super().project_gated(module, x, activation) if module.operations.gates(activation, x) else None
+        return super().project_gated(module, x, activation) if module.operations.has_activation(activation, x) else None
 
     def scratch_shape(self, module: nn.Module, has_kernels: bool) -> tuple[int, int] | None:
         return module.num_rows, module.in_features

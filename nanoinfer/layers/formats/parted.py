@@ -66,7 +66,7 @@ class Parted(ExpandedFormat):
         return super().project(module, x, out) if products is None else torch.cat(products, 1, out=out)
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
-        if not module.operations.gates(activation, x) or (products := self._products(module, x)) is None:
+        if not module.operations.has_activation(activation, x) or (products := self._products(module, x)) is None:
             return super().project_gated(module, x, activation)
         return module.operations.act_and_mul(torch.cat(products, 1), activation)
 
@@ -75,19 +75,18 @@ class Parted(ExpandedFormat):
         if len(x) > MAX_ROWS:
             return None
         biases = [None] * len(self._sizes) if module.bias is None else module.bias.split(self._sizes)
-        found: dict[int, Tensor] = {}
-        is_packed = [isinstance(weight_format, Packed) for weight_format in self._formats]
-        # Packed parts first: where there is no kernel for them, nothing else was computed in vain.
-        for index in sorted(range(len(is_packed)), key=lambda index: not is_packed[index]):
-            part, bias = module.held[index], biases[index]
-            if is_packed[index]:
-                product = module.operations.packed_linear(x, part.packed, bias)
-            else:
-                product = module.operations.linear(x, part.weight, bias)
-            if product is None:
-                return None
-            found[index] = product
-        return [found[index] for index in range(len(is_packed))]
+        parts, operations = list(zip(self._formats, module.held, biases, strict=True)), module.operations
+        packed = {
+            index: operations.packed_linear(x, part.packed, bias)
+            for index, (weight_format, part, bias) in enumerate(parts)
+            if isinstance(weight_format, Packed)
+        }
+        if any(product is None for product in packed.values()):
+            return None
+        return [
+            packed[index] if index in packed else operations.linear(x, weight_format.matrix(part), bias)
+            for index, (weight_format, part, bias) in enumerate(parts)
+        ]
 
     def expand_into(self, module: nn.Module, out: Tensor) -> None:
         parts = zip(self._formats, module.held, out.split(self._sizes), strict=True)
