@@ -38,7 +38,7 @@ def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
     kernel, cuda = packed.packed_linear_kernel, torch.device("cuda")
     weight = empty_packed(packing, NUM_ROWS, SIZE, "meta")
     constants = expand.constants_of(weight, cuda, torch.bfloat16)
-    block_m, block_n, num_warps, stages, columns = packed.packed_tiles(1, False, packing.bits, cuda)
+    block_m, block_n, num_warps, stages, columns = packed.packed_tiles(1, NUM_ROWS, False, constants, cuda)
     unroll = columns // constants["BLOCK"]
     types = dict(x="*bf16", bias="*bf16", out="*bf16", num_tokens="i32", num_rows="i32")
     values = constants | dict(

@@ -17,6 +17,8 @@ from nanoinfer.models.base import DecoderModel
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import load_config, load_model
 from nanoinfer.weights.quantize import quantised_config
+from offload.runtime.cuda import CudaRuntime
+from offload.runtime.timeline import COMPUTE
 
 FORMATS = {
     "bf16": {},
@@ -117,15 +119,13 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
             work()
             seconds.append(time.perf_counter() - begin)
         return statistics.median(seconds)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    runtime = CudaRuntime(device)
+    stream, start, end = runtime.stream(COMPUTE), runtime.event(timed=True), runtime.event(timed=True)
+    graph = runtime.capture(stream, work)
     for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
+        stream.record(start)
+        stream.replay(graph)
+        stream.record(end)
+        stream.synchronize()
+        seconds.append(end.seconds_since(start))
     return statistics.median(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -34,12 +35,26 @@ class CudaGraph(Graph):
         self.graph = graph
 
 
+_unused: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = {}
+"""Streams of runtimes that are gone, by device and name.
+
+Once graphs were captured on two streams of a process, the driver replays all of them more slowly, about 0.3
+microseconds a kernel, and this lasts until the process ends. So a runtime that follows another takes over its streams.
+"""
+
+
 class CudaStream(Stream):
     """A torch.cuda.Stream that skips the switch when it is the current one already."""
 
     def __init__(self, name: str, runtime: CudaRuntime) -> None:
         self.name = name
-        self.stream = torch.cuda.Stream(runtime.device)
+        unused = _unused.setdefault((runtime.device, name), [])
+        try:
+            self.stream = unused.pop()
+        except IndexError:
+            self.stream = torch.cuda.Stream(runtime.device)
+        # Streams of runtimes that live at the same time are apart: a capture takes what any thread enqueues.
+        weakref.finalize(self, unused.append, self.stream).atexit = False
         self._runtime = runtime
 
     def run(self, work: Callable[[], None]) -> None:

@@ -66,6 +66,17 @@ def test_any_number_of_rows_has_the_bits_of_the_expanded_matrix(name, packing, d
                 assert torch.equal(packed_linear(x[:count], packed, num_parts=parts), sums[:, :count]), (name, size)
 
 
+@pytest.mark.parametrize("name", ["int4 in pairs of groups", "int4 of 32"])
+def test_larger_tiles_have_the_same_bits(name, monkeypatch):
+    settings = PACKINGS[name] | dict(scale_dtype=torch.bfloat16)
+    _, module = filled(Packing(**settings), 160, 384, largest=0.03, device=DEVICE)
+    x = torch.randn(8, 384, device=DEVICE).bfloat16()
+    wanted = packed_linear(x, module.packed, activation="silu")
+    monkeypatch.setattr("nanoinfer.kernels.linear.packed.MANY_ROWS", 0)
+    for count in (1, 8):
+        assert torch.equal(packed_linear(x[:count], module.packed, activation="silu"), wanted[:count])
+
+
 def test_parts_by_themselves_have_the_bits_of_the_matrix_of_all():
     names = ("int4 with zeros", "int4 out of order", "fp8 in blocks")
     found = [filled(Packing(**PACKINGS[name]), 160, 384, largest=0.03, device=DEVICE) for name in names]

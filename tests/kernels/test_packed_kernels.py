@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from packings import HALF, PACKINGS, Held, filled
 
 from nanoinfer.kernels import fused, reference
+from nanoinfer.kernels.linear import packed
 from nanoinfer.kernels.linear.expand import expand, tensors_of
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
@@ -51,13 +52,30 @@ def test_products_are_those_with_the_expanded_matrix(name, num_tokens):
     wide = x.float() @ matrix_of(weights, module).float().t()
     unit = wide.abs().max().item() / 2**10
     torch.testing.assert_close(packed_linear(x, module.packed, bias).float(), wide + bias, atol=unit, rtol=2**-9)
-    gate, up = (half.to(HALF).float() for half in wide.split(20, 1))
+    assert_gated(packed_linear(x, module.packed, activation="silu").float(), wide)
+
+
+def assert_gated(got, wide):
+    """wide: the products with the rows of gate, then of up."""
+    gate, up = (half.to(HALF).float() for half in wide.chunk(2, 1))
     active = torch.nn.functional.silu(gate).to(HALF).float() * up
-    got = packed_linear(x, module.packed, activation="silu").float()
     if bool(active.abs().max() < torch.finfo(HALF).max):
         torch.testing.assert_close(got, active, atol=3 * active.abs().max().item() / 2**9, rtol=2**-7)
     else:
         assert got.shape == active.shape
+
+
+def test_a_weight_of_many_rows_is_computed_in_larger_tiles(monkeypatch):
+    weights, module = filled(Packing(**PACKINGS["int4 in pairs of groups"]), 72, 512)
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(1)).to(HALF)
+    wide = x.float() @ matrix_of(weights, module).float().t()
+    tiles, find = [], packed.packed_tiles
+    monkeypatch.setattr(packed, "packed_tiles", lambda *given: tiles.append(find(*given)) or tiles[-1])
+    monkeypatch.setattr(packed, "MANY_ROWS", 72)
+    assert_gated(packed_linear(x, module.packed, activation="silu").float(), wide)
+    monkeypatch.setattr(packed, "MANY_ROWS", 73)
+    assert_gated(packed_linear(x, module.packed, activation="silu").float(), wide)
+    assert [block_n for _, block_n, *_ in tiles] == [64, 32]
 
 
 @pytest.mark.parametrize("name", ["int4 in pairs of groups", "int4 with zeros", "int8 by row"])

@@ -150,9 +150,13 @@ def compile_packed() -> None:
     # The most that a program loads ahead, for every number of rows that tiles are made for.
     for case in [] if is_brief else [*in_pairs, cases[0], cases[3]]:
         weight = empty_packed(Packing(**case), 256, 1024, "cpu")
-        for num_tokens in (32, 64, 100, 256, 300) if case in in_pairs else (300,):
+        for num_tokens in (1, 32, 64, 100, 256, 300) if case in in_pairs else (1, 300):
             layers.packed_linear(zeros(num_tokens, 1024), weight)
             layers.packed_linear(zeros(num_tokens, 1024), weight, activation="silu")
+    if not is_brief:
+        layers.packed_linear(
+            zeros(1, 256), empty_packed(Packing(**cases[0]), packed.MANY_ROWS, 256, "cpu"), activation="silu"
+        )
     if is_brief and gpu.architecture != architectures[0]:
         return
     layers.packed_linear(zeros(16, 2304), empty_packed(Packing(**cases[0]), 256, 2304, "cpu"), num_parts=2)

@@ -34,6 +34,8 @@ MAX_PLANES = 8
 """The most planes of one step of the loop."""
 LARGE_SHARED_MEMORY = 160 * 1024
 """From so many bytes for a program on, tiles for many rows are loaded one more step ahead."""
+MANY_ROWS = 2**14
+"""A weight of so many rows gives enough programs even if each of them takes more rows."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -155,7 +157,8 @@ def packed_linear(
     if num_tokens == 0:
         return out
     constants, part_size = constants_of(weight, x.device, x.dtype), size // num_parts
-    block_m, block_n, num_warps, stages, columns = packed_tiles(num_tokens, gated, weight.packing.bits, x.device)
+    tiles = packed_tiles(num_tokens, weight.num_rows, gated, constants, x.device)
+    block_m, block_n, num_warps, stages, columns = tiles
     unroll = _blocks_of_step(part_size, columns, constants)
     if unroll * constants["BLOCK"] > columns:  # as many columns are loaded ahead, in fewer steps
         stages = max(2, stages * columns // (unroll * constants["BLOCK"]))
@@ -185,13 +188,20 @@ def _blocks_of_step(part_size: int, columns: int, constants: dict) -> int:
     return least
 
 
-def packed_tiles(num_tokens: int, gated: bool, bits: int, device: torch.device) -> tuple[int, int, int, int, int]:
+def packed_tiles(
+    num_tokens: int, num_rows: int, gated: bool, constants: dict, device: torch.device
+) -> tuple[int, int, int, int, int]:
     """Return (BLOCK_M, BLOCK_N, warps, stages, columns of a step), tuned on an H200.
 
-    On GPUs with little shared memory fewer steps of many rows are loaded ahead.
+    On GPUs with little shared memory fewer steps of many rows are loaded ahead. num_rows: of the weight.
     """
+    bits = constants["BITS"]
+    if num_tokens <= 8 and not gated:
+        return 8, 16, 1, 4, 256
+    if num_tokens <= 8 and bits == 8 and first_blocks(constants) * constants["BLOCK"] <= 128:
+        return 8, 32, 2, 4, 128
     if num_tokens <= 8:
-        return (8, 32, 2, 3, 256) if gated else (8, 16, 1, 4, 256)
+        return (8, 64, 4, 3, 256) if bits == 4 and num_rows >= MANY_ROWS else (8, 32, 2, 3, 256)
     if num_tokens <= 16:
         return (16, 64, 4, 3, 256) if gated else (16, 32, 2, 3, 256)
     if num_tokens <= 32:

@@ -169,7 +169,7 @@ def tiles(num_tokens: int, num_rows: int, num_parts: int, gated: bool, tma: bool
             return 64, 32, 128, 4, 4
         if fit(64, 64):
             return 64, 64, 128, 4, 4
-        return (64, 32, 64, 4, 4) if num_tokens <= 128 or fit(64, 128) else (64, 128, 64, 4, 4)
+        return (64, 32, 64, 4, 4) if num_tokens <= 128 else (64, 128, 64, 4, 4)
     if num_tokens <= 32 and num_parts > 1:
         return 32, 64, 128, 4, 6
     if fit(64, 32) and num_tokens > 32:

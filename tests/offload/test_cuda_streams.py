@@ -1,0 +1,45 @@
+"""Which streams the runtimes of CUDA take. No GPU is needed: their streams are stand-ins."""
+
+import gc
+
+import pytest
+import torch
+
+from offload.runtime.cuda import CudaRuntime
+
+
+class Handle:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+@pytest.fixture(autouse=True)
+def no_driver(monkeypatch):
+    monkeypatch.setattr("torch.cuda.Stream", Handle)
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", object)
+    monkeypatch.setattr("offload.runtime.cuda._unused", {})
+
+
+def test_a_runtime_takes_over_the_streams_of_one_that_is_gone():
+    first = CudaRuntime(torch.device("cuda", 0))
+    compute, copy = first.stream("compute"), first.stream("copy")
+    handles = compute.stream, copy.stream
+    del first, compute, copy
+    gc.collect()
+    second = CudaRuntime(torch.device("cuda", 0))
+    copy, compute = second.stream("copy"), second.stream("compute")
+    assert (compute.stream, copy.stream) == handles, "each by its name: graphs are captured on one stream again"
+
+
+def test_runtimes_that_live_at_the_same_time_share_no_stream():
+    """A capture would take what the other one enqueues."""
+    first, second = CudaRuntime(torch.device("cuda", 0)), CudaRuntime(torch.device("cuda", 0))
+    streams = [runtime.stream("compute") for runtime in (first, second, first)]
+    assert len({stream.stream for stream in streams}) == 3
+
+
+def test_streams_stay_on_their_device():
+    first = CudaRuntime(torch.device("cuda", 0)).stream("compute").stream
+    gc.collect()
+    second = CudaRuntime(torch.device("cuda", 1)).stream("compute").stream
+    assert first is not second and second.device.index == 1
