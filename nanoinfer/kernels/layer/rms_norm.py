@@ -81,6 +81,6 @@ def rms_norm(
         rms_norm_kernel[(num_rows,)](
             x, x if other is None else other, weight, out, x.stride(0), 0 if other is None else other.stride(-2), eps,
             SIZE=size, TILE=tile, OFFSET=offset, ADD=other is not None, NUM_SPLITS=num_splits,
-            num_warps=min(16, max(1, tile // 512)), **launch_options(x),
+            num_warps=min(16, max(1, tile // 256)), **launch_options(x),
         )  # fmt: skip
     return out
