@@ -260,6 +260,7 @@ def test_a_shared_prefix_survives_switches_with_any_budget(path_of, family, pool
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.sampled("None", "1")
 def test_blocks_that_rows_share_when_offload_mode_begins_can_leave_one_by_one(path_of, seed):
     """In resident mode rows share GPU blocks: dropping one row's share of a block gives the pool nothing back."""
     prompts = [PREFIX + tail for tail in random_prompts(4, 3, 12, seed=2)]
@@ -361,8 +362,13 @@ def play_tight(path_of, seed, dropped_rule=None):
     return played, engine, watch
 
 
-def test_every_order_of_the_streams_gives_the_same_bits_with_a_host_that_runs_ahead(path_of, fuzz):
-    wanted, engine, watch = play_tight(path_of, None)
+@pytest.fixture(scope="module")
+def tight_in_order(path_of):
+    return play_tight(path_of, None)
+
+
+def test_every_order_of_the_streams_gives_the_same_bits_with_a_host_that_runs_ahead(path_of, tight_in_order, fuzz):
+    wanted, engine, watch = tight_in_order
     assert sorted(engine.runner.runtime.rules_seen) == RULES
     assert sum(watch.promoted) >= 2 and sum(watch.dropped) >= 10
     for seed in range(12 if fuzz else 4):
@@ -374,8 +380,8 @@ NOTICED_BY = {"host_block.reuse_after_copies": 8, "ring.fill_after_write_through
 
 
 @pytest.mark.parametrize("rule", RULES_SEEN_BY_AN_ENGINE)
-def test_each_wait_removed_is_noticed(path_of, rule):
-    wanted = play_tight(path_of, None)[0]
+def test_each_wait_removed_is_noticed(path_of, tight_in_order, rule):
+    wanted = tight_in_order[0]
     for seed in [NOTICED_BY.get(rule, 0), *range(60)]:
         try:
             if play_tight(path_of, seed, rule)[0] != wanted:
@@ -480,6 +486,7 @@ def test_a_stop_token_ends_a_request_with_itself_although_one_more_step_was_laun
 
 @BOTH_MODES
 @pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.sampled("None-None", "None-resident", "3-32768", "3-None")
 def test_an_abort_between_steps_touches_nobody_else_and_its_id_and_row_serve_again(path_of, budget, seed, fuzz):
     """The step in flight still writes to the row when another sequence has it already."""
     prompts = random_prompts(3, 20, 50, seed=8)
