@@ -48,13 +48,14 @@ def fuzz(request) -> bool:
     return request.config.getoption("--fuzz")
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def quick_collections():
-    """A collection passes over what was imported: half a million objects. Engines that end ask for one each."""
+    """A collection passes over what was imported: half a million objects. Engines that end ask for one each.
+
+    Of each module, for tests import more, whole packages of models among it.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

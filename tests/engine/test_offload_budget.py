@@ -450,9 +450,6 @@ def tokens_and_reasons(engine, pairs, logprobs=None):
     "n top_p stop_token_ids-32768",
     "stop-None",
     "max_tokens-resident",
-    "repetition_penalty-None",
-    "min_tokens ignore_eos stop_token_ids-resident",
-    "stop-resident",
 )
 def test_running_ahead_gives_the_tokens_of_an_engine_that_reads_every_step_at_once(path_of, budget, arguments):
     pairs = prompts_and_params(**arguments)
