@@ -48,11 +48,18 @@ def fuzz(request) -> bool:
     return request.config.getoption("--fuzz")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def frozen_until_the_end():
+    """Libraries complain of what is left when the interpreter ends."""
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
-def quick_collections():
+def quick_collections(frozen_until_the_end):
     """A collection passes over what was imported: half a million objects. Engines that end ask for one each.
 
-    Of each module, for tests import more, whole packages of models among it.
+    In each module, for tests import more, whole packages of models among it.
     """
     gc.collect()
     gc.freeze()
