@@ -166,6 +166,10 @@ class TorchBackend(AttentionBackend):
                 for part, fill in ((state.acc, 0.0), (state.m, NEG_INF), (state.l, 0.0))
             )
         first_block, kv_end = piece.first_block.tolist(), piece.kv_end.tolist()
+        owners = torch.tensor([tile.sequence for tile in tiles], device=q.device)
+        at = torch.tensor([tile.origin for tile in tiles], device=q.device)[:, None, None]
+        at = at + torch.arange(TILE_QUERIES, device=q.device)[:, None]  # [tiles, TILE_QUERIES, 1]
+        keys = (piece.first_block.long() * spec.block_size)[:, None] + torch.arange(spec.block_size, device=q.device)
         for column in range(piece.block_table.shape[1]):
             first_key = [(first + column) * spec.block_size for first in first_block]
             seeing = [
@@ -178,19 +182,17 @@ class TorchBackend(AttentionBackend):
             if not seeing:
                 continue
             sequences = sorted({tiles[i].sequence for i in seeing})
-            key = torch.tensor([first_key[i] for i in sequences], device=q.device)[:, None]
-            key = key + torch.arange(spec.block_size, device=q.device)  # [sequences, block_size]
-            is_beyond = key >= torch.tensor([kv_end[i] for i in sequences], device=q.device)[:, None]
-            k, v = self._heads_first(kv, piece.block_table[sequences, column].long(), is_beyond)
-            at = torch.tensor([tiles[i].origin for i in seeing], device=q.device)[:, None, None]
-            at = at + torch.arange(TILE_QUERIES, device=q.device)[:, None]  # [seeing, TILE_QUERIES, 1]
             owner = [sequences.index(tiles[i].sequence) for i in seeing]
-            key, is_beyond = key[owner][:, None], is_beyond[owner][:, None]  # [seeing, 1, block_size]
-            hidden = (key > at) | is_beyond
-            if window is not None:
-                hidden |= key <= at - window
             every = len(seeing) == count
             chosen = slice(None) if every else torch.tensor(seeing, device=q.device)
+            key = keys + column * spec.block_size  # [S, block_size]
+            is_beyond = key >= piece.kv_end[:, None]
+            k, v = self._heads_first(kv, piece.block_table[sequences, column].long(), is_beyond[sequences])
+            own = owners[chosen]
+            key, is_beyond = key[own][:, None], is_beyond[own][:, None]  # [seeing, 1, block_size]
+            hidden = (key > at[chosen]) | is_beyond
+            if window is not None:
+                hidden |= key <= at[chosen] - window
             running = acc[chosen], m[chosen], l[chosen]
             running = self._attend_block(queries[chosen], k, v, owner, hidden, running)
             if every:

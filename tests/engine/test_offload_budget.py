@@ -289,7 +289,7 @@ def test_host_blocks_that_others_still_hold_are_not_promised_as_soon_as_one_row_
     prefix = random_prompts(1, 96, 96)[0]
     prompts = [[*prefix, 5], [*prefix, 6, 7], random_prompts(1, 100, 100, seed=4)[0]]
     params = [greedy(4), greedy(90), greedy(45)]
-    wanted = [run(make_engine(path_of("qwen3"), **ARGUMENTS), [p], [q])[0][0][0] for p, q in zip(prompts, params)]
+    wanted = [completions[0][0] for completions in run(make_engine(path_of("qwen3"), **ARGUMENTS), prompts, params)]
     arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=15 * BLOCK_BYTES)
     engine = make_engine(path_of("qwen3"), **arguments)
     run(engine, [[*prefix, 3]], [greedy(2)])
@@ -304,7 +304,7 @@ def test_host_blocks_that_the_next_row_takes_up_again_are_not_promised_to_it_as_
     prefix = random_prompts(1, 96, 96)[0]
     prompts = [[*prefix, 5], random_prompts(1, 20, 20, seed=4)[0], [*prefix, 6, 7]]
     params = [greedy(6), greedy(110), greedy(85)]
-    wanted = [run(make_engine(path_of("qwen3"), **ARGUMENTS), [p], [q])[0][0][0] for p, q in zip(prompts, params)]
+    wanted = [completions[0][0] for completions in run(make_engine(path_of("qwen3"), **ARGUMENTS), prompts, params)]
     arguments = OFFLOAD | dict(resident_kv_limit=0, host_memory_limit=15 * BLOCK_BYTES, max_num_seqs=2)
     engine = make_engine(path_of("qwen3"), **arguments)
     outcomes = run(engine, prompts, params)
