@@ -49,12 +49,20 @@ def fuzz(request) -> bool:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def quick_collections():
-    """A collection passes over what was imported: half a million objects. Engines that end ask for one each."""
-    gc.collect()
-    gc.freeze()
+def frozen_until_the_end():
+    """Libraries complain of what is left when the interpreter ends."""
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections(frozen_until_the_end):
+    """A collection passes over what was imported: half a million objects. Engines that end ask for one each.
+
+    In each module, for tests import more, whole packages of models among it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ The bits of an item do not depend on what is computed beside it:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork
 from nanoinfer.common.exact import elementwise
 
 NEG_INF = float("-inf")
+LOWEST = torch.finfo(torch.float32).min
 TILE_QUERIES = 32
 MERGED_SPLITS = 32
 """Splits that one sum of the merge adds up. If there are more splits, the sums are added in ascending order."""
@@ -72,11 +74,11 @@ class TorchBackend(AttentionBackend):
         spec = self.spec
         items = work.items[: int(work.num_items)].long()
         cuts = work.partials_per_block[items[:, 0]]
-        for cut in sorted(set(cuts.tolist())):
-            span = spec.block_size // cut
-            for part in items[cuts == cut].split(
-                _at_once(span * max(spec.num_q_heads, spec.num_kv_heads * spec.head_dim))
-            ):
+        found = sorted(set(cuts.tolist()))
+        for cut in found:
+            of_cut = items if len(found) == 1 else items[cuts == cut]
+            count = _at_once(spec.block_size // cut * max(spec.num_q_heads, spec.num_kv_heads * spec.head_dim))
+            for part in of_cut.split(count):
                 self._attend_splits(q, kv, part, cut, seq_lens, partials, window)
 
     def _attend_splits(
@@ -91,38 +93,38 @@ class TorchBackend(AttentionBackend):
     ) -> None:
         row, split, block, place = items.unbind(1)
         span = self.spec.block_size // cut
-        length = seq_lens[row][:, None]
-        key = (split * span)[:, None] + torch.arange(span, device=kv.device)  # [n, span]
-        hidden = key >= length if window is None else (key >= length) | (key < length - window)
-        k, v = self._heads_first(kv.unflatten(2, (cut, span)), (block, slice(None), split % cut), hidden)
-        queries = _copy(q[row]).unflatten(1, (self.spec.num_kv_heads, -1))  # [n, Hkv, G, D]
-        logits = self._logits(_products(queries, k)).masked_fill_(hidden[:, None, None], NEG_INF)
-        peak = logits.amax(-1, keepdim=True)
-        peak = torch.where(peak == NEG_INF, 0.0, peak)
-        p = elementwise(torch.exp, logits - peak)
-        total = p.sum(-1)
-        mixed = _products(p, v)  # [n, Hkv, G, D]
-        partials.out[place] = (mixed / torch.where(total == 0, 1.0, total)[..., None]).flatten(1, 2)
-        partials.lse[place] = (peak[..., 0] + elementwise(torch.log, total)).flatten(1)
+        key = torch.arange(span, device=kv.device)
+        end = (seq_lens[row] - split * span).unsqueeze(1)  # the row's, counted from the split's first key
+        hidden = key >= end if window is None else (key >= end) | (key < end - window)  # [n, span]
+        tiles, index = (kv, block) if cut == 1 else (kv.unflatten(2, (cut, span)), (block, slice(None), split % cut))
+        k, v = self._heads_first(tiles, index, hidden)
+        queries = q.index_select(0, row).float().unflatten(1, (self.spec.num_kv_heads, -1))  # [n, Hkv, G, D]
+        logits = self._logits(_products(queries, k.unbind())).masked_fill_(hidden[:, None, None], NEG_INF)
+        peak = _finite(logits.amax(-1, keepdim=True))
+        p = elementwise(torch.exp, logits.sub_(peak))
+        total = p.sum(-1, keepdim=True)
+        mixed = _products(p, v.unbind())  # [n, Hkv, G, D]
+        partials.out[place] = mixed.div_(_not_zero(total)).flatten(1, 2)
+        partials.lse[place] = (peak + elementwise(torch.log, total)).flatten(1)
 
     def merge(
         self, partials: Partials, ranges: Tensor, partials_per_block: Tensor, out: Tensor, *, is_cut: bool = True
     ) -> None:
-        first, last = ranges[:-1, None].long(), ranges[1:, None].long()
-        widest = int((last - first).max()) if len(first) else 0
+        bounds = ranges.long().unsqueeze(1)
+        widest = int(bounds.diff(dim=0).max()) if len(out) else 0
         width = max(1, -(-widest // MERGED_SPLITS)) * MERGED_SPLITS
-        numbers = torch.arange(width, device=out.device)
-        for rows in torch.arange(len(first)).split(_at_once(width * self.spec.num_q_heads * self.spec.head_dim)):
-            index = first[rows] + numbers  # [b, width]
-            is_split = index < last[rows]
-            index = torch.where(is_split, index, 0)
-            lse = torch.where(is_split[..., None], partials.lse[index], NEG_INF)  # [b, width, Hq]
-            peak = lse.amax(1, keepdim=True)
-            weights = elementwise(torch.exp, lse - torch.where(peak == NEG_INF, 0.0, peak))
-            values = torch.where(is_split[..., None, None], partials.out[index], 0.0)  # [b, width, Hq, D]
-            total = _sum_of_splits(weights)
-            mixed = _sum_of_splits(values * weights[..., None])
-            out[rows] = (mixed / torch.where(total == 0, 1.0, total)[..., None]).to(out.dtype)
+        numbers, capacity = torch.arange(width, device=out.device), len(partials.lse)
+        count = _at_once(width * self.spec.num_q_heads * self.spec.head_dim)
+        for begin in range(0, len(out), count):
+            rows = slice(begin, begin + count)
+            index = bounds[:-1][rows] + numbers  # [b, width]
+            is_beyond = (index >= bounds[1:][rows]).unsqueeze(-1)
+            index.clamp_(max=capacity - 1)
+            lse = partials.lse[index].masked_fill_(is_beyond, NEG_INF)  # [b, width, Hq]
+            weights = elementwise(torch.exp, lse - _finite(lse.amax(1, keepdim=True))).unsqueeze(-1)
+            values = partials.out[index].masked_fill_(is_beyond.unsqueeze(-1), 0.0)  # [b, width, Hq, D]
+            total, mixed = _sum_of_splits(weights), _sum_of_splits(values.mul_(weights))
+            out[rows] = mixed.div_(_not_zero(total))
 
     def prefill(
         self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None
@@ -164,6 +166,10 @@ class TorchBackend(AttentionBackend):
                 for part, fill in ((state.acc, 0.0), (state.m, NEG_INF), (state.l, 0.0))
             )
         first_block, kv_end = piece.first_block.tolist(), piece.kv_end.tolist()
+        owners = torch.tensor([tile.sequence for tile in tiles], device=q.device)
+        at = torch.tensor([tile.origin for tile in tiles], device=q.device)[:, None, None]
+        at = at + torch.arange(TILE_QUERIES, device=q.device)[:, None]  # [tiles, TILE_QUERIES, 1]
+        keys = (piece.first_block.long() * spec.block_size)[:, None] + torch.arange(spec.block_size, device=q.device)
         for column in range(piece.block_table.shape[1]):
             first_key = [(first + column) * spec.block_size for first in first_block]
             seeing = [
@@ -176,19 +182,17 @@ class TorchBackend(AttentionBackend):
             if not seeing:
                 continue
             sequences = sorted({tiles[i].sequence for i in seeing})
-            key = torch.tensor([first_key[i] for i in sequences], device=q.device)[:, None]
-            key = key + torch.arange(spec.block_size, device=q.device)  # [sequences, block_size]
-            is_beyond = key >= torch.tensor([kv_end[i] for i in sequences], device=q.device)[:, None]
-            k, v = self._heads_first(kv, piece.block_table[sequences, column].long(), is_beyond)
-            at = torch.tensor([tiles[i].origin for i in seeing], device=q.device)[:, None, None]
-            at = at + torch.arange(TILE_QUERIES, device=q.device)[:, None]  # [seeing, TILE_QUERIES, 1]
             owner = [sequences.index(tiles[i].sequence) for i in seeing]
-            key, is_beyond = key[owner][:, None], is_beyond[owner][:, None]  # [seeing, 1, block_size]
-            hidden = (key > at) | is_beyond
-            if window is not None:
-                hidden |= key <= at - window
             every = len(seeing) == count
             chosen = slice(None) if every else torch.tensor(seeing, device=q.device)
+            key = keys + column * spec.block_size  # [S, block_size]
+            is_beyond = key >= piece.kv_end[:, None]
+            k, v = self._heads_first(kv, piece.block_table[sequences, column].long(), is_beyond[sequences])
+            own = owners[chosen]
+            key, is_beyond = key[own][:, None], is_beyond[own][:, None]  # [seeing, 1, block_size]
+            hidden = (key > at[chosen]) | is_beyond
+            if window is not None:
+                hidden |= key <= at[chosen] - window
             running = acc[chosen], m[chosen], l[chosen]
             running = self._attend_block(queries[chosen], k, v, owner, hidden, running)
             if every:
@@ -198,7 +202,7 @@ class TorchBackend(AttentionBackend):
         if piece.store_state:
             state.acc[rows], state.m[rows], state.l[rows] = (self._in_rows(part, places) for part in (acc, m, l))
         else:
-            out[rows] = self._in_rows(acc / torch.where(l == 0, 1.0, l)[..., None], places).to(out.dtype)
+            out[rows] = self._in_rows(acc / _not_zero(l).unsqueeze(-1), places).to(out.dtype)
 
     def _attend_block(
         self,
@@ -211,14 +215,15 @@ class TorchBackend(AttentionBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return `running` with one more block attended to; unchanged for a query that sees none of its keys."""
         acc, m, l = running
-        logits = self._logits(_products(queries, [k[i] for i in owner]))
+        keys, values = k.unbind(), v.unbind()
+        logits = self._logits(_products(queries, [keys[i] for i in owner]))
         shape = (len(owner), -1, self.spec.group_size, TILE_QUERIES, self.spec.block_size)
         logits.view(shape).masked_fill_(hidden[:, None, None], NEG_INF)
         m_new = torch.maximum(m, logits.amax(-1))
-        peak = torch.where(m_new == NEG_INF, 0.0, m_new)
-        p = elementwise(torch.exp, logits - peak[..., None])
+        peak = _finite(m_new)
+        p = elementwise(torch.exp, logits.sub_(peak.unsqueeze(-1)))
         alpha = elementwise(torch.exp, m - peak)
-        acc = acc * alpha[..., None] + _products(p, [v[i] for i in owner])
+        acc = acc * alpha.unsqueeze(-1) + _products(p, [values[i] for i in owner])
         return acc, m_new, l * alpha + p.sum(-1)
 
     def _in_tiles(self, x: Tensor, places: Tensor, count: int, fill: float) -> Tensor:
@@ -246,7 +251,8 @@ class TorchBackend(AttentionBackend):
         """
         as_bytes = kv.dtype.itemsize == 1  # torch takes no float8 by index on the CPU
         found = (kv.view(torch.uint8) if as_bytes else kv)[index].view(kv.dtype)
-        k, v = _copy(found[:, 0].permute(0, 2, 3, 1)), _copy(found[:, 1].permute(0, 2, 1, 3))
+        k, v = found.unbind(1)
+        k, v = _copy(k.permute(0, 2, 3, 1)), _copy(v.permute(0, 2, 1, 3))
         return k, v.masked_fill_(is_beyond[:, None, :, None], 0.0)
 
     def _logits(self, products: Tensor) -> Tensor:
@@ -268,12 +274,22 @@ def _tiles(bounds: list[int], query_pos: list[int]) -> list[Tile]:
     return tiles
 
 
-def _products(left: Tensor, right: Tensor | list[Tensor]) -> Tensor:
+def _products(left: Tensor, right: Sequence[Tensor]) -> Tensor:
     """left[i] @ right[i] for each item, one at a time: [n, Hkv, R, C] and n of [Hkv, C, T] -> [n, Hkv, R, T]."""
     out = left.new_empty(*left.shape[:-1], right[0].shape[-1])
-    for a, b, product in zip(left, right, out, strict=True):
+    for a, b, product in zip(left.unbind(), right, out.unbind(), strict=True):
         torch.bmm(a, b, out=product)
     return out
+
+
+def _finite(peak: Tensor) -> Tensor:
+    """The largest logits of some sets, or, for an empty one's -inf, a number: exp(-inf - it) is 0 and not NaN."""
+    return peak.clamp(min=LOWEST)
+
+
+def _not_zero(total: Tensor) -> Tensor:
+    """Sums of exp(logit - peak), or 1 for that of an empty set: others have the peak's exp(0) = 1 in them."""
+    return total.clamp(min=1.0)
 
 
 def _sum_of_splits(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ threads, but only above 32,768 values). Neither do single additions, products, d
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 
@@ -47,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
     num_rows = len(x)
     # A new tensor, for its alignment.
-    padded = x.new_zeros(next(count for count in counts if count >= num_rows), x.shape[1])
+    padded = x.new_zeros(counts[bisect_left(counts, num_rows)], x.shape[1])
     padded[:num_rows] = x
     return F.linear(padded, weight, bias)[:num_rows]
 
@@ -97,14 +98,15 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
     The result is a new, contiguous tensor. Only the CPU needs this; elsewhere it is function(x).
     """
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return function(x)
     flat = x.reshape(-1)
     count = flat.numel()  # not len, which is slow in Python
-    if count % WIDTH or flat.data_ptr() % WIDTH:
-        flat = F.pad(flat, (0, -count % WIDTH))
+    num_added = -count % WIDTH
+    if num_added or flat.data_ptr() % WIDTH:
+        flat = torch.constant_pad_nd(flat, (0, num_added))  # F.pad without its checks
     if flat.numel() <= MAX_ELEMENTS:
         found = function(flat)
     else:
         found = torch.cat([function(part) for part in flat.split(MAX_ELEMENTS)])
-    return found[:count].view(x.shape)
+    return (found[:count] if num_added else found).view_as(x)

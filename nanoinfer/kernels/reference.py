@@ -64,7 +64,7 @@ def rms_norm(
     if other is not None:
         x += other
     wide = x.float()
-    normed = wide * exact.elementwise(torch.rsqrt, wide.pow(2).mean(-1, keepdim=True) + eps)
+    normed = wide * exact.elementwise(torch.rsqrt, (wide * wide).mean(-1, keepdim=True).add_(eps))
     result = (normed * (1.0 + weight.float())).to(x.dtype) if offset else weight * normed.to(x.dtype)
     return result if out is None else out.copy_(result)
 
@@ -85,17 +85,18 @@ def store_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
 
     float8 has no infinity: without the clamp, values above its largest would become NaN.
     """
-    kept, block_size = slots >= 0, kv.shape[2]
+    kept, block_size = (slots >= 0).nonzero()[:, 0], kv.shape[2]
     slots = slots[kept].long()
-    block, offset = slots // block_size, slots % block_size
+    rows = slots + slots // block_size * block_size  # a block's keys come first, then its values
     is_fp8 = kv.dtype.itemsize == 1
     # As bytes: torch stores no float8 by index on the CPU.
-    pool = kv.view(torch.uint8) if is_fp8 else kv
-    for place, values in enumerate((k[kept], v[kept])):
+    pool = (kv.view(torch.uint8) if is_fp8 else kv).view(-1, *kv.shape[3:])
+    for begin, values in ((0, k), (block_size, v)):
+        values = values[kept]
         if is_fp8:
             largest = torch.finfo(kv.dtype).max
             values = values.clamp(-largest, largest)
-        pool[block, place, offset] = values.to(kv.dtype).view(pool.dtype)
+        pool.index_copy_(0, rows + begin, values.to(kv.dtype).view(pool.dtype))
 
 
 def norm_rope_store(

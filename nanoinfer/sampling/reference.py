@@ -77,15 +77,13 @@ def gather(state, rows: torch.Tensor) -> SamplingBatch:
     settings = SettingsTable(state.settings.words[rows])
     penalised = (settings["repetition_penalty"] != 1).nonzero()[:, 0]
     counted = settings["is_counted"].nonzero()[:, 0]
-    shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
-    bits = (state.seen[rows[penalised]].view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1)
     listed = torch.arange(MAX_BANNED, device=rows.device) < settings["num_banned"][:, None]
     banned = (listed & (settings["step"] < settings["banned_until"])[:, None]).nonzero()
     return SamplingBatch(
         vocab_size=vocab_size,
         settings=settings,
         penalty_rows=penalised,
-        seen=bits.flatten(1)[:, :vocab_size].view(torch.bool),
+        seen=_bits(state.seen[rows[penalised]])[:, :vocab_size],
         counted_rows=counted,
         counts=state.counts[rows[counted]],
         banned_rows=banned[:, 0],
@@ -148,6 +146,14 @@ def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor)
     u = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4))))  # of -log(1 - u); its error at 2^-6 is below 2e-8
     return torch.where(u < 2.0**-6, series, -elementwise(torch.log, 1 - u))
+
+
+def _bits(words: torch.Tensor) -> torch.Tensor:
+    """The bits of each row of words, the lowest of the first word first: [n, words] int32 -> [n, 32 * words] bool."""
+    if not len(words):
+        return words.new_empty(0, 32 * words.shape[1], dtype=torch.bool)
+    shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
+    return (words.view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1).flatten(1).view(torch.bool)
 
 
 def _bit(place: int) -> int:
@@ -262,10 +268,12 @@ def _race(scores: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, s
     tiles = F.pad(scores, (0, beyond), value=-torch.inf).view(num_rows, num_tiles, width)
     highs = tiles.amax(dim=-1)
     scaled = _scaled(tiles.flatten(0, 1), highs.view(-1, 1), temperature.repeat_interleave(num_tiles)).view_as(tiles)
-    shares = elementwise(torch.exp, _scaled(highs, highs.amax(dim=-1, keepdim=True), temperature))
-    weights = elementwise(torch.exp, scaled).sum(dim=-1) * shares
-    tile_ids = torch.arange(vocab_size, vocab_size + num_tiles, device=scores.device)
-    tile = (exponential_noise(seed, step, tile_ids) / weights).argmin(dim=-1)
+    tile = torch.zeros_like(seed)
+    if num_tiles > 1:
+        shares = elementwise(torch.exp, _scaled(highs, highs.amax(dim=-1, keepdim=True), temperature))
+        weights = elementwise(torch.exp, scaled).sum(dim=-1) * shares
+        tile_ids = torch.arange(vocab_size, vocab_size + num_tiles, device=scores.device)
+        tile = (exponential_noise(seed, step, tile_ids) / weights).argmin(dim=-1)
     ids = tile[:, None] * width + torch.arange(width, device=scores.device)
     chosen = scaled[torch.arange(num_rows, device=scores.device), tile]
     token = (exponential_noise(seed, step, ids) * elementwise(torch.exp, -chosen)).argmin(dim=-1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -33,6 +34,11 @@ ROW = np.dtype(
 )
 """A row's settings as they lie on the device, the one declaration for upload, reference and kernels."""
 ROW_WORDS = ROW.itemsize // 4
+_VIEWS = {
+    name: (getattr(torch, dtype.base.name), dtype.shape[0] if dtype.shape else None, offset // dtype.base.itemsize)
+    for name, (dtype, offset) in ROW.fields.items()
+}
+"""Of each field: its type, its length if it has one, and where it begins in a row of that type."""
 # Tokens in a tile. A vocabulary of 150,000 has 74 tiles: with two rows, these are enough programs to fill a GPU.
 TILE_TOKENS = 2048
 
@@ -109,10 +115,9 @@ class SettingsTable:
     words: torch.Tensor
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        dtype, offset = ROW.fields[name][:2]
-        values = self.words.view(getattr(torch, dtype.base.name))
-        begin = offset // dtype.base.itemsize
-        return values[:, begin : begin + dtype.shape[0]] if dtype.shape else values[:, begin]
+        dtype, length, begin = _VIEWS[name]
+        values = self.words.view(dtype)
+        return values.select(1, begin) if length is None else values.narrow(1, begin, length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +133,7 @@ class SamplingBatch:
     banned_rows: torch.Tensor  # [N] int64: row banned_rows[i] may not take banned_ids[i] in this step
     banned_ids: torch.Tensor  # [N] int64
 
-    @property
+    @cached_property
     def is_greedy(self) -> torch.Tensor:
         """[B] bool."""
         return self.settings["temperature"] < GREEDY_TEMPERATURE

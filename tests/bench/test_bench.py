@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -321,15 +321,10 @@ def test_an_unknown_case_of_the_gpu_record_is_refused_with_the_nearest_one(monke
     assert "'one_sequence_32' is not known (did you mean 'one_sequence_32k'?)" in capsys.readouterr().err
 
 
-def test_the_benchmark_runs_as_a_program():
-    """`nanoinfer bench`, which is the same command, runs as one in test_command_line.py."""
+def test_the_benchmark_runs_as_a_program(monkeypatch, capsys):
+    """In a process of its own it runs in test_command_line.py."""
     arguments = [*TINY[:2], "--context", "64", "--output-len", "4", "--no-progress", "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "bench_offload.py", *arguments],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert "identical to streamed" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["bench_offload.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "bench_offload.py"), run_name="__main__")
+    assert end.value.code == 0 and "identical to streamed" in capsys.readouterr().out

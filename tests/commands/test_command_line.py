@@ -40,7 +40,7 @@ def start(command):
         ([sys.executable, "bench_offload.py", "--shape", "tiny", *ENDLESS], "bench_offload.py"),
     ],
 )
-@pytest.mark.sampled("command0-nanoinfer bench offload")  # that bench_offload.py is a program, test_bench.py shows, too
+@pytest.mark.sampled("command1-bench_offload.py")  # `nanoinfer` runs as a program in test_serve_process.py, too
 def test_an_interrupted_command_says_so_in_one_line(command, name):
     process = start(command)
     for line in process.stderr:
@@ -64,8 +64,16 @@ def test_interrupted_text_ends_its_line_first():
     assert process.returncode == 130 and said.endswith("nanoinfer generate: interrupted\n") and "Traceback" not in said
 
 
+PLAN_THAT_PRINTS = """
+import sys
+from nanoinfer.commands import main as cli, plan
+plan.run = lambda options: print("a table")
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def test_a_reader_who_leaves_is_told_nothing():
-    process = start([*NANOINFER, "plan", *FITS])
+    process = start([sys.executable, "-c", PLAN_THAT_PRINTS, "plan", *FITS])
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait(60) == 141
 

@@ -104,8 +104,8 @@ def test_public_names_are_the_same_to_python_to_star_and_to_type_checkers(packag
 
 
 def test_submodules_are_found_as_attributes():
-    process = run("-c", "import nanoinfer; print(nanoinfer.llm.LLM.__name__)")
-    assert process.stdout == "LLM\n", process.stderr
+    process = run("-c", "import nanoinfer; print(nanoinfer.outputs.RequestOutput.__name__)")
+    assert process.stdout == "RequestOutput\n", process.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error_and_python_names_the_nearest():

@@ -29,7 +29,6 @@ ARGUMENTS = COMMON | dict(
     skip_tokenizer_init=False,
 )
 NUM_GPU_BLOCKS = 14  # for 8 rows of up to 4 blocks
-NUM_REQUESTS = 500
 
 
 @pytest.fixture(scope="module")
@@ -165,14 +164,16 @@ def assert_nobody_saw_its_neighbours(soak: Soak, path, sample: int) -> None:
     "enable_cpu_offload, switches", [(False, False), (True, False), (True, True)], ids=["resident", "offload", "both"]
 )
 @pytest.mark.sampled("both")
-def test_hundreds_of_requests_leave_both_pools_as_before_and_do_not_see_each_other(path, enable_cpu_offload, switches):
-    engine = start(path, enable_cpu_offload)
+def test_hundreds_of_requests_leave_both_pools_as_before_and_do_not_see_each_other(
+    path, enable_cpu_offload, switches, fuzz
+):
+    engine, num_requests = start(path, enable_cpu_offload), 500 if fuzz else 300
     give_back = shrink_gpu_pool(engine, NUM_GPU_BLOCKS)
     soak = Soak(engine, random.Random(17), switches)
-    soak.run(NUM_REQUESTS)
+    soak.run(num_requests)
     give_back()
     assert_pools_as_before(engine)
-    assert len(soak.requests) == NUM_REQUESTS and all(request.is_finished for request in soak.requests.values())
+    assert len(soak.requests) == num_requests and all(request.is_finished for request in soak.requests.values())
     reasons = [completion[2] for request in soak.requests.values() for completion in outcome(request)]
     assert set(reasons) == {"stop", "length", "abort"} and reasons.count("abort") < len(reasons) / 2
     assert soak.num_errors > 3 and soak.num_refused_prompts > 10

@@ -194,7 +194,7 @@ def test_an_error_of_one_request_ends_that_one_alone(path, alone, owner, name, m
         assert requests[failed].output().error == "out of luck"
         (end,) = [output for output in outputs if output.finish_reason == "error"]
         assert (end.request_id, end.error, end.finished) == (str(failed), "out of luck", True)
-        assert_goes_on_as_before(engine, give_back, alone)
+        assert_goes_on_as_before(engine, give_back, alone, 2)
 
 
 def test_completions_of_one_request_fail_together(path, alone, monkeypatch):
@@ -207,7 +207,7 @@ def test_completions_of_one_request_fail_together(path, alone, monkeypatch):
     assert [reason for _, _, reason in outcome(several)] == ["error"] * 3
     assert sorted(end.index for end in ends if end.error == "out of luck") == [0, 1, 2]
     assert outcome(other)[0][0] == alone[1]
-    assert_goes_on_as_before(engine, give_back, alone)
+    assert_goes_on_as_before(engine, give_back, alone, 2)
 
 
 @pytest.mark.parametrize("mode", ["resident", "offload", "auto"])
@@ -241,7 +241,7 @@ def test_an_error_while_offload_mode_is_entered_leaves_resident_mode_as_it_was(p
     finish(engine)
     assert engine.mode == "offload"
     assert not assert_only_aborted_ones_differ(requests, alone)
-    assert_goes_on_as_before(engine, give_back, alone)
+    assert_goes_on_as_before(engine, give_back, alone, 2)
 
 
 @pytest.mark.parametrize("place", ["planning", "read-back", "behind the read-back"])
@@ -265,7 +265,7 @@ def test_a_request_is_preempted_and_that_step_fails(path, alone, place, monkeypa
     finish(engine)
     aborted = assert_only_aborted_ones_differ(requests, alone)
     assert 0 < len(aborted) < 3
-    assert_goes_on_as_before(engine, give_back, alone)
+    assert_goes_on_as_before(engine, give_back, alone, 2)
 
 
 @pytest.mark.parametrize("call", [1, 2, 5])
@@ -279,7 +279,7 @@ def test_a_host_pool_that_runs_out_in_a_prefill_ends_the_requests_of_that_step(p
     assert engine.stats()["num_decode_steps"] < 8, "the failure came after the prefills"
     finish(engine)
     assert assert_only_aborted_ones_differ(requests, alone)
-    assert_goes_on_as_before(engine, give_back, alone)
+    assert_goes_on_as_before(engine, give_back, alone, 2)
 
 
 @pytest.mark.parametrize("mode", ["offload", "auto"])
@@ -302,7 +302,7 @@ def test_requests_are_aborted_while_their_blocks_are_in_flight(path, alone, mode
         finish(engine)
         aborted = assert_only_aborted_ones_differ(requests, alone)
         assert aborted == {requests.index(victim) for victim in victims}
-        assert_goes_on_as_before(engine, give_back, alone)
+        assert_goes_on_as_before(engine, give_back, alone, 2)
     assert num_in_flight >= 2, "hardly a copy was in flight at an abort"
 
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from engines import COMMON, SMALL, make_engine, random_prompts, run, some_params
-from remote import make_parted_engine
+from remote import executing_process, make_parted_engine
 from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig
@@ -17,15 +17,21 @@ MODES = {
 }
 
 
+@pytest.fixture(scope="module")
+def connection():
+    with executing_process() as connection:
+        yield connection
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.sampled("offload", "preempted")
-def test_two_processes_give_the_tokens_of_one(tmp_path, mode, monkeypatch):
+def test_two_processes_give_the_tokens_of_one(connection, tmp_path, mode, monkeypatch):
     path = make_checkpoint("qwen3", tmp_path, **SMALL)
     prompts, params = random_prompts(5, 20, 90), some_params(5)
     wanted = run(make_engine(path), prompts, params)
     num_tensors = sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
     config = EngineConfig(model=path, **(COMMON | dict(max_model_len=144) | MODES[mode]))
-    engine, plans = make_parted_engine(config, monkeypatch), []
+    engine, plans = make_parted_engine(connection, config, monkeypatch), []
     begin_step, lifetimes = engine.planner.begin_step, engine.kv_cache.tables.lifetimes
     engine.planner.begin_step = lambda batch: plans.append(begin_step(batch)) or plans[-1]
     try:

@@ -449,6 +449,7 @@ def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(path
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.sampled("None", "1")
 def test_a_dropped_copy_is_free_whoever_shared_it(paths, alone, seed):
     """Rows that grow want every GPU block that the shared beginning has: what was promised must be there."""
     engine = shared_engine(paths["qwen3"], 16, SimulatedRuntime(seed))

@@ -3,6 +3,7 @@
 import json
 import warnings
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -52,9 +53,15 @@ def matrices(model) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Each case, packed and expanded. Nobody may change the files."""
+    return cache(lambda name: write(tmp_path_factory.mktemp("model"), CASES[name]()))
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_expanded_weights_are_the_references(tmp_path, name):
-    packed, dense = write(tmp_path, CASES[name]())
+def test_expanded_weights_are_the_references(written, name):
+    packed, dense = written(name)
     wanted = load_file(dense / "model.safetensors")
     for dtype in ("float32", "bfloat16", "float16"):
         found = matrices(load(packed, dtype))
@@ -93,8 +100,8 @@ def test_a_scale_is_divided_by_the_global_one_in_float32(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled("ct-int4-group-zeros", "ct-mixed", "gptq-int4-act-order", "fp8-blocks")
-def test_tokens_and_logits_are_those_of_the_expanded_checkpoint_in_every_mode(tmp_path, name, fuzz):
-    packed, dense = write(tmp_path, CASES[name]())
+def test_tokens_and_logits_are_those_of_the_expanded_checkpoint_in_every_mode(written, name, fuzz):
+    packed, dense = written(name)
     for seed in range(3 if fuzz else 1):
         prompts, params = random_prompts(4, 20, 90, seed=seed), some_params(4, 12, logprobs=3)
         wanted = run(make_engine(dense), prompts, params)
@@ -165,9 +172,9 @@ def test_scales_may_be_of_another_dtype_than_the_model(tmp_path):
     assert model.layers[0].mlp.down_proj.scales.dtype == torch.float32
 
 
-def test_random_weights_of_every_format_have_the_deviation_of_wide_ones(tmp_path):
+def test_random_weights_of_every_format_have_the_deviation_of_wide_ones(written):
     for name in NAMES:
-        packed, _ = write(tmp_path / name, CASES[name]())
+        packed, _ = written(name)
         model = load_model(packed, load_config(packed), "float32", "cpu", load_format="dummy", progress=False)
         for module, matrix in matrices(model).items():
             assert 0.008 < matrix.std() < 0.04, (name, module)
@@ -178,8 +185,8 @@ def test_random_weights_of_every_format_have_the_deviation_of_wide_ones(tmp_path
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled("ct-left-out", "ct-nvfp4", "awq", "fp8-blocks-left-out")
-def test_the_plan_counts_the_bytes_that_are_held_and_the_buffer(tmp_path, name):
-    packed, dense = write(tmp_path, CASES[name]())
+def test_the_plan_counts_the_bytes_that_are_held_and_the_buffer(written, name):
+    packed, dense = written(name)
     engine, wide = make_engine(packed), make_engine(dense)
     model = engine.runner.model
     assert model.spec.weight_bytes == sum(weight.nbytes for weight in model.parameters()) < wide.plan.weight_bytes
@@ -195,8 +202,8 @@ def test_the_plan_counts_the_bytes_that_are_held_and_the_buffer(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_product_takes_no_more_than_the_plan_says(tmp_path, name):
-    packed, _ = write(tmp_path, CASES[name]())
+def test_a_product_takes_no_more_than_the_plan_says(written, name):
+    packed, _ = written(name)
     model = load(packed, "bfloat16")
     for module in model.modules():
         if isinstance(module, Linear) and (shape := module.weights.scratch_shape(module, False)):

@@ -83,7 +83,7 @@ ENGINES = {
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.sampled("gives way-2", "offload by itself-4")
 def test_states_are_those_of_each_sequence_alone(path, name, seed):
-    prompts, params = random_prompts(4, 60, 99, seed) + random_prompts(4, 1, 20, seed), some_params(8, max_tokens=40)
+    prompts, params = random_prompts(4, 60, 99, seed) + random_prompts(4, 1, 20, seed), some_params(8, max_tokens=24)
     wanted = [run(toy_engine(path), [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     engine = toy_engine(path, SimulatedRuntime(seed), **ENGINES[name])
     assert run(engine, prompts, params) == wanted
@@ -173,7 +173,7 @@ def test_a_state_comes_back_to_a_row_only_behind_the_step_of_who_had_the_row_bef
 @pytest.mark.parametrize("name", ["reset", "keep", "bring_back"])
 @pytest.mark.sampled("reset", "bring_back")
 def test_an_interrupt_harms_no_other_sequence(path, name, monkeypatch):
-    prompts, params = random_prompts(8, 20, 99), some_params(8, max_tokens=40)
+    prompts, params = random_prompts(8, 20, 99), some_params(8, max_tokens=30)
     wanted = [run(toy_engine(path), [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     several_give_way = dict(num_gpu_blocks_override=19, max_model_len=140, max_num_seqs=6)
     engine, calls, original = toy_engine(path, **several_give_way), [], getattr(RecurrentStates, name)

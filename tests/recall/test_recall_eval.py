@@ -263,9 +263,9 @@ def test_formats_of_weights_stand_beside_each_other(checkpoint, tmp_path, capsys
     report = tmp_path / "recall.json"
     arguments = ["--task", "recall", str(checkpoint), "--context", "1k", "--depths", "0", "--questions", "5"]
     arguments += ["--device", "cpu", "--dtype", "float32", "--no-progress", "--json", str(report)]
-    lists = ["--quantization", "none,fp8,int4", "--head-quantization", "none,int8"]
+    lists = ["--quantization", "none,int4", "--head-quantization", "none,int8"]
     assert offload.main([*arguments, "--mode", "resident", *lists]) == 0
-    names = ["int8 head", "fp8 weights", "fp8 weights int8 head", "int4 weights", "int4 weights int8 head"]
+    names = ["int8 head", "int4 weights", "int4 weights int8 head"]
     printed, written = capsys.readouterr().out, json.loads(report.read_text())
     assert list(written["results"]) == ["resident", *(f"resident {name}" for name in names)]
     assert all(f"resident {name} against resident: " in printed for name in names)

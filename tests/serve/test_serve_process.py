@@ -1,6 +1,5 @@
 """The server as a process of its own: OpenAI's client, disconnects over TCP, signals, and a short load."""
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -78,6 +77,10 @@ class Process:
         self._reader.join()
         return "".join(self.lines.queue)
 
+    @property
+    def has_ended(self):
+        return self._process.poll() is not None
+
     def signal(self, number):
         self._process.send_signal(number)
 
@@ -85,19 +88,28 @@ class Process:
         return self._process.wait(seconds)
 
     def end(self):
-        if self._process.poll() is None:
+        if not self.has_ended:
             self._process.kill()
         self._process.wait()
 
 
 @pytest.fixture(scope="module")
-def server(path):
-    server = Process(path, "--api-key", "secret")
-    yield server
-    server.end()
+def processes(path):
+    """The servers so far: one test ends its own, which takes seconds to start."""
+    processes = []
+    yield processes
+    for process in processes:
+        process.end()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def server(path, processes):
+    if not processes or processes[-1].has_ended:
+        processes.append(Process(path, "--api-key", "secret", "--shutdown-timeout", "60"))
+    return processes[-1]
+
+
+@pytest.fixture
 def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
         yield client
@@ -175,36 +187,33 @@ def test_a_closed_connection_ends_its_request(server, stream):
     assert samples(server, 'request_success_total{finished_reason="abort"}') == before + 1
 
 
-def test_sigterm_lets_running_requests_end(path):
-    server = Process(path, "--skip-tokenizer-init", "--shutdown-timeout", "60")
-    with contextlib.ExitStack() as stack:
-        stack.callback(server.end)
-        body = dict(prompt=[20, 21], max_tokens=250, temperature=0, ignore_eos=True, return_token_ids=True)
-        results = {}
+def test_sigterm_lets_running_requests_end(server):
+    body = dict(prompt=[20, 21], max_tokens=250, temperature=0, ignore_eos=True, return_token_ids=True)
+    options, results = dict(headers={"Authorization": "Bearer secret"}, timeout=60), {}
 
-        def ask(stream):
-            response = httpx.post(f"{server.url}/v1/completions", json=body | {"stream": stream}, timeout=60)
-            results[stream] = response.text
+    def ask(stream):
+        response = httpx.post(f"{server.url}/v1/completions", json=body | {"stream": stream}, **options)
+        results[stream] = response.text
 
-        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
-        for thread in threads:
-            thread.start()
-        while samples(server, "num_requests_running") < 2:
-            time.sleep(0.005)
-        server.signal(signal.SIGTERM)
-        assert "2 requests may run for 60 s" in server.wait_for("shutting down")
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        response = httpx.post(f"{server.url}/v1/completions", json=body)
-        assert response.status_code == 503 and response.json()["error"]["code"] == "shutting_down"
-        for thread in threads:
-            thread.join()
-        tokens = json.loads(results[False])["choices"][0]["token_ids"]
-        assert len(tokens) == 250
-        *parts, last = results[True].strip().split("\n\n")
-        streamed = [json.loads(part.removeprefix("data: "))["choices"][0]["token_ids"] for part in parts]
-        assert last == "data: [DONE]" and sum(streamed, []) == tokens
-        assert server.exit_code() == 0
-        assert "leaked" not in server.last_words(), "a library has found its objects when the interpreter ended"
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for thread in threads:
+        thread.start()
+    while samples(server, "num_requests_running") < 2:
+        time.sleep(0.005)
+    server.signal(signal.SIGTERM)
+    assert "2 requests may run for 60 s" in server.wait_for("shutting down")
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    response = httpx.post(f"{server.url}/v1/completions", json=body, **options)
+    assert response.status_code == 503 and response.json()["error"]["code"] == "shutting_down"
+    for thread in threads:
+        thread.join()
+    tokens = json.loads(results[False])["choices"][0]["token_ids"]
+    assert len(tokens) == 250
+    *parts, last = results[True].strip().split("\n\n")
+    streamed = [json.loads(part.removeprefix("data: "))["choices"][0]["token_ids"] for part in parts]
+    assert last == "data: [DONE]" and sum(streamed, []) == tokens
+    assert server.exit_code() == 0
+    assert "leaked" not in server.last_words(), "a library has found its objects when the interpreter ended"
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(path, capsys):

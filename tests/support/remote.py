@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -17,8 +18,14 @@ from nanoinfer.requests.sequence import Sequence
 from offload import CpuRuntime
 
 
+def execute_engines(connection) -> None:
+    """The executing process: runs the steps of an engine after the other."""
+    while (config := connection.recv()) is not None:
+        execute_steps(connection, config)
+
+
 def execute_steps(connection, config: EngineConfig) -> None:
-    """The executing process: answers (name, arguments) with what the runner's part of this name returns."""
+    """Answers (name, arguments) with what the runner's part of this name returns."""
     with torch.inference_mode():
         built = build(config, None)
         runner, pending = built.runner, {}
@@ -48,6 +55,20 @@ def execute_steps(connection, config: EngineConfig) -> None:
                 connection.send((None, error))
 
 
+@contextmanager
+def executing_process() -> Iterator:
+    """The connection to a process for `make_parted_engine`. It takes seconds to import what it needs."""
+    context = multiprocessing.get_context("spawn")
+    connection, theirs = context.Pipe()
+    process = context.Process(target=execute_engines, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield connection
+    finally:
+        connection.send(None)
+        process.join(20)
+
+
 class Remote:
     """Calls a part of the runner in the other process."""
 
@@ -62,11 +83,9 @@ class Remote:
 class RemoteRunner(Remote):
     """What `LLMEngine` needs of a `ModelRunner`, without a tensor."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=execute_steps, args=(theirs, config), daemon=True)
-        self._process.start()
+    def __init__(self, connection, config: EngineConfig) -> None:
+        self._connection = connection
+        self._connection.send(config)
         self.plan, vocab_size, self.windows, self.layout, self.num_gpu_blocks, capture = self._connection.recv()
         super().__init__(
             self._ask, "", runtime=CpuRuntime(), compute=SimpleNamespace(current=nullcontext), offload=None
@@ -94,14 +113,13 @@ class RemoteRunner(Remote):
 
     def close(self) -> None:
         self._connection.send(None)
-        self._process.join(20)
 
 
-def make_parted_engine(config: EngineConfig, monkeypatch) -> LLMEngine:
-    """An engine that plans in this process and executes in another one."""
+def make_parted_engine(connection, config: EngineConfig, monkeypatch) -> LLMEngine:
+    """An engine that plans in this process and executes in another one, which runs one engine at a time."""
 
     def build_parts(config, runtime):
-        runner = RemoteRunner(config)
+        runner = RemoteRunner(connection, config)
         parts = kv_side(config, runner.plan, runner.windows, runner.layout, runner.num_gpu_blocks, runner.block_copies)
         return SimpleNamespace(
             plan=runner.plan, runner=runner, tokenizer=None, end_token_ids=frozenset(), sampling_defaults={}, **parts
