@@ -21,10 +21,12 @@ ENDLESS = ["--device", "cpu", "--context", "1024", "--output-len", "20000", "--m
 
 
 def start(command):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONUNBUFFERED", None)  # most users have their output buffered
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
