@@ -356,6 +356,7 @@ class ModelRunner:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+        self.runtime.close()
 
     def peak_bytes(self) -> int | None:
         """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""

@@ -110,3 +110,6 @@ class Runtime(ABC):
         """Block as `synchronize` does, after an exception at any point. Return False if enqueued work was lost."""
         self.synchronize()
         return True
+
+    def close(self) -> None:
+        """Give the streams to the next runtime. Nothing may be enqueued on them afterwards."""

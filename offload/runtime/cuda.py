@@ -54,7 +54,8 @@ class CudaStream(Stream):
         except IndexError:
             self.stream = torch.cuda.Stream(runtime.device)
         # Streams of runtimes that live at the same time are apart: a capture takes what any thread enqueues.
-        weakref.finalize(self, unused.append, self.stream).atexit = False
+        self.give_back = weakref.finalize(self, unused.append, self.stream)
+        self.give_back.atexit = False
         self._runtime = runtime
 
     def run(self, work: Callable[[], None]) -> None:
@@ -107,9 +108,16 @@ class CudaRuntime(Runtime):
         self.current_stream: CudaStream | None = None
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._nan: dict[tuple[CudaStream, torch.dtype], torch.Tensor] = {}
+        self._streams: list[weakref.finalize] = []
 
     def stream(self, name: str) -> CudaStream:
-        return CudaStream(name, self)
+        stream = CudaStream(name, self)
+        self._streams.append(stream.give_back)
+        return stream
+
+    def close(self) -> None:
+        for give_back in self._streams:
+            give_back()
 
     def event(self, timed: bool = False) -> CudaEvent:
         return CudaEvent(timed)

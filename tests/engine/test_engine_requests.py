@@ -267,6 +267,17 @@ def test_metrics_and_counters_add_up(path):
         assert stats["host_blocks_free"] == stats["host_blocks_total"] and stats["link_gbps"] > 0
 
 
+def test_a_closed_llm_leaves_its_streams_to_the_next(path, monkeypatch):
+    """At once, not when garbage is collected: see `offload.runtime.cuda`."""
+    closed = []
+    monkeypatch.setattr("offload.runtime.cpu.CpuRuntime.close", lambda self: closed.append(self))
+    llm = make_llm(path)
+    runtime = llm.engine.runner.runtime
+    assert not closed
+    llm.close()
+    assert closed == [runtime]
+
+
 def test_a_closed_llm_says_so(path):
     llm = make_llm(path)
     llm.close()

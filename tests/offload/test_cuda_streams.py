@@ -20,15 +20,21 @@ def no_driver(monkeypatch):
     monkeypatch.setattr("offload.runtime.cuda._unused", {})
 
 
-def test_a_runtime_takes_over_the_streams_of_one_that_is_gone():
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_runtime_takes_over_the_streams_of_one_that_is_gone(is_closed):
     first = CudaRuntime(torch.device("cuda", 0))
     compute, copy = first.stream("compute"), first.stream("copy")
     handles = compute.stream, copy.stream
-    del first, compute, copy
-    gc.collect()
+    if is_closed:
+        first.close()  # what is left of it may live on until garbage is collected
+        first.close()
+    else:
+        del first, compute, copy
+        gc.collect()
     second = CudaRuntime(torch.device("cuda", 0))
-    copy, compute = second.stream("copy"), second.stream("compute")
-    assert (compute.stream, copy.stream) == handles, "each by its name: graphs are captured on one stream again"
+    copies, computes = [second.stream("copy") for _ in range(2)], [second.stream("compute") for _ in range(2)]
+    assert (computes[0].stream, copies[0].stream) == handles, "by name: graphs are captured on one stream again"
+    assert len({stream.stream for stream in (*copies, *computes)}) == 4, "each is taken over once"
 
 
 def test_runtimes_that_live_at_the_same_time_share_no_stream():
