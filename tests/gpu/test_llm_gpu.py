@@ -87,6 +87,14 @@ def expected(model):
     return first
 
 
+def test_an_engine_that_follows_another_captures_on_its_stream(model):
+    streams = []
+    for _ in range(2):
+        with LLM(str(model), **COMMON) as llm:
+            streams.append(llm.engine.runner.compute.stream)
+    assert streams[0] == streams[1]
+
+
 @pytest.mark.parametrize("num_ring_slots, blocks_per_slot", [(2, 1), (3, 2), (5, 7), (2, 64)])
 def test_offload_equals_resident_bit_for_bit_for_every_ring(model, expected, num_ring_slots, blocks_per_slot):
     layer_block_bytes = 2 * 32 * 2 * 256 * 2  # enough for every model here
