@@ -350,13 +350,13 @@ class ModelRunner:
     def close(self) -> None:
         """Give back device and host memory at once; the runner cannot be used afterwards."""
         self.runtime.synchronize()
+        self.runtime.close()
         del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
         del self._activations, self.graphs
         self._offload = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-        self.runtime.close()
 
     def peak_bytes(self) -> int | None:
         """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""

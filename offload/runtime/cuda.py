@@ -41,6 +41,19 @@ _unused: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = {}
 Once graphs were captured on two streams of a process, the driver replays all of them more slowly, about 0.3
 microseconds a kernel, and this lasts until the process ends. So a runtime that follows another takes over its streams.
 """
+_taken: set[int] = set()
+"""Handles of all streams of runtimes, in use or not. Torch hands out the same 32 of a device again and again."""
+_POOL_SIZE = 32
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Take a stream that no runtime has, as long as there is one."""
+    for _ in range(_POOL_SIZE):
+        stream = torch.cuda.Stream(device)
+        if stream.cuda_stream not in _taken:
+            break
+    _taken.add(stream.cuda_stream)
+    return stream
 
 
 class CudaStream(Stream):
@@ -52,7 +65,7 @@ class CudaStream(Stream):
         try:
             self.stream = unused.pop()
         except IndexError:
-            self.stream = torch.cuda.Stream(runtime.device)
+            self.stream = _new_stream(runtime.device)
         # Streams of runtimes that live at the same time are apart: a capture takes what any thread enqueues.
         self.give_back = weakref.finalize(self, unused.append, self.stream)
         self.give_back.atexit = False

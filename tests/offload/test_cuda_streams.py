@@ -9,8 +9,13 @@ from offload.runtime.cuda import CudaRuntime
 
 
 class Handle:
+    """A stream of torch's pool, which hands out the same 32 of a device in turns."""
+
+    num_drawn = 0
+
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.cuda_stream = device, 100 * device.index + Handle.num_drawn % 32
+        Handle.num_drawn += 1
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +23,7 @@ def no_driver(monkeypatch):
     monkeypatch.setattr("torch.cuda.Stream", Handle)
     monkeypatch.setattr("torch.cuda.graph_pool_handle", object)
     monkeypatch.setattr("offload.runtime.cuda._unused", {})
+    monkeypatch.setattr("offload.runtime.cuda._taken", set())
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
@@ -49,3 +55,20 @@ def test_streams_stay_on_their_device():
     gc.collect()
     second = CudaRuntime(torch.device("cuda", 1)).stream("compute").stream
     assert first is not second and second.device.index == 1
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 6, 29, 30, 31, 32, 61])
+def test_streams_differ_whatever_others_draw_from_the_pool(num_others):
+    device, streams = torch.device("cuda", 0), []
+    runtimes = [CudaRuntime(device) for _ in range(3)]
+    for runtime in runtimes:
+        streams += [runtime.stream(name) for name in ("compute", "copy", "write")]
+        for _ in range(num_others):
+            Handle(device)
+    assert len({stream.stream.cuda_stream for stream in streams}) == 9
+
+
+def test_more_streams_than_the_pool_has_share_some():
+    runtime = CudaRuntime(torch.device("cuda", 0))
+    streams = [runtime.stream("compute") for _ in range(40)]
+    assert len({stream.stream.cuda_stream for stream in streams}) == 32
