@@ -186,13 +186,17 @@ class Trainer:
 
 
 def train(trainer: Trainer, pool: RowPool, plan: Plan, began: float, out: Path) -> list[dict]:
-    """Trains until the plan's time is spent, counted from `began` (`time.perf_counter`). Returns the log's entries."""
-    clock = Clock(plan.stages, plan.seconds - plan.eval_seconds - (time.perf_counter() - began))
+    """Train until the plan's time is spent, counted from `began` (`time.perf_counter`), and has an entry in the log.
+
+    Returns: the log's entries.
+    """
+    seconds = plan.seconds - plan.eval_seconds - (time.perf_counter() - began)
+    clock = Clock(plan.stages, max(1e-3, seconds))
     begin = last = time.perf_counter()
     curve: list[dict] = []
     step = tokens = tokens_before = 0
     batches, recent = pool.batches(0), []
-    while not clock.is_over(elapsed := time.perf_counter() - begin):
+    while not clock.is_over(elapsed := time.perf_counter() - begin) or not curve:
         batch = next(batches)
         loss, right, chosen = trainer.step(batch, clock.rate(elapsed, step))
         step, tokens = step + 1, tokens + batch.ids[:, 1:].size
