@@ -35,7 +35,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Of a run of the whole tool whose time is over before it begins: it takes what it takes until an entry in the log."""
+    """Of a run of the whole tool whose time is over before it begins: it trains until there is an entry in its log."""
     out = tmp_path_factory.mktemp("recall")
     assert train_recall.main(["--out", str(out), "--smoke", "--minutes", "0.001"]) == 0
     return out
