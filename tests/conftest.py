@@ -14,7 +14,7 @@ def seeded():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fuzz", action="store_true", help="every seed, line and case, not a sample: two hours")
+    parser.addoption("--fuzz", action="store_true", help="every seed, line and case, not a sample: an hour")
 
 
 def pytest_configure(config):
@@ -50,7 +50,7 @@ def fuzz(request) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def frozen_until_the_end():
-    """Libraries complain of what is left when the interpreter ends."""
+    """Unfreeze at the end: to libraries that look for leaks then, frozen objects are some."""
     yield
     gc.unfreeze()
 
@@ -59,7 +59,7 @@ def frozen_until_the_end():
 def quick_collections(frozen_until_the_end):
     """A collection passes over what was imported: half a million objects. Engines that end ask for one each.
 
-    In each module, for tests import more, whole packages of models among it.
+    In each module: tests import more, whole packages of models among it.
     """
     gc.collect()
     gc.freeze()

@@ -188,7 +188,8 @@ class Trainer:
 def train(trainer: Trainer, pool: RowPool, plan: Plan, began: float, out: Path) -> list[dict]:
     """Train until the plan's time is spent, counted from `began` (`time.perf_counter`), and has an entry in the log.
 
-    Returns: the log's entries.
+    Returns:
+        The log's entries.
     """
     seconds = plan.seconds - plan.eval_seconds - (time.perf_counter() - began)
     clock = Clock(plan.stages, max(1e-3, seconds))

@@ -33,8 +33,8 @@ class LLMEngine:
     """Runs requests step by step. Not thread-safe: only one thread may call it.
 
     Args:
-        runtime: streams, events and graphs, for this engine alone, which closes it; None: make the one that fits the
-            device.
+        runtime: streams, events and graphs. The engine closes it, so it serves one engine. None: make the one that fits
+            the device.
 
     Attributes:
         on_logits: called in each step that samples, with the sequences that get a token and a function that returns
@@ -324,10 +324,7 @@ class LLMEngine:
         return trace.events(name, number)
 
     def close(self) -> None:
-        """Abort all requests and free device and host memory. The engine cannot be used afterwards.
-
-        No other thread may be inside a step: the next engine takes over the streams.
-        """
+        """Abort all requests and free device and host memory. The engine cannot be used afterwards."""
         for request in self.work.requests.values():
             request.abort()
         self.runner.close()

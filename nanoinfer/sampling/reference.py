@@ -150,8 +150,6 @@ def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor)
 
 def _bits(words: torch.Tensor) -> torch.Tensor:
     """The bits of each row of words, the lowest of the first word first: [n, words] int32 -> [n, 32 * words] bool."""
-    if not len(words):
-        return words.new_empty(0, 32 * words.shape[1], dtype=torch.bool)
     shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
     return (words.view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1).flatten(1).view(torch.bool)
 

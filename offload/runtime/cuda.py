@@ -38,8 +38,8 @@ class CudaGraph(Graph):
 _unused: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = {}
 """Streams of runtimes that are gone, by device and name.
 
-Once graphs were captured on two streams of a process, the driver replays all of them more slowly, about 0.3
-microseconds a kernel, and this lasts until the process ends. So a runtime that follows another takes over its streams.
+Once graphs were captured on two streams of a process, the driver replays all graphs more slowly, and this lasts until
+the process ends. So a runtime that follows another takes over its streams.
 """
 _taken: set[int] = set()
 """Handles of all streams of runtimes, in use or not. Torch hands out the same 32 of a device again and again."""
@@ -57,7 +57,11 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaStream(Stream):
-    """A torch.cuda.Stream that skips the switch when it is the current one already."""
+    """A torch.cuda.Stream that skips the switch when it is the current one already.
+
+    Attributes:
+        give_back: leaves the stream to the next runtime, once. It is called at the latest when this object is freed.
+    """
 
     def __init__(self, name: str, runtime: CudaRuntime) -> None:
         self.name = name

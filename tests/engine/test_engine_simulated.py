@@ -83,3 +83,21 @@ def test_each_wait_removed_is_noticed(path, in_order, rule):
         except (RaceError, AssertionError, IndexError, ValueError):
             return
     pytest.fail(f"100 seeds ran without {rule!r} and nothing went wrong")
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize(
+    "arguments", [{}, dict(enable_cpu_offload=True, resident_kv_limit=0)], ids=["resident", "offload"]
+)
+def test_an_engine_that_is_closed_in_the_middle_leaves_idle_streams_and_uses_them_no_more(path, arguments, seed):
+    """The next engine takes them over: see `offload.runtime.cuda`."""
+    engine = make_engine(path, SimulatedRuntime(seed), **arguments)
+    for number, pair in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add_request(str(number), *pair)
+    for _ in range(6):
+        engine.step()
+    runtime, compute = engine.runner.runtime, engine.runner.compute
+    engine.close()
+    with pytest.raises(RaceError, match="work on 'compute', which another runtime may have by now"):
+        compute.run(lambda: None)
+    runtime.close()

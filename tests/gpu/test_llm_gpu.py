@@ -90,7 +90,7 @@ def expected(model):
 def test_an_engine_that_follows_another_captures_on_its_stream(model):
     streams = []
     for _ in range(2):
-        with LLM(str(model), **COMMON) as llm:
+        with LLM(model, **COMMON) as llm:
             streams.append(llm.engine.runner.compute.stream)
     assert streams[0] == streams[1]
 

@@ -72,7 +72,7 @@ def test_larger_tiles_have_the_same_bits(name, monkeypatch):
     _, module = filled(Packing(**settings), 160, 384, largest=0.03, device=DEVICE)
     x = torch.randn(8, 384, device=DEVICE).bfloat16()
     wanted = packed_linear(x, module.packed, activation="silu")
-    monkeypatch.setattr("nanoinfer.kernels.linear.packed.MANY_ROWS", 0)
+    monkeypatch.setattr("nanoinfer.kernels.linear.packed.LARGE_OUTPUT", 0)
     for count in (1, 8):
         assert torch.equal(packed_linear(x[:count], module.packed, activation="silu"), wanted[:count])
 

@@ -71,9 +71,9 @@ def test_a_weight_of_many_rows_is_computed_in_larger_tiles(monkeypatch):
     wide = x.float() @ matrix_of(weights, module).float().t()
     tiles, find = [], packed.packed_tiles
     monkeypatch.setattr(packed, "packed_tiles", lambda *given: tiles.append(find(*given)) or tiles[-1])
-    monkeypatch.setattr(packed, "MANY_ROWS", 72)
+    monkeypatch.setattr(packed, "LARGE_OUTPUT", 72)
     assert_gated(packed_linear(x, module.packed, activation="silu").float(), wide)
-    monkeypatch.setattr(packed, "MANY_ROWS", 73)
+    monkeypatch.setattr(packed, "LARGE_OUTPUT", 73)
     assert_gated(packed_linear(x, module.packed, activation="silu").float(), wide)
     assert [block_n for _, block_n, *_ in tiles] == [64, 32]
 

@@ -46,7 +46,8 @@ def wide_model_runs_once():
         if weights != AS_IT_IS:
             return logits(model_dir, weights, prompts, device)
         key = str(prompts)
-        known[key] = known[key] if key in known else logits(model_dir, weights, prompts, device)
+        if key not in known:
+            known[key] = logits(model_dir, weights, prompts, device)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

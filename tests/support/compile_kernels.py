@@ -3,7 +3,7 @@
 The interpreter accepts what the compiler refuses, such as a variable that changes its shape in a loop. Prints the
 architecture and the name of each kernel that was compiled, one per line. With --first-stages up to the layouts of tiles
 (TTGIR), a third of the time: what follows refuses little; and of an architecture after the first only what has another
-form there, once.
+form there, each form once.
 """
 
 import re
@@ -155,7 +155,7 @@ def compile_packed() -> None:
             layers.packed_linear(zeros(num_tokens, 1024), weight, activation="silu")
     if not is_brief:
         layers.packed_linear(
-            zeros(1, 256), empty_packed(Packing(**cases[0]), packed.MANY_ROWS, 256, "cpu"), activation="silu"
+            zeros(1, 256), empty_packed(Packing(**cases[0]), packed.LARGE_OUTPUT, 256, "cpu"), activation="silu"
         )
     if is_brief and gpu.architecture != architectures[0]:
         return

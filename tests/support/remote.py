@@ -19,13 +19,13 @@ from offload import CpuRuntime
 
 
 def execute_engines(connection) -> None:
-    """The executing process: runs the steps of an engine after the other."""
+    """The executing process: run the steps of one engine after the other."""
     while (config := connection.recv()) is not None:
         execute_steps(connection, config)
 
 
 def execute_steps(connection, config: EngineConfig) -> None:
-    """Answers (name, arguments) with what the runner's part of this name returns."""
+    """Answer (name, arguments) with what the runner's part of this name returns."""
     with torch.inference_mode():
         built = build(config, None)
         runner, pending = built.runner, {}

@@ -151,6 +151,7 @@ class SimulatedRuntime(Runtime):
         self._executing: _Operation | None = None  # also the one that failed, until `_drop_failed`
         self._is_dropping = False
         self._has_lost_work = False
+        self._is_closed = False
 
     def stream(self, name: str) -> SimulatedStream:
         self._streams.append(SimulatedStream(name, self))
@@ -188,12 +189,20 @@ class SimulatedRuntime(Runtime):
         reads: _Range | None = None,
         writes: _Range | None = None,
     ) -> None:
+        if self._is_closed:
+            raise RaceError(f"work on {stream.name!r}, which another runtime may have by now")
         if not self.shuffled:
             assert work is not None
             work()
             return
         self._num_enqueued += 1
         stream.queue.append(_Operation(self._num_enqueued, work, wait, reads, writes))
+
+    def close(self) -> None:
+        queued = {stream.name: len(stream.queue) for stream in self._streams if stream.queue}
+        if queued:
+            raise RaceError(f"streams are left to the next runtime with work in them: {queued}")
+        self._is_closed = True
 
     def settle(self) -> bool:
         self.synchronize()

@@ -34,7 +34,7 @@ MAX_PLANES = 8
 """The most planes of one step of the loop."""
 LARGE_SHARED_MEMORY = 160 * 1024
 """From so many bytes for a program on, tiles for many rows are loaded one more step ahead."""
-MANY_ROWS = 2**14
+LARGE_OUTPUT = 2**14
 """A weight of so many rows gives enough programs even if each of them takes more rows."""
 
 
@@ -196,12 +196,12 @@ def packed_tiles(
     On GPUs with little shared memory fewer steps of many rows are loaded ahead. num_rows: of the weight.
     """
     bits = constants["BITS"]
-    if num_tokens <= 8 and not gated:
-        return 8, 16, 1, 4, 256
-    if num_tokens <= 8 and bits == 8 and first_blocks(constants) * constants["BLOCK"] <= 128:
-        return 8, 32, 2, 4, 128
     if num_tokens <= 8:
-        return (8, 64, 4, 3, 256) if bits == 4 and num_rows >= MANY_ROWS else (8, 32, 2, 3, 256)
+        if not gated:
+            return 8, 16, 1, 4, 256
+        if bits == 8 and first_blocks(constants) * constants["BLOCK"] <= 128:
+            return 8, 32, 2, 4, 128
+        return (8, 64, 4, 3, 256) if bits == 4 and num_rows >= LARGE_OUTPUT else (8, 32, 2, 3, 256)
     if num_tokens <= 16:
         return (16, 64, 4, 3, 256) if gated else (16, 32, 2, 3, 256)
     if num_tokens <= 32:
