@@ -52,6 +52,8 @@ def compile_only(kernel, grid):
         found = kernel.warmup(*args, grid=grid, **kwargs)
         # Operands that the compiler takes for 8-bit ones have their columns in another order, and sums other bits.
         assert "packed" not in kernel.__name__ or "kWidth = 4" not in found.asm["ttgir"], kwargs
+        # A product that runs on while its left operand's registers are written is wrong: triton-lang/triton#9433.
+        assert "packed" not in kernel.__name__ or not re.search("pendings = [1-9]", found.asm["ttgir"]), kwargs
         # Later stages die of instructions that give two float32 in one register.
         assert not re.search("packed_element = 2 .*-> tensor<[^>]*f32", found.asm["ttgir"]), kwargs
         needed = 0 if is_brief else found.metadata.shared  # a launch that needs more is refused
@@ -89,6 +91,7 @@ for name, module in list(sys.modules.items()):
     if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
         module.launch_options = lambda x: {"PDL": gpu.has_pdl, "launch_pdl": gpu.has_pdl}
 expand.has_instructions = lambda device: True
+packed.is_hopper = lambda device: gpu.is_hopper
 packed._shared_memory = lambda device: gpu.shared_memory
 tile_linear.takes_descriptors = lambda device, size, itemsize: (
     gpu.architecture // 10 in (9, 10) and size * itemsize % 16 == 0
@@ -150,7 +153,7 @@ def compile_packed() -> None:
     # The most that a program loads ahead, for every number of rows that tiles are made for.
     for case in [] if is_brief else [*in_pairs, cases[0], cases[3]]:
         weight = empty_packed(Packing(**case), 256, 1024, "cpu")
-        for num_tokens in (1, 32, 64, 100, 256, 300) if case in in_pairs else (1, 300):
+        for num_tokens in (1, 16, 32, 64, 100, 256, 300) if case in in_pairs or gpu.is_hopper else (1, 300):
             layers.packed_linear(zeros(num_tokens, 1024), weight)
             layers.packed_linear(zeros(num_tokens, 1024), weight, activation="silu")
     if not is_brief:

@@ -1,6 +1,6 @@
 """From packed codes to weights, inside kernels, and the kernel that writes rows of a matrix.
 
-`weights_of_plane` makes one plane of a tile of words (see `packing`) a tile of weights, in the arithmetic of the
+`expanded_plane` makes one plane of a tile of words (see `packing`) a tile of weights, in the arithmetic of the
 weight's reference and with its roundings, so that a product with it has the bits of the product with the expanded
 matrix. Where scales lie in words, it takes the instructions of `instructions`.
 """
@@ -200,18 +200,27 @@ def scales_of_rows(
 
 
 @triton.jit
-def weights_of_plane(
+def expanded_plane(
     words,  # [rows, PLANE] int16
-    scale,
-    zero,  # from `scales_of_plane`
+    scales, zeros, global_scale, group_index,  # see `PackedWeight`
+    of_row,  # from `scales_of_rows`
+    row, num_rows, first,
+    offset: tl.constexpr,  # see `scales_of_plane`
     like,  # a pointer to weights
     p: tl.constexpr,  # which plane
-    ZEROS: tl.constexpr, FOLD_ZERO: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+    SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+    ZEROS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr,
     EXPANSION: tl.constexpr,  # which instructions; -1: those that triton chooses; -2: the interpreter
+    FOLD: tl.constexpr, FOLD_ZERO: tl.constexpr,
     PRODUCT: tl.constexpr,  # the dtype of the product
     RESULT: tl.constexpr,  # a dtype that it is rounded to besides
 ):  # fmt: skip
     """Return the weights of one plane: [rows, PLANE] in the model's dtype."""
+    scale, zero = scales_of_plane(
+        scales, zeros, global_scale, group_index, of_row, row, num_rows, first, offset, SIZE, BLOCK, PLANE, GROUP,
+        ROWS, MODE, ALIGNED, EVEN, ZEROS, KIND, BITS, SCALE, FACTOR, EXPANSION, PRODUCT, FOLD, FOLD_ZERO,
+    )  # fmt: skip
     if EXPANSION >= 0:
         # Only float16 products become another dtype, bfloat16, among these instructions.
         dtype: tl.constexpr = tl.bfloat16 if like.dtype.element_ty == tl.bfloat16 else PRODUCT
@@ -230,6 +239,12 @@ def weights_of_plane(
         if RESULT is not None:
             weight = weight.to(RESULT)
     return weight.to(like.dtype.element_ty)
+
+
+@triton.jit
+def beside(left, right):
+    """Return two tiles as one, the columns of `right` behind those of `left`. The compiler moves no register."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
 
 
 def has_instructions(device: torch.device) -> bool:
@@ -312,14 +327,11 @@ def expand_kernel(
             start = ((first + u).to(tl.int64) * num_rows + row[:, None]) * PLANE
             tile = tl.load(words + start + at[None, :])
             for p in tl.static_range(16 // BITS):
-                scale, zero = scales_of_plane(
-                    scales, zeros, global_scale, group_index, of_row, row, num_rows, first, u * BLOCK + p * PLANE,
-                    SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, (UNROLL * BLOCK) % GROUP == 0, SIZE % BLOCK == 0, ZEROS,
-                    KIND, BITS, SCALE, FACTOR, EXPANSION, PRODUCT, FOLD, FOLD_ZERO,
+                weight = expanded_plane(
+                    tile, scales, zeros, global_scale, group_index, of_row, row, num_rows, first, u * BLOCK + p * PLANE,
+                    out, p, SIZE, BITS, KIND, PLANE, BLOCK, GROUP, ROWS, MODE, (UNROLL * BLOCK) % GROUP == 0,
+                    SIZE % BLOCK == 0, ZEROS, SCALE, FACTOR, EXPANSION, FOLD, FOLD_ZERO, PRODUCT, RESULT,
                 )  # fmt: skip
-                weight = weights_of_plane(
-                    tile, scale, zero, out, p, ZEROS, FOLD_ZERO, KIND, BITS, EXPANSION, PRODUCT, RESULT
-                )
                 column = (first + u) * BLOCK + p * PLANE + at
                 stored = inside[:, None] & (column < SIZE)[None, :]
                 tl.store(out + place.to(tl.int64)[:, None] * SIZE + column[None, :], weight, mask=stored)

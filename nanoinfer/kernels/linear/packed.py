@@ -2,7 +2,8 @@
 
 A program takes some rows of the weight and all columns of a part of the sum, block by block, plane by plane: so K
 ascends as in `rows` and `tiles`, and the bits are those of the product with the expanded matrix. The weight is the left
-operand: its planes go from registers into the matrix units. With a gate, half of a program's rows are gate rows and the
+operand: its planes go from registers into the matrix units. On Hopper the planes of a block are one operand, so that
+the units wait once for a block, and the copy unit loads x. With a gate, half of a program's rows are gate rows and the
 other half the up rows that belong to them, so that both are one product, shared out evenly among the warps.
 """
 
@@ -14,18 +15,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import (
     COLUMN,
+    beside,
     constants_of,
+    expanded_plane,
     first_blocks,
-    scales_of_plane,
     scales_of_rows,
     tensors_of,
-    weights_of_plane,
 )
 from nanoinfer.kernels.linear.packing import PackedWeight
 from nanoinfer.kernels.linear.tiles import finished_product
@@ -38,9 +40,44 @@ LARGE_OUTPUT = 2**14
 """A weight of so many rows gives enough programs even if each of them takes more rows."""
 
 
+@triton.jit
+def expanded_block(
+    words, scales, zeros, global_scale, group_index, of_row, row, num_rows, first, u: tl.constexpr, like,
+    SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+    ZEROS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, FOLD: tl.constexpr,
+    FOLD_ZERO: tl.constexpr, PRODUCT: tl.constexpr, RESULT: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of a block, [rows, BLOCK], in the order of its columns. u: its number after the first one."""
+    weight = None
+    for p in tl.static_range(0, 16 // BITS, 2):
+        pair = None
+        for q in tl.static_range(2):
+            plane = expanded_plane(
+                words, scales, zeros, global_scale, group_index, of_row, row, num_rows, first,
+                u * BLOCK + (p + q) * PLANE, like, p + q, SIZE, BITS, KIND, PLANE, BLOCK, GROUP, ROWS, MODE, ALIGNED,
+                EVEN, ZEROS, SCALE, FACTOR, EXPANSION, FOLD, FOLD_ZERO, PRODUCT, RESULT,
+            )  # fmt: skip
+            pair = plane if pair is None else beside(pair, plane)
+        weight = pair if weight is None else beside(weight, pair)
+    return weight
+
+
+@triton.jit
+def waited_for(acc):
+    """Return sums when the matrix units are done with them.
+
+    Triton lets the last product of a loop's step run on while the next step writes the registers that hold its left
+    operand, and ptxas before 13.3 does not see that (triton-lang/triton#9433). An instruction that takes the sums has
+    the product waited for.
+    """
+    return tl.inline_asm_elementwise("", "=r,0", [acc], dtype=tl.float32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def packed_linear_kernel(
     x,  # [num_tokens, SIZE]
+    x_rows,  # x as a descriptor of boxes of BLOCK_M x BLOCK; None: the planes are multiplied one by one
     words, scales, zeros, global_scale, group_index,  # see `PackedWeight`; with GATED rows of gate, then of up
     bias,  # one value per row of weight, read with BIAS
     out,  # [num_tokens, num_rows], or [parts, num_tokens, num_rows] float32 where PART_SIZE < SIZE
@@ -63,7 +100,8 @@ def packed_linear_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     # Programs that share rows of the weight follow each other, so only one of them reads these rows from memory.
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_token = tl.program_id(0) * BLOCK_M
+    token = first_token + tl.arange(0, BLOCK_M)
     live = token < num_tokens
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     first_row = tl.program_id(1) * OUT_N
@@ -93,23 +131,29 @@ def packed_linear_kernel(
             if not EVEN_SIZE:  # beyond the last, x is 0
                 block = tl.minimum(block, (SIZE - 1) // BLOCK)
             tile = tl.load(word_tile + block.to(tl.int64) * all_rows * PLANE)
-            for p in tl.static_range(16 // BITS):
-                column = start + u * BLOCK + p * PLANE
-                if EVEN_SIZE:
-                    value = tl.load(x_tile + column, mask=live[None, :], other=0.0)
-                else:
-                    value = tl.load(x_tile + column, mask=live[None, :] & (column + at < end)[:, None], other=0.0)
-                scale, zero = scales_of_plane(
-                    scales, zeros, global_scale, group_index, of_row, row, all_rows, first, u * BLOCK + p * PLANE,
-                    SIZE, BLOCK, PLANE, GROUP, ROWS, MODE, ALIGNED, EVEN_SIZE, ZEROS, KIND, BITS, SCALE, FACTOR,
-                    EXPANSION, PRODUCT, FOLD, FOLD_ZERO,
+            if x_rows is not None:
+                weight = expanded_block(
+                    tile, scales, zeros, global_scale, group_index, of_row, row, all_rows, first, u, x, SIZE, BITS,
+                    KIND, PLANE, BLOCK, GROUP, ROWS, MODE, ALIGNED, EVEN_SIZE, ZEROS, SCALE, FACTOR, EXPANSION, FOLD,
+                    FOLD_ZERO, PRODUCT, RESULT,
                 )  # fmt: skip
-                weight = weights_of_plane(
-                    tile, scale, zero, x, p, ZEROS, FOLD_ZERO, KIND, BITS, EXPANSION, PRODUCT, RESULT
-                )
-                if not EVEN_SIZE:  # what lies beyond may be infinite, and its product with 0 no number
-                    weight = tl.where((column + at < end)[None, :], weight, 0.0)
-                acc = tl.dot(weight, value, acc, input_precision="ieee")
+                value = x_rows.load([first_token, start + u * BLOCK]).T
+                acc = waited_for(tl.dot(weight, value, acc, input_precision="ieee"))
+            else:
+                for p in tl.static_range(16 // BITS):
+                    column = start + u * BLOCK + p * PLANE
+                    if EVEN_SIZE:
+                        value = tl.load(x_tile + column, mask=live[None, :], other=0.0)
+                    else:
+                        value = tl.load(x_tile + column, mask=live[None, :] & (column + at < end)[:, None], other=0.0)
+                    weight = expanded_plane(
+                        tile, scales, zeros, global_scale, group_index, of_row, row, all_rows, first,
+                        u * BLOCK + p * PLANE, x, p, SIZE, BITS, KIND, PLANE, BLOCK, GROUP, ROWS, MODE, ALIGNED,
+                        EVEN_SIZE, ZEROS, SCALE, FACTOR, EXPANSION, FOLD, FOLD_ZERO, PRODUCT, RESULT,
+                    )  # fmt: skip
+                    if not EVEN_SIZE:  # what lies beyond may be infinite, and its product with 0 no number
+                        weight = tl.where((column + at < end)[None, :], weight, 0.0)
+                    acc = tl.dot(weight, value, acc, input_precision="ieee")
     let_next_in(PDL)
     result = tl.trans(acc)
     up = result
@@ -157,19 +201,21 @@ def packed_linear(
     if num_tokens == 0:
         return out
     constants, part_size = constants_of(weight, x.device, x.dtype), size // num_parts
-    tiles = packed_tiles(num_tokens, weight.num_rows, gated, constants, x.device)
-    block_m, block_n, num_warps, stages, columns = tiles
+    block = constants["BLOCK"]
+    block_m, block_n, num_warps, stages, columns = packed_tiles(num_tokens, weight.num_rows, gated, constants, x.device)
     unroll = _blocks_of_step(part_size, columns, constants)
-    if unroll * constants["BLOCK"] > columns:  # as many columns are loaded ahead, in fewer steps
-        stages = max(2, stages * columns // (unroll * constants["BLOCK"]))
+    if unroll * block > columns:  # as many columns are loaded ahead, in fewer steps
+        stages = max(2, stages * columns // (unroll * block))
+    x_rows, is_even = None, part_size % (unroll * block) == 0
     if constants["MODE"] == COLUMN.value:  # a tile of scales for each plane would take all shared memory
         stages = 1
+    elif is_hopper(x.device) and is_even and block_m >= 16 and block_n >= 64:
+        x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [block_m, block])
     grid = (triton.cdiv(num_tokens, block_m), triton.cdiv(weight.num_rows, block_n), num_parts)
     packed_linear_kernel[grid](
-        x, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, **constants,
+        x, x_rows, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, **constants,
         PART_SIZE=part_size, UNROLL=unroll, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
-        EVEN=weight.num_rows % block_n == 0,
-        EVEN_SIZE=part_size % (unroll * constants["BLOCK"]) == 0, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
+        EVEN=weight.num_rows % block_n == 0, EVEN_SIZE=is_even, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
         num_warps=num_warps, **launch_options(x),
     )  # fmt: skip
     return out
@@ -202,18 +248,47 @@ def packed_tiles(
         if bits == 8 and first_blocks(constants) * constants["BLOCK"] <= 128:
             return 8, 32, 2, 4, 128
         return (8, 64, 4, 3, 256) if bits == 4 and num_rows >= LARGE_OUTPUT else (8, 32, 2, 3, 256)
-    if num_tokens <= 16:
-        return (16, 64, 4, 3, 256) if gated else (16, 32, 2, 3, 256)
+    if num_tokens <= 16 and not gated:
+        return 16, 32, 2, 3, 256
+    columns = 256 if bits == 4 else 128
+    if is_hopper(device):
+        tiles = _HOPPER_TILES[bits, gated]
+        return *next(tiles[most] for most in tiles if num_tokens <= most), columns
     if num_tokens <= 32:
-        return 32, 64, 4, 3, 256
-    has_much = _shared_memory(device) >= LARGE_SHARED_MEMORY
-    if gated and has_much and num_tokens > 256:
-        return (128, 128, 8, 3, 128) if bits == 8 else (64, 128, 4, 2, 256)
-    if bits == 8:
-        return 64, 64, 4, (4 if num_tokens <= 64 and not gated else 3) if has_much else 2, 128
-    if gated:
-        return 64, 64, 4, 3 if has_much and num_tokens > 64 else 2, 256
-    return 64, 64, 4, 3 if has_much and num_tokens <= 128 else 2, 256
+        return 16 if num_tokens <= 16 else 32, 64, 4, 3, 256
+    return 64, 64, 4, 3 if _shared_memory(device) >= LARGE_SHARED_MEMORY else 2, columns
+
+
+_HOPPER_TILES = {
+    (4, False): {
+        32: (32, 64, 4, 3),
+        64: (64, 64, 4, 4),
+        128: (128, 64, 4, 3),
+        256: (64, 64, 4, 2),
+        MAX_ROWS: (128, 64, 4, 1),
+    },
+    (4, True): {
+        16: (16, 64, 4, 3),
+        32: (32, 64, 4, 3),
+        64: (64, 64, 4, 2),
+        256: (64, 64, 4, 3),
+        MAX_ROWS: (64, 128, 4, 2),
+    },
+    (8, False): {32: (32, 64, 4, 4), 64: (64, 64, 4, 4), 256: (64, 64, 4, 3), MAX_ROWS: (128, 64, 4, 2)},
+    (8, True): {
+        16: (16, 64, 4, 4),
+        32: (32, 64, 4, 4),
+        64: (64, 64, 4, 3),
+        128: (128, 64, 4, 2),
+        MAX_ROWS: (128, 64, 4, 3),
+    },
+}
+"""For up to so many rows of x: BLOCK_M, BLOCK_N, warps and stages, by bits and whether there is a gate."""
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
