@@ -17,7 +17,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.memory.floors import Floors, bytes_read_per_step
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.options.measuring import TRACED_STEPS, WARM_UP_STEPS
-from nanoinfer.outputs import RequestOutput
+from nanoinfer.outputs import CompletionOutput
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
@@ -141,7 +141,7 @@ def measure(
     row.peak_gpu_bytes = engine.runner.peak_bytes()
     offload = engine.runner.offload
     row.host_bytes = offload.host.num_bytes if offload is not None else 0
-    row.outputs = [_tokens_and_logprobs(request.output()) for request in requests]
+    row.outputs = [_tokens_and_logprobs(request.output().outputs[0]) for request in requests]
     return row
 
 
@@ -228,19 +228,15 @@ def add_floor(
     best = Floors(max(f.link for f in floors), max(f.device for f in floors))
     middle = [length + output_len // 2 for length in lengths]
     streamed_bytes = row.streamed_bytes_per_step if streamed_bytes is None else streamed_bytes
-    row.floor_seconds = best.offload_step(streamed_bytes or 0, bytes_read_per_step(spec, middle))
+    row.floor_seconds = best.offload_step(streamed_bytes, bytes_read_per_step(spec, middle))
     row.ratio_to_floor = row.seconds_per_token / row.floor_seconds
     row.link_floor_gbps = best.link / 1e9
     row.link_moved = abs(floors[0].link - floors[1].link) / best.link
 
 
-def _tokens_and_logprobs(output: RequestOutput) -> tuple[list[int], list[float]]:
-    completion = output.outputs[0]
-    if completion.logprobs is None:
-        return completion.token_ids, []
-    return completion.token_ids, [
-        entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)
-    ]
+def _tokens_and_logprobs(completion: CompletionOutput) -> tuple[list[int], list[float]]:
+    entries = completion.logprobs or []
+    return completion.token_ids, [entry[token].logprob for token, entry in zip(completion.token_ids, entries)]
 
 
 def compare(rows: list[Row]) -> None:
