@@ -12,7 +12,13 @@ from nanoinfer.recall import formats
 from nanoinfer.recall.answers import EngineAnswers
 from nanoinfer.recall.evaluate import Exam, Grid, evaluate
 from nanoinfer.recall.formats import (
-    AS_IT_IS, MAX_TOKENS, WeightFormat, divergences, mean_divergence, prompt_logits, prompts_of,
+    AS_IT_IS,
+    MAX_TOKENS,
+    WeightFormat,
+    divergences,
+    mean_divergence,
+    prompt_logits,
+    prompts_of,
 )  # fmt: skip
 from nanoinfer.weights.load import PACKAGED, load_config, load_model
 
