@@ -94,6 +94,7 @@ def plot(path: str | Path, results: dict[str, Scores], grid: Grid) -> None:
     """A heat map for each mode: lengths to the right, depths downwards."""
     from matplotlib.figure import Figure
 
+    lengths = [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in grid.lengths]
     size = (1.6 + 0.75 * len(grid.lengths)) * len(results), 1.4 + 0.5 * len(grid.depths)
     figure = Figure(figsize=size)
     all_axes = figure.subplots(1, len(results), squeeze=False)[0]
@@ -104,12 +105,8 @@ def plot(path: str | Path, results: dict[str, Scores], grid: Grid) -> None:
             for x, value in enumerate(row):
                 axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
         axes.set_title(name, fontsize=10)
-        axes.set_xticks(range(len(grid.lengths)), [_short(length) for length in grid.lengths])
+        axes.set_xticks(range(len(lengths)), lengths)
         axes.set_yticks(range(len(grid.depths)), [f"{depth:.0%}" for depth in grid.depths])
         axes.set(xlabel="tokens", ylabel="depth of the fact")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-
-
-def _short(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
