@@ -192,20 +192,16 @@ class Author:
 
 @dataclass(frozen=True)
 class Planted:
-    """A fact in a document. start: its first token, counted from the document's; depth: start / the document's length.
-
-    wished: it was asked for by the caller.
-    """
+    """A fact in a document. start: its first token, counted from the document's; wished: the caller asked for it."""
 
     fact: Fact
     start: int
-    depth: float
     wished: bool
 
 
 @dataclass(frozen=True)
 class Question:
-    """prompt_text: document and question; answer_text: the whole answer; depth: of the fact, from 0 to 1."""
+    """prompt_text: document and question; answer_text: the whole answer; depth: fact's start / document's length."""
 
     prompt_text: str
     answer_text: str
@@ -224,7 +220,7 @@ class Document:
     def questions(self, kinds: Iterable[str] = KINDS, *, wished: bool = True) -> list[Question]:
         """All questions about facts of these kinds. wished: only about those that the caller wished for."""
         return [
-            Question(self.text + "".join(ask.question), "".join(ask.answer), at.fact.kind, at.depth)
+            Question(self.text + "".join(ask.question), "".join(ask.answer), at.fact.kind, at.start / self.num_tokens)
             for at in self.planted
             if at.fact.kind in kinds and (at.wished or not wished)
             for ask in at.fact.asks
@@ -283,8 +279,8 @@ class _Draft:
     def __init__(self, author: Author, mix: Mix, count: Callable[[Fragments], int]) -> None:
         self.author, self.count = author, count
         self._mix = mix
-        self._parts: list[Fragments] = [[HEADING]]
-        self._facts: list[tuple[Fact, int, bool]] = []
+        self._text: Fragments = [HEADING]
+        self._planted: list[Planted] = []
         self.position = count([HEADING])
 
     def fill(self, target: int, *, strictly: bool) -> None:
@@ -309,24 +305,17 @@ class _Draft:
             self._add(text, size)
 
     def add_fact(self, fact: Fact, *, wished: bool) -> None:
-        self._facts.append((fact, self.position, wished))
+        self._planted.append(Planted(fact, self.position, wished))
         self._add(fact.text, self.count(fact.text))
 
     def _add(self, text: Fragments, size: int) -> None:
-        self._parts.append(text)
+        self._text += text
         self.position += size
 
     def document(self) -> Document:
-        last = {fact.subject: start for fact, start, _ in self._facts}
-        return Document(
-            "".join(fragment for part in self._parts for fragment in part),
-            self.position,
-            [
-                Planted(fact, start, start / self.position, wished)
-                for fact, start, wished in self._facts
-                if last[fact.subject] == start
-            ],
-        )
+        last = {at.fact.subject: at for at in self._planted}
+        planted = [at for at in self._planted if last[at.fact.subject] is at]
+        return Document("".join(self._text), self.position, planted)
 
 
 def _some(rng: Random, choices: Sequence[str], number: int) -> list[str]:

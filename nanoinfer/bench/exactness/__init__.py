@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.measure.report import write_figures
-from nanoinfer.measure.run import free_memory
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.sizes import spec_and_layout
 from nanoinfer.options.exactness import CONDITIONS
@@ -149,9 +147,8 @@ def _ask_engines(
             _progress(options, setting.name)
             conditions += setting.conditions(common, workload, wanted)
         if "server" in names:
-            arguments = common | dict(enable_prefix_caching=True)
-            with_server = partial(local_server, arguments, max(1024, sizes[-1]))
-            conditions += _ask_own_server(options, with_server, workload, sizes, wanted)
+            server = local_server(common | dict(enable_prefix_caching=True), max(1024, sizes[-1]))
+            conditions += _ask_own_server(options, server, workload, sizes, wanted)
     return f"{model_name(options, shape)}: {_describe(workload)}", conditions
 
 
@@ -186,16 +183,13 @@ def _ask_base(
 
 
 def _ask_own_server(
-    options: argparse.Namespace,
-    with_server: Callable[[], AbstractContextManager[str]],
-    workload: Workload,
-    sizes: list[int],
+    options: argparse.Namespace, server: AbstractContextManager[str], workload: Workload, sizes: list[int],
     wanted: list[Answer],
-) -> list[Condition]:
+) -> list[Condition]:  # fmt: skip
     """Send the requests through HTTP, one at a time and among others, with the server's default of prefix caching."""
     conditions: list[Condition] = []
     try:
-        with with_server() as url:
+        with server as url:
             asker = ServerAsker(url)
             for size in sorted({1, sizes[-1]}):
                 name = f"server, {size} at once" if size > 1 else "server, one at a time"
@@ -208,8 +202,6 @@ def _ask_own_server(
     except ModuleNotFoundError as error:
         left_out = f"{error.name} is not installed: pip install 'nanoinfer[serve]'"
         conditions.append(Condition("server", left_out=left_out))
-    finally:
-        free_memory()
     return conditions
 
 
