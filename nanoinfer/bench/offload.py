@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from nanoinfer.engine.trace import write_trace
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import explain, plot, table, write_figures
 from nanoinfer.measure.run import Row, add_floor, compare, free_memory, measure, release
-from nanoinfer.memory.floors import Floors, kv_bytes, measure_floors
+from nanoinfer.memory.floors import Floors, measure_floors
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.options.measuring import CACHES, TRACED_OUTPUT_LEN, default_shape, is_dummy, model_directory
@@ -41,8 +42,9 @@ class _Run:
     traces: list[dict] = field(default_factory=list)
 
     @property
-    def progress(self) -> bool:
-        return not self.options.no_progress
+    def arguments(self) -> dict[str, Any]:
+        """Of each measurement."""
+        return dict(seed=self.options.seed, progress=not self.options.no_progress)
 
     def rows(self, mode: str) -> list[Row]:
         """Measure all cases of a mode.
@@ -52,17 +54,16 @@ class _Run:
         """
         rows, spec = self._rows_of_transformers(mode) if mode in CACHES else self._rows_of_ours(mode)
         before, self.floors = self.floors, measure_floors(self.device)
+        floors = (before, self.floors)
         for row in rows:
-            lengths, streamed = [row.context] * row.batch, None
-            if mode in CACHES:  # transformers' offloaded caches also bring all KV over the link in every step
-                streamed = kv_bytes(spec, [row.context + self.cases.output_len // 2] * row.batch)
-            add_floor(row, spec, lengths, self.cases.output_len, (before, self.floors), streamed)
+            lengths = [row.context] * row.batch
+            add_floor(row, spec, lengths, self.cases.output_len, floors, streams_all=mode in CACHES)
         return rows
 
     def _rows_of_ours(self, mode: str) -> tuple[list[Row], ModelSpec | None]:
         llm, refused = self._open(mode)
         spec = None if llm is None else llm.engine.runner.model.spec
-        output_len, arguments = self.cases.output_len, dict(seed=self.options.seed, progress=self.progress)
+        output_len, arguments = self.cases.output_len, self.arguments
         number = 1 + self.cases.modes.index(mode)
 
         def add_trace(engine: LLMEngine) -> None:
@@ -104,15 +105,14 @@ class _Run:
 
     def _rows_of_transformers(self, mode: str) -> tuple[list[Row], ModelSpec | None]:
         reference: Reference | None = None
-        arguments = dict(seed=self.options.seed, progress=self.progress)
         load_format = "dummy" if is_dummy(self.options) else "auto"
 
         def case(lengths: list[int]) -> Row:
             nonlocal reference
             reference = reference or load_reference(
-                self.model, dtype=self.options.dtype, device=self.device, load_format=load_format, **arguments
+                self.model, dtype=self.options.dtype, device=self.device, load_format=load_format, **self.arguments
             )
-            return measure_reference(mode, reference, lengths, self.cases.output_len, **arguments)
+            return measure_reference(mode, reference, lengths, self.cases.output_len, **self.arguments)
 
         # Accept any error: a failure of transformers must not lose the figures of our own modes.
         rows = self._each(mode, case, (Exception,))

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.llm import LLM
-from nanoinfer.memory.floors import Floors, bytes_read_per_step
+from nanoinfer.memory.floors import Floors, bytes_read_per_step, kv_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.options.measuring import TRACED_STEPS, WARM_UP_STEPS
 from nanoinfer.outputs import CompletionOutput
@@ -215,19 +215,20 @@ def _why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
 
 
 def add_floor(
-    row: Row, spec: ModelSpec | None, lengths: list[int], output_len: int, floors: tuple[Floors, Floors],
-    streamed_bytes: float | None = None,
+    row: Row, spec: ModelSpec | None, lengths: list[int], output_len: int, floors: tuple[Floors, Floors], *,
+    streams_all: bool = False,
 ) -> None:  # fmt: skip
     """Compares the row with the better of the bandwidths measured before and after it.
 
     Args:
-        streamed_bytes: bytes that a step brings over the link; None: the row's own count.
+        streams_all: each step brings all KV over the link, as transformers' offloaded caches do. Else the row says how
+            many bytes.
     """
     if row.seconds_per_token is None or spec is None:
         return
     best = Floors(max(f.link for f in floors), max(f.device for f in floors))
     middle = [length + output_len // 2 for length in lengths]
-    streamed_bytes = row.streamed_bytes_per_step if streamed_bytes is None else streamed_bytes
+    streamed_bytes = kv_bytes(spec, middle) if streams_all else row.streamed_bytes_per_step
     row.floor_seconds = best.offload_step(streamed_bytes, bytes_read_per_step(spec, middle))
     row.ratio_to_floor = row.seconds_per_token / row.floor_seconds
     row.link_floor_gbps = best.link / 1e9
