@@ -125,16 +125,16 @@ class Author:
 
     def _pass_key(self) -> Fact:
         pools = (self._first, self._last), (words.FIRST_NAMES, words.LAST_NAMES)
-        name = [" " + word for word in self._unused("pass_key", *pools)]
-        key, lead = [*self._digits(5)], ["The pass key of", *name, " is", " "]
+        name = self._unused("pass_key", *pools)
+        key, lead = self._digits(5), ["The pass key of", *name, " is", " "]
         question = ["\nQuestion: What is the pass key of", *name, "?" + ANSWER]
         return self._stated("pass_key", ("pass_key", *name), question, lead, key)
 
     def _table(self) -> Fact:
-        name = [" " + word for word in self._unused("table", (words.PLACES, words.VENUES))]
+        name = self._unused("table", (words.PLACES, words.VENUES))
         text, asks = ["\nTable of the", *name, ":"], []
         for item in _some(self.rng, words.ITEMS, 3 + int(self.rng.random() * 4)):
-            number = [*self._digits(3)]
+            number = self._digits(3)
             text += ["\n-", " " + item, ":", " ", *number]
             question = ["\nQuestion: What is the number of", " " + item, " in the table of the", *name, "?" + ANSWER]
             asks.append(Ask(question, number, lead=[" " + item, ":", " "]))
@@ -142,7 +142,7 @@ class Author:
         return Fact("table", ("table", *name), text, asks)
 
     def _passage(self) -> Fact:
-        name = [" " + word for word in self._unused("passage", (words.TITLE_COLOURS, words.TITLE_THINGS))]
+        name = self._unused("passage", (words.TITLE_COLOURS, words.TITLE_THINGS))
         number = 20 + int(self.rng.random() ** 2 * 41)  # 20 to 60, short ones more often
         body = [" " + self._pick(_PASSAGE_WORDS) for _ in range(number)] + ["."]
         question = ["\nQuestion: Repeat the passage called", *name, "." + ANSWER]
@@ -167,11 +167,11 @@ class Author:
         ask = Ask(question, value, lead=[" " + lead[0], *lead[1:]], tail=["."])
         return Fact(kind, subject, [*first, *lead[1:], *value, "."], [ask])
 
-    def _unused(self, kind: str, *pools: tuple[Sequence[str], Sequence[str]]) -> tuple[str, str]:
+    def _unused(self, kind: str, *pools: tuple[Sequence[str], Sequence[str]]) -> Fragments:
         """A pair from the first of the pools in which one is easily found."""
         for first, last in pools:
             for _ in range(50):
-                pair = self._pick(first), self._pick(last)
+                pair = [" " + self._pick(first), " " + self._pick(last)]
                 if (kind, *pair) not in self._used:
                     self._used.add((kind, *pair))
                     return pair
@@ -184,10 +184,10 @@ class Author:
     def _pick(self, choices: Sequence[str]) -> str:
         return choices[int(self.rng.random() * len(choices))]
 
-    def _digits(self, number: int) -> str:
-        """A number of so many digits that does not start with 0."""
+    def _digits(self, number: int) -> Fragments:
+        """The digits of a number of so many that does not start with 0."""
         low = 10 ** (number - 1)
-        return str(low + int(self.rng.random() * 9 * low))
+        return [*str(low + int(self.rng.random() * 9 * low))]
 
 
 @dataclass(frozen=True)

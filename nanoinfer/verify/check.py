@@ -75,7 +75,6 @@ def verify(
     make_runtime = make_runtime or (
         lambda name: CudaRuntime(device, poison=True) if device.type == "cuda" else CpuRuntime(poison=True)
     )
-    rounding = ROUNDING[setup.spec.dtype]
     setting = describe(setup, workload, plan)
     tell("\n".join([*setting, ""]))
     reports: list[RunReport] = []
@@ -88,7 +87,7 @@ def verify(
             report.is_reference = reference is None
             reference = reference or found
             # The reference is compared with itself, too: this finds logits that are not finite.
-            compare(reference, found, report, None if is_exact else rounding)
+            compare(reference, found, report, None if is_exact else ROUNDING[setup.spec.dtype])
         tell("\n".join(report.lines(is_exact)))
     return Verdict(setting=setting, runs=reports, is_exact=is_exact)
 
