@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 from tqdm import tqdm
@@ -56,9 +56,7 @@ class Row:
 
     def figures(self) -> dict:
         """Return all figures except the tokens and single steps, for JSON."""
-        figures = asdict(self)
-        del figures["outputs"], figures["steps"]
-        return figures
+        return {name: value for name, value in vars(self).items() if name not in ("outputs", "steps")}
 
     def take_steps(self, steps: list[float]) -> None:
         """Fill in the figures that follow from `steps`: seconds of the decode steps of the whole batch, in order."""

@@ -232,7 +232,7 @@ def write_document(
     num_tokens: int,
     count_tokens: Callable[[str], int],
     plant: Sequence[tuple[str, float]] = (),
-    mix: Mix | None = None,
+    mix: Mix = Mix(),
 ) -> Document:
     """A document that has `num_tokens` tokens together with any question about its wished facts, or a sentence less.
 
@@ -248,7 +248,7 @@ def write_document(
         ValueError: the wished facts do not fit, or a depth or kind is not allowed.
     """
     count_tokens = cache(count_tokens)
-    draft = _Draft(Author(Random(seed)), mix or Mix(), lambda fragments: sum(map(count_tokens, fragments)))
+    draft = _Draft(Author(Random(seed)), mix, lambda fragments: sum(map(count_tokens, fragments)))
     wished = sorted(plant, key=lambda item: item[1])
     for kind, depth in wished:
         if not 0 <= depth <= 1:
@@ -301,8 +301,8 @@ class _Draft:
             size = self.count(text)
             if size > (left if strictly else 2 * left):
                 failures += 1
-                continue
-            self._add(text, size)
+            else:
+                self._add(text, size)
 
     def add_fact(self, fact: Fact, *, wished: bool) -> None:
         self._planted.append(Planted(fact, self.position, wished))
