@@ -20,7 +20,7 @@ import nanoinfer
 from nanoinfer import SamplingParams
 from nanoinfer.bench.hf import load_reference, measure_reference
 from nanoinfer.measure.run import add_floor, free_memory, measure, random_prompts, release
-from nanoinfer.memory.floors import kv_bytes, measure_floors
+from nanoinfer.memory.floors import measure_floors
 from nanoinfer.models.shapes import write_shape
 from offload.memory.pinned import HostArena
 
@@ -152,8 +152,7 @@ def hf_offloaded(bench: Bench) -> dict:
     for mode in ("hf", "hf-static"):
         before = measure_floors(bench.device)
         row = measure_reference(mode, reference, [context], 12)
-        streamed = kv_bytes(reference.spec, [context + 6])
-        add_floor(row, reference.spec, [context], 12, (before, measure_floors(bench.device)), streamed)
+        add_floor(row, reference.spec, [context], 12, (before, measure_floors(bench.device)), streams_all=True)
         result[mode] = figures(row)
         free_memory()
     del reference

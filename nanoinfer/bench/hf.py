@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.initialization import no_init_weights
 
 from nanoinfer.measure.run import PROGRESS_DELAY_S, Row, random_prompts
 from nanoinfer.models.base import ModelSpec
@@ -62,21 +63,13 @@ def load_reference(
     )
     weights = {name: view.to("cpu", copy=True) for name, view in ours.checkpoint_views().items()}
     del ours
-    with torch.device("meta"):
+    with torch.device(device), no_init_weights():  # on the device at once: buffers that are no weights are right then
         model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
-    model.to_empty(device=device)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected, f"transformers has no place for {unexpected}"
     assert set(missing) <= {"lm_head.weight"}, f"transformers also wants {missing}"
     assert not missing or spec.tied_embeddings, "an untied head must come with the weights"
     model.tie_weights()
-    # Buffers are not weights: those computed on the meta device are computed again.
-    for module in model.modules():
-        if hasattr(module, "inv_freq"):
-            with torch.device(device):
-                fresh = type(module)(config=config)
-            for name, buffer in fresh.named_buffers(recurse=False):
-                setattr(module, name, buffer)
     return Reference(model.eval(), spec)
 
 

@@ -13,7 +13,7 @@ from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import explain, paragraph, write_figures
-from nanoinfer.measure.run import Row, add_floor, measure, release
+from nanoinfer.measure.run import Row, add_floor, free_memory, measure
 from nanoinfer.memory.floors import Floors, bytes_read_per_step, measure_floors
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.models.base import ModelSpec
@@ -52,11 +52,9 @@ def run(options: argparse.Namespace, command: str) -> dict:
         load_config(model)
         # Measured before the engine exists: the buffers would take memory that it reserves for its activations.
         before = measure_floors(device)
-        llm = LLM(model, **arguments)
-        try:
+        with LLM(model, **arguments) as llm:
             rows, spec = _iterations(llm, options), llm.engine.runner.model.spec
-        finally:
-            release(llm)
+    free_memory()
     floors = (before, measure_floors(device))
     figures = summary(rows, spec, [options.input_len] * options.batch_size, options.output_len, floors)
     title = (
@@ -127,9 +125,9 @@ def summary(
 def _lines(figures: dict) -> list[tuple[str, str]]:
     first = figures["times_to_first_token"]
     streamed = figures["streamed_bytes_per_step"]
-    moved = f"{figures['read_bytes_per_step'] / 1e9:.2f} GB read" + (
-        f", {streamed / 1e9:.2f} GB streamed" * bool(streamed)
-    )
+    moved = f"{figures['read_bytes_per_step'] / 1e9:.2f} GB read"
+    if streamed:
+        moved += f", {streamed / 1e9:.2f} GB streamed"
     return [
         (
             "time to first token",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ from nanoinfer.engine.trace import write_trace
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import explain, plot, table, write_figures
 from nanoinfer.measure.run import Row, add_floor, compare, free_memory, measure, release
-from nanoinfer.memory.floors import Floors, kv_bytes, measure_floors
+from nanoinfer.memory.floors import Floors, measure_floors
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.options.measuring import CACHES, TRACED_OUTPUT_LEN, default_shape, is_dummy, model_directory
@@ -40,8 +42,9 @@ class _Run:
     traces: list[dict] = field(default_factory=list)
 
     @property
-    def progress(self) -> bool:
-        return not self.options.no_progress
+    def arguments(self) -> dict[str, Any]:
+        """Of each measurement."""
+        return dict(seed=self.options.seed, progress=not self.options.no_progress)
 
     def rows(self, mode: str) -> list[Row]:
         """Measure all cases of a mode.
@@ -51,29 +54,31 @@ class _Run:
         """
         rows, spec = self._rows_of_transformers(mode) if mode in CACHES else self._rows_of_ours(mode)
         before, self.floors = self.floors, measure_floors(self.device)
+        floors = (before, self.floors)
         for row in rows:
-            lengths, streamed = [row.context] * row.batch, None
-            if mode in CACHES:  # transformers' offloaded caches also bring all KV over the link in every step
-                streamed = kv_bytes(spec, [row.context + self.cases.output_len // 2] * row.batch)
-            add_floor(row, spec, lengths, self.cases.output_len, (before, self.floors), streamed)
+            lengths = [row.context] * row.batch
+            add_floor(row, spec, lengths, self.cases.output_len, floors, streams_all=mode in CACHES)
         return rows
 
     def _rows_of_ours(self, mode: str) -> tuple[list[Row], ModelSpec | None]:
         llm, refused = self._open(mode)
         spec = None if llm is None else llm.engine.runner.model.spec
-        output_len, seed = self.cases.output_len, self.options.seed
+        output_len, arguments = self.cases.output_len, self.arguments
+        number = 1 + self.cases.modes.index(mode)
+
+        def add_trace(engine: LLMEngine) -> None:
+            self.traces += engine.stop_trace(mode, number)
 
         def case(lengths: list[int]) -> Row:
             if lengths[0] in refused:
                 raise ValueError(refused[lengths[0]])
-            row = measure(llm, lengths, output_len, seed=seed, progress=self.progress)
+            row = measure(llm, lengths, output_len, **arguments)
             row.mode = mode
-            arguments = dict(seed=seed, progress=self.progress)
             if self.cases.check:
                 again = measure(llm, lengths, min(output_len, CHECKED_TOKENS), with_logprobs=True, **arguments)
                 row.outputs = again.outputs
             if self.options.profile and lengths == self.cases.last:
-                measure(llm, lengths, max(output_len, TRACED_OUTPUT_LEN), trace=self._add_trace(mode), **arguments)
+                measure(llm, lengths, max(output_len, TRACED_OUTPUT_LEN), trace=add_trace, **arguments)
             return row
 
         try:
@@ -82,45 +87,32 @@ class _Run:
             if llm is not None:
                 release(llm)
 
-    def _add_trace(self, mode: str) -> Callable[[LLMEngine], None]:
-        number = 1 + self.cases.modes.index(mode)
-        return lambda engine: self.traces.extend(engine.stop_trace(mode, number))
-
     def _open(self, mode: str) -> tuple[LLM | None, dict[int, str]]:
         """Return an engine for the longest context that fits, and by longer context the reason why it does not fit."""
         refused: dict[int, str] = {}
         for context in reversed(self.cases.contexts):
-            llm = None
             try:
                 llm = LLM(self.model, **engine_arguments(self.options, self.cases, mode, context))
             except _DOES_NOT_FIT as error:
                 refused[context] = _reason(error)
-            if llm is None:
-                free_memory()  # not earlier: the error's traceback held what had been loaded
-                continue
-            try:  # compiles the prefill kernels
-                measure(llm, [self.cases.contexts[0]], min(4, self.cases.output_len), seed=self.options.seed + 1)
-            except _DOES_NOT_FIT:
-                pass  # the case itself will give the reason
-            return llm, refused
+            else:
+                with suppress(*_DOES_NOT_FIT):  # the case itself will give the reason
+                    # Compiles the prefill kernels.
+                    measure(llm, [self.cases.contexts[0]], min(4, self.cases.output_len), seed=self.options.seed + 1)
+                return llm, refused
+            free_memory()  # not earlier: the error's traceback held what had been loaded
         return None, refused
 
     def _rows_of_transformers(self, mode: str) -> tuple[list[Row], ModelSpec | None]:
         reference: Reference | None = None
-        output_len, seed = self.cases.output_len, self.options.seed
+        load_format = "dummy" if is_dummy(self.options) else "auto"
 
         def case(lengths: list[int]) -> Row:
             nonlocal reference
-            if reference is None:
-                reference = load_reference(
-                    self.model,
-                    dtype=self.options.dtype,
-                    device=self.device,
-                    load_format="dummy" if is_dummy(self.options) else "auto",
-                    seed=seed,
-                    progress=self.progress,
-                )
-            return measure_reference(mode, reference, lengths, output_len, seed=seed, progress=self.progress)
+            reference = reference or load_reference(
+                self.model, dtype=self.options.dtype, device=self.device, load_format=load_format, **self.arguments
+            )
+            return measure_reference(mode, reference, lengths, self.cases.output_len, **self.arguments)
 
         # Accept any error: a failure of transformers must not lose the figures of our own modes.
         rows = self._each(mode, case, (Exception,))
@@ -136,13 +128,11 @@ class _Run:
         rows = []
         for context in self.cases.contexts:
             for batch in self.cases.batches:
-                row = Row(mode=mode, batch=batch, context=context)
                 try:
-                    row = case([context] * batch)
+                    rows.append(case([context] * batch))
                 except errors as error:
-                    row.problem = _reason(error)
-                rows.append(row)
-                if row.problem:
+                    rows.append(Row(mode=mode, batch=batch, context=context, problem=_reason(error)))
+                if rows[-1].problem:
                     free_memory()  # not earlier: the error's traceback held what had been loaded
         return rows
 

@@ -12,7 +12,7 @@ from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import paragraph, write_figures
-from nanoinfer.measure.run import random_prompts, release
+from nanoinfer.measure.run import random_prompts
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.sizes import spec_and_layout
 from nanoinfer.options.measuring import (
@@ -141,11 +141,8 @@ def run(options: argparse.Namespace, command: str) -> dict:
         config = EngineConfig(model=model, **arguments)
         spec, _ = spec_and_layout(config, load_config(model))
         load = make_load(options.num_prompts, *lengths, options.temperature, options.seed, spec.vocab_size)
-        llm = LLM(model, **arguments | dict(max_model_len=load.max_model_len))
-        try:
+        with LLM(model, **arguments | dict(max_model_len=load.max_model_len)) as llm:
             figures = run_load(llm, load, progress=not options.no_progress)
-        finally:
-            release(llm)
     title = (
         f"{model_name(options, shape)}, {figures['mode']} mode: {counted(options.num_prompts, 'request')} of "
         f"{options.input_len} tokens in and {options.output_len} out, temperature {options.temperature:g}"

@@ -109,31 +109,23 @@ def write_figures(
 
 
 def plot(path: str | Path, rows: list[Row]) -> None:
-    """Plot ms per token over context: one line per mode and batch, and the floor of each."""
-    import matplotlib
+    """Plot ms per token over context: one line per mode and batch, and the floor of each. rows: contexts ascending."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for key in dict.fromkeys((row.mode, row.batch) for row in rows):
-        line = sorted((r for r in rows if (r.mode, r.batch) == key and r.seconds_per_token), key=lambda r: r.context)
-        if not line:
-            continue
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.seconds_per_token:
+            lines.setdefault(f"{row.mode} x{row.batch}", []).append(row)
+    for label, line in lines.items():
         contexts = [row.context for row in line]
-        (drawn,) = axes.plot(contexts, [row.seconds_per_token * 1e3 for row in line], "o-", label=f"{key[0]} x{key[1]}")
-        with_floor = [row for row in line if row.floor_seconds]
-        axes.plot(
-            [row.context for row in with_floor],
-            [row.floor_seconds * 1e3 for row in with_floor],
-            ":",
-            color=drawn.get_color(),
-            label=f"floor of {key[0]} x{key[1]}",
-        )
+        (drawn,) = axes.plot(contexts, [row.seconds_per_token * 1e3 for row in line], "o-", label=label)
+        floors = [row.floor_seconds * 1e3 for row in line]
+        axes.plot(contexts, floors, ":", color=drawn.get_color(), label=f"floor of {label}")
     axes.set(xlabel="context, tokens", ylabel="ms per decode step", xscale="log", yscale="log")
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

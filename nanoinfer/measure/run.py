@@ -7,17 +7,17 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 from tqdm import tqdm
 
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.llm import LLM
-from nanoinfer.memory.floors import Floors, bytes_read_per_step
+from nanoinfer.memory.floors import Floors, bytes_read_per_step, kv_bytes
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.options.measuring import TRACED_STEPS, WARM_UP_STEPS
-from nanoinfer.outputs import RequestOutput
+from nanoinfer.outputs import CompletionOutput
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
@@ -56,9 +56,7 @@ class Row:
 
     def figures(self) -> dict:
         """Return all figures except the tokens and single steps, for JSON."""
-        figures = asdict(self)
-        del figures["outputs"], figures["steps"]
-        return figures
+        return {name: value for name, value in vars(self).items() if name not in ("outputs", "steps")}
 
     def take_steps(self, steps: list[float]) -> None:
         """Fill in the figures that follow from `steps`: seconds of the decode steps of the whole batch, in order."""
@@ -141,7 +139,7 @@ def measure(
     row.peak_gpu_bytes = engine.runner.peak_bytes()
     offload = engine.runner.offload
     row.host_bytes = offload.host.num_bytes if offload is not None else 0
-    row.outputs = [_tokens_and_logprobs(request.output()) for request in requests]
+    row.outputs = [_tokens_and_logprobs(request.output().outputs[0]) for request in requests]
     return row
 
 
@@ -215,32 +213,29 @@ def _why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
 
 
 def add_floor(
-    row: Row, spec: ModelSpec | None, lengths: list[int], output_len: int, floors: tuple[Floors, Floors],
-    streamed_bytes: float | None = None,
+    row: Row, spec: ModelSpec | None, lengths: list[int], output_len: int, floors: tuple[Floors, Floors], *,
+    streams_all: bool = False,
 ) -> None:  # fmt: skip
     """Compares the row with the better of the bandwidths measured before and after it.
 
     Args:
-        streamed_bytes: bytes that a step brings over the link; None: the row's own count.
+        streams_all: each step brings all KV over the link, as transformers' offloaded caches do. Else the row says how
+            many bytes.
     """
     if row.seconds_per_token is None or spec is None:
         return
     best = Floors(max(f.link for f in floors), max(f.device for f in floors))
     middle = [length + output_len // 2 for length in lengths]
-    streamed_bytes = row.streamed_bytes_per_step if streamed_bytes is None else streamed_bytes
-    row.floor_seconds = best.offload_step(streamed_bytes or 0, bytes_read_per_step(spec, middle))
+    streamed_bytes = kv_bytes(spec, middle) if streams_all else row.streamed_bytes_per_step
+    row.floor_seconds = best.offload_step(streamed_bytes, bytes_read_per_step(spec, middle))
     row.ratio_to_floor = row.seconds_per_token / row.floor_seconds
     row.link_floor_gbps = best.link / 1e9
     row.link_moved = abs(floors[0].link - floors[1].link) / best.link
 
 
-def _tokens_and_logprobs(output: RequestOutput) -> tuple[list[int], list[float]]:
-    completion = output.outputs[0]
-    if completion.logprobs is None:
-        return completion.token_ids, []
-    return completion.token_ids, [
-        entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)
-    ]
+def _tokens_and_logprobs(completion: CompletionOutput) -> tuple[list[int], list[float]]:
+    entries = completion.logprobs or []
+    return completion.token_ids, [entry[token].logprob for token, entry in zip(completion.token_ids, entries)]
 
 
 def compare(rows: list[Row]) -> None:

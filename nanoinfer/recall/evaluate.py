@@ -50,11 +50,6 @@ class Grid:
             )
 
     @property
-    def num_documents(self) -> int:
-        """Of one length."""
-        return self.num_questions // FACTS_PER_PLACE
-
-    @property
     def num_asked(self) -> int:
         """Questions in all."""
         return len(self.lengths) * len(self.depths) * self.num_questions
@@ -86,7 +81,8 @@ class Exam:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, grid: Grid) -> None:
         self.tokenizer, self.grid = tokenizer, grid
-        self.papers = [[self._paper(length, number) for number in range(grid.num_documents)] for length in grid.lengths]
+        documents = range(grid.num_questions // FACTS_PER_PLACE)  # of each length
+        self.papers = [[self._paper(length, number) for number in documents] for length in grid.lengths]
 
     def _paper(self, length: int, number: int) -> Paper:
         try:

@@ -8,8 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoinfer.measure.divergence import mean_divergence, prompt_logits
+from nanoinfer.attention.base import PrefillPiece
+from nanoinfer.attention.registry import make_backend
+from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.execution.segments import Segments
+from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.measure.run import free_memory
+from nanoinfer.models.base import DecoderModel
 from nanoinfer.recall.evaluate import Exam
 from nanoinfer.weights.load import load_config, load_model
 from nanoinfer.weights.quantize import quantised_config
@@ -18,6 +23,8 @@ MAX_TOKENS = 1024
 """Of a prompt: its first ones. All logits of the checkpoint as it is are kept: 600 MB of a prompt where the vocabulary
 has 150,000 entries."""
 MAX_PROMPTS = 4
+# Float64 logits of so many tokens lie side by side: 80 MB where a vocabulary has 150,000 entries.
+ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +71,42 @@ def _logits(
     free_memory()  # of the model before
     model = load_model(model_dir, hf_config, torch.float32, device, max_position=longest, progress=False)
     return torch.cat([prompt_logits(model, token_ids) for token_ids in prompts])
+
+
+@torch.inference_mode()
+def prompt_logits(model: DecoderModel, token_ids: list[int]) -> Tensor:
+    """Return the logits behind every token of one sequence: [num_tokens, vocab_size], dtype of the model, CPU.
+
+    The sequence is one prefill. The keys and values of one layer lie on the model's device, each layer's in turn.
+    """
+    spec, device, count = model.spec, next(model.parameters()).device, len(token_ids)
+    attention = spec.attention
+    backend = make_backend("auto", attention, device, offload=False)
+    num_blocks = -(-count // attention.block_size)
+    shape = (num_blocks, 2, attention.block_size, attention.num_kv_heads, attention.head_dim)
+    kv = torch.zeros(shape, dtype=attention.kv_dtype, device=device)
+    piece = PrefillPiece.of_one(count, torch.arange(num_blocks, dtype=torch.int32, device=device)[None])
+    states = RecurrentStates(spec, 1, device)
+    segments = Segments(model, [kv] * len(spec.windows), states)
+    positions = torch.arange(count, device=device)
+    rows = torch.zeros_like(positions, dtype=torch.int32)
+    tensors = StepTensors(torch.tensor(token_ids, device=device), positions, positions, rows)
+    tensors.reserve(spec)
+    for index in range(len(segments)):
+        segments.run(index, tensors)
+        if index < len(spec.windows):
+            backend.prefill(tensors.q, kv, piece, None, tensors.attention, spec.windows[index])
+    return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])
+
+
+def mean_divergence(wanted: Tensor, found: Tensor) -> float:
+    """Return the mean over rows of the Kullback-Leibler divergence KL(wanted || found), in nats, summed in float64.
+
+    wanted, found: [num_tokens, vocab_size] logits of the same tokens.
+    """
+    assert wanted.shape == found.shape, "logits of other tokens, or of another vocabulary"
+    total = 0.0
+    for ours, theirs in zip(wanted.split(ROWS_AT_ONCE), found.split(ROWS_AT_ONCE), strict=True):
+        log_p, log_q = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
+        total += (log_p.exp() * (log_p - log_q)).sum().item()
+    return total / len(wanted)

@@ -14,7 +14,7 @@ from nanoinfer.recall.answers import NUM_LOGPROBS, Answer, Answers
 from offload.memory.host_memory import memory_available_bytes
 
 CHUNK_TOKENS = 4096
-# Of the questions that are answered at once, each with a copy of the document's cache; less where memory is short.
+# Of the questions that are answered at once, each with a copy of the document's cache; one is always answered.
 CACHE_BYTES = 4 * 2**30
 FREE_SHARE = 4  # and at most a quarter of the free memory
 
@@ -25,22 +25,11 @@ class ReferenceAnswers(Answers):
     A document is computed once. Its questions of equal length are answered as one batch behind copies of its cache: one
     decode step costs about the same for one and for many, and without padding nothing but the batch differs from asking
     one by one.
-
-    Args:
-        cache_bytes: of one batch's caches at most; one question is always answered.
     """
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        end_token_id: int,
-        *,
-        device: torch.device | str = "cpu",
-        cache_bytes: int = CACHE_BYTES,
-    ) -> None:
+    def __init__(self, model_dir: str | Path, end_token_id: int, *, device: torch.device | str = "cpu") -> None:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
         self._model, self._end, self._device = model.to(device).eval(), end_token_id, torch.device(device)
-        self._cache_bytes = cache_bytes
 
     @torch.inference_mode()
     def __call__(
@@ -52,7 +41,8 @@ class ReferenceAnswers(Answers):
         found: dict[int, Answer] = {}
         for batch in self._batches(questions, cache):
             rows = [questions[i] for i in batch]
-            copies = _copies(cache, len(rows), room=len(rows[0]) + max_tokens)
+            copies = DynamicCache()
+            copies.layers = [_Copies(layer, len(rows), room=len(rows[0]) + max_tokens) for layer in cache.layers]
             answers = self._answer(rows, copies, max_tokens, with_logprobs)
             found |= dict(zip(batch, answers, strict=True))
         return [found[i] for i in range(len(questions))]
@@ -60,7 +50,7 @@ class ReferenceAnswers(Answers):
     def _batches(self, questions: list[list[int]], cache: DynamicCache) -> Iterator[list[int]]:
         """Places of questions of one length, as many as the memory allows."""
         one = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        at_once = max(1, min(self._cache_bytes, self._free_bytes() // FREE_SHARE) // one)
+        at_once = max(1, min(CACHE_BYTES, self._free_bytes() // FREE_SHARE) // one)
         places: dict[int, list[int]] = {}
         for i, question in enumerate(questions):
             places.setdefault(len(question), []).append(i)
@@ -99,13 +89,6 @@ class ReferenceAnswers(Answers):
         """Logits behind each row of tokens, which the cache then holds."""
         ids = torch.tensor(token_ids, device=self._device)
         return self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-
-
-def _copies(cache: DynamicCache, count: int, room: int) -> DynamicCache:
-    """A cache of `count` rows, each a copy of the only one of `cache`, and room for so many tokens more."""
-    copies = DynamicCache()
-    copies.layers = [_Copies(layer, count, room) for layer in cache.layers]
-    return copies
 
 
 class _Copies(DynamicLayer):

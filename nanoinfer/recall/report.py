@@ -92,27 +92,21 @@ def figures(results: dict[str, Scores], grid: Grid) -> dict:
 
 def plot(path: str | Path, results: dict[str, Scores], grid: Grid) -> None:
     """A heat map for each mode: lengths to the right, depths downwards."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    lengths = [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in grid.lengths]
     size = (1.6 + 0.75 * len(grid.lengths)) * len(results), 1.4 + 0.5 * len(grid.depths)
-    figure, all_axes = pyplot.subplots(1, len(results), figsize=size, squeeze=False)
-    for axes, (name, scores) in zip(all_axes[0], results.items(), strict=True):
+    figure = Figure(figsize=size)
+    all_axes = figure.subplots(1, len(results), squeeze=False)[0]
+    for axes, (name, scores) in zip(all_axes, results.items(), strict=True):
         cells = [list(column) for column in zip(*scores.accuracy, strict=True)]
         axes.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for y, row in enumerate(cells):
             for x, value in enumerate(row):
                 axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
         axes.set_title(name, fontsize=10)
-        axes.set_xticks(range(len(grid.lengths)), [_short(length) for length in grid.lengths])
+        axes.set_xticks(range(len(lengths)), lengths)
         axes.set_yticks(range(len(grid.depths)), [f"{depth:.0%}" for depth in grid.depths])
         axes.set(xlabel="tokens", ylabel="depth of the fact")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _short(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,6 @@ def read_options(options: argparse.Namespace) -> Evaluation:
         raise ValueError(f"--shape {options.shape} has random weights, which answer nothing: give a model")
     device = resolve_device(options.device)
     modes = mode_names(DEFAULT_MODES if options.mode is None else options.mode, MODES)
-    formats = [
-        (WeightFormat(quantization=weights, head_quantization=head), kv)
-        for weights, head, kv in product(
-            _weights(options.quantization), _weights(options.head_quantization), _names(options.kv_cache_dtype)
-        )
-    ]
     check_can_write(options.json, options.plot)
     check_can_plot(options.plot)
     grid = Grid(
@@ -80,21 +74,38 @@ def read_options(options: argparse.Namespace) -> Evaluation:
     )
     model_dir = find_model(options.model or options.checkpoint or "recall")
     check_safetensors(model_dir)
-    _check_context(model_dir, grid.lengths[-1])
-    for weights, kv in formats:  # a wrong value is refused also where transformers alone answer
-        config = EngineConfig(**_engine_arguments(options, model_dir, "resident", weights, kv, grid.lengths[-1]))
-        spec_and_layout(config, load_config(model_dir))
+    common = shared_engine_arguments(options) | dict(
+        model=model_dir,
+        load_format="auto",
+        enable_prefix_caching=options.enable_prefix_caching is not False,  # a document is read once for its questions
+        max_model_len=grid.lengths[-1] + ANSWER_ROOM,
+        max_num_seqs=DEFAULT_MAX_NUM_SEQS if options.max_num_seqs is None else options.max_num_seqs,
+    )
+    formats: list[tuple[WeightFormat, str, dict[str, Any]]] = []
+    for quantization, head_quantization, kv in product(
+        _weights(options.quantization), _weights(options.head_quantization), _names(options.kv_cache_dtype)
+    ):
+        weights = WeightFormat(quantization=quantization, head_quantization=head_quantization)
+        arguments = common | asdict(weights) | dict(kv_cache_dtype=kv)
+        # A wrong value is refused also where transformers alone answer.
+        spec, _ = spec_and_layout(EngineConfig(**arguments), load_config(model_dir))
+        if arguments["max_model_len"] > spec.max_position:
+            raise ValueError(
+                f"--context {grid.lengths[-1]} and {ANSWER_ROOM} tokens for longer answers are beyond the model's own "
+                f"limit of {spec.max_position} positions: lower --context"
+            )
+        formats.append((weights, kv, arguments))
     runs: dict[str, dict[str, Any] | None] = {}
     for mode in modes:
         if mode == REFERENCE:
             runs[mode] = None
             continue
-        for weights, kv in formats:
-            arguments = _engine_arguments(options, model_dir, mode, weights, kv, grid.lengths[-1])
+        for weights, kv, arguments in formats:
+            label = " ".join(filter(None, (mode, weights.name, "" if kv == "auto" else kv)))
+            runs[label] = ENGINE_MODES[mode] | arguments
             # Raises where the engine would when it starts; the modes before it would have run in vain.
-            Setup(EngineConfig(**arguments), device).plan()
-            runs[" ".join(filter(None, (mode, weights.name, "" if kv == "auto" else kv)))] = arguments
-    asked = dict.fromkeys(weights for weights, _ in formats)
+            Setup(EngineConfig(**runs[label]), device).plan()
+    asked = dict.fromkeys(weights for weights, _, _ in formats)
     compared = [weights for weights in asked if weights != AS_IT_IS] if AS_IT_IS in asked else []
     return Evaluation(model_dir, device, grid, runs, compared)
 
@@ -105,31 +116,6 @@ def _names(text: str) -> list[str]:
 
 def _weights(text: str | None) -> list[str | None]:
     return [None if name == UNQUANTISED else name for name in _names(UNQUANTISED if text is None else text)]
-
-
-def _engine_arguments(
-    options: argparse.Namespace, model_dir: Path, mode: str, weights: WeightFormat, kv_cache_dtype: str, longest: int
-) -> dict[str, Any]:
-    own = dict(
-        model=model_dir,
-        load_format="auto",
-        quantization=weights.quantization,
-        head_quantization=weights.head_quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        enable_prefix_caching=options.enable_prefix_caching is not False,  # a document is read once for its questions
-        max_model_len=longest + ANSWER_ROOM,
-        max_num_seqs=DEFAULT_MAX_NUM_SEQS if options.max_num_seqs is None else options.max_num_seqs,
-    )
-    return ENGINE_MODES[mode] | shared_engine_arguments(options) | own
-
-
-def _check_context(model_dir: Path, longest: int) -> None:
-    spec, _ = spec_and_layout(EngineConfig(model=model_dir), load_config(model_dir))
-    if longest + ANSWER_ROOM > spec.max_position:
-        raise ValueError(
-            f"--context {longest} and {ANSWER_ROOM} tokens for longer answers are beyond the model's own limit of "
-            f"{spec.max_position} positions: lower --context"
-        )
 
 
 def _depths(text: str) -> tuple[float, ...]:

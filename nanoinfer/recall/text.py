@@ -125,16 +125,16 @@ class Author:
 
     def _pass_key(self) -> Fact:
         pools = (self._first, self._last), (words.FIRST_NAMES, words.LAST_NAMES)
-        name = [" " + word for word in self._unused("pass_key", *pools)]
-        key, lead = [*self._digits(5)], ["The pass key of", *name, " is", " "]
+        name = self._unused("pass_key", *pools)
+        key, lead = self._digits(5), ["The pass key of", *name, " is", " "]
         question = ["\nQuestion: What is the pass key of", *name, "?" + ANSWER]
         return self._stated("pass_key", ("pass_key", *name), question, lead, key)
 
     def _table(self) -> Fact:
-        name = [" " + word for word in self._unused("table", (words.PLACES, words.VENUES))]
+        name = self._unused("table", (words.PLACES, words.VENUES))
         text, asks = ["\nTable of the", *name, ":"], []
         for item in _some(self.rng, words.ITEMS, 3 + int(self.rng.random() * 4)):
-            number = [*self._digits(3)]
+            number = self._digits(3)
             text += ["\n-", " " + item, ":", " ", *number]
             question = ["\nQuestion: What is the number of", " " + item, " in the table of the", *name, "?" + ANSWER]
             asks.append(Ask(question, number, lead=[" " + item, ":", " "]))
@@ -142,7 +142,7 @@ class Author:
         return Fact("table", ("table", *name), text, asks)
 
     def _passage(self) -> Fact:
-        name = [" " + word for word in self._unused("passage", (words.TITLE_COLOURS, words.TITLE_THINGS))]
+        name = self._unused("passage", (words.TITLE_COLOURS, words.TITLE_THINGS))
         number = 20 + int(self.rng.random() ** 2 * 41)  # 20 to 60, short ones more often
         body = [" " + self._pick(_PASSAGE_WORDS) for _ in range(number)] + ["."]
         question = ["\nQuestion: Repeat the passage called", *name, "." + ANSWER]
@@ -167,11 +167,11 @@ class Author:
         ask = Ask(question, value, lead=[" " + lead[0], *lead[1:]], tail=["."])
         return Fact(kind, subject, [*first, *lead[1:], *value, "."], [ask])
 
-    def _unused(self, kind: str, *pools: tuple[Sequence[str], Sequence[str]]) -> tuple[str, str]:
+    def _unused(self, kind: str, *pools: tuple[Sequence[str], Sequence[str]]) -> Fragments:
         """A pair from the first of the pools in which one is easily found."""
         for first, last in pools:
             for _ in range(50):
-                pair = self._pick(first), self._pick(last)
+                pair = [" " + self._pick(first), " " + self._pick(last)]
                 if (kind, *pair) not in self._used:
                     self._used.add((kind, *pair))
                     return pair
@@ -184,28 +184,24 @@ class Author:
     def _pick(self, choices: Sequence[str]) -> str:
         return choices[int(self.rng.random() * len(choices))]
 
-    def _digits(self, number: int) -> str:
-        """A number of so many digits that does not start with 0."""
+    def _digits(self, number: int) -> Fragments:
+        """The digits of a number of so many that does not start with 0."""
         low = 10 ** (number - 1)
-        return str(low + int(self.rng.random() * 9 * low))
+        return [*str(low + int(self.rng.random() * 9 * low))]
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A fact in a document. start: its first token, counted from the document's; depth: start / the document's length.
-
-    wished: it was asked for by the caller.
-    """
+    """A fact in a document. start: its first token, counted from the document's; wished: the caller asked for it."""
 
     fact: Fact
     start: int
-    depth: float
     wished: bool
 
 
 @dataclass(frozen=True)
 class Question:
-    """prompt_text: document and question; answer_text: the whole answer; depth: of the fact, from 0 to 1."""
+    """prompt_text: document and question; answer_text: the whole answer; depth: fact's start / document's length."""
 
     prompt_text: str
     answer_text: str
@@ -224,7 +220,7 @@ class Document:
     def questions(self, kinds: Iterable[str] = KINDS, *, wished: bool = True) -> list[Question]:
         """All questions about facts of these kinds. wished: only about those that the caller wished for."""
         return [
-            Question(self.text + "".join(ask.question), "".join(ask.answer), at.fact.kind, at.depth)
+            Question(self.text + "".join(ask.question), "".join(ask.answer), at.fact.kind, at.start / self.num_tokens)
             for at in self.planted
             if at.fact.kind in kinds and (at.wished or not wished)
             for ask in at.fact.asks
@@ -236,7 +232,7 @@ def write_document(
     num_tokens: int,
     count_tokens: Callable[[str], int],
     plant: Sequence[tuple[str, float]] = (),
-    mix: Mix | None = None,
+    mix: Mix = Mix(),
 ) -> Document:
     """A document that has `num_tokens` tokens together with any question about its wished facts, or a sentence less.
 
@@ -252,7 +248,7 @@ def write_document(
         ValueError: the wished facts do not fit, or a depth or kind is not allowed.
     """
     count_tokens = cache(count_tokens)
-    draft = _Draft(Author(Random(seed)), mix or Mix(), lambda fragments: sum(map(count_tokens, fragments)))
+    draft = _Draft(Author(Random(seed)), mix, lambda fragments: sum(map(count_tokens, fragments)))
     wished = sorted(plant, key=lambda item: item[1])
     for kind, depth in wished:
         if not 0 <= depth <= 1:
@@ -283,8 +279,8 @@ class _Draft:
     def __init__(self, author: Author, mix: Mix, count: Callable[[Fragments], int]) -> None:
         self.author, self.count = author, count
         self._mix = mix
-        self._parts: list[Fragments] = [[HEADING]]
-        self._facts: list[tuple[Fact, int, bool]] = []
+        self._text: Fragments = [HEADING]
+        self._planted: list[Planted] = []
         self.position = count([HEADING])
 
     def fill(self, target: int, *, strictly: bool) -> None:
@@ -305,28 +301,21 @@ class _Draft:
             size = self.count(text)
             if size > (left if strictly else 2 * left):
                 failures += 1
-                continue
-            self._add(text, size)
+            else:
+                self._add(text, size)
 
     def add_fact(self, fact: Fact, *, wished: bool) -> None:
-        self._facts.append((fact, self.position, wished))
+        self._planted.append(Planted(fact, self.position, wished))
         self._add(fact.text, self.count(fact.text))
 
     def _add(self, text: Fragments, size: int) -> None:
-        self._parts.append(text)
+        self._text += text
         self.position += size
 
     def document(self) -> Document:
-        last = {fact.subject: start for fact, start, _ in self._facts}
-        return Document(
-            "".join(fragment for part in self._parts for fragment in part),
-            self.position,
-            [
-                Planted(fact, start, start / self.position, wished)
-                for fact, start, wished in self._facts
-                if last[fact.subject] == start
-            ],
-        )
+        last = {at.fact.subject: at for at in self._planted}
+        planted = [at for at in self._planted if last[at.fact.subject] is at]
+        return Document("".join(self._text), self.position, planted)
 
 
 def _some(rng: Random, choices: Sequence[str], number: int) -> list[str]:

@@ -18,7 +18,7 @@ from nanoinfer.verify.play import attempt
 from nanoinfer.verify.record import Answer, compare
 from nanoinfer.verify.report import RunReport, Verdict
 from nanoinfer.verify.runs import make_runs
-from nanoinfer.verify.workload import Workload, choose_workload, workload_arguments
+from nanoinfer.verify.workload import Workload, choose_workload
 from offload import CpuRuntime, CudaRuntime, Runtime
 
 # Without fixed splits, logits may differ by this share of the row's largest logit. This is a few times the rounding
@@ -26,17 +26,9 @@ from offload import CpuRuntime, CudaRuntime, Runtime
 ROUNDING = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 # Arguments that the runs set themselves.
 OWN_ARGUMENTS = (
-    "capture_num_tokens",
-    "cuda_graph_batch_sizes",
-    "enable_cpu_offload",
-    "enable_prefix_caching",
-    "enforce_eager",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "num_gpu_blocks_override",
-    "resident_kv_limit",
-)
+    "capture_num_tokens", "cuda_graph_batch_sizes", "enable_cpu_offload", "enable_prefix_caching", "enforce_eager",
+    "max_model_len", "max_num_batched_tokens", "max_num_seqs", "num_gpu_blocks_override", "resident_kv_limit",
+)  # fmt: skip
 
 
 def verify(
@@ -70,22 +62,19 @@ def verify(
         MemoryError: the host has too little memory.
     """
     _check_arguments(num_requests, context, output_len, engine_arguments)
-    arguments = dict(
-        skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=progress, model=model, seed=seed
-    )
-    arguments |= engine_arguments
-    config = EngineConfig(**arguments)
+    common = dict(skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=progress, model=model, seed=seed)
+    common |= engine_arguments
+    config = EngineConfig(**common)
     device = resolve_device(config.device)
     setup = Setup(config, device, offload=True)
     is_exact = setup.backend.exact_splits
-    workload = choose_workload(setup, arguments, num_requests, context, output_len, seed)
-    common = arguments | workload_arguments(workload)
+    workload = choose_workload(setup, common, num_requests, context, output_len, seed)
+    common |= workload.arguments
     plan = setup.plan(EngineConfig(**common | dict(enable_cpu_offload=True)))  # raises if not even this fits
     check_can_keep(workload.num_tokens, setup.spec.vocab_size, "ask for fewer requests or a shorter output")
     make_runtime = make_runtime or (
         lambda name: CudaRuntime(device, poison=True) if device.type == "cuda" else CpuRuntime(poison=True)
     )
-    rounding = ROUNDING[setup.spec.dtype]
     setting = describe(setup, workload, plan)
     tell("\n".join([*setting, ""]))
     reports: list[RunReport] = []
@@ -98,7 +87,7 @@ def verify(
             report.is_reference = reference is None
             reference = reference or found
             # The reference is compared with itself, too: this finds logits that are not finite.
-            compare(reference, found, report, None if is_exact else rounding)
+            compare(reference, found, report, None if is_exact else ROUNDING[setup.spec.dtype])
         tell("\n".join(report.lines(is_exact)))
     return Verdict(setting=setting, runs=reports, is_exact=is_exact)
 
@@ -120,27 +109,20 @@ def describe(setup: Setup, workload: Workload, plan: MemoryPlan) -> list[str]:
         weights += f" in {config.quantization}"
     if config.head_quantization is not None:
         weights += f", head in {config.head_quantization}"
+    device = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "CPU"
     lengths = ", ".join(str(len(prompt)) for prompt in workload.prompts)
     num_greedy = sum(params.is_greedy for params in workload.params)
-    if setup.backend.exact_splits:
-        compared = f"token ids and the raw logits of all {spec.vocab_size:,} tokens of the vocabulary, bit for bit"
-    else:
-        compared = (
-            f"token ids and the raw logits of all {spec.vocab_size:,} tokens of the vocabulary, to rounding only: the "
-            f"attention backend {setup.backend.name!r} has no fixed splits"
-        )
+    how = "bit for bit"
+    if not setup.backend.exact_splits:
+        how = f"to rounding only: the attention backend {setup.backend.name!r} has no fixed splits"
     return [
-        f"{spec.architecture} ({weights}), {str(spec.dtype).removeprefix('torch.')}, {_device_name(setup.device)}, "
+        f"{spec.architecture} ({weights}), {str(spec.dtype).removeprefix('torch.')}, {device}, "
         f"attention backend {setup.backend.name!r}, KV blocks of {config.block_size} tokens "
         f"({plan.block_bytes / 2**20:.2f} MiB)",
         f"{counted(len(workload.prompts), 'request')}: prompts of {lengths} tokens, {workload.num_tokens} generated "
         f"tokens, {num_greedy} greedy and {len(workload.params) - num_greedy} sampled with a seed",
-        f"compared: {compared}",
+        f"compared: token ids and the raw logits of all {spec.vocab_size:,} tokens of the vocabulary, {how}",
         "varied: where KV blocks lie, the mode, who runs beside a request, rows of a step, the prefill chunk, CUDA "
         "graphs, prefix hits, preemption, n",
         "freed ring slots and freed KV blocks of both pools are filled with NaN",
     ]
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -23,10 +23,6 @@ from nanoinfer.verify.workload import Workload
 from offload import Runtime
 
 
-class LeftOut(Exception):
-    """This run would prove nothing on this machine; the message says why."""
-
-
 def attempt(
     run: Run,
     arguments: dict[str, Any],
@@ -45,27 +41,26 @@ def attempt(
         return None
     try:
         return _record(run, engine, workload, report)
-    except LeftOut as error:
-        report.left_out = str(error)
     except MemoryError:
         raise
     except Exception as error:  # a wrong block or a missing wait may lead to any error; the other runs go on
         report.failure = f"{type(error).__name__}: {error}"
+        return None
     finally:
         engine.close()
         del engine
         free_memory()
-    return None
 
 
-def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) -> list[Answer]:
-    """Run the workload on the engine and return the answers."""
+def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) -> list[Answer] | None:
+    """Run the workload on the engine and return the answers; None if the run would prove nothing on this machine."""
     num_blocks = engine.kv_cache.tables.gpu_blocks.num_blocks
     if num_blocks < run.min_gpu_blocks:
-        raise LeftOut(
+        report.left_out = (
             f"the requests need {run.min_gpu_blocks} KV blocks on the GPU, {num_blocks} fit: raise gpu_memory_limit "
             "or lower the context"
         )
+        return None
     recorder = LogitsRecorder(engine)
     switches = _Switches(engine, workload.num_tokens) if run.switches else None
     num_passes, most_resident = 2 if run.asks_twice else 1, 0
@@ -85,7 +80,8 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
             recorder.collect(keep=0)
     stats = engine.stats()
     if not run.happened(stats):
-        raise LeftOut(run.otherwise)
+        report.left_out = run.otherwise
+        return None
     report.facts += _facts(stats, most_resident, [] if switches is None else switches.done)
     return _answers(requests, recorder)
 
@@ -131,25 +127,22 @@ def _add_requests(
 
 
 class _Switches:
-    """Enters offload mode while a prompt is in prefill, leaves it at half of the tokens, and enters it again at 3/4."""
+    """Enters offload mode while a prompt is in prefill, or at a quarter of the tokens; leaves it at half of them, and
+    enters it again at three quarters."""
 
     def __init__(self, engine: LLMEngine, num_tokens: int) -> None:
         self._engine = engine
-        self._later = deque([(num_tokens // 2, "resident"), (3 * num_tokens // 4, "offload")])
-        self._first_at_the_latest = num_tokens // 4
+        self._next = deque(
+            [(num_tokens // 4, "offload"), (num_tokens // 2, "resident"), (3 * num_tokens // 4, "offload")]
+        )
         self.done: list[str] = []
 
     def before_step(self, requests: list[Request]) -> None:
         num_tokens = sum(sequence.num_generated for request in requests for sequence in request.sequences)
-        if not self.done:
-            states = [sequence.state for sequence in self._engine.scheduler.running]
-            is_mixed = SequenceState.PREFILL in states and SequenceState.DECODE in states
-            if is_mixed or num_tokens >= self._first_at_the_latest:
-                self._switch("offload", num_tokens)
-        elif self._later and num_tokens >= self._later[0][0]:
-            self._switch(self._later.popleft()[1], num_tokens)
-
-    def _switch(self, mode: str, num_tokens: int) -> None:
-        in_prefill = sum(sequence.state is SequenceState.PREFILL for sequence in self._engine.scheduler.running)
-        self._engine.switch_mode(mode)
-        self.done.append(f"to {mode} after {num_tokens} tokens ({in_prefill} in prefill)")
+        states = [sequence.state for sequence in self._engine.scheduler.running]
+        is_mixed = SequenceState.PREFILL in states and SequenceState.DECODE in states
+        if self._next and (num_tokens >= self._next[0][0] or is_mixed and not self.done):
+            mode = self._next.popleft()[1]
+            self._engine.switch_mode(mode)
+            in_prefill = states.count(SequenceState.PREFILL)
+            self.done.append(f"to {mode} after {num_tokens} tokens ({in_prefill} in prefill)")

@@ -15,6 +15,7 @@ WIDE_ROWS = 24
 MAX_CHUNKS = 40
 """The most chunks of the longest prompt, if a chunk is longer than two thirds of a block."""
 MAX_CAPTURED_TOKENS = 512
+_STREAMED = dict(enable_cpu_offload=True, resident_kv_limit=0)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ def make_runs(workload: Workload, plan: MemoryPlan) -> list[Run]:
     Args:
         plan: the memory plan of offload mode, with the arguments that all runs share.
     """
-    return [*_places(workload, plan), *_neighbours(workload, plan), *_reuse(workload, plan)]
+    # The place of the KV in runs that do not test it: on the GPU if all KV fits there.
+    home = dict(enable_cpu_offload=False) if plan.num_gpu_blocks > workload.num_blocks else _STREAMED
+    return [*_places(workload, plan), *_neighbours(workload, home), *_reuse(workload, home)]
 
 
 def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:
@@ -92,9 +95,8 @@ def _places(workload: Workload, plan: MemoryPlan) -> list[Run]:
     ]
 
 
-def _neighbours(workload: Workload, plan: MemoryPlan) -> list[Run]:
+def _neighbours(workload: Workload, home: dict[str, Any]) -> list[Run]:
     """Return runs with other steps: other neighbours in the batch, or other chunks of the prompt."""
-    home = _home(workload, plan)
     longest = max(map(len, workload.prompts))
     chunk = min(workload.prefill_tokens - 1, max(2 * workload.block_size // 3, longest // MAX_CHUNKS)) | 1
     chunks = dict(max_num_batched_tokens=chunk, capture_num_tokens=[min(chunk, MAX_CAPTURED_TOKENS)])
@@ -115,17 +117,18 @@ def _neighbours(workload: Workload, plan: MemoryPlan) -> list[Run]:
     ]
 
 
-def _reuse(workload: Workload, plan: MemoryPlan) -> list[Run]:
+def _reuse(workload: Workload, home: dict[str, Any]) -> list[Run]:
     """Return runs whose KV is found in the prefix cache, saved and restored, or shared."""
-    home = _home(workload, plan) | dict(enable_prefix_caching=True)
+    home = home | dict(enable_prefix_caching=True)
     preempted = []
     if len(workload.prompts) > 1:
+        pool = _smallest_pool(workload)
         preempted = [
             Run(
                 "preempted",
                 "resident mode with a GPU pool so small that sequences are preempted",
-                dict(enable_cpu_offload=False, num_gpu_blocks_override=_smallest_pool(workload)) | _rows(2),
-                min_gpu_blocks=_smallest_pool(workload) - 1,
+                dict(enable_cpu_offload=False, num_gpu_blocks_override=pool) | _rows(2),
+                min_gpu_blocks=pool - 1,
                 happened=lambda stats: stats["num_preemptions"] > 0,
                 otherwise="no sequence was preempted: ask for more requests, a longer context or output",
             )
@@ -142,14 +145,6 @@ def _reuse(workload: Workload, plan: MemoryPlan) -> list[Run]:
         *preempted,
         Run("n=2", "two completions of each request, which share blocks of its prompt", home, num_completions=2),
     ]
-
-
-_STREAMED = dict(enable_cpu_offload=True, resident_kv_limit=0)
-
-
-def _home(workload: Workload, plan: MemoryPlan) -> dict[str, Any]:
-    """Arguments for the place of the KV in runs that do not test it: on the GPU if all KV fits there."""
-    return dict(enable_cpu_offload=False) if plan.num_gpu_blocks > workload.num_blocks else _STREAMED
 
 
 def _rows(count: int, padded: int | None = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 # Prompt lengths as shares of the context. The first request decodes, and ends, while others are in prefill.
 LENGTH_SHARES = (0.25, 1.0, 0.5, 0.75)
-LONGEST_DEFAULT_CONTEXT = 4096
-LONGEST_DEFAULT_CONTEXT_CPU = 1024
+LONGEST_DEFAULT_CONTEXT = {"cuda": 4096, "cpu": 1024}
 MAX_PREFILL_TOKENS = 2048
 
 
@@ -58,6 +58,16 @@ class Workload:
         """KV blocks of each prompt."""
         return [-(-len(prompt) // self.block_size) for prompt in self.prompts]
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The engine arguments that all runs share. A run overrides those that it tests."""
+        return dict(
+            max_num_seqs=self.num_rows,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.prefill_tokens,
+            cuda_graph_batch_sizes=[self.num_rows],
+        )
+
 
 def make_workload(
     vocab_size: int, num_requests: int, context: int, output_len: int, block_size: int, seed: int
@@ -75,16 +85,6 @@ def make_workload(
         lengths.append(num_blocks * block_size - until_full)
         params.append(mixed_params(i, seed, max_tokens))
     return Workload(random_prompts(vocab_size, lengths, seed), params, block_size)
-
-
-def workload_arguments(workload: Workload) -> dict[str, Any]:
-    """Return the engine arguments that all runs share. A run overrides those that it tests."""
-    return dict(
-        max_num_seqs=workload.num_rows,
-        max_model_len=workload.max_model_len,
-        max_num_batched_tokens=workload.prefill_tokens,
-        cuda_graph_batch_sizes=[workload.num_rows],
-    )
 
 
 def choose_workload(
@@ -109,15 +109,11 @@ def choose_workload(
                 f"(the model's {spec.max_position} positions less {output_len} generated tokens)"
             )
         return workload(context)
-    default = LONGEST_DEFAULT_CONTEXT if setup.device.type == "cuda" else LONGEST_DEFAULT_CONTEXT_CPU
-    tokens = max(shortest, min(default, longest))
+    tokens = max(shortest, min(LONGEST_DEFAULT_CONTEXT[setup.device.type], longest))
     while tokens > shortest:
         candidate = workload(tokens)
-        try:
-            plan = setup.plan(EngineConfig(**arguments | workload_arguments(candidate)))
-        except ValueError:
-            plan = None
-        if plan is not None and plan.num_gpu_blocks - 1 >= candidate.num_blocks:
-            return candidate
+        with suppress(ValueError):
+            if setup.plan(EngineConfig(**arguments | candidate.arguments)).num_gpu_blocks > candidate.num_blocks:
+                return candidate
         tokens = max(shortest, tokens // 2)
     return workload(shortest)

@@ -139,11 +139,12 @@ def test_a_case_that_runs_out_of_memory_is_a_row_and_the_next_one_runs(error, mo
     assert rows["resident", 1, 300].problem is None and rows["resident", 1, 300].seconds_per_token > 0
 
 
-def test_an_error_of_transformers_does_not_lose_our_figures(monkeypatch):
+@pytest.mark.parametrize("name", ["load_reference", "measure_reference"])
+def test_an_error_of_transformers_does_not_lose_our_figures(name, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("this cache is not for this model")
 
-    monkeypatch.setattr(offload, "measure_reference", fail)
+    monkeypatch.setattr(offload, name, fail)
     rows = rows_of("--context", "64", "--batch", "1", "--mode", "hf,resident")
     assert rows["hf", 1, 64].problem == "this cache is not for this model"
     assert rows["resident", 1, 64].seconds_per_token > 0

@@ -14,6 +14,7 @@ from nanoinfer import LLM
 from nanoinfer.commands import bench_offload as offload
 from nanoinfer.commands import main as cli
 from nanoinfer.commands import recall as command
+from nanoinfer.recall import reference
 from nanoinfer.recall.answers import Answer, Answers, EngineAnswers, largest_error
 from nanoinfer.recall.evaluate import FACTS_PER_PLACE, Exam, Grid, ask, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers
@@ -311,7 +312,7 @@ def test_a_shape_has_nothing_to_answer(capsys):
     assert "--shape tiny has random weights, which answer nothing: give a model" in capsys.readouterr().err
 
 
-def test_the_reference_gives_what_a_fresh_forward_gives(checkpoint, tokenizer):
+def test_the_reference_gives_what_a_fresh_forward_gives(checkpoint, tokenizer, monkeypatch):
     answers = ReferenceAnswers(checkpoint, tokenizer.eos_token_id)
     document, questions = list(range(5, 60)), [[7, 8, 9], [30, 31], [9, 8, 7], [40], [20, 21, 22]]
     found = answers(document, questions, 4, with_logprobs=True)
@@ -326,8 +327,8 @@ def test_the_reference_gives_what_a_fresh_forward_gives(checkpoint, tokenizer):
             ids.append(token)
     # As many at once as the memory allows, down to one: the same answers.
     for cache_bytes in (1, 2 * 2 * 55 * 128 * 4 * 2):
-        small = ReferenceAnswers(checkpoint, tokenizer.eos_token_id, cache_bytes=cache_bytes)
-        assert [a.token_ids for a in small(document, questions, 4)] == [a.token_ids for a in found]
+        monkeypatch.setattr(reference, "CACHE_BYTES", cache_bytes)
+        assert [a.token_ids for a in answers(document, questions, 4)] == [a.token_ids for a in found]
 
 
 def test_the_reference_ends_each_answer_at_its_own_end(checkpoint, tokenizer):

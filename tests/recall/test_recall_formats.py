@@ -8,11 +8,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanoinfer import LLM
 from nanoinfer.layers.formats import online, schemes
-from nanoinfer.measure.divergence import mean_divergence, prompt_logits
 from nanoinfer.recall import formats
 from nanoinfer.recall.answers import EngineAnswers
 from nanoinfer.recall.evaluate import Exam, Grid, evaluate
-from nanoinfer.recall.formats import AS_IT_IS, MAX_TOKENS, WeightFormat, divergences, prompts_of
+from nanoinfer.recall.formats import (
+    AS_IT_IS,
+    MAX_TOKENS,
+    WeightFormat,
+    divergences,
+    mean_divergence,
+    prompt_logits,
+    prompts_of,
+)  # fmt: skip
 from nanoinfer.weights.load import PACKAGED, load_config, load_model
 
 MODEL = PACKAGED["recall"]

@@ -12,8 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.measure.report import write_figures
-from nanoinfer.measure.run import free_memory
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.sizes import spec_and_layout
 from nanoinfer.options.exactness import CONDITIONS
@@ -62,7 +60,9 @@ def run(options: argparse.Namespace, command: str, local_server: LocalServer) ->
     check_at_least(options, requests=1, output_len=1)
     check_can_write(options.output_json)
     sizes = counts(options.batch, "--batch")
-    names = _condition_names(options.conditions)
+    names = list(CONDITIONS) if options.conditions is None else [name.strip() for name in options.conditions.split(",")]
+    for name in names:
+        choose("--conditions", name, CONDITIONS)
     _check_options(options)
     if options.base_url is not None:
         title, conditions, device = *_ask_server(options, sizes), None
@@ -77,18 +77,11 @@ def run(options: argparse.Namespace, command: str, local_server: LocalServer) ->
     figures = {
         "identical": is_identical(conditions),
         "title": title,
-        "conditions": [condition.figures() for condition in conditions],
+        "conditions": [asdict(condition) for condition in conditions],
     }
     if options.output_json:
         write_figures(options.output_json, figures, None, device, command)
     return figures
-
-
-def _condition_names(text: str | None) -> list[str]:
-    names = list(CONDITIONS) if text is None else [name.strip() for name in text.split(",")]
-    for name in names:
-        choose("--conditions", name, CONDITIONS)
-    return names
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -117,16 +110,13 @@ def _ask_server(options: argparse.Namespace, sizes: list[int]) -> tuple[str, lis
     vocab_size = options.vocab_size or DEFAULT_VOCAB_SIZE
     workload = make_workload(options.requests, vocab_size, options.block_size, options.output_len, options.seed)
     asker.leave_out_what_is_refused(workload.asked[0])
-    wanted, conditions = None, []
+    _progress(options, "alone")
+    wanted, conditions = all_answers(workload, 1, asker.ask), []
     # Twice alone: a difference between these two does not come from other requests.
-    for name, size in [("alone", 1), ("alone, again", 1), *((f"among {size}", size) for size in sizes if size > 1)]:
+    for name, size in [("alone, again", 1), *((f"among {size}", size) for size in sizes if size > 1)]:
         _progress(options, name)
-        answers = all_answers(workload, size, asker.ask)
-        if wanted is None:
-            wanted = answers
-            continue
         conditions.append(Condition(name, size))
-        conditions[-1].compare(wanted, answers)
+        conditions[-1].compare(wanted, all_answers(workload, size, asker.ask))
     title = f"{asker.model} at {asker.base_url}: {_describe(workload)}"
     if asker.left_out:
         title += f"\nthe server does not take {', '.join(asker.left_out)}, which were left out"
@@ -157,9 +147,8 @@ def _ask_engines(
             _progress(options, setting.name)
             conditions += setting.conditions(common, workload, wanted)
         if "server" in names:
-            arguments = common | dict(enable_prefix_caching=True)
-            with_server = partial(local_server, arguments, max(1024, sizes[-1]))
-            conditions += _ask_own_server(options, with_server, workload, sizes, wanted)
+            server = local_server(common | dict(enable_prefix_caching=True), max(1024, sizes[-1]))
+            conditions += _ask_own_server(options, server, workload, sizes, wanted)
     return f"{model_name(options, shape)}: {_describe(workload)}", conditions
 
 
@@ -167,24 +156,21 @@ def _ask_base(
     options: argparse.Namespace, common: dict[str, Any], workload: Workload, sizes: list[int], names: list[str]
 ) -> tuple[list[Answer], list[Condition]]:
     """Return the answers to each request alone, and the other conditions that use the same engine."""
-    conditions = []
+    conditions: list[Condition] = []
     with open_engine(common) as asker:
+        _progress(options, "alone")
+        alone, wanted = asker.condition("alone", workload, 1)
+        if alone.failure:
+            raise ValueError(f"a request alone failed: {alone.failure}")
+        check_finite(wanted)
 
         def ask(name: str, size: int, with_logprobs: bool = False) -> list[Answer]:
             _progress(options, name)
-            asker.at_once = 0
-            answers = all_answers(workload, size, partial(asker.ask, with_logprobs=with_logprobs))
-            condition = Condition(name, asker.at_once, failure=asker.take_failure())
-            if wanted:
-                condition.compare(wanted, answers)
-                conditions.append(condition)
-            elif condition.failure:
-                raise ValueError(f"a request alone failed: {condition.failure}")
+            condition, answers = asker.condition(name, workload, size, with_logprobs=with_logprobs)
+            condition.compare(wanted, answers)
+            conditions.append(condition)
             return answers
 
-        wanted: list[Answer] = []
-        wanted = ask("alone", 1)
-        check_finite(wanted)
         if "batch" in names:
             for size in sizes:
                 ask(f"batch of {size}" if size > 1 else "alone, again", size)
@@ -197,16 +183,13 @@ def _ask_base(
 
 
 def _ask_own_server(
-    options: argparse.Namespace,
-    with_server: Callable[[], AbstractContextManager[str]],
-    workload: Workload,
-    sizes: list[int],
+    options: argparse.Namespace, server: AbstractContextManager[str], workload: Workload, sizes: list[int],
     wanted: list[Answer],
-) -> list[Condition]:
+) -> list[Condition]:  # fmt: skip
     """Send the requests through HTTP, one at a time and among others, with the server's default of prefix caching."""
     conditions: list[Condition] = []
     try:
-        with with_server() as url:
+        with server as url:
             asker = ServerAsker(url)
             for size in sorted({1, sizes[-1]}):
                 name = f"server, {size} at once" if size > 1 else "server, one at a time"
@@ -219,8 +202,6 @@ def _ask_own_server(
     except ModuleNotFoundError as error:
         left_out = f"{error.name} is not installed: pip install 'nanoinfer[serve]'"
         conditions.append(Condition("server", left_out=left_out))
-    finally:
-        free_memory()
     return conditions
 
 

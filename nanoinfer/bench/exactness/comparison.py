@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -82,9 +83,6 @@ class Condition:
     def is_wrong(self) -> bool:
         return self.failure is not None or self.requests.different > 0
 
-    def figures(self) -> dict:
-        return asdict(self)
-
     def compare(self, wanted: list[Answer], found: list[Answer]) -> None:
         """Count the differences, including those behind a differing token, where the context differs, too."""
         for one, other in zip(wanted, found, strict=True):
@@ -121,8 +119,8 @@ def _compare_logits(count: Count, wanted: list[Tensor] | None, found: list[Tenso
 def _compare_logprobs(count: Count, wanted: list[list[float]] | None, found: list[list[float]] | None) -> None:
     if wanted is None or found is None:
         return
-    for i in range(max(len(wanted), len(found))):
-        _compare_lists(count, wanted[i] if i < len(wanted) else [], found[i] if i < len(found) else [])
+    for one, other in zip_longest(wanted, found, fillvalue=[]):
+        _compare_lists(count, one, other)
 
 
 _PARTS = {"texts": "texts", "tokens": "tokens", "logits": "logits", "logprobs": "log-probabilities"}

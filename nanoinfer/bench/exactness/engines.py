@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ class EngineAsker:
     """Sends requests to an engine, and keeps the logits of the compared requests.
 
     Attributes:
-        at_once: the most requests that ran at once since the attribute was last set to 0.
-        failures: errors of compared requests, whose answers end early.
+        at_once: the most requests that ran at once in the current condition.
+        failures: errors of its compared requests, whose answers end early.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -34,6 +35,14 @@ class EngineAsker:
         self.failures: list[str] = []
         self._recorder = LogitsRecorder(engine, lambda name: name.startswith("compared"))
         self._num_asked = 0
+
+    def condition(
+        self, name: str, workload: Workload, size: int, *, with_logprobs: bool = False
+    ) -> tuple[Condition, list[Answer]]:
+        """Send all requests, `size` at once. Return the condition, before anything is compared, and the answers."""
+        self.at_once, self.failures = 0, []
+        answers = all_answers(workload, size, partial(self.ask, with_logprobs=with_logprobs))
+        return Condition(name, self.at_once, failure=next(iter(self.failures), None)), answers
 
     def ask(self, crowd: Crowd, *, with_logprobs: bool = False) -> dict[int, Answer]:
         """Run the requests of a crowd together. Return the answers to the compared requests, by request number."""
@@ -59,16 +68,6 @@ class EngineAsker:
                 found[number] = Answer(completion.token_ids, logits=rows, logprobs=_logprobs(completion))
         return found
 
-    def take_failure(self) -> str | None:
-        """Return the first failure since the last call, and forget all failures."""
-        failures, self.failures = self.failures, []
-        return failures[0] if failures else None
-
-    def close(self) -> None:
-        """Release the engine with its weights, even if this object is still referenced."""
-        self.engine.close()
-        del self.engine, self._recorder
-
 
 def _logprobs(completion: CompletionOutput) -> list[list[float]] | None:
     if completion.logprobs is None:
@@ -79,12 +78,13 @@ def _logprobs(completion: CompletionOutput) -> list[list[float]] | None:
 
 @contextmanager
 def open_engine(arguments: dict[str, Any]) -> Iterator[EngineAsker]:
-    """Open an engine with these arguments; free its memory afterwards."""
+    """Open an engine with these arguments; free its memory afterwards, even if the asker is still referenced."""
     asker = EngineAsker(LLMEngine(EngineConfig(**arguments)))
     try:
         yield asker
     finally:
-        asker.close()
+        asker.engine.close()
+        del asker.engine, asker._recorder
         free_memory()
 
 
@@ -106,26 +106,22 @@ class Setting:
 
     def conditions(self, common: dict[str, Any], workload: Workload, wanted: list[Answer]) -> list[Condition]:
         """Send all requests, `CROWD` at once, `times` times; return one condition for each time."""
-        names = [self.name, *(f"{self.name}, again" for _ in range(self.times - 1))]
         found: list[Condition] = []
+        name = self.name
         try:
             with open_engine(common | self.arguments) as asker:
-                for name in names:
-                    found.append(self._condition(name, asker, workload, wanted))
+                for _ in range(self.times):
+                    condition, answers = asker.condition(name, workload, min(CROWD, len(workload.asked)))
+                    condition.facts, left_out = self.what_it_did(asker.engine)
+                    if left_out is None or condition.failure:
+                        condition.compare(wanted, answers)
+                    else:
+                        condition.left_out = left_out
+                    found.append(condition)
+                    name = f"{self.name}, again"
         except (ValueError, MemoryError) as error:  # this setting does not fit on this machine; the reference did
-            found.append(Condition(names[len(found)], left_out=str(error)))
+            found.append(Condition(name, left_out=str(error)))
         return found
-
-    def _condition(self, name: str, asker: EngineAsker, workload: Workload, wanted: list[Answer]) -> Condition:
-        asker.at_once = 0
-        answers = all_answers(workload, min(CROWD, len(workload.asked)), asker.ask)
-        facts, left_out = self.what_it_did(asker.engine)
-        condition = Condition(name, asker.at_once, facts=facts, failure=asker.take_failure())
-        if left_out is None or condition.failure:
-            condition.compare(wanted, answers)
-        else:
-            condition.left_out = left_out
-        return condition
 
 
 def make_settings(names: list[str], workload: Workload) -> list[Setting]:

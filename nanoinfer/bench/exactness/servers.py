@@ -64,15 +64,16 @@ class ServerAsker:
                 connections += (self._connect() for _ in crowd)
                 answers = list(pool.map(self._complete, connections, (asked for _, asked in crowd)))
             except BaseException:
-                for connection in connections:  # the pool waits for requests that are under way
-                    _hang_up(connection)
+                for connection in connections:  # the pool waits for requests that are under way: end their exchange
+                    with suppress(OSError, AttributeError):  # no socket where it has ended
+                        connection.sock.shutdown(socket.SHUT_RDWR)
                 raise
         return {number: answer for (number, _), answer in zip(crowd, answers, strict=True) if number is not None}
 
     def leave_out_what_is_refused(self, asked: Asked) -> None:
         """Find out with one request which fields the server does not accept."""
         for name in (*_EXTRAS, None):
-            status, answer = self._send(self._connect(), "POST", "/completions", self._body(asked))
+            status, answer = self._send(self._connect(), "/completions", self._body(asked))
             if status not in _REFUSED or name is None:
                 break
             self.left_out.append(name)
@@ -81,7 +82,7 @@ class ServerAsker:
             raise ValueError(self._refusal(status, answer))
 
     def _complete(self, connection: http.client.HTTPConnection, asked: Asked) -> Answer:
-        status, answer = self._send(connection, "POST", "/completions", self._body(asked))
+        status, answer = self._send(connection, "/completions", self._body(asked))
         if status != 200:
             raise ValueError(self._refusal(status, answer))
         try:
@@ -108,7 +109,7 @@ class ServerAsker:
         return {name: value for name, value in body.items() if name not in self.left_out}
 
     def _served(self, model: str | None) -> str:
-        status, answer = self._send(self._connect(), "GET", "/models")
+        status, answer = self._send(self._connect(), "/models")
         try:
             names = [card["id"] for card in json.loads(answer)["data"]] if status == 200 else []
         except (ValueError, LookupError, TypeError) as error:
@@ -131,11 +132,9 @@ class ServerAsker:
             raise ValueError(f"{self.base_url} cannot be reached ({error}): start the server or correct it") from error
         return connection
 
-    def _send(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: dict | None = None
-    ) -> tuple[int, bytes]:
-        """Return status and body of the answer."""
-        content = None if body is None else json.dumps(body).encode()
+    def _send(self, connection: http.client.HTTPConnection, path: str, body: dict | None = None) -> tuple[int, bytes]:
+        """Return status and body of the answer to a POST of `body`, or to a GET without one."""
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         with closing(connection):
             try:
                 connection.request(method, self._path + path, content, self._headers)
@@ -154,14 +153,6 @@ class ServerAsker:
         except (ValueError, LookupError, AttributeError):
             pass  # not JSON, or in another format: show the text as it is
         return f"{self.base_url} answered with status {status}: {' '.join(text.split())[:300]}"
-
-
-def _hang_up(connection: http.client.HTTPConnection) -> None:
-    """End the exchange for which another thread waits."""
-    sock = connection.sock
-    if sock is not None:
-        with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
 
 
 def _read(answer: dict) -> Answer:
