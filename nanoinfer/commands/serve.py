@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         finally:
             engine.close()
             gc.unfreeze()  # to libraries that look for leaks at the end, frozen objects are some
-    return 1 if engine.has_failed else 0
+    return 0 if engine.failure is None else 1
 
 
 def _start(engine: Any) -> None:

@@ -68,9 +68,6 @@ class UnavailableError(ApiError):
     status = 503
     type = "service_unavailable_error"
 
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message, code=code)
-
 
 class EngineStepError(ApiError):
     """The engine failed in a step of this request; other requests are not affected."""

@@ -61,7 +61,7 @@ async def while_client_stays(receive: Receive, work: Coroutine[Any, Any, T]) -> 
         StreamClosedError: the client has disconnected.
     """
     working = asyncio.create_task(work)
-    listener = asyncio.create_task(client_left(receive))
+    listener = asyncio.create_task(_client_left(receive))
     try:
         await asyncio.wait({working, listener}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -72,7 +72,7 @@ async def while_client_stays(receive: Receive, work: Coroutine[Any, Any, T]) -> 
         listener.cancel()
 
 
-async def client_left(receive: Receive) -> None:
+async def _client_left(receive: Receive) -> None:
     """Returns when the client has closed its connection. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

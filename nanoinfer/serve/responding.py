@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from nanoinfer.outputs import RequestOutput
-from nanoinfer.serve.answers import Answer
+from nanoinfer.serve.answers import DONE, Answer
 from nanoinfer.serve.errors import ApiError
-from nanoinfer.serve.receiving import client_left
+from nanoinfer.serve.receiving import while_client_stays
 from nanoinfer.serve.request_stream import RequestStream, StreamClosedError
 
 
 def error_response(error: ApiError) -> Response:
     return Response(error.body(), error.status, error.headers, "application/json")
-
-
-@contextlib.asynccontextmanager
-async def closing_when_client_leaves(stream: RequestStream, receive: Receive) -> AsyncIterator[None]:
-    """Abort the stream's requests as soon as the client disconnects, and at the end of the block."""
-
-    async def wait() -> None:
-        await client_left(receive)
-        stream.close()
-
-    listener = asyncio.create_task(wait())
-    try:
-        yield
-    finally:
-        listener.cancel()
-        stream.close()
 
 
 async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) -> Response:
@@ -43,12 +23,18 @@ async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) 
         ApiError: as for `RequestStream.next`.
         StreamClosedError: the client has disconnected.
     """
-    outputs: list[RequestOutput | None] = [None] * len(stream.prompts)
-    async with closing_when_client_leaves(stream, receive):
+
+    async def body() -> bytes:
+        outputs: list[RequestOutput | None] = [None] * len(stream.prompts)
         while items := await stream.next():
             for place, output in items:
                 outputs[place] = output
-    return Response(answer.whole(outputs), media_type="application/json")
+        return answer.whole(outputs)
+
+    try:
+        return Response(await while_client_stays(receive, body()), media_type="application/json")
+    finally:
+        stream.close()
 
 
 class EventStream(Response):
@@ -60,20 +46,25 @@ class EventStream(Response):
         self._stream, self._answer = stream, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with closing_when_client_leaves(self._stream, receive):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                if first := self._answer.first_events():
-                    await send(_part(first))
-                while items := await self._stream.next():
-                    if events := self._answer.events(items):
-                        await send(_part(events))
-                await send(_part(self._answer.last_events()))
-            except StreamClosedError:
-                return
-            except ApiError as error:
-                await send(_part(b"data: " + error.body() + b"\n\ndata: [DONE]\n\n"))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            await while_client_stays(receive, self._send_all(send))
+        except StreamClosedError:
+            pass  # nobody reads any more
+        finally:
+            self._stream.close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            if first := self._answer.first_events():
+                await send(_part(first))
+            while items := await self._stream.next():
+                if events := self._answer.events(items):
+                    await send(_part(events))
+            await send(_part(self._answer.last_events()))
+        except ApiError as error:
+            await send(_part(b"data: " + error.body() + b"\n\n" + DONE))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _part(body: bytes) -> Message:

@@ -48,7 +48,7 @@ class PromptTokenizer:
         self.tokenizer = copy.deepcopy(tokenizer)
         if self.tokenizer is not None:
             self.tokenizer.encode("a")  # turns off truncation and padding; no later call changes that
-        self._check, self.check_vocabulary, self._max_model_len = check, check_vocabulary, max_model_len
+        self._check, self.check_vocabulary, self.max_model_len = check, check_vocabulary, max_model_len
         self._known = text_pieces.examine(self.tokenizer)
         self._renders_first = _renders_plainly(self.tokenizer)
         self._threads = {
@@ -128,8 +128,8 @@ class PromptTokenizer:
         Args:
             is_bare: True: without special tokens around the text.
         """
-        if (num_tokens := self._known.num_tokens_at_least(text)) >= self._max_model_len:
-            raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", self._max_model_len)
+        if (num_tokens := self._known.num_tokens_at_least(text)) >= self.max_model_len:
+            raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", self.max_model_len)
         if self._known.cut is None or len(text) <= _LONG_PROMPT_CHARS:
             return await self._on(_lane(len(text)), lambda: self._check(encode_whole(text)))
         token_ids = [] if is_bare else list(self._known.before)
@@ -137,8 +137,8 @@ class PromptTokenizer:
         while at < len(text):
             at, piece_ids = await self._piece(text, at)
             token_ids += piece_ids
-            if len(token_ids) >= self._max_model_len and at < len(text):
-                raise too_long(f"at least {len(token_ids)} tokens", self._max_model_len)
+            if len(token_ids) >= self.max_model_len and at < len(text):
+                raise too_long(f"at least {len(token_ids)} tokens", self.max_model_len)
         token_ids += () if is_bare else self._known.after
         return await self._on("long", lambda: self._check(token_ids))
 
