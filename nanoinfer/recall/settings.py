@@ -78,7 +78,7 @@ def read_options(options: argparse.Namespace) -> Evaluation:
         num_questions=DEFAULT_QUESTIONS if options.questions is None else options.questions,
         seed=options.seed,
     )
-    model_dir = find_model(options.model or options.checkpoint or "recall")
+    model_dir = find_model(options.model or "recall")
     check_safetensors(model_dir)
     _check_context(model_dir, grid.lengths[-1])
     for weights, kv in formats:  # a wrong value is refused also where transformers alone answer
