@@ -18,6 +18,7 @@ from nanoinfer.common.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
+from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, EventStream, read_body, while_client_stays, whole_answer
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.gate import ApiGate, Counting, OriginGate
 from nanoinfer.serve.metrics import ServerMetrics
@@ -31,9 +32,7 @@ from nanoinfer.serve.protocol import (
     TokenizeRequest,
 )
 from nanoinfer.serve.queue_limits import Charge
-from nanoinfer.serve.receiving import DEFAULT_BODY_SECONDS, read_body, while_client_stays
 from nanoinfer.serve.request_stream import StreamClosedError
-from nanoinfer.serve.responding import EventStream, error_response, whole_answer
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
 
@@ -242,7 +241,7 @@ def _refusing(asked: Body):
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:
-    return error_response(error)
+    return error.response()
 
 
 async def _client_left(*_: Any) -> Response:
@@ -251,10 +250,10 @@ async def _client_left(*_: Any) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    response = error_response(BadRequestError(message, status=error.status_code))
+    response = BadRequestError(message, status=error.status_code).response()
     response.headers.update(error.headers or {})
     return response
 
 
 async def _unexpected_error(*_: Any) -> Response:
-    return error_response(ApiError("the server failed on this request: look into its log", code="internal_error"))
+    return ApiError("the server failed on this request: look into its log", code="internal_error").response()

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from starlette.responses import Response
+
 SHOWN_CHARS = 80
 
 
@@ -17,7 +19,6 @@ class ApiError(Exception):
         message: what was given, what is allowed, what to do.
         param: the field of the request that is at fault.
         code: OpenAI's short name for the error.
-        retry_after: seconds after which another attempt makes sense.
         closes: close the connection after the answer, because the rest of the request is not read.
     """
 
@@ -31,22 +32,20 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         status: int | None = None,
-        retry_after: int | None = None,
         closes: bool = False,
     ) -> None:
         super().__init__(message)
-        self.message, self.param, self.code, self.retry_after, self.closes = message, param, code, retry_after, closes
+        self.param, self.code = param, code
+        self.headers = {"Connection": "close"} if closes else {}
         if status is not None:
             self.status = status
 
     def body(self) -> bytes:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
-    @property
-    def headers(self) -> dict[str, str]:
-        retry_after = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return retry_after | ({"Connection": "close"} if self.closes else {})
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, "application/json")
 
 
 class BadRequestError(ApiError):
@@ -63,7 +62,8 @@ class OverloadedError(ApiError):
     type = "overloaded_error"
 
     def __init__(self, message: str, *, closes: bool = False) -> None:
-        super().__init__(message, code="overloaded", retry_after=1, closes=closes)
+        super().__init__(message, code="overloaded", closes=closes)
+        self.headers["Retry-After"] = "1"  # seconds after which another attempt makes sense
 
 
 class UnavailableError(ApiError):

@@ -67,7 +67,7 @@ class PromptTokenizer:
             RequestError: as for `Intake.tokenize`.
         """
         if isinstance(prompt, str):
-            return prompt, await self._tokenize_text(prompt, lambda text: encode(self.tokenizer, text))
+            return prompt, await self._tokenize_text(prompt)
         return None, await self._on(_lane(len(prompt)), lambda: self._check(prompt))
 
     async def tokenize_chat(
@@ -90,7 +90,7 @@ class PromptTokenizer:
         if num_bytes <= _LONG_PROMPT_CHARS or not self._renders_first:
             return None, await self._on(_lane(num_bytes), lambda: self._check(templated()))
         text = await self._on(_lane(num_bytes), lambda: templated(tokenize=False))
-        return None, await self._tokenize_text(text, self._encode_bare, is_bare=True)
+        return None, await self._tokenize_text(text, is_bare=True)
 
     async def text_of(self, prompt: Prompt) -> str:
         """Return the prompt as text; "" without a tokenizer."""
@@ -120,9 +120,7 @@ class PromptTokenizer:
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _tokenize_text(
-        self, text: str, encode_whole: Callable[[str], list[int]], *, is_bare: bool = False
-    ) -> list[int]:
+    async def _tokenize_text(self, text: str, *, is_bare: bool = False) -> list[int]:
         """Return the checked token ids of a text. Stop as soon as it is clear that the text is too long.
 
         Args:
@@ -131,7 +129,8 @@ class PromptTokenizer:
         if (num_tokens := self._known.num_tokens_at_least(text)) >= self.max_model_len:
             raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", self.max_model_len)
         if self._known.cut is None or len(text) <= _LONG_PROMPT_CHARS:
-            return await self._on(_lane(len(text)), lambda: self._check(encode_whole(text)))
+            how = dict(add_special_tokens=False) if is_bare else {}
+            return await self._on(_lane(len(text)), lambda: self._check(encode(self.tokenizer, text, **how)))
         token_ids = [] if is_bare else list(self._known.before)
         at = 0
         while at < len(text):

@@ -12,7 +12,7 @@ from trained_tokenizers import make_tokenizer
 from nanoinfer.common.errors import RequestError
 from nanoinfer.requests.prompts import encode_chat
 from nanoinfer.serve import app, queue_limits
-from nanoinfer.serve.receiving import while_client_stays
+from nanoinfer.serve.client import while_client_stays
 from nanoinfer.serve.request_stream import StreamClosedError
 from nanoinfer.serve.tokenizing import PromptTokenizer
 
