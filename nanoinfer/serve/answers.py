@@ -56,7 +56,7 @@ class Answer:
             self._num_cached[place] = output.metrics.num_cached_tokens
             for completion in output.outputs:
                 self._num_generated += len(completion.token_ids)
-                index = self._index(place, completion.index)
+                index = place * self.n + completion.index
                 logprobs = self.logprobs(index, completion.token_ids, completion.logprobs)
                 choice = self.choice(place, index, completion.text, logprobs)
                 choice["finish_reason"] = completion.finish_reason
@@ -88,7 +88,7 @@ class Answer:
             self._num_generated += len(output.token_ids_delta)
             if output.finished:
                 self._num_cached[place] = output.metrics.num_cached_tokens
-            index = self._index(place, output.index)
+            index = place * self.n + output.index
             is_silent = self.has_text and not output.text_delta and not output.finished and self.echoed is None
             if is_silent and not self.request.return_token_ids and output.logprobs_delta is None:
                 continue  # part of a character, or of what may be a stop string
@@ -124,9 +124,6 @@ class Answer:
         """Return the log-probabilities of a choice's next tokens."""
         raise NotImplementedError
 
-    def _index(self, place: int, index: int) -> int:
-        return place * self.n + index
-
     def usage(self) -> dict:
         """Count the tokens of prompts and completions. `cached_tokens` are prompt tokens found in the prefix cache."""
         num_prompt = sum(len(token_ids) for _, token_ids in self.prompts)
@@ -150,17 +147,15 @@ class CompletionAnswer(Answer):
         self._offsets: dict[int, int] = {}  # by choice: characters of the tokens so far
 
     def choice(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        choice = {"index": index, "text": self._with_prompt(place, text), "logprobs": logprobs}
+        choice = self.delta(place, index, text, logprobs)
         if self.request.return_token_ids:
             choice["prompt_token_ids"] = self.prompts[place][1]
         return choice
 
     def delta(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        text = text if index in self._started else self._with_prompt(place, text)
+        if self.echoed is not None and index not in self._started:
+            text = self.echoed[place] + text
         return {"index": index, "text": text, "logprobs": logprobs}
-
-    def _with_prompt(self, place: int, text: str) -> str:
-        return text if self.echoed is None else self.echoed[place] + text
 
     def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]] | None) -> dict | None:
         if entries is None:
