@@ -79,9 +79,7 @@ class AsyncEngine:
         self.sampling_defaults = engine.sampling_defaults
         self._limit.num_places = engine.plan.max_num_seqs
         self._num_queued = -engine.plan.max_num_seqs
-        self.prompts = PromptTokenizer(
-            engine.tokenizer, engine.intake.tokenize, engine.intake.check_vocabulary, engine.plan.max_model_len
-        )
+        self.prompts = PromptTokenizer(engine.tokenizer, engine.intake, engine.plan.max_model_len)
 
     def check_health(self) -> None:
         """Raises UnavailableError if new requests would not be answered, or not soon."""

@@ -38,11 +38,11 @@ def detokenized(asked: DetokenizeRequest, prompts: PromptTokenizer) -> bytes:
     """Return the text of token ids, special tokens included.
 
     Raises:
-        RequestError: there is no tokenizer, or as for `prompts.check_vocabulary`.
+        RequestError: there is no tokenizer, or as for `Intake.check_vocabulary`.
     """
     if prompts.tokenizer is None:
         raise RequestError("there is no tokenizer: start the server with one", field="prompt")
-    prompts.check_vocabulary(asked.tokens)
+    prompts.intake.check_vocabulary(asked.tokens)
     return b'{"prompt":' + _json(prompts.tokenizer.decode(asked.tokens)) + b"}"
 
 

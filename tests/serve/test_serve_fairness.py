@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 from serving import LeavingClient, make_served_checkpoint, serving
@@ -31,7 +32,7 @@ def tokenizing(kind: str = "llama 3", max_model_len: int = 10**9):
     """A `PromptTokenizer`, and the texts that it gave to its tokenizer."""
     tokenizer = make_tokenizer(kind)
     tokenizer.chat_template = TEMPLATE
-    prompts = PromptTokenizer(tokenizer, lambda token_ids: token_ids, lambda token_ids: None, max_model_len)
+    prompts = PromptTokenizer(tokenizer, SimpleNamespace(tokenize=lambda token_ids: token_ids), max_model_len)
     original, texts = prompts.tokenizer.encode, []
 
     def encode(text, **arguments):
