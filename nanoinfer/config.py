@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nanoinfer.common.errors import did_you_mean, refuse_unknown_keywords
+from nanoinfer.common.errors import did_you_mean
 from nanoinfer.common.units import is_share, parse_bytes
-from nanoinfer.common.unsupported import ENGINE, refuse_unsupported
+from nanoinfer.common.unsupported import ENGINE, check_keywords
 
 QUANTISED = ("int4", "int8", "fp8")
 """What the weights of a wide checkpoint can be quantised to."""
 
 
-@partial(refuse_unknown_keywords, known=lambda given: refuse_unsupported(given, ENGINE), taker="LLM")
+@partial(check_keywords, table=ENGINE, taker="LLM")
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. Names and meanings follow vLLM where vLLM has the same setting.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import warnings
 from collections import deque
@@ -15,9 +16,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.common.errors import refuse_unknown
 from nanoinfer.common.units import counted
-from nanoinfer.common.unsupported import CHAT, GENERATE, Table, refuse_unsupported
+from nanoinfer.common.unsupported import CHAT, GENERATE, Table, supported
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.stats import run_line
@@ -46,7 +46,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **arguments: Any) -> None:
         self._engine: LLMEngine | None = LLMEngine(EngineConfig(model=model, **arguments))
-        self._next_request = 0
+        self._new_ids = map(str, itertools.count())
         self._streams: dict[str, _Stream] = {}  # by request: the stream that gets its outputs, whoever runs the step
         if self.engine.config.progress_bar:
             _report(f"{self.mode} mode; {self.engine.plan.one_line()}")
@@ -100,7 +100,7 @@ class LLM:
             with _naming(place, len(prompts)):
                 token_ids.append(self.engine.intake.tokenize(prompt))
         before = self.engine.meter.snapshot()
-        ids = [self._new_id() for _ in prompts]
+        ids = [next(self._new_ids) for _ in prompts]
         requests = []
         try:
             for place, (request_id, *arguments) in enumerate(zip(ids, prompts, params, token_ids, strict=True)):
@@ -141,7 +141,7 @@ class LLM:
         streams: list[_Stream] = []
         try:
             for prompt, param in zip(prompts, params, strict=True):
-                request_id = self._new_id()
+                request_id = next(self._new_ids)
                 try:
                     request = self.engine.add_request(request_id, prompt, param)
                 except ValueError as error:
@@ -265,10 +265,6 @@ class LLM:
                 self._streams[output.request_id].put(output)
         return outputs
 
-    def _new_id(self) -> str:
-        self._next_request += 1
-        return str(self._next_request - 1)
-
     def _one_each(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()
@@ -337,7 +333,7 @@ class _Stream:
 def _refuse(unsupported: dict[str, Any], table: Table, method: Callable) -> None:
     """Raises ValueError if a keyword is unknown or asks for a feature that this engine does not have."""
     allowed = [name for name in inspect.signature(method).parameters if name not in ("self", "unsupported")]
-    refuse_unknown(refuse_unsupported(unsupported, table), allowed, method.__name__)
+    supported(unsupported, table, allowed, method.__name__)
 
 
 def _report(text: str) -> None:

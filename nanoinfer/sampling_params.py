@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from nanoinfer.common.errors import refuse_unknown_keywords
-from nanoinfer.common.unsupported import SAMPLING, refuse_unsupported
+from nanoinfer.common.unsupported import SAMPLING, check_keywords
 
 # vLLM's threshold: dividing by a smaller value would only blur the logits' differences, so such rows take the argmax.
 GREEDY_TEMPERATURE = 1e-5
@@ -19,7 +18,7 @@ class Advised(int):
     """A number of tokens that the checkpoint recommends and the user did not ask for: it is cut if room is short."""
 
 
-@partial(refuse_unknown_keywords, known=lambda given: refuse_unsupported(given, SAMPLING))
+@partial(check_keywords, table=SAMPLING, taker="SamplingParams")
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. One object may serve many requests: the engine never changes it.
@@ -136,15 +135,17 @@ def _number(name: str, given: object, allowed: str, is_allowed, fix: str) -> flo
     return float(given)
 
 
-def _stop_strings(given: object) -> tuple[str, ...]:
+def _listed(name: str, given: object, allowed: str) -> tuple:
     if given is None:
         return ()
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, dict)):
+        raise ValueError(_message(name, given, allowed, f"pass {name}=[...]"))
+    return tuple(given)
+
+
+def _stop_strings(given: object) -> tuple[str, ...]:
     allowed = "a string or a list of strings, none of them empty"
-    if isinstance(given, str):
-        given = (given,)
-    if not isinstance(given, Iterable) or isinstance(given, (bytes, dict)):
-        raise ValueError(_message("stop", given, allowed, "pass stop=[...]"))
-    strings = tuple(given)
+    strings = (given,) if isinstance(given, str) else _listed("stop", given, allowed)
     for string in strings:
         if not isinstance(string, str):
             raise ValueError(_message("stop", list(strings), allowed, f"{string!r} is not a string"))
@@ -154,12 +155,8 @@ def _stop_strings(given: object) -> tuple[str, ...]:
 
 
 def _stop_token_ids(given: object) -> tuple[int, ...]:
-    if given is None:
-        return ()
     allowed = "a list of token ids, integers >= 0"
-    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, dict)):
-        raise ValueError(_message("stop_token_ids", given, allowed, "pass stop_token_ids=[...]"))
-    ids = tuple(given)
+    ids = _listed("stop_token_ids", given, allowed)
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral) or token_id < 0:
             raise ValueError(_message("stop_token_ids", list(ids), allowed, f"{token_id!r} is not a token id"))

@@ -6,18 +6,10 @@ import argparse
 from functools import partial
 from importlib import import_module
 
-from nanoinfer.options import exactness as exactness_options
-from nanoinfer.options import latency as latency_options
-from nanoinfer.options import offload as offload_options
-from nanoinfer.options import throughput as throughput_options
+from nanoinfer.options import exactness, latency, offload, throughput
 
-# Each benchmark has a module, such as `nanoinfer.bench.latency`, that is imported only when this benchmark runs.
-BENCHMARKS = {
-    "latency": latency_options,
-    "throughput": throughput_options,
-    "offload": offload_options,
-    "exactness": exactness_options,
-}
+# The options of each. A module such as `nanoinfer.bench.latency` is imported only when this benchmark runs.
+BENCHMARKS = {"latency": latency, "throughput": throughput, "offload": offload, "exactness": exactness}
 DEFAULT = "offload"
 _HOMES = {"offload": "nanoinfer.commands.bench_offload"}  # modules of benchmarks that join more than one library
 

@@ -23,7 +23,7 @@ _COMMANDS = {"plan": plan_command, "quantize": quantize, "serve": serve, "verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `nanoinfer ...` and returns its exit status; see `command_line.run_command`.
+    """Runs `nanoinfer ...` and returns its exit status; see `options.parser.run_command`.
 
     `verify` and `bench exactness` return 1 if they find a difference, `plan` if something does not fit.
     """

@@ -110,13 +110,12 @@ def run(options: argparse.Namespace) -> int:
                 # The engine ends its requests by itself. This limit is for clients that do not read their answers.
                 timeout_graceful_shutdown=_CLOSING_SECONDS,
             )
-            host, port = listener.getsockname()[:2]
             _report(f"{engine.mode} mode; {engine.plan.one_line()}")
-            _serve(_server_class(uvicorn.Server)(server_config, engine, options.shutdown_timeout), listener, host, port)
+            _serve(_server_class(uvicorn.Server)(server_config, engine, options.shutdown_timeout), listener)
         finally:
             engine.close()
             gc.unfreeze()  # to libraries that look for leaks at the end, frozen objects are some
-    return 1 if engine.has_failed else 0
+    return 0 if engine.failure is None else 1
 
 
 def _start(engine: Any) -> None:
@@ -132,9 +131,7 @@ def _start(engine: Any) -> None:
         os._exit(INTERRUPTED)
 
 
-def _serve(server: Any, listener: socket.socket, host: str, port: int) -> None:
-    shown = f"[{host}]" if ":" in host else host
-    server.announcement = f"serving on http://{shown}:{port}"
+def _serve(server: Any, listener: socket.socket) -> None:
     # uvicorn raises the signal that ended it once more, for the handler that was set before. That must not be the
     # default handler, which would kill a process that has just ended properly.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -153,11 +150,11 @@ def _server_class(base: type) -> type:
         def __init__(self, config: Any, engine: Any, shutdown_timeout: float) -> None:
             super().__init__(config)
             self._engine, self._shutdown_timeout = engine, shutdown_timeout
-            self.announcement = ""
 
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        async def startup(self, sockets: list[socket.socket]) -> None:
             await super().startup(sockets)
-            _report(self.announcement)
+            host, port = sockets[0].getsockname()[:2]
+            _report(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}")
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             self._engine.begin_shutdown()

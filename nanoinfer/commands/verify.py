@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 
 import nanoinfer.verify
-from nanoinfer.models.shapes import SHAPES, refuse_shape, write_shape
+from nanoinfer.models.shapes import SHAPES
 from nanoinfer.options.engine import add_engine_options, engine_arguments
+from nanoinfer.options.measuring import model_directory
 from nanoinfer.options.parser import in_options, length
 
 # The runs choose the other arguments of their engines.
@@ -39,10 +39,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if (options.model is None) == (options.shape is None):
         raise ValueError("give either a model (checkpoint directory or hub id) or --shape")
-    if options.model is not None:
-        refuse_shape(options.model)
-    with tempfile.TemporaryDirectory() as directory:
-        model = options.model if options.shape is None else str(write_shape(options.shape, directory))
+    with model_directory(options, options.shape) as model:
         verdict = nanoinfer.verify.verify(
             model,
             num_requests=options.requests,

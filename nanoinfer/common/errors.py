@@ -1,9 +1,7 @@
 """Refusing names that do not exist, with the nearest one that does."""
 
-import dataclasses
 import difflib
-import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -60,40 +58,3 @@ def unknown(what: str, name: str, allowed: Collection[str]) -> str:
     guess = nearest(name, allowed)
     hint = f": did you mean {guess!r}?" if guess else "."
     return f"{what} {name!r}{hint} Allowed: {', '.join(allowed)}."
-
-
-def refuse_unknown(given: Iterable[str], allowed: Collection[str], what: str) -> None:
-    """Refuse the first name in `given` that is not in `allowed`.
-
-    what: who was given the names, in the user's words ("LLM", "SamplingParams").
-
-    Raises:
-        UnknownNameError: names the unknown argument, the nearest allowed one, and all allowed ones.
-    """
-    for name in given:
-        if name not in allowed:
-            raise UnknownNameError(unknown(f"{what} got an unknown argument", name, allowed))
-
-
-def refuse_unknown_keywords(cls: type, known: Callable[[dict], dict], taker: str | None = None) -> type:
-    """Make a keyword-only dataclass refuse unknown keywords and name the nearest field. Usable as a decorator.
-
-    known: refuses or removes keywords that are known but no fields; returns the remaining keywords.
-    taker: who was given the keywords, in the user's words; None: the class.
-    """
-    generated_init = cls.__init__
-    names = tuple(field.name for field in dataclasses.fields(cls) if field.init)
-
-    @functools.wraps(generated_init)
-    def __init__(self, *args, **kwargs):
-        if args:
-            raise TypeError(
-                f"{cls.__name__} got {len(args)} positional argument(s), it takes keywords only: "
-                f"name them, as in {cls.__name__}({names[0]}=...)."
-            )
-        kwargs = known(kwargs)
-        refuse_unknown(kwargs, names, taker or cls.__name__)
-        generated_init(self, **kwargs)
-
-    cls.__init__ = __init__
-    return cls

@@ -5,8 +5,12 @@ Each table: name -> (values that mean the same as leaving it out, what to do ins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+from nanoinfer.common.errors import UnknownNameError, unknown
 
 Table = Mapping[str, tuple[tuple, str]]
 
@@ -99,17 +103,47 @@ CHAT: Table = GENERATE | by_advice({
 })  # fmt: skip
 
 
-def refuse_unsupported(given: Mapping[str, Any], table: Table) -> dict[str, Any]:
+def check_keywords(cls: type, table: Table, taker: str) -> type:
+    """Make a keyword-only dataclass take its fields and the names in the table only. Usable as a decorator.
+
+    taker: as for `supported`.
+    """
+    generated_init = cls.__init__
+    names = tuple(field.name for field in dataclasses.fields(cls) if field.init)
+
+    @functools.wraps(generated_init)
+    def __init__(self, *args, **kwargs):
+        if args:
+            raise TypeError(
+                f"{cls.__name__} got {len(args)} positional argument(s), it takes keywords only: "
+                f"name them, as in {cls.__name__}({names[0]}=...)."
+            )
+        generated_init(self, **supported(kwargs, table, names, taker))
+
+    cls.__init__ = __init__
+    return cls
+
+
+def supported(given: Mapping[str, Any], table: Table, allowed: Collection[str], taker: str) -> dict[str, Any]:
     """Return the given arguments without those in the table, whose values must mean the same as leaving them out.
+
+    Args:
+        allowed: the names of all other arguments.
+        taker: who was given the arguments, in the user's words ("LLM", "SamplingParams").
 
     Raises:
         ValueError: an argument in the table asks for something. The message says which value is accepted, and what to
             do instead.
+        UnknownNameError: names the unknown argument, the nearest allowed one, and all allowed ones.
     """
     for name, value in given.items():
         if name in table and (message := refusal(name, value, table)):
             raise ValueError(message)
-    return {name: value for name, value in given.items() if name not in table}
+    rest = {name: value for name, value in given.items() if name not in table}
+    for name in rest:
+        if name not in allowed:
+            raise UnknownNameError(unknown(f"{taker} got an unknown argument", name, allowed))
+    return rest
 
 
 def refusal(

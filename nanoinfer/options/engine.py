@@ -47,18 +47,17 @@ def add_engine_options(
         texts: other help texts than the engine's.
     """
     help_of, defaults = field_help() | _HELP | dict(texts or {}), dict(defaults or {})
-    names = [field.name for field in fields(EngineConfig) if field.name not in (*_NO_OPTIONS, *without)]
-    names = [name for name in names if only is None or name in only]
-    for field in fields(EngineConfig):
-        if field.name in names:
-            default = defaults.get(field.name, field.default)
-            text = help_of.get(field.name, "").replace("%", "%%")
-            if default is not None and field.type != "bool":
-                shown = _WORDS[default] if field.name == "enable_cpu_offload" else default
-                text = f"{text.removesuffix('.')} (default: {shown})"
-            kind = _kind(field.name, field.type, field.default)
-            parser.add_argument(*option_names(field.name), dest=field.name, default=default, help=text, **kind)
-    parser.set_defaults(engine_options=names)
+    known = [field for field in fields(EngineConfig) if field.name not in (*_NO_OPTIONS, *without)]
+    wanted = [field for field in known if only is None or field.name in only]
+    for field in wanted:
+        default = defaults.get(field.name, field.default)
+        text = help_of.get(field.name, "").replace("%", "%%")
+        if default is not None and field.type != "bool":
+            shown = _WORDS[default] if field.name == "enable_cpu_offload" else default
+            text = f"{text.removesuffix('.')} (default: {shown})"
+        kind = _kind(field.name, field.type, field.default)
+        parser.add_argument(*option_names(field.name), dest=field.name, default=default, help=text, **kind)
+    parser.set_defaults(engine_options=[field.name for field in wanted])
 
 
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -95,8 +94,7 @@ def _kind(name: str, annotation: str, default: Any) -> dict[str, Any]:
         return dict(type=_batch_sizes if "str" in annotation else _counts, metavar="NUMBERS")
     if "str" not in annotation:
         return dict(type=float if "float" in annotation else int, metavar="SHARE" if "float" in annotation else "N")
-    is_size = "int" in annotation
-    return dict(type=_size, metavar="SIZE") if is_size else {}
+    return dict(type=_size, metavar="SIZE") if "int" in annotation else {}
 
 
 def _offload(text: str) -> bool | str:

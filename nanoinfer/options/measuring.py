@@ -46,7 +46,9 @@ PICTURES = (".png", ".svg", ".pdf")
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options for the model, or for the shape of random weights."""
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("checkpoint", nargs="?", metavar="MODEL", help="checkpoint directory or hub id")
+    model.add_argument(
+        "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="checkpoint directory or hub id"
+    )
     model.add_argument("--model", metavar="MODEL", help="the same as an option")
     model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
 
@@ -84,7 +86,7 @@ def shared_engine_arguments(options: argparse.Namespace) -> dict:
 
 def is_dummy(options: argparse.Namespace) -> bool:
     """Whether the weights are random."""
-    return options.model is None and options.checkpoint is None
+    return options.model is None
 
 
 def default_shape(device: torch.device) -> str:
@@ -102,8 +104,8 @@ def model_directory(options: argparse.Namespace, shape: str) -> Iterator[str]:
         ValueError: there is no such shape, or a shape is given as a checkpoint.
     """
     if not is_dummy(options):
-        refuse_shape(options.model or options.checkpoint)
-        yield options.model or options.checkpoint
+        refuse_shape(options.model)
+        yield options.model
         return
     with tempfile.TemporaryDirectory() as directory:
         yield str(write_shape(options.shape or shape, directory))
@@ -111,7 +113,7 @@ def model_directory(options: argparse.Namespace, shape: str) -> Iterator[str]:
 
 def model_name(options: argparse.Namespace, shape: str) -> str:
     """Return the name of the measured model for a report."""
-    return options.model or options.checkpoint or f"{options.shape or shape} shape, random weights"
+    return options.model or f"{options.shape or shape} shape, random weights"
 
 
 def mode_names(text: str, allowed: Collection[str]) -> list[str]:

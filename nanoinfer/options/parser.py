@@ -109,16 +109,12 @@ def run_command(
         finally:
             sys.stdout.flush()  # so that a broken pipe is noticed here and not when the interpreter ends
     except KeyboardInterrupt:
-        _report(f"{name}: interrupted")
+        print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes stdout once more at its end, so stdout must lead to an open file.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (ValueError, MemoryError, OSError) as error:
-        _report(f"{name}: {in_options(str(error), options.parser)}")
+        print(f"{name}: {in_options(str(error), options.parser)}", file=sys.stderr)
         return REFUSED
-
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr)

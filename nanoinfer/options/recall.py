@@ -25,7 +25,10 @@ HELP_OF_LISTS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the evaluation and of the engine."""
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("checkpoint", nargs="?", metavar="MODEL", help="default: recall, the model that comes along")
+    model.add_argument(
+        "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL",
+        help="default: recall, the model that comes along",
+    )  # fmt: skip
     model.add_argument("--model", metavar="MODEL", help="the same as an option")
     parser.add_argument("--context", help="tokens, such as 1k,16k; default: 1k to 64k on a GPU, 1k,2k on a CPU")
     parser.add_argument(

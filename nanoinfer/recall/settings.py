@@ -72,7 +72,7 @@ def read_options(options: argparse.Namespace) -> Evaluation:
         num_questions=DEFAULT_QUESTIONS if options.questions is None else options.questions,
         seed=options.seed,
     )
-    model_dir = find_model(options.model or options.checkpoint or "recall")
+    model_dir = find_model(options.model or "recall")
     check_safetensors(model_dir)
     common = shared_engine_arguments(options) | dict(
         model=model_dir,

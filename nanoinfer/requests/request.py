@@ -76,7 +76,7 @@ class Request:
         self.last_token = now
         if self.first_token is None:
             self.first_token = now
-        sequence.append(token_id)
+        sequence.token_ids.append(token_id)
         if logprobs is not None:
             self._take_logprobs(sequence, token_id, logprobs)
         params = self.params

@@ -60,9 +60,6 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
 
-    def append(self, token_id: int) -> None:
-        self.token_ids.append(token_id)
-
     @property
     def num_tokens(self) -> int:
         """Tokens so far, pending ones included."""

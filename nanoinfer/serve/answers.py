@@ -30,6 +30,8 @@ class Answer:
     id_prefix = ""
     object_name = ""
     chunk_object_name = ""
+    echoed: list[str] | None = None
+    """The prompts' texts, if the client wants them in front of the completions."""
 
     def __init__(self, request: GenerationRequest, model: str, prompts: list[Prompt], has_text: bool) -> None:
         self.request, self.prompts, self.has_text = request, prompts, has_text
@@ -54,7 +56,7 @@ class Answer:
             self._num_cached[place] = output.metrics.num_cached_tokens
             for completion in output.outputs:
                 self._num_generated += len(completion.token_ids)
-                index = self._index(place, completion.index)
+                index = place * self.n + completion.index
                 logprobs = self.logprobs(index, completion.token_ids, completion.logprobs)
                 choice = self.choice(place, index, completion.text, logprobs)
                 choice["finish_reason"] = completion.finish_reason
@@ -86,9 +88,9 @@ class Answer:
             self._num_generated += len(output.token_ids_delta)
             if output.finished:
                 self._num_cached[place] = output.metrics.num_cached_tokens
-            index = self._index(place, output.index)
-            is_silent = self.has_text and not output.text_delta and not output.finished
-            if is_silent and not self.request.return_token_ids and output.logprobs_delta is None and not self._echoes:
+            index = place * self.n + output.index
+            is_silent = self.has_text and not output.text_delta and not output.finished and self.echoed is None
+            if is_silent and not self.request.return_token_ids and output.logprobs_delta is None:
                 continue  # part of a character, or of what may be a stop string
             logprobs = self.logprobs(index, output.token_ids_delta, output.logprobs_delta)
             choice = self.delta(place, index, output.text_delta, logprobs)
@@ -118,16 +120,9 @@ class Answer:
 
     # Both
 
-    @property
-    def _echoes(self) -> bool:
-        return False
-
     def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]] | None) -> dict | None:
         """Return the log-probabilities of a choice's next tokens."""
         raise NotImplementedError
-
-    def _index(self, place: int, index: int) -> int:
-        return place * self.n + index
 
     def usage(self) -> dict:
         """Count the tokens of prompts and completions. `cached_tokens` are prompt tokens found in the prefix cache."""
@@ -141,36 +136,26 @@ class Answer:
 
 
 class CompletionAnswer(Answer):
-    """For /v1/completions.
-
-    Args:
-        echoed: the prompts' texts, if the client wants them in front of the completions.
-    """
+    """For /v1/completions."""
 
     id_prefix = "cmpl"
     object_name = chunk_object_name = "text_completion"
 
     def __init__(self, *arguments, echoed: list[str] | None = None) -> None:
         super().__init__(*arguments)
-        self._echoed = echoed
+        self.echoed = echoed
         self._offsets: dict[int, int] = {}  # by choice: characters of the tokens so far
 
-    @property
-    def _echoes(self) -> bool:
-        return self._echoed is not None
-
     def choice(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        choice = {"index": index, "text": self._with_prompt(place, text), "logprobs": logprobs}
+        choice = self.delta(place, index, text, logprobs)
         if self.request.return_token_ids:
             choice["prompt_token_ids"] = self.prompts[place][1]
         return choice
 
     def delta(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        text = text if index in self._started else self._with_prompt(place, text)
+        if self.echoed is not None and index not in self._started:
+            text = self.echoed[place] + text
         return {"index": index, "text": text, "logprobs": logprobs}
-
-    def _with_prompt(self, place: int, text: str) -> str:
-        return text if self._echoed is None else self._echoed[place] + text
 
     def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]] | None) -> dict | None:
         if entries is None:

@@ -18,6 +18,7 @@ from nanoinfer.common.errors import RequestError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
+from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, EventStream, read_body, while_client_stays, whole_answer
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.gate import ApiGate, Counting, OriginGate
 from nanoinfer.serve.metrics import ServerMetrics
@@ -30,11 +31,10 @@ from nanoinfer.serve.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from nanoinfer.serve.receiving import DEFAULT_BODY_SECONDS, read_body, while_client_stays
+from nanoinfer.serve.queue_limits import Charge
 from nanoinfer.serve.request_stream import StreamClosedError
-from nanoinfer.serve.responding import EventStream, error_response, whole_answer
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
-from nanoinfer.serve.tokenizing import Prompt
+from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
 
 _LARGE_BODY_BYTES = 65_536  # parsing takes about a millisecond
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
@@ -120,7 +120,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
 
     async def completion_answer(body: bytes) -> tuple[Answer, SamplingParams]:
         asked = await _parsed(engine, CompletionRequest, body)
-        model = _model_name(asked, names)
+        model = _model_name(asked.model, names)
         params = asked.sampling_params(engine.sampling_defaults | {"max_tokens": DEFAULT_MAX_TOKENS})
         with _refusing(asked):
             prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
@@ -129,7 +129,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
 
     async def chat_answer(body: bytes) -> tuple[Answer, SamplingParams]:
         asked = await _parsed(engine, ChatRequest, body)
-        model = _model_name(asked, names)
+        model = _model_name(asked.model, names)
         params = asked.sampling_params({"max_tokens": None} | engine.sampling_defaults)  # None: what the prompt leaves
         with _refusing(asked):
             prompt = await engine.prompts.tokenize_chat(asked.conversation, asked.template_arguments, len(body))
@@ -139,7 +139,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
         request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, tuple[Answer, SamplingParams]]]
     ) -> Response:
         arrival = time.perf_counter()
-        with engine.waiting.charge() as charge:
+        with Charge(engine.waiting) as charge:
             body = await read(request, charge)
             answer, params = await while_client_stays(request.receive, prepare(body))
             del body  # the answer may take long
@@ -157,26 +157,20 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
 def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str], read: ReadBody) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        def work(asked: TokenizeRequest) -> bytes:
-            return tokenized(asked, engine.prompts.tokenizer, engine.plan.max_model_len)
-
-        return await respond(request, TokenizeRequest, work)
+        return await respond(request, TokenizeRequest, tokenized)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        def work(asked: DetokenizeRequest) -> bytes:
-            return detokenized(asked, engine.prompts.tokenizer, engine.prompts.check_vocabulary)
+        return await respond(request, DetokenizeRequest, detokenized)
 
-        return await respond(request, DetokenizeRequest, work)
-
-    async def respond(request: Request, kind: type[Body], work: Callable[[Any], bytes]) -> Response:
+    async def respond(request: Request, kind: type[Body], work: Callable[[Any, PromptTokenizer], bytes]) -> Response:
         async def answer(body: bytes) -> bytes:
             asked = await _parsed(engine, kind, body)
-            _model_name(asked, names)
+            _model_name(asked.model, names)
             with _refusing(asked):
-                return await engine.prompts.aside(lambda: work(asked))
+                return await engine.prompts.aside(lambda: work(asked, engine.prompts))
 
-        with engine.waiting.charge() as charge:
+        with Charge(engine.waiting) as charge:
             body = await read(request, charge, max_bytes=MAX_TOKENIZING_BYTES)
             content = await while_client_stays(request.receive, answer(body))
         return Response(content, media_type="application/json")
@@ -201,26 +195,21 @@ def _add_models(app: FastAPI, engine: AsyncEngine, names: list[str]) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        if name not in names:
-            raise _no_such_model(name, names)
-        return card(name)
+        return card(_model_name(name, names))
 
 
-def _model_name(asked: Body, names: list[str]) -> str:
-    if asked.model is None:
+def _model_name(asked: str | None, names: list[str]) -> str:
+    """Return the name that an answer shows; the first one if a request names no model."""
+    if asked is None:
         return names[0]
-    if asked.model not in names:
-        raise _no_such_model(asked.model, names)
-    return asked.model
-
-
-def _no_such_model(name: str, names: list[str]) -> ApiError:
-    return BadRequestError(
-        f"the model {name[:200]!r} is not served here: use {' or '.join(map(repr, names))}",
-        status=404,
-        param="model",
-        code="model_not_found",
-    )
+    if asked not in names:
+        raise BadRequestError(
+            f"the model {asked[:200]!r} is not served here: use {' or '.join(map(repr, names))}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+    return asked
 
 
 def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -> None:
@@ -252,7 +241,7 @@ def _refusing(asked: Body):
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:
-    return error_response(error)
+    return error.response()
 
 
 async def _client_left(*_: Any) -> Response:
@@ -261,10 +250,10 @@ async def _client_left(*_: Any) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    response = error_response(BadRequestError(message, status=error.status_code))
+    response = BadRequestError(message, status=error.status_code).response()
     response.headers.update(error.headers or {})
     return response
 
 
 async def _unexpected_error(*_: Any) -> Response:
-    return error_response(ApiError("the server failed on this request: look into its log", code="internal_error"))
+    return ApiError("the server failed on this request: look into its log", code="internal_error").response()

@@ -58,7 +58,8 @@ class AsyncEngine:
         self._lock = threading.Lock()  # keeps calls out of the inbox after the thread has emptied it for the last time
         self._is_closed = False
         self._is_draining = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """The error because of which the engine has stopped."""
         self._num_queued = 0  # sequences that wait for a place; below 0: free places
         self._streams: set[RequestStream] = set()  # used on the loop
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -78,9 +79,7 @@ class AsyncEngine:
         self.sampling_defaults = engine.sampling_defaults
         self._limit.num_places = engine.plan.max_num_seqs
         self._num_queued = -engine.plan.max_num_seqs
-        self.prompts = PromptTokenizer(
-            engine.tokenizer, engine.intake.tokenize, engine.intake.check_vocabulary, engine.plan.max_model_len
-        )
+        self.prompts = PromptTokenizer(engine.tokenizer, engine.intake, engine.plan.max_model_len)
 
     def check_health(self) -> None:
         """Raises UnavailableError if new requests would not be answered, or not soon."""
@@ -89,7 +88,7 @@ class AsyncEngine:
             raise UnavailableError(
                 f"a step of the engine has run for {seconds:.0f} s, longer than --max-step-seconds "
                 f"{self.max_step_seconds:g}: it hangs if this goes on; restart the server then",
-                "engine_hangs",
+                code="engine_hangs",
             )
 
     @property
@@ -97,11 +96,6 @@ class AsyncEngine:
         """Seconds for which the current step has been running; 0 if no step is running."""
         began = self.requests.step_began
         return 0.0 if began is None else time.monotonic() - began
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the engine has stopped because of an error."""
-        return self._failure is not None
 
     @property
     def num_streams(self) -> int:
@@ -166,14 +160,14 @@ class AsyncEngine:
             pass  # the engine's thread has ended, so nothing runs any more
 
     def _check_open(self) -> None:
-        if self._failure is not None or not self._thread.is_alive():
+        if self.failure is not None or not self._thread.is_alive():
             raise self._dead()
         if self._is_draining:
-            raise UnavailableError("the server is shutting down: send the request to another one", "shutting_down")
+            raise UnavailableError("the server is shutting down: send the request to another one", code="shutting_down")
 
     def _dead(self) -> UnavailableError:
-        why = f" ({type(self._failure).__name__}: {self._failure})" if self._failure is not None else ""
-        return UnavailableError(f"the engine is not running{why}: restart the server", "engine_dead")
+        why = f" ({type(self.failure).__name__}: {self.failure})" if self.failure is not None else ""
+        return UnavailableError(f"the engine is not running{why}: restart the server", code="engine_dead")
 
     # Shutdown, from the loop
 
@@ -189,7 +183,8 @@ class AsyncEngine:
         for stream in list(self._streams):
             stream.fail(
                 UnavailableError(
-                    f"the server shut down, and the request had not ended within {timeout_seconds:g} s", "shutting_down"
+                    f"the server shut down, and the request had not ended within {timeout_seconds:g} s",
+                    code="shutting_down",
                 )
             )
 
@@ -221,7 +216,7 @@ class AsyncEngine:
                 self._send(requests)
         except BaseException as error:
             logger.exception("the engine is dead")
-            self._failure = error
+            self.failure = error
         self._end(engine, requests)
 
     def _take_inbox(self, engine: LLMEngine, requests: ServedRequests) -> bool:

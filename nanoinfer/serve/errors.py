@@ -1,8 +1,14 @@
-"""The errors that clients get when a request cannot be answered, in OpenAI's format."""
+"""The errors that clients get when a request cannot be answered, in OpenAI's format, and what they show of a value."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.responses import Response
+
+SHOWN_CHARS = 80
 
 
 class ApiError(Exception):
@@ -13,7 +19,6 @@ class ApiError(Exception):
         message: what was given, what is allowed, what to do.
         param: the field of the request that is at fault.
         code: OpenAI's short name for the error.
-        retry_after: seconds after which another attempt makes sense.
         closes: close the connection after the answer, because the rest of the request is not read.
     """
 
@@ -27,22 +32,20 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         status: int | None = None,
-        retry_after: int | None = None,
         closes: bool = False,
     ) -> None:
         super().__init__(message)
-        self.message, self.param, self.code, self.retry_after, self.closes = message, param, code, retry_after, closes
+        self.param, self.code = param, code
+        self.headers = {"Connection": "close"} if closes else {}
         if status is not None:
             self.status = status
 
     def body(self) -> bytes:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
-    @property
-    def headers(self) -> dict[str, str]:
-        retry_after = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return retry_after | ({"Connection": "close"} if self.closes else {})
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, "application/json")
 
 
 class BadRequestError(ApiError):
@@ -59,7 +62,8 @@ class OverloadedError(ApiError):
     type = "overloaded_error"
 
     def __init__(self, message: str, *, closes: bool = False) -> None:
-        super().__init__(message, code="overloaded", retry_after=1, closes=closes)
+        super().__init__(message, code="overloaded", closes=closes)
+        self.headers["Retry-After"] = "1"  # seconds after which another attempt makes sense
 
 
 class UnavailableError(ApiError):
@@ -67,9 +71,6 @@ class UnavailableError(ApiError):
 
     status = 503
     type = "service_unavailable_error"
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message, code=code)
 
 
 class EngineStepError(ApiError):
@@ -82,3 +83,32 @@ class EngineStepError(ApiError):
             "log if it happens again",
             code="engine_error",
         )
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a long text, or of the value's `repr`; all of a large value's would take seconds."""
+    text = ""
+    for part in [value] if isinstance(value, str) and len(value) > SHOWN_CHARS else _repr_parts(value):
+        text += part
+        if len(text) > SHOWN_CHARS:
+            return text[:SHOWN_CHARS] + "..."
+    return text
+
+
+def _repr_parts(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        yield "["
+        for place, one in enumerate(value):
+            yield ", " if place else ""
+            yield from _repr_parts(one)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for place, (name, one) in enumerate(value.items()):
+            yield ", " if place else ""
+            yield from _repr_parts(name)
+            yield ": "
+            yield from _repr_parts(one)
+        yield "}"
+    else:
+        yield repr(value[: SHOWN_CHARS + 1] if isinstance(value, str) else value)

@@ -14,7 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.metrics import ServerMetrics
-from nanoinfer.serve.responding import error_response
 
 GUARDED = ("/v1", "/tokenize", "/detokenize")  # prefixes of the paths that need the API key and have JSON bodies
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
@@ -65,7 +64,7 @@ class _Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self.error(scope) if scope["type"] == "http" else None
-        await (self._app if error is None else error_response(error))(scope, receive, send)
+        await (self._app if error is None else error.response())(scope, receive, send)
 
     def error(self, scope: Scope) -> ApiError | None:
         """Return the reason why the request is refused; None if it may pass."""

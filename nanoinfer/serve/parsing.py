@@ -11,9 +11,8 @@ from pydantic import ValidationError
 from nanoinfer.common.errors import unknown
 from nanoinfer.common.unsupported import refusal
 from nanoinfer.serve import json_body
-from nanoinfer.serve.errors import BadRequestError
+from nanoinfer.serve.errors import SHOWN_CHARS, BadRequestError, shown
 from nanoinfer.serve.protocol import IGNORED, MAX_STOP_STRINGS, UNSUPPORTED, Body, StreamOptions, too_many_stops
-from nanoinfer.serve.shown import SHOWN_CHARS, shown
 
 R = TypeVar("R", bound=Body)
 

@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from nanoinfer.common.unsupported import FIRST_COME, LEAVE_OUT, SAMPLING, by_advice
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.serve.errors import BadRequestError
-from nanoinfer.serve.shown import shown
+from nanoinfer.serve.errors import BadRequestError, shown
 
 MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
 MAX_STOP_STRINGS = 64  # every token's text is searched for each of them

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from nanoinfer.common.errors import RequestError
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.serve.errors import OverloadedError
@@ -76,13 +74,9 @@ class WaitingBytes:
             raise ValueError(f"max_queue_bytes is {limit}, it must be at least {MAX_BODY_BYTES}: a body may be as long")
         self.limit, self.num_bytes = limit, 0
 
-    def charge(self) -> Charge:
-        """Return a new, empty account for one request."""
-        return Charge(self)
-
 
 class Charge:
-    """The bytes of one request, to be used in a `with` block.
+    """The bytes of one request among those of all, to be used in a `with` block.
 
     The end of the block releases them, unless `is_handed_over` is set and no exception is raised.
     """
@@ -115,8 +109,6 @@ class Charge:
     def __enter__(self) -> Charge:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None or not self.is_handed_over:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None or not self.is_handed_over:
             self.release()

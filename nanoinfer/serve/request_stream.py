@@ -24,6 +24,7 @@ class RequestStream:
         wants_deltas: True: the items are `StreamOutput`s, token by token. False: the items are `RequestOutput`s, one
             for each prompt, at its end.
         arrival: `time.perf_counter` at the arrival of the HTTP request.
+        charge: counts the bytes of the HTTP request until its first token.
         has_started: whether the first token was read; used on the engine's thread.
     """
 
@@ -39,7 +40,7 @@ class RequestStream:
     ) -> None:
         self.prompts, self.wants_deltas, self.arrival = prompts, wants_deltas, arrival
         self.has_started = False
-        self._on_end, self._on_close, self._charge = on_end, on_close, charge
+        self._on_end, self._on_close, self.charge = on_end, on_close, charge
         self._num_running = len(prompts)
         self._items: list[Item] = []
         self._error: Exception | None = None
@@ -68,17 +69,13 @@ class RequestStream:
         self._items.append((place, output))
         self._wake()
 
-    def start(self) -> None:
-        """Note that the request no longer waits."""
-        self._charge.release()
-
     def end_one(self) -> None:
         """Note that one of the prompts has ended."""
         if self.has_ended:
             return
         self._num_running -= 1
         if self._num_running == 0:
-            self.start()
+            self.charge.release()
             self._on_end(self)
         self._wake()
 
@@ -87,7 +84,7 @@ class RequestStream:
         if self.has_ended:
             return
         self._error = error
-        self.start()
+        self.charge.release()
         self._on_end(self)
         self._on_close(self)
         self._wake()

@@ -176,18 +176,15 @@ class _Description:
     def _never_merged(self) -> tuple[str, str] | None:
         """For tokenizers that write a space as "▁" and merge across words: letters that no token has before "▁"."""
         model, vocab = self._model, self._model["vocab"]
-        writes_space = [part for part in self._normalizers if part["type"] == "Replace"]
-        is_written = any(part["pattern"] == {"String": " "} and part["content"] == "▁" for part in writes_space)
-        if len(self._normalizers) != len(writes_space) or len(writes_space) > 1 or len(writes_space) != is_written:
-            return None
-        if is_written and any(
-            part["type"] != "Split" or part["pattern"] != {"String": " "} or part["behavior"] == "Removed"
-            for part in self._words
-        ):
-            return None
-        if not is_written and not (
-            len(self._words) == 1 and self._words[0]["type"] == "Metaspace" and self._words[0]["replacement"] == "▁"
-        ):
+        if self._normalizers == [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]:
+            is_known = all(
+                part["type"] == "Split" and part["pattern"] == {"String": " "} and part["behavior"] != "Removed"
+                for part in self._words
+            )
+        else:
+            written = [part["type"] == "Metaspace" and part["replacement"] for part in self._words]
+            is_known = not self._normalizers and written == ["▁"]
+        if not is_known:
             return None
         if model.get("ignore_merges") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
             return None

@@ -7,55 +7,43 @@ lock on any thread, which also blocks the event loop. So values that may be long
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-
-from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.requests.prompts import encode, encode_chat
 from nanoinfer.serve.protocol import DetokenizeRequest, TokenizeRequest
+from nanoinfer.serve.tokenizing import PromptTokenizer
 
 MAX_TOKENIZING_BYTES = 4 * 2**20
 _PIECE = 16_384  # ids or characters, about a millisecond of work
 
 
-def tokenized(asked: TokenizeRequest, tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> bytes:
+def tokenized(asked: TokenizeRequest, prompts: PromptTokenizer) -> bytes:
     """Return the token ids of a text or a conversation; their number is not limited.
 
     Raises:
         RequestError: as for `prompts.encode`, `prompts.conversation` and `prompts.encode_chat`.
         BadRequestError: as for `TokenizeRequest.conversation`.
     """
+    tokenizer = prompts.tokenizer
     if asked.messages is not None:
         tokens = encode_chat(tokenizer, asked.conversation(), **asked.template_arguments)
     else:
         tokens = encode(tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
-    token_strs = tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
-    return b"".join(
-        [
-            b'{"count":%d,"max_model_len":%d,"tokens":' % (len(tokens), max_model_len),
-            _json(tokens),
-            b',"token_strs":',
-            b"null" if token_strs is None else _json(token_strs),
-            b"}",
-        ]
-    )
+    strs = _json(tokenizer.convert_ids_to_tokens(tokens)) if asked.return_token_strs else b"null"
+    parts = (len(tokens), prompts.max_model_len, _json(tokens), strs)
+    return b'{"count":%d,"max_model_len":%d,"tokens":%s,"token_strs":%s}' % parts
 
 
-def detokenized(
-    asked: DetokenizeRequest,
-    tokenizer: PreTrainedTokenizerBase | None,
-    check_vocabulary: Callable[[list[int]], None],
-) -> bytes:
+def detokenized(asked: DetokenizeRequest, prompts: PromptTokenizer) -> bytes:
     """Return the text of token ids, special tokens included.
 
     Raises:
-        RequestError: there is no tokenizer, or as for `check_vocabulary`.
+        RequestError: there is no tokenizer, or as for `Intake.check_vocabulary`.
     """
-    if tokenizer is None:
+    if prompts.tokenizer is None:
         raise RequestError("there is no tokenizer: start the server with one", field="prompt")
-    check_vocabulary(asked.tokens)
-    return b'{"prompt":' + _json(tokenizer.decode(asked.tokens)) + b"}"
+    prompts.intake.check_vocabulary(asked.tokens)
+    return b'{"prompt":' + _json(prompts.tokenizer.decode(asked.tokens)) + b"}"
 
 
 def _json(value: list | str) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from nanoinfer.engine.intake import Intake
 from nanoinfer.requests.prompts import encode, encode_chat, too_long
 from nanoinfer.serve import text_pieces
 
@@ -33,22 +34,15 @@ class PromptTokenizer:
     Args:
         tokenizer: the engine's tokenizer. It is copied, because tokenizers of the Rust library refuse to be changed on
             one thread while another uses them. None: prompts must be token ids.
-        check: returns token ids that the engine can use, or raises RequestError; called on these threads.
-        check_vocabulary: raises RequestError if an id is outside the vocabulary; called on these threads.
+        intake: checks token ids, on these threads.
         max_model_len: in tokens; a prompt must have fewer.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        check: Callable[[list[int]], list[int]],
-        check_vocabulary: Callable[[list[int]], None],
-        max_model_len: int,
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, intake: Intake, max_model_len: int) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
         if self.tokenizer is not None:
             self.tokenizer.encode("a")  # turns off truncation and padding; no later call changes that
-        self._check, self.check_vocabulary, self._max_model_len = check, check_vocabulary, max_model_len
+        self.intake, self.max_model_len = intake, max_model_len
         self._known = text_pieces.examine(self.tokenizer)
         self._renders_first = _renders_plainly(self.tokenizer)
         self._threads = {
@@ -67,8 +61,8 @@ class PromptTokenizer:
             RequestError: as for `Intake.tokenize`.
         """
         if isinstance(prompt, str):
-            return prompt, await self._tokenize_text(prompt, lambda text: encode(self.tokenizer, text))
-        return None, await self._on(_lane(len(prompt)), lambda: self._check(prompt))
+            return prompt, await self._tokenize_text(prompt)
+        return None, await self._on(_lane(len(prompt)), lambda: self.intake.tokenize(prompt))
 
     async def tokenize_chat(
         self, conversation: Callable[[], list[dict]], template_arguments: dict[str, Any], num_bytes: int
@@ -88,9 +82,9 @@ class PromptTokenizer:
             return encode_chat(self.tokenizer, conversation(), **template_arguments, **how)
 
         if num_bytes <= _LONG_PROMPT_CHARS or not self._renders_first:
-            return None, await self._on(_lane(num_bytes), lambda: self._check(templated()))
+            return None, await self._on(_lane(num_bytes), lambda: self.intake.tokenize(templated()))
         text = await self._on(_lane(num_bytes), lambda: templated(tokenize=False))
-        return None, await self._tokenize_text(text, self._encode_bare, is_bare=True)
+        return None, await self._tokenize_text(text, is_bare=True)
 
     async def text_of(self, prompt: Prompt) -> str:
         """Return the prompt as text; "" without a tokenizer."""
@@ -120,27 +114,26 @@ class PromptTokenizer:
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _tokenize_text(
-        self, text: str, encode_whole: Callable[[str], list[int]], *, is_bare: bool = False
-    ) -> list[int]:
+    async def _tokenize_text(self, text: str, *, is_bare: bool = False) -> list[int]:
         """Return the checked token ids of a text. Stop as soon as it is clear that the text is too long.
 
         Args:
             is_bare: True: without special tokens around the text.
         """
-        if (num_tokens := self._known.num_tokens_at_least(text)) >= self._max_model_len:
-            raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", self._max_model_len)
+        if (num_tokens := self._known.num_tokens_at_least(text)) >= self.max_model_len:
+            raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", self.max_model_len)
         if self._known.cut is None or len(text) <= _LONG_PROMPT_CHARS:
-            return await self._on(_lane(len(text)), lambda: self._check(encode_whole(text)))
+            how = dict(add_special_tokens=False) if is_bare else {}
+            return await self._on(_lane(len(text)), lambda: self.intake.tokenize(encode(self.tokenizer, text, **how)))
         token_ids = [] if is_bare else list(self._known.before)
         at = 0
         while at < len(text):
             at, piece_ids = await self._piece(text, at)
             token_ids += piece_ids
-            if len(token_ids) >= self._max_model_len and at < len(text):
-                raise too_long(f"at least {len(token_ids)} tokens", self._max_model_len)
+            if len(token_ids) >= self.max_model_len and at < len(text):
+                raise too_long(f"at least {len(token_ids)} tokens", self.max_model_len)
         token_ids += () if is_bare else self._known.after
-        return await self._on("long", lambda: self._check(token_ids))
+        return await self._on("long", lambda: self.intake.tokenize(token_ids))
 
     async def _piece(self, text: str, begin: int) -> tuple[int, list[int]]:
         """Return the end of the piece that begins at `begin`, and the piece's token ids."""

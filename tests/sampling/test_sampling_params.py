@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from nanoinfer.common.errors import UnknownNameError, nearest, refuse_unknown
-from nanoinfer.common.unsupported import SAMPLING
+from nanoinfer.common.errors import UnknownNameError, nearest
+from nanoinfer.common.unsupported import SAMPLING, supported
 from nanoinfer.outputs import CompletionOutput
 from nanoinfer.sampling_params import SamplingParams
 
@@ -198,10 +198,10 @@ def test_positional_arguments_are_refused():
         SamplingParams(0.5)
 
 
-def test_refuse_unknown_takes_known_names_and_guesses_only_near_ones():
-    refuse_unknown(["model"], ["model", "seed"], "LLM")
+def test_known_names_are_taken_and_only_near_ones_guessed():
+    assert supported(dict(model="x"), {}, ["model", "seed"], "LLM") == dict(model="x")
     with pytest.raises(UnknownNameError, match="^LLM got an unknown argument 'zzz'. Allowed: model, seed.$"):
-        refuse_unknown(["model", "zzz"], ["model", "seed"], "LLM")
+        supported(dict(model="x", zzz=1), {}, ["model", "seed"], "LLM")
     assert nearest("gpu_memory_limt", ["gpu_memory_limit", "gpu_memory_utilization"]) == "gpu_memory_limit"
     assert nearest("zzz", ["model"]) is None
 

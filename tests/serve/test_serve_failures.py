@@ -100,7 +100,7 @@ def test_a_lost_device_ends_everything_and_is_seen_by_the_probe(path):
             assert (await served.client.get("/health")).status_code == 503
             assert (await served.post(prompt=[5])).json()["error"]["code"] == "engine_dead"
             assert (await served.client.get("/metrics")).status_code == 503
-            assert served.async_engine.has_failed and not served.async_engine.num_streams
+            assert served.async_engine.failure and not served.async_engine.num_streams
 
     asyncio.run(asyncio.wait_for(ask(), 30))
 

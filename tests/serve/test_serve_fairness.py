@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 from serving import LeavingClient, make_served_checkpoint, serving
@@ -12,7 +13,7 @@ from trained_tokenizers import make_tokenizer
 from nanoinfer.common.errors import RequestError
 from nanoinfer.requests.prompts import encode_chat
 from nanoinfer.serve import app, queue_limits
-from nanoinfer.serve.receiving import while_client_stays
+from nanoinfer.serve.client import while_client_stays
 from nanoinfer.serve.request_stream import StreamClosedError
 from nanoinfer.serve.tokenizing import PromptTokenizer
 
@@ -31,7 +32,7 @@ def tokenizing(kind: str = "llama 3", max_model_len: int = 10**9):
     """A `PromptTokenizer`, and the texts that it gave to its tokenizer."""
     tokenizer = make_tokenizer(kind)
     tokenizer.chat_template = TEMPLATE
-    prompts = PromptTokenizer(tokenizer, lambda token_ids: token_ids, lambda token_ids: None, max_model_len)
+    prompts = PromptTokenizer(tokenizer, SimpleNamespace(tokenize=lambda token_ids: token_ids), max_model_len)
     original, texts = prompts.tokenizer.encode, []
 
     def encode(text, **arguments):

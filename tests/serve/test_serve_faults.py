@@ -9,6 +9,7 @@ from engines import VOCAB
 from serving import MODEL, LeavingClient, events, make_served_checkpoint, metrics_of, serving
 
 from nanoinfer import SamplingParams
+from nanoinfer.serve.queue_limits import Charge
 from nanoinfer.serve.request_stream import StreamClosedError
 
 LONG = dict(max_tokens=300, temperature=0, ignore_eos=True)
@@ -72,7 +73,7 @@ def test_a_reader_that_is_cancelled_ends_its_request(path):
             prompts = [await served.async_engine.prompts.tokenize([1, 2])]
             params = SamplingParams(max_tokens=300, ignore_eos=True)
             stream = await served.async_engine.submit(
-                prompts, params, wants_deltas=True, arrival=0.0, charge=served.async_engine.waiting.charge()
+                prompts, params, wants_deltas=True, arrival=0.0, charge=Charge(served.async_engine.waiting)
             )
             stream.close()
             with pytest.raises(StreamClosedError):

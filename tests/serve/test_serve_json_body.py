@@ -7,7 +7,7 @@ import re
 import pytest
 
 from nanoinfer.serve import json_body
-from nanoinfer.serve.shown import shown
+from nanoinfer.serve.errors import shown
 
 ATOMS = [
     '"', "\\", '\\"', "\\u", "\\ud83d", "\\ude00", "d83d", "{", "}", "[", "]", ",", ":", " ", "\n", "5", "-", "1.5e3",

@@ -46,8 +46,8 @@ LocalServer = Callable[[dict[str, Any], int], AbstractContextManager[str]]
 DEFAULT_VOCAB_SIZE = 1000
 # Engine options that also apply to another server, or to the benchmark itself.
 _FOR_SERVERS = (
-    "api_key base_url batch benchmark block_size checkpoint command model no_progress output_json output_len parser "
-    "requests seed vocab_size"
+    "api_key base_url batch benchmark block_size command model no_progress output_json output_len parser requests "
+    "seed vocab_size"
 ).split()
 
 
@@ -106,7 +106,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _ask_server(options: argparse.Namespace, sizes: list[int]) -> tuple[str, list[Condition]]:
     api_key = options.api_key or os.environ.get("OPENAI_API_KEY")
-    asker = ServerAsker(options.base_url, options.model or options.checkpoint, api_key)
+    asker = ServerAsker(options.base_url, options.model, api_key)
     vocab_size = options.vocab_size or DEFAULT_VOCAB_SIZE
     workload = make_workload(options.requests, vocab_size, options.block_size, options.output_len, options.seed)
     asker.leave_out_what_is_refused(workload.asked[0])

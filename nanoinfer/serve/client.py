@@ -1,0 +1,136 @@
+"""The connection with a client: read its request, work while it stays connected, and answer, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from nanoinfer.outputs import RequestOutput
+from nanoinfer.serve.answers import DONE, Answer
+from nanoinfer.serve.errors import ApiError, BadRequestError
+from nanoinfer.serve.queue_limits import MAX_BODY_BYTES, Charge
+from nanoinfer.serve.request_stream import RequestStream, StreamClosedError
+
+T = TypeVar("T")
+DEFAULT_BODY_SECONDS = 60.0
+
+
+async def read_body(request: Request, charge: Charge, *, timeout: float, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Return the request's body.
+
+    Args:
+        charge: counts the bytes of the body as they arrive.
+        timeout: seconds for the whole body.
+
+    Raises:
+        BadRequestError: the body is longer than `max_bytes`, or takes longer than `timeout`.
+        OverloadedError: too many bytes wait.
+        StreamClosedError: the client has disconnected.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout):
+            async for part in request.stream():
+                if len(body) + len(part) > max_bytes:
+                    raise BadRequestError(
+                        f"the body has more than {max_bytes} bytes: send fewer or shorter prompts at once",
+                        status=413,
+                        closes=True,
+                    )
+                charge.add(len(part))
+                body += part
+    except ClientDisconnect as error:
+        raise StreamClosedError from error
+    except TimeoutError as error:
+        raise BadRequestError(
+            f"the body has not arrived within {timeout:g} s, {len(body)} bytes of it have: send it faster, or start "
+            "the server with a larger --body-timeout",
+            status=408,
+            code="body_timeout",
+            closes=True,
+        ) from error
+    return bytes(body)
+
+
+async def while_client_stays(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Cancel `work` as soon as the client disconnects.
+
+    Raises:
+        StreamClosedError: the client has disconnected.
+    """
+    working = asyncio.create_task(work)
+    listener = asyncio.create_task(_client_left(receive))
+    try:
+        await asyncio.wait({working, listener}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise StreamClosedError
+        return working.result()
+    finally:
+        working.cancel()
+        listener.cancel()
+
+
+async def _client_left(receive: Receive) -> None:
+    """Returns when the client has closed its connection. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) -> Response:
+    """Wait for the last token and return the whole answer.
+
+    Raises:
+        ApiError: as for `RequestStream.next`.
+        StreamClosedError: the client has disconnected.
+    """
+
+    async def body() -> bytes:
+        outputs: list[RequestOutput | None] = [None] * len(stream.prompts)
+        while items := await stream.next():
+            for place, output in items:
+                outputs[place] = output
+        return answer.whole(outputs)
+
+    try:
+        return Response(await while_client_stays(receive, body()), media_type="application/json")
+    finally:
+        stream.close()
+
+
+class EventStream(Response):
+    """Server-sent events: each output is sent as soon as it is known. Outputs that came together share one write."""
+
+    def __init__(self, stream: RequestStream, answer: Answer) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._stream, self._answer = stream, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_client_stays(receive, self._send_all(send))
+        except StreamClosedError:
+            pass  # nobody reads any more
+        finally:
+            self._stream.close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            if first := self._answer.first_events():
+                await send(_part(first))
+            while items := await self._stream.next():
+                if events := self._answer.events(items):
+                    await send(_part(events))
+            await send(_part(self._answer.last_events()))
+        except ApiError as error:
+            await send(_part(b"data: " + error.body() + b"\n\n" + DONE))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _part(body: bytes) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": True}
