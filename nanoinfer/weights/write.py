@@ -23,6 +23,7 @@ from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.online import QuantisedWhileRead
 from nanoinfer.layers.formats.registry import formats_of
+from nanoinfer.layers.formats.schemes import quantise, stored
 from nanoinfer.models.registry import resolve
 from nanoinfer.weights.fill import read_rows, refusal
 from nanoinfer.weights.load import (
@@ -120,8 +121,8 @@ def _parts(model_dir: Path, hf_config: PretrainedConfig) -> list[_Part]:
             continue  # such as a tied head, which repeats the embeddings
         if isinstance(view, Filling) and view.by_rows:
             weights = formats.of_embeddings(module) if module == EMBEDDINGS else formats.of(module)
-            stored = weights.scheme.stored(*entry.shape).items()
-            found.append(_Part(entry, {f"{module}.{ending}": size for ending, size in stored}, weights))
+            sizes = stored(weights, entry.shape).items()
+            found.append(_Part(entry, {f"{module}.{ending}": size for ending, size in sizes}, weights))
         else:
             found.append(_Part(entry, {name: (entry.shape, entry.dtype)}, None))
     return found
@@ -209,7 +210,7 @@ def _write_part(file: BinaryIO, part: _Part, device: torch.device | str, report:
         _copy(file, entry, report)
         return
     try:
-        found = part.weights.quantised(entry.shape, read_rows(entry, device, report))
+        found = quantise(read_rows(entry, device, report), entry.shape, part.weights, device)
     except ValueError as error:
         raise refusal(entry, error) from error
     for name in part.stored:

@@ -17,7 +17,6 @@ from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams, plan
 from nanoinfer.engine import start
-from nanoinfer.layers.formats import awq as awq_weights
 from nanoinfer.layers.formats import packed as packed_weights
 from nanoinfer.layers.formats.bits import E2M1_VALUES, powers_of_two, unpack
 from nanoinfer.layers.linear import Linear
@@ -74,8 +73,7 @@ def test_expanded_weights_are_the_references(written, name):
 def test_a_matrix_that_is_expanded_in_pieces_is_the_same(tmp_path, name, monkeypatch):
     packed, _ = write(tmp_path, CASES[name](), hidden_size=160, intermediate_size=320)
     wanted = matrices(load(packed))
-    for module in (packed_weights, awq_weights):
-        monkeypatch.setattr(module, "EXPANDED_AT_ONCE", 2400)  # 15 or 7 rows; AWQ repacks by words of 8
+    monkeypatch.setattr(packed_weights, "EXPANDED_AT_ONCE", 2400)  # 15 or 7 rows; GPTQ and AWQ repack by 8
     found = matrices(load(packed))
     assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in found)
 

@@ -66,6 +66,9 @@ class Filling:
 class Formats(ABC):
     """The formats of a model's projections, by their names in the checkpoint."""
 
+    notice: str | None = None
+    """What a user should know about what is not done with a checkpoint; None: nothing."""
+
     @abstractmethod
     def of(self, name: str) -> WeightFormat:
         """Return the format of one projection, such as "model.layers.0.mlp.down_proj".
@@ -95,11 +98,6 @@ class Formats(ABC):
             ValueError: an option contradicts the checkpoint.
         """
 
-    @property
-    def notice(self) -> str | None:
-        """What a user should know about what is not done with a checkpoint; None: nothing."""
-        return None
-
 
 class _Below(Formats):
     def __init__(self, formats: Formats, path: str) -> None:
@@ -124,9 +122,6 @@ class WeightFormat(Formats):
         """settings: the config's quantization_config. Raises ValueError for those that are not supported."""
 
     def of(self, name: str) -> WeightFormat:
-        return self
-
-    def below(self, path: str) -> Formats:
         return self
 
     @abstractmethod

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from nanoinfer.common.errors import shown
 from nanoinfer.config import QUANTISED
-from nanoinfer.layers.formats.base import CheckpointTensors, Formats, WeightFormat
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import CheckpointTensors, Formats
 
 _NO_GROUP_SIZE = (None, -1, 0)
 ACTIVATIONS = (
@@ -21,7 +19,7 @@ ACTIVATIONS = (
 
 
 class Quantization(Formats):
-    """The formats of a quantised checkpoint.
+    """The formats of a quantised checkpoint. What its config excludes is dense.
 
     Attributes:
         name: the `quant_method` of the config's quantization_config.
@@ -36,17 +34,6 @@ class Quantization(Formats):
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         """settings: the config's quantization_config. Raises ValueError for those that are not supported."""
         self.settings, self.tensors = settings, tensors
-
-    def of(self, name: str) -> WeightFormat:
-        return DENSE if self.is_left_out(name) else self.packed(name)
-
-    @abstractmethod
-    def is_left_out(self, name: str) -> bool:
-        """Whether the config excludes a projection, whose weight is dense then."""
-
-    @abstractmethod
-    def packed(self, name: str) -> WeightFormat:
-        """Return the format of a projection that is not left out."""
 
     def scheme_names(self) -> tuple[str, ...]:
         """Return what weights are quantised to, in the words for wide checkpoints ("int4"), where that is known."""

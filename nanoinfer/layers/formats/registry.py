@@ -10,12 +10,11 @@ import torch
 from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import did_you_mean, shown
-from nanoinfer.layers.formats.awq import AWQ
 from nanoinfer.layers.formats.base import CheckpointTensors, Formats
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.fp8 import FP8
-from nanoinfer.layers.formats.gptq import GPTQ, AutoRound
+from nanoinfer.layers.formats.gptq_awq import AWQ, GPTQ, AutoRound
 from nanoinfer.layers.formats.modelopt import ModelOpt
 from nanoinfer.layers.formats.online import Online
 
@@ -60,10 +59,9 @@ def _formats_of_files(hf_config: PretrainedConfig) -> Formats:
     if isinstance(method, str) and method in _FORMATS:
         tensors = CheckpointTensors(_dtype(hf_config), getattr(hf_config, "checkpoint_dtypes", None))
         return _FORMATS[method](dict(settings), tensors)
-    known = f"Supported: {', '.join(_FORMATS)}" if _FORMATS else "take one in bfloat16, float16 or float32"
     raise ValueError(
         f"the config has a quantization_config with quant_method={shown(method)}, which is not supported"
-        f"{did_you_mean(str(method), _FORMATS)}. {known}"
+        f"{did_you_mean(str(method), _FORMATS)}. Supported: {', '.join(_FORMATS)}"
     )
 
 
