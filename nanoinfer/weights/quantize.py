@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from transformers import PretrainedConfig
 
 from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.dense import DENSE
-from nanoinfer.layers.formats.registry import ONLINE, formats_of, quantised_while_read
+from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.registry import resolve
 from nanoinfer.weights.load import read_spec
 
@@ -35,14 +36,15 @@ def quantised_config(
     Raises:
         ValueError: no group divides the columns of a weight, or the head is quantised in the checkpoint already.
     """
-    if hasattr(hf_config, ONLINE) or quantization is None and head_quantization is None:
+    if hasattr(hf_config, "quantised_while_read") or quantization is None and head_quantization is None:
         return hf_config
     read_spec(hf_config, "auto")  # refuses other things of the checkpoint, with its name
     is_wide = formats_of(hf_config) is DENSE
     wanted = quantization if is_wide and quantization in QUANTISED else None
     if wanted is None and head_quantization is None:
         return hf_config
-    found = quantised_while_read(hf_config, settings_for(hf_config, wanted, head_quantization), wanted)
+    found = copy(hf_config)
+    found.quantised_while_read = settings_for(hf_config, wanted, head_quantization), wanted  # for `formats_of`
     read_spec(found, "auto")  # refuses what the checkpoint has quantised already
     return found
 

@@ -189,7 +189,7 @@ def test_the_plan_counts_the_bytes_that_are_held_and_the_buffer(written, name):
     model = engine.runner.model
     assert model.spec.weight_bytes == sum(weight.nbytes for weight in model.parameters()) < wide.plan.weight_bytes
     largest = max(module.num_rows * module.in_features for module in model.modules() if isinstance(module, Linear)
-                  and module.scratch is not None and module.weights.scratch_shape(module, False))  # fmt: skip
+                  and module.scratch is not None and module.weights.scratch_size(module, False))  # fmt: skip
     assert model.spec.scratch_bytes == 4 * largest
     assert engine.plan.weight_bytes - wide.plan.weight_bytes == (
         model.spec.weight_bytes + model.spec.scratch_bytes - wide.runner.model.spec.weight_bytes
@@ -204,10 +204,10 @@ def test_a_product_takes_no_more_than_the_plan_says(written, name):
     packed, _ = written(name)
     model = load(packed, "bfloat16")
     for module in model.modules():
-        if isinstance(module, Linear) and (shape := module.weights.scratch_shape(module, False)):
+        if isinstance(module, Linear) and module.weights.scratch_size(module, False):
             with LiveBytes() as live:
                 module.weights.matrix(module)
-            assert live.peak <= module.weights.temporary_bytes(module) <= model.spec.product_bytes, shape
+            assert live.peak <= module.weights.temporary_bytes(module) <= model.spec.product_bytes, module.parts
             assert live.now == 0
 
 

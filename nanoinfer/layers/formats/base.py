@@ -154,14 +154,14 @@ class WeightFormat(Formats):
         """Add the projection of y to x, in place, and return the norm of x."""
         return norm.after_sum(x, self.project(module, y))
 
-    def scratch_shape(self, module: nn.Module, has_kernels: bool) -> tuple[int, int] | None:
-        """Return the shape of the matrix that a product needs a buffer for; None: no product needs one.
+    def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
+        """Return the elements of the buffer that a product needs for a matrix; 0: no product needs one.
 
         has_kernels: whether products with packed weights are on a GPU and in 16 bits.
 
         All modules of a model share one buffer, which becomes the module's `scratch`: [elements], in the model's dtype.
         """
-        return None
+        return 0
 
     def temporary_bytes(self, module: nn.Module) -> int:
         """Return the bytes that a product takes on a CPU beside its arguments, result and buffer."""

@@ -11,7 +11,7 @@ from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.packed import FLOATS
-from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, is_one_of
+from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, searches
 from nanoinfer.layers.formats.scaled import PackedScaled
 
 
@@ -33,7 +33,8 @@ class FP8(Quantization):
         self._left_out = ["lm_head", *self.names("modules_to_not_convert"), *self.names("ignored_layers")]
 
     def of(self, name: str) -> WeightFormat:
-        if is_one_of(name, self._left_out):
+        # As transformers: by the whole name, a beginning, or an end of it.
+        if any(name.endswith(pattern) or searches(pattern, name) for pattern in self._left_out):
             return DENSE
         ending = "weight_scale_inv" if self._block or self.tensors.has(f"{name}.weight_scale_inv") else "weight_scale"
         scale_dtype = self.tensors.dtype_of(f"{name}.{ending}", FLOATS, torch.float32)

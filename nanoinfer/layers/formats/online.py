@@ -7,7 +7,7 @@ checkpoint would hold is worked out (`schemes.quantise`) and given to what reads
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +24,6 @@ from nanoinfer.layers.formats.schemes import quantise
 @dataclass(frozen=True)
 class QuantisedWhileRead(PackedScaled):
     """Weights as `PackedScaled` holds them, from a wide tensor in the checkpoint."""
-
-    @classmethod
-    def of_format(cls, packed: PackedScaled) -> QuantisedWhileRead:
-        """Return the format that holds weights as another one does."""
-        return cls(**{field.name: getattr(packed, field.name) for field in fields(packed)})
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
         shape, stored = (end - begin, module.in_features), super().views(module, begin, end)
@@ -76,4 +71,4 @@ class Online(Formats):
                 f"{name} is quantised in the checkpoint already, so it cannot be quantised while it is read: leave out "
                 "head_quantization"
             )
-        return QuantisedWhileRead.of_format(quantised)
+        return QuantisedWhileRead(**vars(quantised))

@@ -115,16 +115,16 @@ class Packed(ExpandedFormat):
         found = module.operations.packed_linear(x, module.packed, module.bias, out=out)
         if found is not None:
             return found
-        if self.scratch_shape(module, x.is_cuda and x.element_size() == 2):
+        if self.scratch_size(module, x.is_cuda and x.element_size() == 2):
             return super().project(module, x, out)
         out = x.new_empty(len(x), module.num_rows) if out is None else out
         for some, target in zip(x.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):
             module.operations.packed_linear(some, module.packed, module.bias, out=target)
         return out
 
-    def scratch_shape(self, module: nn.Module, has_kernels: bool) -> tuple[int, int] | None:
+    def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
         # The head is the largest matrix by far.
-        return None if has_kernels and module.has_few_rows else super().scratch_shape(module, has_kernels)
+        return 0 if has_kernels and module.has_few_rows else super().scratch_size(module, has_kernels)
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
         found = module.operations.packed_linear(x, module.packed, module.bias, activation=activation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from nanoinfer.common.errors import shown
@@ -117,11 +117,6 @@ def searches(pattern: str, name: str) -> bool:
         return re.match(pattern, name) is not None
     except re.error as error:
         raise ValueError(f"{shown(pattern)} in the quantization_config is no regular expression: {error}") from error
-
-
-def is_one_of(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name is excluded as transformers excludes names: by the whole, a beginning, or an end of it."""
-    return any(name.endswith(pattern) or searches(pattern, name) for pattern in patterns)
 
 
 def kv_cache_dtype_of(scheme: dict[str, Any]) -> str:

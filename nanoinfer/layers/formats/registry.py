@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,6 @@ from nanoinfer.layers.formats.gptq_awq import AWQ, GPTQ, AutoRound
 from nanoinfer.layers.formats.modelopt import ModelOpt
 from nanoinfer.layers.formats.online import Online
 
-ONLINE = "quantised_while_read"
 Reader = TypeVar("Reader", bound=Callable[[dict[str, Any], CheckpointTensors], Formats])
 
 _FORMATS: dict[str, Callable[[dict[str, Any], CheckpointTensors], Formats]] = {
@@ -42,12 +40,12 @@ def formats_of(hf_config: PretrainedConfig) -> Formats:
     """The formats of a model's projections, from its config's quantization_config.
 
     `hf_config.checkpoint_dtypes`, where it is there, has the dtype of each tensor of the checkpoint, and
-    `hf_config.quantised_while_read` what `quantised_while_read` was given.
+    `hf_config.quantised_while_read`, where it is there, `settings` and `quantization` of an `Online`.
 
     Raises:
         ValueError: it names a method that is not supported, or none, or the method's settings are not supported.
     """
-    found, online = _formats_of_files(hf_config), getattr(hf_config, ONLINE, None)
+    found, online = _formats_of_files(hf_config), getattr(hf_config, "quantised_while_read", None)
     return found if online is None else Online(found, *online, _dtype(hf_config))
 
 
@@ -63,15 +61,6 @@ def _formats_of_files(hf_config: PretrainedConfig) -> Formats:
         f"the config has a quantization_config with quant_method={shown(method)}, which is not supported"
         f"{did_you_mean(str(method), _FORMATS)}. Supported: {', '.join(_FORMATS)}"
     )
-
-
-def quantised_while_read(
-    hf_config: PretrainedConfig, settings: dict[str, Any], quantization: str | None
-) -> PretrainedConfig:
-    """Return the config of a model whose weights are quantised while they are read; see `Online`."""
-    hf_config = copy(hf_config)
-    setattr(hf_config, ONLINE, (settings, quantization))
-    return hf_config
 
 
 def _dtype(hf_config: PretrainedConfig) -> torch.dtype:
