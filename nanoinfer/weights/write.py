@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from nanoinfer.layers.formats.online import QuantisedWhileRead
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.formats.schemes import quantise, stored
 from nanoinfer.models.registry import resolve
-from nanoinfer.weights.fill import read_rows, refusal
+from nanoinfer.weights.fill import in_batches, read_rows, refusals_of
 from nanoinfer.weights.load import (
     CONFIG_AND_TOKENIZER,
     FILE_DTYPES,
@@ -37,10 +37,9 @@ from nanoinfer.weights.load import (
     read_spec,
 )
 from nanoinfer.weights.quantize import EMBEDDINGS, quantised_config, settings_for
-from nanoinfer.weights.read import TensorEntry, unreadable
+from nanoinfer.weights.read import TensorEntry
 
 SHARD_BYTES = 4 * 2**30
-_COPY_BYTES = 16 * 2**20
 _INDEX = "model.safetensors.index.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
 
@@ -158,7 +157,7 @@ def _whole_directory(out: Path, num_bytes: int) -> Iterator[Path]:
 def _write_weights(
     directory: Path, parts: list[_Part], device: torch.device | str, progress: bool, shard_bytes: int
 ) -> None:
-    shards = _shards(parts, shard_bytes)
+    shards = list(in_batches(parts, shard_bytes, lambda part: part.num_bytes))
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         names = ["model.safetensors"]
@@ -175,19 +174,6 @@ def _write_weights(
         }
         metadata = dict(total_size=sum(part.num_bytes for part in parts))
         (directory / _INDEX).write_text(json.dumps(dict(metadata=metadata, weight_map=shard_of), indent=2) + "\n")
-
-
-def _shards(parts: Iterable[_Part], limit: int) -> list[list[_Part]]:
-    """Return the parts in files of at most `limit` bytes, or of one part. The tensors of a part lie in one file."""
-    found: list[list[_Part]] = [[]]
-    size = 0
-    for part in parts:
-        if found[-1] and size + part.num_bytes > limit:
-            found.append([])
-            size = 0
-        found[-1].append(part)
-        size += part.num_bytes
-    return found
 
 
 def _write_header(file: BinaryIO, parts: list[_Part]) -> None:
@@ -207,31 +193,14 @@ def _write_header(file: BinaryIO, parts: list[_Part]) -> None:
 def _write_part(file: BinaryIO, part: _Part, device: torch.device | str, report: Callable[[int], object]) -> None:
     entry = part.entry
     if part.weights is None:
-        _copy(file, entry, report)
+        for rows in read_rows(entry, "cpu", report):
+            _write_tensor(file, rows)
         return
-    try:
+    with refusals_of(entry):
         found = quantise(read_rows(entry, device, report), entry.shape, part.weights, device)
-    except ValueError as error:
-        raise refusal(entry, error) from error
     for name in part.stored:
         _write_tensor(file, found[name.rpartition(".")[2]])
 
 
 def _write_tensor(file: BinaryIO, values: Tensor) -> None:
     file.write(memoryview(values.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
-
-
-def _copy(file: BinaryIO, entry: TensorEntry, report: Callable[[int], object]) -> None:
-    left = entry.num_bytes
-    try:
-        with entry.path.open("rb") as source:
-            source.seek(entry.offset)
-            while left:
-                some = source.read(min(left, _COPY_BYTES))
-                if not some:
-                    raise OSError("the file ends too early")
-                file.write(some)
-                report(len(some))
-                left -= len(some)
-    except OSError as error:
-        raise unreadable(entry.path, error, entry.name) from error
