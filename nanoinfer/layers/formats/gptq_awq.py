@@ -37,11 +37,11 @@ class PackedTransposed(Packed):
 
     Attributes:
         is_awq: whether the words are those of AWQ.
-        zeros_count_from_one: whether the zeros are stored one too low (version 1 of GPTQ).
+        zeros_count_from_one: whether GPTQ's zeros are stored one too low (version 1).
     """
 
     is_awq: bool = False
-    zeros_count_from_one: bool = False
+    zeros_count_from_one: bool = True
 
     def check_size(self, num_rows: int, in_features: int) -> None:
         fields = 32 // self.packing.bits
@@ -106,19 +106,14 @@ def _rows_of_awq(words: Tensor) -> Tensor:
     return fields[..., list(_AWQ_FIELDS)].flatten(1).t()
 
 
-def _packed_awq(
-    name: str, tensors: CheckpointTensors, group_size: int | None, has_zeros: bool = True
-) -> PackedTransposed:
-    scale_dtype = tensors.dtype_of(f"{name}.scales", FLOATS)
-    packing = Packing(kind="int", bits=4, scale_dtype=scale_dtype, columns=group_size, has_zeros=has_zeros)
-    return PackedTransposed(packing, name, is_awq=True)
-
-
-def _packed_gptq(
+def _transposed(
     name: str,
     tensors: CheckpointTensors,
     bits: int,
     group_size: int | None,
+    *,
+    is_awq: bool = False,
+    has_zeros: bool = True,
     desc_act: bool = False,
     zeros_count_from_one: bool = True,
 ) -> PackedTransposed:
@@ -127,10 +122,10 @@ def _packed_gptq(
         bits=bits,
         scale_dtype=tensors.dtype_of(f"{name}.scales", FLOATS),
         columns=group_size,
-        has_zeros=True,
+        has_zeros=has_zeros,
         has_group_index=desc_act and group_size is not None,
     )
-    return PackedTransposed(packing, name, zeros_count_from_one=zeros_count_from_one)
+    return PackedTransposed(packing, name, is_awq, zeros_count_from_one)
 
 
 class AWQ(Quantization):
@@ -152,7 +147,7 @@ class AWQ(Quantization):
         # As AutoAWQ and vLLM: by any part of a name.
         if any(part in name for part in self._left_out):
             return DENSE
-        return _packed_awq(name, self.tensors, self._group_size, self._has_zeros)
+        return _transposed(name, self.tensors, 4, self._group_size, is_awq=True, has_zeros=self._has_zeros)
 
 
 class GPTQ(Quantization):
@@ -189,7 +184,8 @@ class GPTQ(Quantization):
         bits = self.one_of("bits", (4, 8), self._bits, own)
         group_size = self.group_size(own, self._group_size)
         desc_act = self.setting("desc_act", bool, self._desc_act, own)
-        return _packed_gptq(name, self.tensors, bits, group_size, desc_act, self._is_first_version)
+        first = self._is_first_version
+        return _transposed(name, self.tensors, bits, group_size, desc_act=desc_act, zeros_count_from_one=first)
 
     def _is_left_out(self, name: str) -> bool:
         if name == "lm_head":
@@ -232,6 +228,4 @@ class AutoRound(Quantization):
             return DENSE
         bits = self.one_of("bits", (4, 8), self._bits, own)
         group_size = self.group_size(own, self._group_size)
-        if self._is_awq:
-            return _packed_awq(name, self.tensors, group_size)
-        return _packed_gptq(name, self.tensors, bits, group_size)
+        return _transposed(name, self.tensors, 4 if self._is_awq else bits, group_size, is_awq=self._is_awq)
