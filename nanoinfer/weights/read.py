@@ -100,8 +100,8 @@ def read_tensors(
         with ExitStack() as stack:
             paths = dict.fromkeys(piece.entry.path for piece in pieces)
             files = {path: stack.enter_context(_open(path)) for path in paths}
-            # On the CPU the threads do all the copying, and more threads than cores are slower: half as fast with 8 on 2
-            # cores. With CUDA some threads wait for the disk or the link, and keep both busy.
+            # On the CPU the threads do all the copying, and more threads than cores are slower: half as fast with 8 on
+            # 2 cores. With CUDA some threads wait for the disk or the link, and keep both busy.
             most = MAX_THREADS if _has_streams(pieces[0].target.device) else min(MAX_THREADS, os.cpu_count() or 1)
             _Readers(pieces, files, min(num_threads or most, len(pieces))).run(report or (lambda num_bytes: None))
     for target, values in strided:
