@@ -10,7 +10,6 @@ from nanoinfer.common.errors import shown
 from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.base import CheckpointTensors, Formats
 
-_NO_GROUP_SIZE = (None, -1, 0)
 ACTIVATIONS = (
     "the checkpoint was made for quantised activations. Here its weights stay quantised, and activations keep the "
     "model's dtype"
@@ -100,7 +99,7 @@ class Quantization(Formats):
         """
         settings = self.settings if settings is None else settings
         value = settings.get("group_size", default)
-        if value in _NO_GROUP_SIZE and not isinstance(value, bool):
+        if value in (None, -1, 0) and not isinstance(value, bool):
             return None
         if type(value) is not int or value < 1:
             raise ValueError(f"group_size is {shown(value)} in the quantization_config of {self.name}, not a size")

@@ -45,24 +45,17 @@ def formats_of(hf_config: PretrainedConfig) -> Formats:
     Raises:
         ValueError: it names a method that is not supported, or none, or the method's settings are not supported.
     """
-    found, online = _formats_of_files(hf_config), getattr(hf_config, "quantised_while_read", None)
-    return found if online is None else Online(found, *online, _dtype(hf_config))
-
-
-def _formats_of_files(hf_config: PretrainedConfig) -> Formats:
-    settings = getattr(hf_config, "quantization_config", None)
-    if not settings:
-        return DENSE
-    method = settings.get("quant_method")
-    if isinstance(method, str) and method in _FORMATS:
-        tensors = CheckpointTensors(_dtype(hf_config), getattr(hf_config, "checkpoint_dtypes", None))
-        return _FORMATS[method](dict(settings), tensors)
-    raise ValueError(
-        f"the config has a quantization_config with quant_method={shown(method)}, which is not supported"
-        f"{did_you_mean(str(method), _FORMATS)}. Supported: {', '.join(_FORMATS)}"
-    )
-
-
-def _dtype(hf_config: PretrainedConfig) -> torch.dtype:
     dtype = getattr(hf_config, "dtype", None) or torch.float32
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    found, settings = DENSE, getattr(hf_config, "quantization_config", None)
+    if settings:
+        method = settings.get("quant_method")
+        if not isinstance(method, str) or method not in _FORMATS:
+            raise ValueError(
+                f"the config has a quantization_config with quant_method={shown(method)}, which is not supported"
+                f"{did_you_mean(str(method), _FORMATS)}. Supported: {', '.join(_FORMATS)}"
+            )
+        tensors = CheckpointTensors(dtype, getattr(hf_config, "checkpoint_dtypes", None))
+        found = _FORMATS[method](dict(settings), tensors)
+    online = getattr(hf_config, "quantised_while_read", None)
+    return found if online is None else Online(found, *online, dtype)
