@@ -124,16 +124,11 @@ def fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:
 
     The mean is 0; for norms it is the value that leaves the norm's input unscaled.
     """
-    generator = None
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     modules = list(model.modules())
     for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
-        weights = list(module.parameters(recurse=False))
-        if not weights:
-            continue
-        generator = generator or torch.Generator(weights[0].device).manual_seed(seed)
         if isinstance(module, Linear):
             module.fill_with_noise(generator)
             continue
-        mean = getattr(module, "neutral_weight", 0.0)
-        for weight in weights:
-            weight.normal_(mean, 0.02, generator=generator)
+        for weight in module.parameters(recurse=False):
+            weight.normal_(getattr(module, "neutral_weight", 0.0), 0.02, generator=generator)

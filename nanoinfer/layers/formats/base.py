@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from nanoinfer.layers.norm import RMSNorm
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 
 @dataclass(frozen=True)
 class CheckpointTensors:
@@ -25,15 +27,15 @@ class CheckpointTensors:
     dtype: torch.dtype
     dtypes: Mapping[str, torch.dtype] | None = None
 
-    def dtype_of(self, name: str, allowed: tuple[torch.dtype, ...], default: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype of a tensor; where it is not known, the default, or the model's.
+    def dtype_of(self, name: str, default: torch.dtype | None = None) -> torch.dtype:
+        """Return the dtype of a tensor of floating-point scales; where it is not known, the default, or the model's.
 
         Raises:
-            ValueError: the tensor has another dtype than the allowed ones.
+            ValueError: the tensor has another dtype than `FLOATS`.
         """
         found = (self.dtypes or {}).get(name, default or self.dtype)
-        if found not in allowed:
-            known = ", ".join(str(dtype)[6:] for dtype in allowed)
+        if found not in FLOATS:
+            known = ", ".join(str(dtype)[6:] for dtype in FLOATS)
             raise ValueError(f"{name} has dtype {str(found)[6:]}: supported are {known}")
         return found
 

@@ -11,7 +11,6 @@ from nanoinfer.common.errors import shown
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
-from nanoinfer.layers.formats.packed import FLOATS
 from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, kv_cache_dtype_of, searches
 from nanoinfer.layers.formats.scaled import PackedScaled
 
@@ -118,7 +117,7 @@ class CompressedTensors(Quantization):
         packing = Packing(
             kind="fp8" if kind == "float" else "int",
             bits=bits if is_packed else 8,
-            scale_dtype=self.tensors.dtype_of(f"{name}.weight_scale", FLOATS),
+            scale_dtype=self.tensors.dtype_of(f"{name}.weight_scale"),
             columns=columns,
             rows=rows,
             has_zeros=not is_symmetric,

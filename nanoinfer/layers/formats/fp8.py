@@ -10,7 +10,6 @@ from nanoinfer.common.errors import shown
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
-from nanoinfer.layers.formats.packed import FLOATS
 from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, searches
 from nanoinfer.layers.formats.scaled import PackedScaled
 
@@ -37,22 +36,21 @@ class FP8(Quantization):
         if any(name.endswith(pattern) or searches(pattern, name) for pattern in self._left_out):
             return DENSE
         ending = "weight_scale_inv" if self._block or self.tensors.has(f"{name}.weight_scale_inv") else "weight_scale"
-        scale_dtype = self.tensors.dtype_of(f"{name}.{ending}", FLOATS, torch.float32)
-        return packed_fp8(name, scale_dtype, block=self._block, scales_name=ending)
+        return packed_fp8(name, self.tensors, ending, scale_of_tensor=self._block is None, block=self._block)
 
 
 def packed_fp8(
     name: str,
-    scale_dtype: torch.dtype,
+    tensors: CheckpointTensors,
+    scales_name: str,
     *,
+    scale_of_tensor: bool,
     block: tuple[int, int] | None = None,
-    scale_of_tensor: bool = True,
-    scales_name: str = "weight_scale",
 ) -> PackedScaled:
     """Return the format of one projection. block: rows and columns that share a scale; None: all, or a row each."""
     rows, columns = block or (1, None)
+    scale_dtype = tensors.dtype_of(f"{name}.{scales_name}", torch.float32)
     packing = Packing(
         kind="fp8", bits=8, scale_dtype=scale_dtype, rows=rows, columns=columns, product_dtype=torch.float32
     )
-    scale_of_tensor = block is None and scale_of_tensor
     return PackedScaled(packing, name, torch.float8_e4m3fn, scale_of_tensor, scales_name=scales_name)

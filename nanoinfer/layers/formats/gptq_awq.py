@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from nanoinfer.common.errors import shown
 from nanoinfer.kernels.linear.packing import Packing
-from nanoinfer.layers.formats.base import CheckpointTensors, Filling, WeightFormat
+from nanoinfer.layers.formats.base import FLOATS, CheckpointTensors, Filling, WeightFormat
 from nanoinfer.layers.formats.bits import as_bytes, unpack
 from nanoinfer.layers.formats.dense import DENSE
-from nanoinfer.layers.formats.packed import FLOATS, Packed, checked, pieces_of_rows
+from nanoinfer.layers.formats.packed import Packed, checked, pieces_of_rows
 from nanoinfer.layers.formats.quantization import Quantization, searches
 
 # One in every field of a word.
@@ -120,7 +120,7 @@ def _transposed(
     packing = Packing(
         kind="int",
         bits=bits,
-        scale_dtype=tensors.dtype_of(f"{name}.scales", FLOATS),
+        scale_dtype=tensors.dtype_of(f"{name}.scales"),
         columns=group_size,
         has_zeros=has_zeros,
         has_group_index=desc_act and group_size is not None,

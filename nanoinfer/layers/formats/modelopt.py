@@ -11,7 +11,6 @@ from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.fp8 import packed_fp8
-from nanoinfer.layers.formats.packed import FLOATS
 from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, kv_cache_dtype_of
 from nanoinfer.layers.formats.scaled import PackedScaled
 
@@ -39,8 +38,7 @@ class ModelOpt(Quantization):
         if any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in self._left_out):
             return DENSE
         if self._algorithm != "NVFP4":
-            scale_dtype = self.tensors.dtype_of(f"{name}.weight_scale", FLOATS, torch.float32)
-            return packed_fp8(name, scale_dtype, scale_of_tensor=self._algorithm == "FP8")
+            return packed_fp8(name, self.tensors, "weight_scale", scale_of_tensor=self._algorithm == "FP8")
         packing = Packing(
             kind="fp4",
             bits=4,

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.layers.formats.base import CheckpointTensors, Filling, Formats, WeightFormat
+from nanoinfer.layers.formats.base import FLOATS, CheckpointTensors, Filling, Formats, WeightFormat
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.dense import Dense
-from nanoinfer.layers.formats.packed import FLOATS
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.formats.schemes import quantise
 

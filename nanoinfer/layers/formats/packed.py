@@ -27,7 +27,6 @@ EXPANDED_AT_ONCE = 2**22
 _BYTES_WHILE_EXPANDING = 18
 # A checkpoint's tensors that say how activations were quantised, which they are not here.
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale")
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)

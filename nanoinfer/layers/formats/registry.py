@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -17,9 +16,9 @@ from nanoinfer.layers.formats.gptq_awq import AWQ, GPTQ, AutoRound
 from nanoinfer.layers.formats.modelopt import ModelOpt
 from nanoinfer.layers.formats.online import Online
 
-Reader = TypeVar("Reader", bound=Callable[[dict[str, Any], CheckpointTensors], Formats])
+Reader = TypeVar("Reader", bound=type[Formats])
 
-_FORMATS: dict[str, Callable[[dict[str, Any], CheckpointTensors], Formats]] = {
+_FORMATS: dict[str, type[Formats]] = {
     reader.name: reader for reader in (CompressedTensors, GPTQ, AutoRound, AWQ, FP8, ModelOpt)
 }
 
