@@ -39,7 +39,7 @@ from nanoinfer.weights.load import (
 from nanoinfer.weights.quantize import EMBEDDINGS, quantised_config, settings_for
 from nanoinfer.weights.read import TensorEntry
 
-SHARD_BYTES = 4 * 2**30
+_SHARD_BYTES = 4 * 2**30
 _INDEX = "model.safetensors.index.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
 
@@ -70,7 +70,6 @@ def quantise_checkpoint(
     head_quantization: str | None = None,
     device: torch.device | str = "cpu",
     progress: bool = True,
-    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write a checkpoint of the weights that an engine has with these options, and return its directory.
 
@@ -101,7 +100,7 @@ def quantise_checkpoint(
     parts = _parts(model_dir, quantised_config(hf_config, quantization, head_quantization))
     config = read_json_object(model_dir / "config.json") | dict(quantization_config=settings)
     with _whole_directory(out, sum(part.num_bytes for part in parts)) as directory:
-        _write_weights(directory, parts, device, progress, shard_bytes)
+        _write_weights(directory, parts, device, progress)
         for path in sorted({path for pattern in CONFIG_AND_TOKENIZER for path in model_dir.glob(pattern)}):
             if path.is_file() and path.name not in ("config.json", _INDEX):
                 shutil.copyfile(path, directory / path.name)
@@ -154,10 +153,8 @@ def _whole_directory(out: Path, num_bytes: int) -> Iterator[Path]:
         raise
 
 
-def _write_weights(
-    directory: Path, parts: list[_Part], device: torch.device | str, progress: bool, shard_bytes: int
-) -> None:
-    shards = list(in_batches(parts, shard_bytes, lambda part: part.num_bytes))
+def _write_weights(directory: Path, parts: list[_Part], device: torch.device | str, progress: bool) -> None:
+    shards = list(in_batches(parts, _SHARD_BYTES, lambda part: part.num_bytes))
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         names = ["model.safetensors"]

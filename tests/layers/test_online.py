@@ -124,10 +124,11 @@ def test_rows_and_pieces_of_them_are_quantised_alike(monkeypatch):
 @pytest.mark.parametrize("name, head", BOTH)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.sampled("False-int4-None", "True-int8-None", "False-int8-int8", "True-fp8-int8")
-def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path, name, head, tied):
+def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path, monkeypatch, name, head, tied):
+    monkeypatch.setattr("nanoinfer.weights.write._SHARD_BYTES", 60_000)
     sizes = dict(tied=tied, hidden_size=96, intermediate_size=224) if head else dict(tied=tied)
     source = make(tmp_path / "wide", shards=3 if tied else 1, **sizes)
-    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, shard_bytes=60_000, **QUIET)
+    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, **QUIET)
     assert len(list(out.glob("*.safetensors"))) > 1 and (out / "generation_config.json").is_file()
     for dtype in ("auto", "float32", "float16"):
         assert equal(matrices(load(out, dtype=dtype)), matrices(load(source, name, head, dtype)))
@@ -144,7 +145,8 @@ def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_sizes_and_files_are_read_alike(tmp_path, seed):
+def test_random_sizes_and_files_are_read_alike(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr("nanoinfer.weights.write._SHARD_BYTES", 50_000)
     draw = torch.Generator().manual_seed(seed)
 
     def pick(*values):
@@ -156,7 +158,7 @@ def test_random_sizes_and_files_are_read_alike(tmp_path, seed):
     sizes |= dict(intermediate_size=32 * pick(1, 3, 8), vocab_size=pick(97, 131, 157), tied=pick(False, True))
     name, head, dtype = pick(*QUANTISED), pick(None, "int8"), pick(*DTYPES)
     source = make(tmp_path / "wide", pick(*FAMILIES), dtype, seed=seed, shards=pick(1, 2), **sizes)
-    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, shard_bytes=50_000, **QUIET)
+    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, **QUIET)
     assert equal(matrices(load(out)), matrices(load(source, name, head)))
     assert load(out).spec == load(source, name, head).spec
 

@@ -28,10 +28,9 @@ class ModelOpt(Quantization):
         self._left_out = [*self.names("ignore"), *self.names("exclude_modules")]
         if self._algorithm == "NVFP4":
             self.one_of("group_size", (16,), 16)
-        kv_cache = self.setting("kv_cache_scheme", dict)
         if self.one_of("kv_cache_quant_algo", ("FP8", "none"), "none") == "FP8":
             self.kv_cache_dtype = "fp8"
-        if kv_cache:
+        if kv_cache := self.setting("kv_cache_scheme", dict):
             self.kv_cache_dtype = kv_cache_dtype_of(kv_cache)
 
     def of(self, name: str) -> WeightFormat:

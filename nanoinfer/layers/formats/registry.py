@@ -26,6 +26,8 @@ _FORMATS: dict[str, type[Formats]] = {
 def register_format(reader: Reader) -> Reader:
     """Class decorator: this class, a `Formats`, reads checkpoints whose quantization_config names it.
 
+    It is called with that quantization_config and `CheckpointTensors`.
+
     Raises:
         ValueError: the name is taken.
     """
