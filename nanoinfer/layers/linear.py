@@ -31,7 +31,7 @@ class Linear(nn.Module):
         in_features: int,
         out_features: int | dict[str, int],
         *,
-        bias: bool,
+        bias: bool = False,
         dtype: torch.dtype,
         device,
         formats: Formats = DENSE,
@@ -79,11 +79,6 @@ class Head(Linear):
 
     has_few_rows = True
 
-    def __init__(
-        self, in_features: int, vocab_size: int, *, dtype: torch.dtype, device, formats: Formats = DENSE
-    ) -> None:
-        super().__init__(in_features, vocab_size, bias=False, dtype=dtype, device=device, formats=formats)
-
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, in_features] -> [N, vocab_size], in `out` if that is given."""
         return self.weights.project(self, normed, out)
@@ -112,8 +107,7 @@ class Embedding(Head):
 def scratch_size(model: nn.Module, has_kernels: bool) -> int:
     """Return the elements of the largest matrix that a projection needs a buffer for; see `WeightFormat`."""
     linears = [module for module in model.modules() if isinstance(module, Linear) and module.multiplies]
-    shapes = [module.weights.scratch_shape(module, has_kernels) for module in linears]
-    return max((shape[0] * shape[1] for shape in shapes if shape), default=0)
+    return max((module.weights.scratch_size(module, has_kernels) for module in linears), default=0)
 
 
 def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> None:

@@ -35,13 +35,14 @@ def rope_inv_freq(parameters: Mapping, head_dim: int, device: torch.device | str
     if rope_type not in _SCALINGS:
         hint = did_you_mean(rope_type, _SCALINGS)
         raise ValueError(f"rope_type {shown(rope_type)} is not supported{hint}. Supported: {', '.join(_SCALINGS)}")
-    missing = [name for name in ("rope_theta", *_SCALING_PARAMETERS[rope_type]) if parameters.get(name) is None]
+    needed, scale = _SCALINGS[rope_type]
+    missing = [name for name in ("rope_theta", *needed) if parameters.get(name) is None]
     if missing:
         raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)} in the config's rope_parameters")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported, only 1.0 is")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    return _SCALINGS[rope_type](1.0 / (parameters["rope_theta"] ** exponents), parameters)
+    return scale(1.0 / (parameters["rope_theta"] ** exponents), parameters)
 
 
 def rope_table(
@@ -63,14 +64,6 @@ def rope_table(
     return table
 
 
-def _default(inv_freq: Tensor, parameters: Mapping) -> Tensor:
-    return inv_freq
-
-
-def _linear(inv_freq: Tensor, parameters: Mapping) -> Tensor:
-    return inv_freq / parameters["factor"]
-
-
 def _llama3(inv_freq: Tensor, parameters: Mapping) -> Tensor:
     """The scaling of Llama 3.1 (`apply_scaling` in Meta's llama-models).
 
@@ -90,9 +83,9 @@ def _llama3(inv_freq: Tensor, parameters: Mapping) -> Tensor:
     return torch.where(wavelength < original / high, inv_freq, scaled)
 
 
-_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3}
-_SCALING_PARAMETERS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+# By type: the parameters that it needs beside `rope_theta`, and what it makes of the default.
+_SCALINGS = {
+    "default": ((), lambda inv_freq, parameters: inv_freq),
+    "linear": (("factor",), lambda inv_freq, parameters: inv_freq / parameters["factor"]),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _llama3),
 }

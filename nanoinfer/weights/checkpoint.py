@@ -136,7 +136,7 @@ _ROPE_FIELDS = {
 
 def check_architectures(path: Path, values: Mapping[str, Any]) -> None:
     """Raises ValueError if `architectures` is not a list of names."""
-    _ARCHITECTURES.check(_where(path), "architectures", values.get("architectures"))
+    _ARCHITECTURES.check(f"{path} is no valid config", "architectures", values.get("architectures"))
 
 
 def check_fields(path: Path, values: Mapping[str, Any], model_class: type[DecoderModel]) -> None:
@@ -145,7 +145,7 @@ def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decode
     Raises:
         ValueError: a value is not allowed. The message names the file, the field, the value and the allowed values.
     """
-    where = _where(path)
+    where = f"{path} is no valid config"
     if values.get("model_type") != model_class.model_type:
         raise ValueError(
             f"{where}: model_type is {shown(values.get('model_type'))}, it must be {model_class.model_type!r}, as the "
@@ -187,7 +187,3 @@ def _check_rope(where: str, name: str, parameters: Mapping[str, Any], by_layer_t
     low, high = parameters.get("low_freq_factor"), parameters.get("high_freq_factor")
     if None not in (low, high) and low >= high:
         raise ValueError(f"{where}: {name}.low_freq_factor is {low}, it must be below high_freq_factor, {high}")
-
-
-def _where(path: Path) -> str:
-    return f"{path} is no valid config"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models.base import DecoderModel
 from nanoinfer.weights.read import TensorEntry, read_tensors
@@ -20,6 +22,7 @@ from nanoinfer.weights.read import TensorEntry, read_tensors
 _PROGRESS_DELAY_S = 2.0
 # What is repacked is read in batches of at least this size, where a tensor is not larger: each read has a fixed cost.
 _BATCH_BYTES = 64 * 2**20
+Item = TypeVar("Item")
 _KV_SCALE = re.compile(r".*\.self_attn\.([kv]_proj\.output_scale|([kv]_proj\.|attn\.)?(k|v|kv|q|prob|output)_scale)")
 
 
@@ -48,51 +51,52 @@ def fill_from_files(
         disable=not progress,
     ) as bar:
         read_tensors(direct, report=bar.update)
-        for batch in _batches([(entry, filling) for entry, filling in fillings if not filling.by_rows]):
+        whole = [(entry, filling) for entry, filling in fillings if not filling.by_rows]
+        limit = max([_BATCH_BYTES, *(entry.num_bytes for entry, _ in whole)])
+        for batch in in_batches(whole, limit, lambda pair: pair[0].num_bytes):
             staged = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry, _ in batch]
             read_tensors([(entry, values) for (entry, _), values in zip(batch, staged)], report=bar.update)
             for entry, filling in batch:
-                _fill(entry, filling, staged.pop(0))
+                with refusals_of(entry):
+                    filling.fill(staged.pop(0))
         for entry, filling in fillings:
             if filling.by_rows:
-                _fill(entry, filling, read_rows(entry, device, bar.update))
+                with refusals_of(entry):
+                    filling.fill(read_rows(entry, device, bar.update))
 
 
-def _fill(entry: TensorEntry, filling: Filling, values: Tensor | Iterable[Tensor]) -> None:
+@contextmanager
+def refusals_of(entry: TensorEntry) -> Iterator[None]:
+    """Put the tensor's name before what a ValueError says about its values."""
     try:
-        filling.fill(values)
+        yield
     except ValueError as error:
-        raise refusal(entry, error) from error
-
-
-def refusal(entry: TensorEntry, error: ValueError) -> ValueError:
-    """Return the error about a tensor's values, with its name."""
-    return error if entry.name in str(error) else ValueError(f"{entry.name} in {entry.path} {error}")
+        if entry.name in str(error):
+            raise
+        raise ValueError(f"{entry.name} in {entry.path} {error}") from error
 
 
 def read_rows(entry: TensorEntry, device: torch.device | str, report: Callable[[int], object]) -> Iterator[Tensor]:
-    """Yield a matrix of a file in pieces of some rows each, of at most 64 MiB, in the file's dtype on the device."""
-    num_rows, num_columns = entry.shape
-    row_bytes = num_columns * entry.dtype.itemsize
-    step = max(1, _BATCH_BYTES // row_bytes)
+    """Yield a tensor of a file in pieces of some rows each, of at most 64 MiB, in the file's dtype on the device."""
+    num_rows, *rest = entry.shape or (1,)
+    row_bytes = math.prod(rest) * entry.dtype.itemsize
+    step = max(1, _BATCH_BYTES // max(1, row_bytes))
     for begin in range(0, num_rows, step):
-        shape = (min(step, num_rows - begin), num_columns)
+        shape = (min(step, num_rows - begin), *rest)
         rows = torch.empty(shape, dtype=entry.dtype, device=device)
         read_tensors([(replace(entry, shape=shape, offset=entry.offset + begin * row_bytes), rows)], report=report)
         yield rows
 
 
-def _batches(fillings: list[tuple[TensorEntry, Filling]]) -> Iterable[list[tuple[TensorEntry, Filling]]]:
-    """Yield them in batches whose bytes are at most those of the largest, or `_BATCH_BYTES`."""
-    limit = max((entry.num_bytes for entry, _ in fillings), default=0)
-    limit = max(limit, _BATCH_BYTES)
+def in_batches(items: Iterable[Item], limit: int, num_bytes: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield items in batches of at most `limit` bytes, or of one item."""
     batch, size = [], 0
-    for entry, filling in fillings:
-        if batch and size + entry.num_bytes > limit:
+    for item in items:
+        if batch and size + num_bytes(item) > limit:
             yield batch
             batch, size = [], 0
-        batch.append((entry, filling))
-        size += entry.num_bytes
+        batch.append(item)
+        size += num_bytes(item)
     if batch:
         yield batch
 
@@ -120,16 +124,11 @@ def fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:
 
     The mean is 0; for norms it is the value that leaves the norm's input unscaled.
     """
-    generator = None
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     modules = list(model.modules())
     for module in tqdm(modules, desc="random weights", delay=_PROGRESS_DELAY_S, disable=not progress):
-        weights = list(module.parameters(recurse=False))
-        if not weights:
-            continue
-        generator = generator or torch.Generator(weights[0].device).manual_seed(seed)
         if isinstance(module, Linear):
             module.fill_with_noise(generator)
             continue
-        mean = getattr(module, "neutral_weight", 0.0)
-        for weight in weights:
-            weight.normal_(mean, 0.02, generator=generator)
+        for weight in module.parameters(recurse=False):
+            weight.normal_(getattr(module, "neutral_weight", 0.0), 0.02, generator=generator)

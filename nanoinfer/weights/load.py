@@ -119,16 +119,11 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
         OBJECT.check(f"{older} is not valid", "quantization", settings)
         hf_config.quantization_config = {**settings, "quant_method": "modelopt"}
     if getattr(hf_config, "quantization_config", None):
-        hf_config.checkpoint_dtypes = _dtypes_if_there(model_dir)
+        try:
+            hf_config.checkpoint_dtypes = {name: one.dtype for name, one in check_safetensors(model_dir).items()}
+        except ValueError:  # the files are not there, or not whole: loading says what is wrong
+            hf_config.checkpoint_dtypes = None
     return hf_config
-
-
-def _dtypes_if_there(model_dir: Path) -> dict[str, torch.dtype] | None:
-    """Return the dtype of each tensor; None if the files are not there, or not whole."""
-    try:
-        return {name: entry.dtype for name, entry in check_safetensors(model_dir).items()}
-    except ValueError:  # loading says what is wrong
-        return None
 
 
 def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpec:
@@ -153,12 +148,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if _is_deeper_than(_MAX_JSON_DEPTH, content):
             raise RecursionError
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not readable as JSON ({error}): download it again") from error
-    except RecursionError as error:
-        raise ValueError(
-            f"{path} is not readable as JSON (it is nested more than {_MAX_JSON_DEPTH} deep): download it again"
-        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        too_deep = f"it is nested more than {_MAX_JSON_DEPTH} deep"
+        reason = too_deep if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path} is not readable as JSON ({reason}): download it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not an object: download it again")
     return content
@@ -311,7 +304,7 @@ def check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_di
         ValueError: they differ. The message lists the tensors.
     """
     views = model.checkpoint_views()
-    missing = [name for name, view in views.items() if name not in entries and not _is_optional(view)]
+    missing = [name for name, view in views.items() if name not in entries and not getattr(view, "optional", False)]
     if missing:
         raise ValueError(f"{model_dir} lacks tensors that {model.spec.architecture} needs: {_listed(missing)}")
     unexpected = [name for name in entries if name not in views and not model.ignores(name) and not is_kv_scale(name)]
@@ -320,39 +313,26 @@ def check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_di
             f"{model_dir} holds tensors that {model.spec.architecture} has no place for: {_listed(unexpected)}. "
             "Does config.json belong to these weights?"
         )
-    wrong = [
-        f"{name} is {list(entries[name].shape)}, expected {' or '.join(str(list(shape)) for shape in shapes)}"
-        for name, view in views.items()
-        if name in entries and (shapes := _shapes(view)) and entries[name].shape not in shapes
-    ]
+    there = [(entries[name], view) for name, view in views.items() if name in entries]
+    wrong = [f"{entry.name} is {found}" for entry, view in there if (found := _difference(entry, view))]
     if wrong:
         raise ValueError(f"{model_dir} does not fit its config.json: {_listed(wrong)}")
-    uncast = [
-        f"{name} is {str(entries[name].dtype)[6:]}, expected {expected}"
-        for name, view in views.items()
-        if name in entries and (expected := _other_dtype(view, entries[name].dtype))
-    ]
-    if uncast:
-        raise ValueError(f"{model_dir} does not fit its config.json: {_listed(uncast)}")
     if model.spec.tied_embeddings and "lm_head.weight" in entries:
         _check_head_repeats_embeddings(entries["lm_head.weight"], entries["model.embed_tokens.weight"])
 
 
-def _is_optional(view: Tensor | Filling) -> bool:
-    return isinstance(view, Filling) and view.optional
-
-
-def _shapes(view: Tensor | Filling) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes that a checkpoint's tensor may have; none: any shape."""
-    return view.shapes if isinstance(view, Filling) else (tuple(view.shape),)
-
-
-def _other_dtype(view: Tensor | Filling, dtype: torch.dtype) -> str:
-    """Return what a checkpoint's tensor may be in place of this dtype; "": it may have this one."""
+def _difference(entry: TensorEntry, view: Tensor | Filling) -> str:
+    """Return what a checkpoint's tensor is, and what it should be; "": it fits."""
     if isinstance(view, Filling):
-        return "" if dtype in view.dtypes or not view.dtypes else " or ".join(str(one)[6:] for one in view.dtypes)
-    is_cast = not {dtype, view.dtype} & {*_PACKED_DTYPES.values()}
-    return "" if dtype == view.dtype or is_cast else str(view.dtype)[6:]
+        shapes, dtypes = view.shapes, view.dtypes  # none: any
+    else:
+        is_cast = not {entry.dtype, view.dtype} & {*_PACKED_DTYPES.values()}
+        shapes, dtypes = (tuple(view.shape),), () if is_cast else (view.dtype,)
+    if shapes and entry.shape not in shapes:
+        return f"{list(entry.shape)}, expected {' or '.join(str(list(shape)) for shape in shapes)}"
+    if dtypes and entry.dtype not in dtypes:
+        return f"{str(entry.dtype)[6:]}, expected {' or '.join(str(dtype)[6:] for dtype in dtypes)}"
+    return ""
 
 
 def _check_head_repeats_embeddings(head: TensorEntry, embeddings: TensorEntry) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -10,13 +11,13 @@ from transformers import PretrainedConfig
 
 from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.dense import DENSE
-from nanoinfer.layers.formats.registry import ONLINE, formats_of, quantised_while_read
-from nanoinfer.layers.formats.schemes import GROUP_SIZES, group_size
+from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.registry import resolve
 from nanoinfer.weights.load import read_spec
 
 HEAD = "lm_head"
 EMBEDDINGS = "model.embed_tokens"
+_GROUP_SIZES = (128, 64, 32)
 # The formats of compressed-tensors whose weights alone are quantised, as transformers and vLLM read them: vLLM takes
 # "int-quantized" for a model whose activations are quantised, too.
 _STORED_AS = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "pack-quantized"}
@@ -35,14 +36,15 @@ def quantised_config(
     Raises:
         ValueError: no group divides the columns of a weight, or the head is quantised in the checkpoint already.
     """
-    if hasattr(hf_config, ONLINE) or quantization is None and head_quantization is None:
+    if hasattr(hf_config, "quantised_while_read") or quantization is None and head_quantization is None:
         return hf_config
     read_spec(hf_config, "auto")  # refuses other things of the checkpoint, with its name
     is_wide = formats_of(hf_config) is DENSE
     wanted = quantization if is_wide and quantization in QUANTISED else None
     if wanted is None and head_quantization is None:
         return hf_config
-    found = quantised_while_read(hf_config, settings_for(hf_config, wanted, head_quantization), wanted)
+    found = copy(hf_config)
+    found.quantised_while_read = settings_for(hf_config, wanted, head_quantization), wanted  # for `formats_of`
     read_spec(found, "auto")  # refuses what the checkpoint has quantised already
     return found
 
@@ -57,7 +59,7 @@ def settings_for(hf_config: PretrainedConfig, quantization: str | None, head: st
         ValueError: no group divides the columns of a weight.
     """
     columns = {} if quantization is None else _columns(hf_config)
-    sizes = {name: size if quantization == "int4" else None for name, size in _groups(columns, quantization).items()}
+    sizes = {name: _group_size(name, size) if quantization == "int4" else None for name, size in columns.items()}
     groups = []
     for size in dict.fromkeys(sizes.values()):
         targets = ["Linear"]
@@ -92,16 +94,16 @@ def _columns(hf_config: PretrainedConfig) -> dict[str, int]:
     return {name: size for name, size in names.items() if name not in (HEAD, EMBEDDINGS)}
 
 
-def _groups(columns: dict[str, int], quantization: str | None) -> dict[str, int | None]:
-    sizes = {name: group_size(size) for name, size in columns.items()}
-    for name, size in sizes.items():
-        if size is None and quantization == "int4":
-            listed = ", ".join(map(str, GROUP_SIZES))
-            raise ValueError(
-                f"{name}.weight has {columns[name]} columns, which none of the groups of {listed} divides: quantise to "
-                "int8 or fp8, which have a scale for each row"
-            )
-    return sizes
+def _group_size(name: str, columns: int) -> int:
+    """Return the largest group that divides a row."""
+    for size in _GROUP_SIZES:
+        if columns % size == 0:
+            return size
+    listed = ", ".join(map(str, _GROUP_SIZES))
+    raise ValueError(
+        f"{name}.weight has {columns} columns, which none of the groups of {listed} divides: quantise to int8 or fp8, "
+        "which have a scale for each row"
+    )
 
 
 def _group(quantization: str, size: int | None, targets: list[str], stored_as: str) -> dict[str, Any]:

@@ -100,8 +100,10 @@ def read_tensors(
         with ExitStack() as stack:
             paths = dict.fromkeys(piece.entry.path for piece in pieces)
             files = {path: stack.enter_context(_open(path)) for path in paths}
-            num_threads = num_threads or _default_threads(pieces[0].target.device)
-            _Readers(pieces, files, min(num_threads, len(pieces))).run(report or (lambda num_bytes: None))
+            # On the CPU the threads do all the copying, and more threads than cores are slower: half as fast with 8 on
+            # 2 cores. With CUDA some threads wait for the disk or the link, and keep both busy.
+            most = MAX_THREADS if _has_streams(pieces[0].target.device) else min(MAX_THREADS, os.cpu_count() or 1)
+            _Readers(pieces, files, min(num_threads or most, len(pieces))).run(report or (lambda num_bytes: None))
     for target, values in strided:
         target.copy_(values)
 
@@ -124,12 +126,6 @@ def _open(path: Path) -> BinaryIO:
 def _has_streams(device: torch.device) -> bool:
     """Whether copies run asynchronously on streams, from pinned memory."""
     return device.type == "cuda"
-
-
-def _default_threads(device: torch.device) -> int:
-    # On the CPU the threads do all the copying, and more threads than cores are slower: half as fast with 8 on 2 cores.
-    # With CUDA some threads wait for the disk or the link, and keep both busy.
-    return MAX_THREADS if _has_streams(device) else min(MAX_THREADS, os.cpu_count() or 1)
 
 
 def unreadable(path: Path, error: OSError, name: str = "") -> ValueError:

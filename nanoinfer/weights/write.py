@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,9 @@ from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.online import QuantisedWhileRead
 from nanoinfer.layers.formats.registry import formats_of
+from nanoinfer.layers.formats.schemes import quantise, stored
 from nanoinfer.models.registry import resolve
-from nanoinfer.weights.fill import read_rows, refusal
+from nanoinfer.weights.fill import in_batches, read_rows, refusals_of
 from nanoinfer.weights.load import (
     CONFIG_AND_TOKENIZER,
     FILE_DTYPES,
@@ -36,10 +37,9 @@ from nanoinfer.weights.load import (
     read_spec,
 )
 from nanoinfer.weights.quantize import EMBEDDINGS, quantised_config, settings_for
-from nanoinfer.weights.read import TensorEntry, unreadable
+from nanoinfer.weights.read import TensorEntry
 
-SHARD_BYTES = 4 * 2**30
-_COPY_BYTES = 16 * 2**20
+_SHARD_BYTES = 4 * 2**30
 _INDEX = "model.safetensors.index.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
 
@@ -70,7 +70,6 @@ def quantise_checkpoint(
     head_quantization: str | None = None,
     device: torch.device | str = "cpu",
     progress: bool = True,
-    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write a checkpoint of the weights that an engine has with these options, and return its directory.
 
@@ -101,7 +100,7 @@ def quantise_checkpoint(
     parts = _parts(model_dir, quantised_config(hf_config, quantization, head_quantization))
     config = read_json_object(model_dir / "config.json") | dict(quantization_config=settings)
     with _whole_directory(out, sum(part.num_bytes for part in parts)) as directory:
-        _write_weights(directory, parts, device, progress, shard_bytes)
+        _write_weights(directory, parts, device, progress)
         for path in sorted({path for pattern in CONFIG_AND_TOKENIZER for path in model_dir.glob(pattern)}):
             if path.is_file() and path.name not in ("config.json", _INDEX):
                 shutil.copyfile(path, directory / path.name)
@@ -120,8 +119,8 @@ def _parts(model_dir: Path, hf_config: PretrainedConfig) -> list[_Part]:
             continue  # such as a tied head, which repeats the embeddings
         if isinstance(view, Filling) and view.by_rows:
             weights = formats.of_embeddings(module) if module == EMBEDDINGS else formats.of(module)
-            stored = weights.scheme.stored(*entry.shape).items()
-            found.append(_Part(entry, {f"{module}.{ending}": size for ending, size in stored}, weights))
+            sizes = stored(weights, entry.shape).items()
+            found.append(_Part(entry, {f"{module}.{ending}": size for ending, size in sizes}, weights))
         else:
             found.append(_Part(entry, {name: (entry.shape, entry.dtype)}, None))
     return found
@@ -154,10 +153,8 @@ def _whole_directory(out: Path, num_bytes: int) -> Iterator[Path]:
         raise
 
 
-def _write_weights(
-    directory: Path, parts: list[_Part], device: torch.device | str, progress: bool, shard_bytes: int
-) -> None:
-    shards = _shards(parts, shard_bytes)
+def _write_weights(directory: Path, parts: list[_Part], device: torch.device | str, progress: bool) -> None:
+    shards = list(in_batches(parts, _SHARD_BYTES, lambda part: part.num_bytes))
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         names = ["model.safetensors"]
@@ -174,19 +171,6 @@ def _write_weights(
         }
         metadata = dict(total_size=sum(part.num_bytes for part in parts))
         (directory / _INDEX).write_text(json.dumps(dict(metadata=metadata, weight_map=shard_of), indent=2) + "\n")
-
-
-def _shards(parts: Iterable[_Part], limit: int) -> list[list[_Part]]:
-    """Return the parts in files of at most `limit` bytes, or of one part. The tensors of a part lie in one file."""
-    found: list[list[_Part]] = [[]]
-    size = 0
-    for part in parts:
-        if found[-1] and size + part.num_bytes > limit:
-            found.append([])
-            size = 0
-        found[-1].append(part)
-        size += part.num_bytes
-    return found
 
 
 def _write_header(file: BinaryIO, parts: list[_Part]) -> None:
@@ -206,31 +190,14 @@ def _write_header(file: BinaryIO, parts: list[_Part]) -> None:
 def _write_part(file: BinaryIO, part: _Part, device: torch.device | str, report: Callable[[int], object]) -> None:
     entry = part.entry
     if part.weights is None:
-        _copy(file, entry, report)
+        for rows in read_rows(entry, "cpu", report):
+            _write_tensor(file, rows)
         return
-    try:
-        found = part.weights.quantised(entry.shape, read_rows(entry, device, report))
-    except ValueError as error:
-        raise refusal(entry, error) from error
+    with refusals_of(entry):
+        found = quantise(read_rows(entry, device, report), entry.shape, part.weights, device)
     for name in part.stored:
         _write_tensor(file, found[name.rpartition(".")[2]])
 
 
 def _write_tensor(file: BinaryIO, values: Tensor) -> None:
     file.write(memoryview(values.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
-
-
-def _copy(file: BinaryIO, entry: TensorEntry, report: Callable[[int], object]) -> None:
-    left = entry.num_bytes
-    try:
-        with entry.path.open("rb") as source:
-            source.seek(entry.offset)
-            while left:
-                some = source.read(min(left, _COPY_BYTES))
-                if not some:
-                    raise OSError("the file ends too early")
-                file.write(some)
-                report(len(some))
-                left -= len(some)
-    except OSError as error:
-        raise unreadable(entry.path, error, entry.name) from error

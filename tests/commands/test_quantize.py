@@ -1,5 +1,6 @@
 """`nanoinfer quantize`, and the options of other commands that quantise."""
 
+import os
 import re
 
 import pytest
@@ -66,10 +67,16 @@ def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_a_file_that_is_cut_while_it_is_copied_is_refused(tmp_path, monkeypatch):
-    source = make(tmp_path / "wide")
-    monkeypatch.setattr(writing, "_COPY_BYTES", 0)  # as if nothing were left to read
-    with pytest.raises(ValueError, match="cannot be read .the file ends too early.: check the disk"):
+    source, write_header = make(tmp_path / "wide"), writing._write_header
+
+    def cut(*arguments):
+        os.truncate(source / "model.safetensors", 5000)
+        write_header(*arguments)
+
+    monkeypatch.setattr(writing, "_write_header", cut)
+    with pytest.raises(ValueError, match="model.safetensors is cut short: .* needs bytes .* Download it again"):
         quantise_checkpoint(source, tmp_path / "out", "int4", **QUIET)
+    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
 
 
 # Other commands

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from engines import random_prompts, some_params
-from online import QUIET, make
+from online import QUIET, make, packed, quantise
 
 from nanoinfer import LLM
 from nanoinfer.config import QUANTISED
-from nanoinfer.layers.formats.schemes import Scheme, quantise
 from nanoinfer.weights.load import load_config, load_model
 from nanoinfer.weights.quantize import quantised_config
 from nanoinfer.weights.write import quantise_checkpoint
@@ -19,10 +18,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind, bits, columns", [("int", 4, 128), ("int", 4, 32), ("int", 8, None), ("fp8", 8, None)])
 def test_a_weight_has_the_tensors_that_it_has_on_the_cpu(dtype, kind, bits, columns):
-    scheme = Scheme(kind=kind, bits=bits, columns=columns, scale_dtype=dtype, in_words=kind == "int")
+    own = packed(kind, bits, columns, dtype)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(3000, 1024, generator=generator) * torch.randn(3000, 1, generator=generator).exp()
-    ours, theirs = quantise(weight.to(dtype), scheme), quantise(weight.to(dtype).to(DEVICE), scheme)
+    ours, theirs = quantise(weight.to(dtype), own), quantise(weight.to(dtype).to(DEVICE), own)
     for ending, tensor in ours.items():
         assert torch.equal(tensor.view(torch.uint8), theirs[ending].cpu().view(torch.uint8)), ending
 

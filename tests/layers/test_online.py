@@ -6,7 +6,7 @@ import pytest
 import torch
 from engines import assert_pools_as_before, make_engine, random_prompts, run, some_params
 from live_bytes import LiveBytes
-from online import QUIET, equal, load, make, matrices
+from online import QUIET, equal, load, make, matrices, packed, quantise
 from quantised import CASES, write
 from safetensors.torch import load_file, save_file
 from simulated import SimulatedRuntime
@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from nanoinfer import plan
 from nanoinfer.config import QUANTISED
-from nanoinfer.layers.formats.schemes import Scheme, quantise
+from nanoinfer.layers.formats.scaled import PackedScaled
+from nanoinfer.layers.formats.schemes import stored
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
 from nanoinfer.weights.load import load_config, load_model
@@ -26,10 +27,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BOTH = [(name, head) for name in QUANTISED for head in (None, "int8")]
 
 
-def scheme(name: str, columns: int, dtype: torch.dtype) -> Scheme:
+def format_of(name: str, columns: int, dtype: torch.dtype) -> PackedScaled:
     size = next((size for size in (128, 64, 32) if columns % size == 0), None) if name == "int4" else None
     kind, bits = "fp8" if name == "fp8" else "int", 4 if name == "int4" else 8
-    return Scheme(kind=kind, bits=bits, columns=size, scale_dtype=dtype, in_words=name != "fp8")
+    return packed(kind, bits, size, dtype)
 
 
 def random_weight(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -61,21 +62,22 @@ def test_a_weight_is_what_the_reference_package_expands(name, dtype):
 
     for seed, (rows, columns) in enumerate([(5, 32), (33, 192), (16, 384), (7, 160), (3, 4096)]):
         weight = random_weight(rows, columns, seed).to(dtype)
-        own = scheme(name, columns, dtype)
+        own = format_of(name, columns, dtype)
         found = quantise(weight, own)
-        args = dict(num_bits=own.bits, type="float" if name == "fp8" else "int", symmetric=True)
-        args |= dict(strategy="group", group_size=own.columns) if own.columns else dict(strategy="channel")
+        group_size = own.packing.columns
+        args = dict(num_bits=own.packing.bits, type="float" if name == "fp8" else "int", symmetric=True)
+        args |= dict(strategy="group", group_size=group_size) if group_size else dict(strategy="channel")
         stored_as = "float-quantized" if name == "fp8" else "pack-quantized"
         reference = QuantizationScheme(targets=["Linear"], weights=args, format=stored_as)
         compressor = compressors.BaseCompressor.get_value_from_registry(stored_as)
         matrix = compressor.decompress(dict(found), reference)["weight"]
-        scales = found["weight_scale"].repeat_interleave(own.columns or columns, 1)
+        scales = found["weight_scale"].repeat_interleave(group_size or columns, 1)
         wanted = (codes_of(found, name, columns).to(dtype) * scales).to(dtype)
         assert torch.equal(matrix, wanted) and torch.isfinite(matrix).all()
         error = (matrix.double() - weight.double()).abs()
         steps = {"int8": 0.51, "int4": 5.0, "fp8": 17.0}[name]  # of a scale, which rounding to few bits adds to
         assert bool((error <= steps * scales.double() + matrix.double().abs() / 100).all())
-        assert {ending: (tuple(one.shape), one.dtype) for ending, one in found.items()} == own.stored(rows, columns)
+        assert {ending: (tuple(one.shape), one.dtype) for ending, one in found.items()} == stored(own, (rows, columns))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,9 +86,9 @@ def test_the_squared_error_of_four_bits_is_never_above_that_of_plain_scales(dtyp
     for seed, (rows, columns) in enumerate([(1, 32), (9, 64), (40, 256), (64, 1024)]):
         for weight in (random_weight(rows, columns, seed), torch.full((rows, columns), 0.3), torch.rand(rows, columns)):
             weight = weight.to(dtype)
-            own = scheme("int4", columns, dtype)
+            own = format_of("int4", columns, dtype)
             found = quantise(weight, own)
-            groups = weight.double().unflatten(1, (-1, own.columns))
+            groups = weight.double().unflatten(1, (-1, own.packing.columns))
             plain = (
                 (groups.abs().amax(-1, keepdim=True).float() / divisor)
                 .to(dtype)
@@ -94,7 +96,7 @@ def test_the_squared_error_of_four_bits_is_never_above_that_of_plain_scales(dtyp
             )
             nearest = (groups.float() / plain.float()).round().clamp(-8, 7).to(dtype)
             wanted = ((nearest * plain).double() - groups).square().sum((1, 2))
-            scales = found["weight_scale"].repeat_interleave(own.columns, 1)
+            scales = found["weight_scale"].repeat_interleave(own.packing.columns, 1)
             matrix = codes_of(found, "int4", columns).to(dtype) * scales
             error = (matrix.double() - weight.double()).square().sum(1)
             assert error.sum() <= wanted.sum()
@@ -106,7 +108,7 @@ def test_the_squared_error_of_four_bits_is_never_above_that_of_plain_scales(dtyp
 def test_rows_and_pieces_of_them_are_quantised_alike(monkeypatch):
     weight = random_weight(37, 192, 1)
     for name in QUANTISED:
-        own = scheme(name, 192, torch.bfloat16)
+        own = format_of(name, 192, torch.bfloat16)
         whole = quantise(weight, own)
         monkeypatch.setattr("nanoinfer.layers.formats.schemes._WEIGHTS_AT_ONCE", {"cpu": 500})
         pieces = [quantise(weight[begin : begin + 10], own) for begin in range(0, 37, 10)]
@@ -122,10 +124,11 @@ def test_rows_and_pieces_of_them_are_quantised_alike(monkeypatch):
 @pytest.mark.parametrize("name, head", BOTH)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.sampled("False-int4-None", "True-int8-None", "False-int8-int8", "True-fp8-int8")
-def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path, name, head, tied):
+def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path, monkeypatch, name, head, tied):
+    monkeypatch.setattr("nanoinfer.weights.write._SHARD_BYTES", 60_000)
     sizes = dict(tied=tied, hidden_size=96, intermediate_size=224) if head else dict(tied=tied)
     source = make(tmp_path / "wide", shards=3 if tied else 1, **sizes)
-    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, shard_bytes=60_000, **QUIET)
+    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, **QUIET)
     assert len(list(out.glob("*.safetensors"))) > 1 and (out / "generation_config.json").is_file()
     for dtype in ("auto", "float32", "float16"):
         assert equal(matrices(load(out, dtype=dtype)), matrices(load(source, name, head, dtype)))
@@ -142,7 +145,8 @@ def test_loading_what_was_written_is_loading_the_source_with_the_option(tmp_path
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_sizes_and_files_are_read_alike(tmp_path, seed):
+def test_random_sizes_and_files_are_read_alike(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr("nanoinfer.weights.write._SHARD_BYTES", 50_000)
     draw = torch.Generator().manual_seed(seed)
 
     def pick(*values):
@@ -154,7 +158,7 @@ def test_random_sizes_and_files_are_read_alike(tmp_path, seed):
     sizes |= dict(intermediate_size=32 * pick(1, 3, 8), vocab_size=pick(97, 131, 157), tied=pick(False, True))
     name, head, dtype = pick(*QUANTISED), pick(None, "int8"), pick(*DTYPES)
     source = make(tmp_path / "wide", pick(*FAMILIES), dtype, seed=seed, shards=pick(1, 2), **sizes)
-    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, shard_bytes=50_000, **QUIET)
+    out = quantise_checkpoint(source, tmp_path / "out", name, head_quantization=head, **QUIET)
     assert equal(matrices(load(out)), matrices(load(source, name, head)))
     assert load(out).spec == load(source, name, head).spec
 

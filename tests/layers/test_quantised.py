@@ -17,7 +17,6 @@ from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams, plan
 from nanoinfer.engine import start
-from nanoinfer.layers.formats import awq as awq_weights
 from nanoinfer.layers.formats import packed as packed_weights
 from nanoinfer.layers.formats.bits import E2M1_VALUES, powers_of_two, unpack
 from nanoinfer.layers.linear import Linear
@@ -74,8 +73,7 @@ def test_expanded_weights_are_the_references(written, name):
 def test_a_matrix_that_is_expanded_in_pieces_is_the_same(tmp_path, name, monkeypatch):
     packed, _ = write(tmp_path, CASES[name](), hidden_size=160, intermediate_size=320)
     wanted = matrices(load(packed))
-    for module in (packed_weights, awq_weights):
-        monkeypatch.setattr(module, "EXPANDED_AT_ONCE", 2400)  # 15 or 7 rows; AWQ repacks by words of 8
+    monkeypatch.setattr(packed_weights, "EXPANDED_AT_ONCE", 2400)  # 15 or 7 rows; GPTQ and AWQ repack by 8
     found = matrices(load(packed))
     assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in found)
 
@@ -191,7 +189,7 @@ def test_the_plan_counts_the_bytes_that_are_held_and_the_buffer(written, name):
     model = engine.runner.model
     assert model.spec.weight_bytes == sum(weight.nbytes for weight in model.parameters()) < wide.plan.weight_bytes
     largest = max(module.num_rows * module.in_features for module in model.modules() if isinstance(module, Linear)
-                  and module.scratch is not None and module.weights.scratch_shape(module, False))  # fmt: skip
+                  and module.scratch is not None and module.weights.scratch_size(module, False))  # fmt: skip
     assert model.spec.scratch_bytes == 4 * largest
     assert engine.plan.weight_bytes - wide.plan.weight_bytes == (
         model.spec.weight_bytes + model.spec.scratch_bytes - wide.runner.model.spec.weight_bytes
@@ -206,10 +204,10 @@ def test_a_product_takes_no_more_than_the_plan_says(written, name):
     packed, _ = written(name)
     model = load(packed, "bfloat16")
     for module in model.modules():
-        if isinstance(module, Linear) and (shape := module.weights.scratch_shape(module, False)):
+        if isinstance(module, Linear) and module.weights.scratch_size(module, False):
             with LiveBytes() as live:
                 module.weights.matrix(module)
-            assert live.peak <= module.weights.temporary_bytes(module) <= model.spec.product_bytes, shape
+            assert live.peak <= module.weights.temporary_bytes(module) <= model.spec.product_bytes, module.parts
             assert live.now == 0
 
 

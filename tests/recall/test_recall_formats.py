@@ -76,8 +76,8 @@ def break_scales(monkeypatch, change) -> None:
     """Codes are right, scales are changed behind them."""
     right = schemes.quantise
 
-    def wrong(rows, scheme):
-        found = right(rows, scheme)
+    def wrong(*arguments):
+        found = right(*arguments)
         return found | {"weight_scale": change(found["weight_scale"])}
 
     monkeypatch.setattr(online, "quantise", wrong)

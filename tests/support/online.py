@@ -6,11 +6,26 @@ import torch
 from quantised import SIZES
 from tiny_models import make_checkpoint
 
+from nanoinfer.kernels.linear.packing import Packing
+from nanoinfer.layers.formats import schemes
+from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights.load import load_config, load_model
 from nanoinfer.weights.quantize import quantised_config
 
 QUIET = dict(progress=False)
+
+
+def packed(kind: str, bits: int, columns: int | None, scale_dtype: torch.dtype) -> PackedScaled:
+    """The format of a weight that is quantised while it is read; integers lie in words."""
+    packing = Packing(kind=kind, bits=bits, columns=columns, scale_dtype=scale_dtype)
+    if kind == "fp8":
+        return PackedScaled(packing, words=torch.float8_e4m3fn)
+    return PackedScaled(packing, words=torch.int32, codes_name="weight_packed")
+
+
+def quantise(weight: torch.Tensor, own: PackedScaled) -> dict[str, torch.Tensor]:
+    return schemes.quantise([weight], tuple(weight.shape), own, weight.device)
 
 
 def load(path, quantization=None, head=None, dtype="auto"):

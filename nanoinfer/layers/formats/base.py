@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from nanoinfer.layers.norm import RMSNorm
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 
 @dataclass(frozen=True)
 class CheckpointTensors:
@@ -25,15 +27,15 @@ class CheckpointTensors:
     dtype: torch.dtype
     dtypes: Mapping[str, torch.dtype] | None = None
 
-    def dtype_of(self, name: str, allowed: tuple[torch.dtype, ...], default: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype of a tensor; where it is not known, the default, or the model's.
+    def dtype_of(self, name: str, default: torch.dtype | None = None) -> torch.dtype:
+        """Return the dtype of a tensor of floating-point scales; where it is not known, the default, or the model's.
 
         Raises:
-            ValueError: the tensor has another dtype than the allowed ones.
+            ValueError: the tensor has another dtype than `FLOATS`.
         """
         found = (self.dtypes or {}).get(name, default or self.dtype)
-        if found not in allowed:
-            known = ", ".join(str(dtype)[6:] for dtype in allowed)
+        if found not in FLOATS:
+            known = ", ".join(str(dtype)[6:] for dtype in FLOATS)
             raise ValueError(f"{name} has dtype {str(found)[6:]}: supported are {known}")
         return found
 
@@ -66,6 +68,9 @@ class Filling:
 class Formats(ABC):
     """The formats of a model's projections, by their names in the checkpoint."""
 
+    notice: str | None = None
+    """What a user should know about what is not done with a checkpoint; None: nothing."""
+
     @abstractmethod
     def of(self, name: str) -> WeightFormat:
         """Return the format of one projection, such as "model.layers.0.mlp.down_proj".
@@ -95,11 +100,6 @@ class Formats(ABC):
             ValueError: an option contradicts the checkpoint.
         """
 
-    @property
-    def notice(self) -> str | None:
-        """What a user should know about what is not done with a checkpoint; None: nothing."""
-        return None
-
 
 class _Below(Formats):
     def __init__(self, formats: Formats, path: str) -> None:
@@ -124,9 +124,6 @@ class WeightFormat(Formats):
         """settings: the config's quantization_config. Raises ValueError for those that are not supported."""
 
     def of(self, name: str) -> WeightFormat:
-        return self
-
-    def below(self, path: str) -> Formats:
         return self
 
     @abstractmethod
@@ -159,14 +156,14 @@ class WeightFormat(Formats):
         """Add the projection of y to x, in place, and return the norm of x."""
         return norm.after_sum(x, self.project(module, y))
 
-    def scratch_shape(self, module: nn.Module, has_kernels: bool) -> tuple[int, int] | None:
-        """Return the shape of the matrix that a product needs a buffer for; None: no product needs one.
+    def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
+        """Return the elements of the buffer that a product needs for a matrix; 0: no product needs one.
 
         has_kernels: whether products with packed weights are on a GPU and in 16 bits.
 
         All modules of a model share one buffer, which becomes the module's `scratch`: [elements], in the model's dtype.
         """
-        return None
+        return 0
 
     def temporary_bytes(self, module: nn.Module) -> int:
         """Return the bytes that a product takes on a CPU beside its arguments, result and buffer."""

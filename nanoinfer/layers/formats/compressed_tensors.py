@@ -11,9 +11,8 @@ from nanoinfer.common.errors import shown
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
-from nanoinfer.layers.formats.packed import FLOATS
 from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, kv_cache_dtype_of, searches
-from nanoinfer.layers.formats.scaled import Names, PackedScaled
+from nanoinfer.layers.formats.scaled import PackedScaled
 
 _MIXED = "mixed-precision"
 _FORMATS = (
@@ -26,7 +25,6 @@ _FORMATS = (
 )
 # Names of the class of projections, and of the classes that it derives from.
 _CLASSES = ("Linear", "Module")
-_EMBEDDING = "Embedding"
 # Targets of head and embeddings alone, and what weights of one kind are called.
 _HEAD = re.compile(r".*(lm_head|embed_tokens)\$?|Embedding")
 _SCHEME_NAMES = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8"}
@@ -56,27 +54,16 @@ class CompressedTensors(Quantization):
         kv_cache = self.setting("kv_cache_scheme", dict)
         if kv_cache is not None:
             self.kv_cache_dtype = kv_cache_dtype_of(kv_cache)
+        if any(group.get("input_activations") for group in self._groups.values()):
+            self.notice = ACTIVATIONS
 
-    @property
-    def notice(self) -> str | None:
-        return ACTIVATIONS if any(group.get("input_activations") for group in self._groups.values()) else None
-
-    def is_left_out(self, name: str) -> bool:
-        return any(_matches(pattern, name) or pattern in _CLASSES for pattern in self._ignored)
-
-    def packed(self, name: str) -> WeightFormat:
-        group = self._group_of(name)
-        weights = None if group is None else self.setting("weights", dict, None, group)
-        return DENSE if weights is None else self._format_of(name, group, weights)
+    def of(self, name: str) -> WeightFormat:
+        return self._find(name, _CLASSES) or DENSE
 
     def of_embeddings(self, name: str) -> WeightFormat | None:
-        if any(_matches(pattern, name) or pattern == _EMBEDDING for pattern in self._ignored):
-            return None
         # Older versions of the reference left embeddings wide, whatever expressions matched their name.
         is_wide = self.tensors.dtypes is not None and not self.tensors.has(f"{name}.weight_scale")
-        group = None if is_wide else self._group_of(name, (_EMBEDDING,))
-        weights = None if group is None else self.setting("weights", dict, None, group)
-        found = None if weights is None else self._format_of(name, group, weights)
+        found = None if is_wide else self._find(name, ("Embedding",))
         if isinstance(found, PackedScaled) and (found.packing.rows > 1 or found.scale_of_tensor):
             raise ValueError(
                 f"{name} has scales for several rows in the quantization_config: embeddings need their own"
@@ -88,12 +75,17 @@ class CompressedTensors(Quantization):
         all_weights = [self.setting("weights", dict, None, group) or {} for group in groups.values()]
         return tuple({_SCHEME_NAMES.get((weights.get("type"), weights.get("num_bits")), "") for weights in all_weights})
 
-    def _group_of(self, name: str, classes: tuple[str, ...] = _CLASSES) -> dict[str, Any] | None:
-        """Return the group that holds for a module: names before regular expressions before classes."""
+    def _find(self, name: str, classes: tuple[str, ...]) -> WeightFormat | None:
+        """Return the format of a module of these classes; None: it is dense."""
+        if any(_matches(pattern, name) or pattern in classes for pattern in self._ignored):
+            return None
+        # Names hold before regular expressions, and these before classes.
         targets = sorted(self._groups, key=lambda target: ("re:" in target, target))
         found = [target for target in targets if _matches(target, name)]
         found += [target for target in targets if target in classes]
-        return self._groups[found[0]] if found else None
+        group = self._groups[found[0]] if found else {}
+        weights = self.setting("weights", dict, None, group)
+        return None if weights is None else self._format_of(name, group, weights)
 
     def _format_of(self, name: str, group: dict[str, Any], weights: dict[str, Any]) -> WeightFormat:
         kind = self.one_of("type", ("int", "float"), "int", weights)
@@ -113,7 +105,7 @@ class CompressedTensors(Quantization):
                 "weights of type float have zero points in the quantization_config, which is not supported"
             )
         if kind == "float" and bits == 4:
-            return packed_fp4(name, stored_as)
+            return _packed_fp4(name, stored_as)
         is_packed = stored_as == "pack-quantized"
         if stored_as.startswith(("nvfp4", "mxfp4")) or (is_packed and kind == "float"):
             raise ValueError(f"format is {stored_as} for {bits} bits of type {kind} in the quantization_config")
@@ -125,18 +117,18 @@ class CompressedTensors(Quantization):
         packing = Packing(
             kind="fp8" if kind == "float" else "int",
             bits=bits if is_packed else 8,
-            scale_dtype=self.tensors.dtype_of(f"{name}.weight_scale", FLOATS),
+            scale_dtype=self.tensors.dtype_of(f"{name}.weight_scale"),
             columns=columns,
             rows=rows,
             has_zeros=not is_symmetric,
             has_group_index=columns is not None and weights.get("actorder") in (True, "group", "dynamic"),
         )
         words = torch.int32 if is_packed else torch.float8_e4m3fn if kind == "float" else torch.int8
-        names = Names(codes="weight_packed" if is_packed else "weight")
-        return PackedScaled(packing, name, names, words, strategy == "tensor")
+        codes_name = "weight_packed" if is_packed else "weight"
+        return PackedScaled(packing, name, words, strategy == "tensor", codes_name)
 
 
-def packed_fp4(name: str, stored_as: str) -> PackedScaled:
+def _packed_fp4(name: str, stored_as: str) -> PackedScaled:
     """Return the format of a projection of 4-bit floating-point numbers.
 
     Raises:
@@ -145,14 +137,14 @@ def packed_fp4(name: str, stored_as: str) -> PackedScaled:
     if stored_as == "nvfp4-pack-quantized":
         kind = dict(scale_dtype=torch.float8_e4m3fn, columns=16, has_global_scale=True, divides_global_scale=True)
         kind |= dict(product_dtype=torch.float32)
-        names = Names(codes="weight_packed", global_scale="weight_global_scale")
+        global_scale_name = "weight_global_scale"
     elif stored_as == "mxfp4-pack-quantized":
-        kind, names = dict(scale_dtype=torch.uint8, columns=32), Names(codes="weight_packed")
+        kind, global_scale_name = dict(scale_dtype=torch.uint8, columns=32), None
     else:
         raise ValueError(f"format is {stored_as} for 4 bits of type float in the quantization_config")
     # The reference rounds both to bfloat16, whatever the model computes in.
     packing = Packing(kind="fp4", bits=4, result_dtype=torch.bfloat16, **kind)
-    return PackedScaled(packing, name, names, torch.uint8)
+    return PackedScaled(packing, name, torch.uint8, codes_name="weight_packed", global_scale_name=global_scale_name)
 
 
 def _matches(target: str, name: str) -> bool:

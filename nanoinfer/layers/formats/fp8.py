@@ -9,9 +9,9 @@ import torch
 from nanoinfer.common.errors import shown
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
-from nanoinfer.layers.formats.packed import FLOATS
-from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, is_one_of
-from nanoinfer.layers.formats.scaled import Names, PackedScaled
+from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, searches
+from nanoinfer.layers.formats.scaled import PackedScaled
 
 
 class FP8(Quantization):
@@ -19,6 +19,7 @@ class FP8(Quantization):
 
     name = "fp8"
     other_names = ("finegrained_fp8", "deepseek_fp8")
+    notice = ACTIVATIONS
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
@@ -30,30 +31,26 @@ class FP8(Quantization):
         self._block = None if block is None else (block[0], block[1])
         self._left_out = ["lm_head", *self.names("modules_to_not_convert"), *self.names("ignored_layers")]
 
-    @property
-    def notice(self) -> str | None:
-        return ACTIVATIONS
-
-    def is_left_out(self, name: str) -> bool:
-        return is_one_of(name, self._left_out)
-
-    def packed(self, name: str) -> WeightFormat:
+    def of(self, name: str) -> WeightFormat:
+        # As transformers: by the whole name, a beginning, or an end of it.
+        if any(name.endswith(pattern) or searches(pattern, name) for pattern in self._left_out):
+            return DENSE
         ending = "weight_scale_inv" if self._block or self.tensors.has(f"{name}.weight_scale_inv") else "weight_scale"
-        scale_dtype = self.tensors.dtype_of(f"{name}.{ending}", FLOATS, torch.float32)
-        return packed_fp8(name, scale_dtype, Names(scales=ending), block=self._block)
+        return packed_fp8(name, self.tensors, ending, scale_of_tensor=self._block is None, block=self._block)
 
 
 def packed_fp8(
     name: str,
-    scale_dtype: torch.dtype,
-    names: Names = Names(),
+    tensors: CheckpointTensors,
+    scales_name: str,
     *,
+    scale_of_tensor: bool,
     block: tuple[int, int] | None = None,
-    scale_of_tensor: bool = True,
 ) -> PackedScaled:
     """Return the format of one projection. block: rows and columns that share a scale; None: all, or a row each."""
     rows, columns = block or (1, None)
+    scale_dtype = tensors.dtype_of(f"{name}.{scales_name}", torch.float32)
     packing = Packing(
         kind="fp8", bits=8, scale_dtype=scale_dtype, rows=rows, columns=columns, product_dtype=torch.float32
     )
-    return PackedScaled(packing, name, names, torch.float8_e4m3fn, block is None and scale_of_tensor)
+    return PackedScaled(packing, name, torch.float8_e4m3fn, scale_of_tensor, scales_name=scales_name)

@@ -63,5 +63,5 @@ class ExpandedFormat(MatrixFormat):
         # Elsewhere nothing computes an activation with the product, and the matrix would be expanded in vain.
         return super().project_gated(module, x, activation) if module.operations.has_activation(activation, x) else None
 
-    def scratch_shape(self, module: nn.Module, has_kernels: bool) -> tuple[int, int] | None:
-        return module.num_rows, module.in_features
+    def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
+        return module.num_rows * module.in_features

@@ -9,10 +9,10 @@ import torch
 
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
+from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.fp8 import packed_fp8
-from nanoinfer.layers.formats.packed import FLOATS
 from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, kv_cache_dtype_of
-from nanoinfer.layers.formats.scaled import Names, PackedScaled
+from nanoinfer.layers.formats.scaled import PackedScaled
 
 
 class ModelOpt(Quantization):
@@ -20,6 +20,7 @@ class ModelOpt(Quantization):
 
     name = "modelopt"
     other_names = ("modelopt_fp4", "modelopt_fp8", "nvfp4")
+    notice = ACTIVATIONS
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
@@ -27,23 +28,16 @@ class ModelOpt(Quantization):
         self._left_out = [*self.names("ignore"), *self.names("exclude_modules")]
         if self._algorithm == "NVFP4":
             self.one_of("group_size", (16,), 16)
-        kv_cache = self.setting("kv_cache_scheme", dict)
         if self.one_of("kv_cache_quant_algo", ("FP8", "none"), "none") == "FP8":
             self.kv_cache_dtype = "fp8"
-        if kv_cache:
+        if kv_cache := self.setting("kv_cache_scheme", dict):
             self.kv_cache_dtype = kv_cache_dtype_of(kv_cache)
 
-    @property
-    def notice(self) -> str | None:
-        return ACTIVATIONS
-
-    def is_left_out(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in self._left_out)
-
-    def packed(self, name: str) -> WeightFormat:
+    def of(self, name: str) -> WeightFormat:
+        if any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in self._left_out):
+            return DENSE
         if self._algorithm != "NVFP4":
-            scale_dtype = self.tensors.dtype_of(f"{name}.weight_scale", FLOATS, torch.float32)
-            return packed_fp8(name, scale_dtype, scale_of_tensor=self._algorithm == "FP8")
+            return packed_fp8(name, self.tensors, "weight_scale", scale_of_tensor=self._algorithm == "FP8")
         packing = Packing(
             kind="fp4",
             bits=4,
@@ -52,4 +46,4 @@ class ModelOpt(Quantization):
             has_global_scale=True,
             product_dtype=torch.float32,
         )
-        return PackedScaled(packing, name, Names(global_scale="weight_scale_2"), torch.uint8)
+        return PackedScaled(packing, name, torch.uint8, global_scale_name="weight_scale_2")

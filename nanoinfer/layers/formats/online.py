@@ -7,45 +7,28 @@ checkpoint would hold is worked out (`schemes.quantise`) and given to what reads
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.layers.formats.base import CheckpointTensors, Filling, Formats, WeightFormat
+from nanoinfer.layers.formats.base import FLOATS, CheckpointTensors, Filling, Formats, WeightFormat
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.dense import Dense
-from nanoinfer.layers.formats.packed import FLOATS
 from nanoinfer.layers.formats.scaled import PackedScaled
-from nanoinfer.layers.formats.schemes import Scheme, quantise
+from nanoinfer.layers.formats.schemes import quantise
 
 
 @dataclass(frozen=True)
 class QuantisedWhileRead(PackedScaled):
     """Weights as `PackedScaled` holds them, from a wide tensor in the checkpoint."""
 
-    @classmethod
-    def of_format(cls, packed: PackedScaled) -> QuantisedWhileRead:
-        """Return the format that holds weights as another one does."""
-        return cls(**{field.name: getattr(packed, field.name) for field in fields(packed)})
-
-    @property
-    def scheme(self) -> Scheme:
-        packing = self.packing
-        return Scheme(
-            kind=packing.kind,
-            bits=packing.bits,
-            columns=packing.columns,
-            scale_dtype=packing.scale_dtype,
-            in_words=self.words == torch.int32,
-        )
-
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
         shape, stored = (end - begin, module.in_features), super().views(module, begin, end)
 
         def fill(pieces: Iterable[Tensor]) -> None:
-            for ending, values in self.quantised(shape, pieces).items():
+            for ending, values in quantise(pieces, shape, self, module.packed.codes.device).items():
                 target = stored[ending]
                 if isinstance(target, Tensor):
                     target.copy_(values)
@@ -54,26 +37,6 @@ class QuantisedWhileRead(PackedScaled):
                     target.fill(values)
 
         return {"weight": Filling((shape,), FLOATS, fill, by_rows=True)}
-
-    def quantised(self, shape: tuple[int, int], pieces: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Return a checkpoint's tensors for a weight that comes in pieces of some rows, in their order.
-
-        Raises:
-            ValueError: the values cannot be quantised.
-        """
-        found: dict[str, Tensor] = {}
-        begin = 0
-        for rows in pieces:
-            for ending, values in quantise(rows, self.scheme).items():
-                if ending not in found:
-                    size, dtype = self.scheme.stored(*shape)[ending]
-                    found[ending] = torch.empty(size, dtype=dtype, device=values.device)
-                if ending == "weight_shape":
-                    found[ending].copy_(torch.tensor(shape))
-                else:
-                    found[ending][begin : begin + len(rows)] = values
-            begin += len(rows)
-        return found
 
 
 class Online(Formats):
@@ -87,7 +50,7 @@ class Online(Formats):
     """
 
     def __init__(self, base: Formats, settings: dict[str, Any], quantization: str | None, dtype: torch.dtype) -> None:
-        self._base, self._quantization = base, quantization
+        self._base, self._quantization, self.notice = base, quantization, base.notice
         self._quantised = CompressedTensors(settings, CheckpointTensors(dtype))
 
     def of(self, name: str) -> WeightFormat:
@@ -99,10 +62,6 @@ class Online(Formats):
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
         self._base.check_options(None if quantization == self._quantization else quantization, kv_cache_dtype)
 
-    @property
-    def notice(self) -> str | None:
-        return self._base.notice
-
     def _either(self, quantised: WeightFormat | None, base: WeightFormat | None, name: str) -> WeightFormat | None:
         if not isinstance(quantised, PackedScaled):
             return base
@@ -111,4 +70,4 @@ class Online(Formats):
                 f"{name} is quantised in the checkpoint already, so it cannot be quantised while it is read: leave out "
                 "head_quantization"
             )
-        return QuantisedWhileRead.of_format(quantised)
+        return QuantisedWhileRead(**vars(quantised))

@@ -8,7 +8,7 @@ matrix.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -27,9 +27,6 @@ EXPANDED_AT_ONCE = 2**22
 _BYTES_WHILE_EXPANDING = 18
 # A checkpoint's tensors that say how activations were quantised, which they are not here.
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale")
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Of a number of 8 bits (e4m3) without its sign.
-_NAN = 0x7F
 
 
 @dataclass(frozen=True)
@@ -91,11 +88,10 @@ class Packed(ExpandedFormat):
         packing, packed = self.packing, module.packed
         device, (num_rows, in_features) = packed.codes.device, (module.num_rows, module.in_features)
         if packing.kind == "fp8":
-            step = max(1, EXPANDED_AT_ONCE // in_features)
-            for begin in range(0, num_rows, step):
-                size = min(step, num_rows - begin), in_features
+            for rows in pieces_of_rows(num_rows, in_features):
+                size = rows.stop - rows.start, in_features
                 values = torch.randn(size, device=device, generator=generator).to(torch.float8_e4m3fn)
-                packed.put_codes(begin, values.view(torch.uint8))
+                packed.put_codes(rows.start, values.view(torch.uint8))
         else:
             packed.codes.random_(-(2**15), 2**15, generator=generator)
         # The standard deviation of the codes.
@@ -118,16 +114,16 @@ class Packed(ExpandedFormat):
         found = module.operations.packed_linear(x, module.packed, module.bias, out=out)
         if found is not None:
             return found
-        if self.scratch_shape(module, x.is_cuda and x.element_size() == 2):
+        if self.scratch_size(module, x.is_cuda and x.element_size() == 2):
             return super().project(module, x, out)
         out = x.new_empty(len(x), module.num_rows) if out is None else out
         for some, target in zip(x.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):
             module.operations.packed_linear(some, module.packed, module.bias, out=target)
         return out
 
-    def scratch_shape(self, module: nn.Module, has_kernels: bool) -> tuple[int, int] | None:
+    def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
         # The head is the largest matrix by far.
-        return None if has_kernels and module.has_few_rows else super().scratch_shape(module, has_kernels)
+        return 0 if has_kernels and module.has_few_rows else super().scratch_size(module, has_kernels)
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
         found = module.operations.packed_linear(x, module.packed, module.bias, activation=activation)
@@ -147,13 +143,7 @@ class Packed(ExpandedFormat):
         Only these are expanded. Neither a shape nor a wait depends on the ids, so a graph may capture it.
         """
         out = torch.empty(len(ids), module.in_features, dtype=dtype, device=ids.device)
-        if module.packed.codes.is_cuda:
-            from nanoinfer.kernels.linear.expand import expand  # triton comes with CUDA builds of torch only
-
-            return expand(module.packed, out, ids)
-        step = max(1, EXPANDED_AT_ONCE // module.in_features)
-        for begin in range(0, len(ids), step):
-            out[begin : begin + step] = self.expand(module, ids[begin : begin + step])
+        self.expand_into(module, out, ids)
         return out
 
     def temporary_bytes(self, module: nn.Module) -> int:
@@ -161,16 +151,15 @@ class Packed(ExpandedFormat):
         largest = max(EXPANDED_AT_ONCE, module.in_features)
         return _BYTES_WHILE_EXPANDING * min(largest, module.num_rows * module.in_features)
 
-    def expand_into(self, module: nn.Module, out: Tensor) -> None:
+    def expand_into(self, module: nn.Module, out: Tensor, ids: Tensor | None = None) -> None:
+        """As `ExpandedFormat` says; ids: the rows that are wanted, [N]; None: all."""
         if module.packed.codes.is_cuda:
             from nanoinfer.kernels.linear.expand import expand  # triton comes with CUDA builds of torch only
 
-            expand(module.packed, out)
+            expand(module.packed, out, ids)
             return
-        step = max(1, EXPANDED_AT_ONCE // out.shape[1])
-        for begin in range(0, len(out), step):
-            rows = out[begin : begin + step]
-            rows.copy_(self.expand(module, slice(begin, begin + len(rows))))
+        for rows in pieces_of_rows(*out.shape):
+            out[rows] = self.expand(module, rows if ids is None else ids[rows])
 
     def expand(self, module: nn.Module, rows: slice | Tensor) -> Tensor:
         """Return rows of the matrix as the reference has it: [n, in_features]. rows: from one to another, or [n]."""
@@ -224,12 +213,8 @@ def checked(values: Tensor) -> Tensor:
     return values
 
 
-def checked_codes(codes: Tensor) -> Tensor:
-    """Return codes of numbers of 8 bits (e4m3) that were read.
-
-    Raises:
-        ValueError: some are NaN.
-    """
-    if bool((codes & _NAN == _NAN).any()):
-        raise ValueError("holds NaN weights: the file is corrupt, download it again")
-    return codes
+def pieces_of_rows(num_rows: int, in_features: int, multiple: int = 1) -> Iterator[slice]:
+    """Yield a weight's rows in pieces of at most `EXPANDED_AT_ONCE` weights, and of a multiple of rows."""
+    step = multiple * max(1, EXPANDED_AT_ONCE // (multiple * in_features))
+    for begin in range(0, num_rows, step):
+        yield slice(begin, min(begin + step, num_rows))

@@ -36,7 +36,8 @@ class Parted(ExpandedFormat):
 
     On a GPU few rows are multiplied with each part by itself, many with the matrix of all parts. The bits are the same.
 
-    `held` of a module has for each part what its format takes for a module. The parameters are the module's as well.
+    `held` of a module has for each part its format, and what that takes for a module. The parameters are the module's
+    as well.
     """
 
     name = "parted"
@@ -45,8 +46,9 @@ class Parted(ExpandedFormat):
         self._formats, self._sizes = formats, sizes
 
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
-        module.held = [SimpleNamespace(num_rows=size, in_features=in_features) for size in self._sizes]
-        for index, (weight_format, part) in enumerate(zip(self._formats, module.held, strict=True)):
+        parts = [SimpleNamespace(num_rows=size, in_features=in_features) for size in self._sizes]
+        module.held = list(zip(self._formats, parts, strict=True))
+        for index, (weight_format, part) in enumerate(module.held):
             weight_format.allocate(part, part.num_rows, in_features, dtype=dtype, device=device)
             for name, value in vars(part).items():
                 if isinstance(value, nn.Parameter):
@@ -55,10 +57,11 @@ class Parted(ExpandedFormat):
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
         index = next(i for i in range(len(self._sizes)) if sum(self._sizes[:i]) == begin)
         assert end - begin == self._sizes[index], "a part is filled as a whole"
-        return self._formats[index].views(module.held[index], 0, self._sizes[index])
+        weight_format, part = module.held[index]
+        return weight_format.views(part, 0, part.num_rows)
 
     def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
-        for weight_format, part in zip(self._formats, module.held, strict=True):
+        for weight_format, part in module.held:
             weight_format.fill_with_noise(part, generator)
 
     def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -75,24 +78,22 @@ class Parted(ExpandedFormat):
         if len(x) > MAX_ROWS:
             return None
         biases = [None] * len(self._sizes) if module.bias is None else module.bias.split(self._sizes)
-        parts, operations = list(zip(self._formats, module.held, biases, strict=True)), module.operations
+        parts, operations = list(zip(module.held, biases, strict=True)), module.operations
         packed = {
             index: operations.packed_linear(x, part.packed, bias)
-            for index, (weight_format, part, bias) in enumerate(parts)
+            for index, ((weight_format, part), bias) in enumerate(parts)
             if isinstance(weight_format, Packed)
         }
         if any(product is None for product in packed.values()):
             return None
         return [
             packed[index] if index in packed else operations.linear(x, weight_format.matrix(part), bias)
-            for index, (weight_format, part, bias) in enumerate(parts)
+            for index, ((weight_format, part), bias) in enumerate(parts)
         ]
 
     def expand_into(self, module: nn.Module, out: Tensor) -> None:
-        parts = zip(self._formats, module.held, out.split(self._sizes), strict=True)
-        for weight_format, part, rows in parts:
+        for (weight_format, part), rows in zip(module.held, out.split(self._sizes), strict=True):
             weight_format.expand_into(part, rows)
 
     def temporary_bytes(self, module: nn.Module) -> int:
-        parts = zip(self._formats, module.held, strict=True)
-        return max(weight_format.temporary_bytes(part) for weight_format, part in parts)
+        return max(weight_format.temporary_bytes(part) for weight_format, part in module.held)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from nanoinfer.common.errors import shown
 from nanoinfer.config import QUANTISED
-from nanoinfer.layers.formats.base import CheckpointTensors, Formats, WeightFormat
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import CheckpointTensors, Formats
 
-_NO_GROUP_SIZE = (None, -1, 0)
 ACTIVATIONS = (
     "the checkpoint was made for quantised activations. Here its weights stay quantised, and activations keep the "
     "model's dtype"
@@ -21,7 +18,7 @@ ACTIVATIONS = (
 
 
 class Quantization(Formats):
-    """The formats of a quantised checkpoint.
+    """The formats of a quantised checkpoint. What its config excludes is dense.
 
     Attributes:
         name: the `quant_method` of the config's quantization_config.
@@ -36,17 +33,6 @@ class Quantization(Formats):
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         """settings: the config's quantization_config. Raises ValueError for those that are not supported."""
         self.settings, self.tensors = settings, tensors
-
-    def of(self, name: str) -> WeightFormat:
-        return DENSE if self.is_left_out(name) else self.packed(name)
-
-    @abstractmethod
-    def is_left_out(self, name: str) -> bool:
-        """Whether the config excludes a projection, whose weight is dense then."""
-
-    @abstractmethod
-    def packed(self, name: str) -> WeightFormat:
-        """Return the format of a projection that is not left out."""
 
     def scheme_names(self) -> tuple[str, ...]:
         """Return what weights are quantised to, in the words for wide checkpoints ("int4"), where that is known."""
@@ -113,7 +99,7 @@ class Quantization(Formats):
         """
         settings = self.settings if settings is None else settings
         value = settings.get("group_size", default)
-        if value in _NO_GROUP_SIZE and not isinstance(value, bool):
+        if value in (None, -1, 0) and not isinstance(value, bool):
             return None
         if type(value) is not int or value < 1:
             raise ValueError(f"group_size is {shown(value)} in the quantization_config of {self.name}, not a size")
@@ -130,11 +116,6 @@ def searches(pattern: str, name: str) -> bool:
         return re.match(pattern, name) is not None
     except re.error as error:
         raise ValueError(f"{shown(pattern)} in the quantization_config is no regular expression: {error}") from error
-
-
-def is_one_of(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name is excluded as transformers excludes names: by the whole, a beginning, or an end of it."""
-    return any(name.endswith(pattern) or searches(pattern, name) for pattern in patterns)
 
 
 def kv_cache_dtype_of(scheme: dict[str, Any]) -> str:

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import did_you_mean, shown
-from nanoinfer.layers.formats.awq import AWQ
 from nanoinfer.layers.formats.base import CheckpointTensors, Formats
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.fp8 import FP8
-from nanoinfer.layers.formats.gptq import GPTQ, AutoRound
+from nanoinfer.layers.formats.gptq_awq import AWQ, GPTQ, AutoRound
 from nanoinfer.layers.formats.modelopt import ModelOpt
 from nanoinfer.layers.formats.online import Online
 
-ONLINE = "quantised_while_read"
-Reader = TypeVar("Reader", bound=Callable[[dict[str, Any], CheckpointTensors], Formats])
+Reader = TypeVar("Reader", bound=type[Formats])
 
-_FORMATS: dict[str, Callable[[dict[str, Any], CheckpointTensors], Formats]] = {
+_FORMATS: dict[str, type[Formats]] = {
     reader.name: reader for reader in (CompressedTensors, GPTQ, AutoRound, AWQ, FP8, ModelOpt)
 }
 
 
 def register_format(reader: Reader) -> Reader:
     """Class decorator: this class, a `Formats`, reads checkpoints whose quantization_config names it.
+
+    It is called with that quantization_config and `CheckpointTensors`.
 
     Raises:
         ValueError: the name is taken.
@@ -43,39 +41,22 @@ def formats_of(hf_config: PretrainedConfig) -> Formats:
     """The formats of a model's projections, from its config's quantization_config.
 
     `hf_config.checkpoint_dtypes`, where it is there, has the dtype of each tensor of the checkpoint, and
-    `hf_config.quantised_while_read` what `quantised_while_read` was given.
+    `hf_config.quantised_while_read`, where it is there, `settings` and `quantization` of an `Online`.
 
     Raises:
         ValueError: it names a method that is not supported, or none, or the method's settings are not supported.
     """
-    found, online = _formats_of_files(hf_config), getattr(hf_config, ONLINE, None)
-    return found if online is None else Online(found, *online, _dtype(hf_config))
-
-
-def _formats_of_files(hf_config: PretrainedConfig) -> Formats:
-    settings = getattr(hf_config, "quantization_config", None)
-    if not settings:
-        return DENSE
-    method = settings.get("quant_method")
-    if isinstance(method, str) and method in _FORMATS:
-        tensors = CheckpointTensors(_dtype(hf_config), getattr(hf_config, "checkpoint_dtypes", None))
-        return _FORMATS[method](dict(settings), tensors)
-    known = f"Supported: {', '.join(_FORMATS)}" if _FORMATS else "take one in bfloat16, float16 or float32"
-    raise ValueError(
-        f"the config has a quantization_config with quant_method={shown(method)}, which is not supported"
-        f"{did_you_mean(str(method), _FORMATS)}. {known}"
-    )
-
-
-def quantised_while_read(
-    hf_config: PretrainedConfig, settings: dict[str, Any], quantization: str | None
-) -> PretrainedConfig:
-    """Return the config of a model whose weights are quantised while they are read; see `Online`."""
-    hf_config = copy(hf_config)
-    setattr(hf_config, ONLINE, (settings, quantization))
-    return hf_config
-
-
-def _dtype(hf_config: PretrainedConfig) -> torch.dtype:
     dtype = getattr(hf_config, "dtype", None) or torch.float32
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    found, settings = DENSE, getattr(hf_config, "quantization_config", None)
+    if settings:
+        method = settings.get("quant_method")
+        if not isinstance(method, str) or method not in _FORMATS:
+            raise ValueError(
+                f"the config has a quantization_config with quant_method={shown(method)}, which is not supported"
+                f"{did_you_mean(str(method), _FORMATS)}. Supported: {', '.join(_FORMATS)}"
+            )
+        tensors = CheckpointTensors(dtype, getattr(hf_config, "checkpoint_dtypes", None))
+        found = _FORMATS[method](dict(settings), tensors)
+    online = getattr(hf_config, "quantised_while_read", None)
+    return found if online is None else Online(found, *online, dtype)

@@ -9,25 +9,12 @@ from torch import Tensor, nn
 
 from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.formats.bits import as_bytes, row_bytes, unpack
-from nanoinfer.layers.formats.packed import EXPANDED_AT_ONCE, Packed, checked, checked_codes
+from nanoinfer.layers.formats.packed import Packed, checked, pieces_of_rows
 
-_FLOAT8 = torch.float8_e4m3fn
+# Of a number of 8 bits (e4m3) without its sign.
+_NAN = 0x7F
 # The exponent that stands for NaN.
 _NAN_EXPONENT = 255
-
-
-@dataclass(frozen=True, kw_only=True)
-class Names:
-    """How a checkpoint calls its tensors.
-
-    Attributes:
-        codes, scales: the ends of their names.
-        global_scale: of the scale of a whole tensor; None: there is none.
-    """
-
-    codes: str = "weight"
-    scales: str = "weight_scale"
-    global_scale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,25 +22,28 @@ class PackedScaled(Packed):
     """Weights whose rows are those of the checkpoint's tensors.
 
     Attributes:
-        names: of the checkpoint's tensors.
         words: the dtype of the checkpoint's codes: int32 (packed, without a sign), int8 (one for each weight, with a
             sign), uint8 (two in a byte) or float8_e4m3fn.
         scale_of_tensor: whether there is one scale for all rows.
+        codes_name, scales_name: the ends of the names of the checkpoint's tensors.
+        global_scale_name: of the scale of a whole tensor; None: there is none.
     """
 
-    names: Names = Names()
     words: torch.dtype = torch.int32
     scale_of_tensor: bool = False
+    codes_name: str = "weight"
+    scales_name: str = "weight_scale"
+    global_scale_name: str | None = None
 
     def check_size(self, num_rows: int, in_features: int) -> None:
         if self.words == torch.uint8 and in_features % 8:
-            raise ValueError(f"{self.where}.{self.names.codes} has {in_features} columns, which 8 does not divide")
+            raise ValueError(f"{self.where}.{self.codes_name} has {in_features} columns, which 8 does not divide")
         super().check_size(num_rows, in_features)
 
     def stored(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
-        found = self._codes(module, begin, end) | {self.names.scales: self._scales_of(module, begin, end)}
-        if self.names.global_scale is not None:
-            found[self.names.global_scale] = self._global_scale(module, begin, end)
+        found = self._codes(module, begin, end) | {self.scales_name: self._scales_of(module, begin, end)}
+        if self.global_scale_name is not None:
+            found[self.global_scale_name] = self._global_scale(module, begin, end)
         if self.packing.has_zeros:
             found["weight_zero_point"] = self._zeros(module, begin, end)
         if self.packing.has_group_index:
@@ -61,33 +51,32 @@ class PackedScaled(Packed):
         return found
 
     def _codes(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
-        count, in_features, bits, name = end - begin, module.in_features, self.packing.bits, self.names.codes
+        count, in_features, bits = end - begin, module.in_features, self.packing.bits
         columns = row_bytes(in_features, bits) // 4 if self.words == torch.int32 else in_features
         if self.words == torch.uint8:
             columns = in_features // 2
 
         def fill(values: Tensor) -> None:
-            step = max(1, EXPANDED_AT_ONCE // in_features)
-            for first in range(0, count, step):
-                some = values[first : first + step]
+            for rows in pieces_of_rows(count, in_features):
+                codes = as_bytes(values[rows])
                 if self.words == torch.int8:
-                    codes = some.view(torch.uint8) ^ 128
-                elif self.words == _FLOAT8:
-                    codes = checked_codes(some.view(torch.uint8))
-                else:
-                    codes = unpack(as_bytes(some), bits, in_features)
-                module.packed.put_codes(begin + first, codes)
+                    codes = codes ^ 128
+                elif self.words != torch.float8_e4m3fn:
+                    codes = unpack(codes, bits, in_features)
+                elif bool((codes & _NAN == _NAN).any()):
+                    raise ValueError("holds NaN weights: the file is corrupt, download it again")
+                module.packed.put_codes(begin + rows.start, codes)
 
         codes = Filling(((count, columns),), (self.words,), fill)
         if self.words != torch.int32:
-            return {name: codes}
+            return {self.codes_name: codes}
 
         def check_shape(shape: Tensor) -> None:
             if shape.tolist() != [count, in_features]:
                 raise ValueError(f"is {shape.tolist()}, expected {[count, in_features]}")
 
         shape = Filling(((2,),), (torch.int64, torch.int32), check_shape, optional=True)
-        return {name: codes, "weight_shape": shape}
+        return {self.codes_name: codes, "weight_shape": shape}
 
     def _scales_of(self, module: nn.Module, begin: int, end: int) -> Filling:
         packing, groups = self.packing, self.packing.num_groups(module.in_features)

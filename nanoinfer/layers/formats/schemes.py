@@ -1,19 +1,21 @@
 """Quantising a weight: the tensors that compressed-tensors keeps of it, worked out from the weight alone.
 
+Codes are symmetric: integers of 4 bits in words of 32, integers of 8 in words or in bytes, or numbers of 8 bits (e4m3).
+
 Rows do not depend on each other, and every step is a single operation in float32 or a sum in a stated order. So the
 result has the same bits on every device, and for rows alone or in a matrix.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from nanoinfer.layers.formats.bits import pack, row_bytes
+from nanoinfer.layers.formats.scaled import PackedScaled
 
-GROUP_SIZES = (128, 64, 32)
 # Rows are quantised some at a time: so that what lies between stays in the cache of a CPU, and keeps a GPU busy.
 _WEIGHTS_AT_ONCE = {"cpu": 2**18}
 _WEIGHTS_AT_ONCE_ELSEWHERE = 2**21
@@ -23,95 +25,73 @@ _SMALLEST_SCALE = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.flo
 _DIVISORS = tuple(7 + quarter / 4 for quarter in range(19))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scheme:
-    """How one weight is quantised, always with symmetric codes.
+def stored(weights: PackedScaled, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of each tensor that a checkpoint holds for a weight, by the end of its name.
 
-    Attributes:
-        kind: "int" or "fp8" (e4m3).
-        bits: of a code, 4 or 8.
-        columns: neighbouring columns that share a scale; None: a row.
-        scale_dtype: scales are rounded to it before codes are chosen.
-        in_words: whether integers lie in words of 32 bits, without a sign; otherwise one in a byte, with a sign.
+    shape: of the weight, [num_rows, in_features].
     """
-
-    kind: str
-    bits: int
-    columns: int | None
-    scale_dtype: torch.dtype
-    in_words: bool
-
-    @property
-    def codes(self) -> str:
-        """The end of the name of the tensor that holds the codes."""
-        return "weight_packed" if self.in_words else "weight"
-
-    def stored(self, num_rows: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of each tensor that a checkpoint holds for a weight, by the end of its name."""
-        scales = ((num_rows, in_features // (self.columns or in_features)), self.scale_dtype)
-        if not self.in_words:
-            dtype = torch.float8_e4m3fn if self.kind == "fp8" else torch.int8
-            return {self.codes: ((num_rows, in_features), dtype), "weight_scale": scales}
-        words = ((num_rows, row_bytes(in_features, self.bits) // 4), torch.int32)
-        return {self.codes: words, "weight_scale": scales, "weight_shape": ((2,), torch.int64)}
+    packing, (num_rows, in_features) = weights.packing, shape
+    scales = ((num_rows, packing.num_groups(in_features)), packing.scale_dtype)
+    if weights.words != torch.int32:
+        return {weights.codes_name: (shape, weights.words), weights.scales_name: scales}
+    words = ((num_rows, row_bytes(in_features, packing.bits) // 4), torch.int32)
+    return {weights.codes_name: words, weights.scales_name: scales, "weight_shape": ((2,), torch.int64)}
 
 
-def group_size(in_features: int) -> int | None:
-    """Return the largest group that divides a row; None: none does."""
-    return next((size for size in GROUP_SIZES if in_features % size == 0), None)
-
-
-def quantise(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint for [num_rows, in_features] floating-point values, by the ends of their names.
+def quantise(
+    pieces: Iterable[Tensor], shape: tuple[int, int], weights: PackedScaled, device: torch.device | str
+) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint for a weight of floating-point values, by the ends of their names.
 
     A scale of 8 bits is the largest magnitude of a row over the largest code. One of 4 bits is found by least squares
-    (`_least_squares`).
+    (`_least_squares`). Scales are rounded to their dtype before codes are chosen.
+
+    pieces: of some rows each, in their order, on the device; shape: of all rows, [num_rows, in_features].
 
     Raises:
         ValueError: a weight is NaN or infinite; the message follows the tensor's name.
     """
-    num_rows, in_features = weight.shape
     found = {
-        ending: torch.empty(shape, dtype=dtype, device=weight.device)
-        for ending, (shape, dtype) in scheme.stored(num_rows, in_features).items()
-        if ending != "weight_shape"
+        ending: torch.empty(size, dtype=dtype, device=device)
+        for ending, (size, dtype) in stored(weights, shape).items()
     }
-    step = max(1, _WEIGHTS_AT_ONCE.get(weight.device.type, _WEIGHTS_AT_ONCE_ELSEWHERE) // in_features)
-    for begin in range(0, num_rows, step):
-        rows = weight[begin : begin + step].float()
-        if not bool(torch.isfinite(rows).all()):
-            raise ValueError("holds NaN or infinite weights, which cannot be quantised")
-        codes, scales = _codes_and_scales(rows.unflatten(1, (-1, scheme.columns or in_features)), scheme)
-        found[scheme.codes][begin : begin + step] = codes
-        found["weight_scale"][begin : begin + step] = scales
-    if scheme.in_words:
-        found["weight_shape"] = torch.tensor([num_rows, in_features], device=weight.device)
+    if "weight_shape" in found:
+        found["weight_shape"].copy_(torch.tensor(shape))
+    codes, scales, begin = found[weights.codes_name], found[weights.scales_name], 0
+    step = max(1, _WEIGHTS_AT_ONCE.get(codes.device.type, _WEIGHTS_AT_ONCE_ELSEWHERE) // shape[1])
+    for piece in pieces:
+        for rows in piece.split(step):
+            rows = rows.float()
+            if not bool(torch.isfinite(rows).all()):
+                raise ValueError("holds NaN or infinite weights, which cannot be quantised")
+            groups, end = rows.unflatten(1, (-1, weights.packing.columns or shape[1])), begin + len(rows)
+            codes[begin:end], scales[begin:end] = _codes_and_scales(groups, weights)
+            begin = end
     return found
 
 
-def _codes_and_scales(groups: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+def _codes_and_scales(groups: Tensor, weights: PackedScaled) -> tuple[Tensor, Tensor]:
     """[n, num_groups, columns] float32 -> codes as they are stored, [n, words], and scales [n, num_groups]."""
-    largest = groups.abs().amax(-1)
-    if scheme.kind == "fp8":
+    bits, scale_dtype, largest = weights.packing.bits, weights.packing.scale_dtype, groups.abs().amax(-1)
+    if weights.packing.kind == "fp8":
         top = torch.finfo(torch.float8_e4m3fn).max
-        scales = _rounded(_over(largest, top), scheme.scale_dtype)
+        scales = _rounded(_over(largest, top), scale_dtype)
         return _divided(groups, scales).clamp_(-top, top).to(torch.float8_e4m3fn).flatten(1), scales
-    middle = 2 ** (scheme.bits - 1)
-    scales = (
-        _least_squares(groups, largest, scheme)
-        if scheme.bits == 4
-        else _rounded(_over(largest, 127), scheme.scale_dtype)
-    )
+    middle = 2 ** (bits - 1)
+    if bits == 4:
+        scales = _least_squares(groups, largest, scale_dtype)
+    else:
+        scales = _rounded(_over(largest, 127), scale_dtype)
     signed = _integers(groups, scales, middle)
-    if not scheme.in_words:
+    if weights.words != torch.int32:
         return signed.to(torch.int8).flatten(1), scales
     codes = (signed + middle).to(torch.uint8).flatten(1)
-    padding = row_bytes(codes.shape[1], scheme.bits) * 8 // scheme.bits - codes.shape[1]
-    packed = pack(torch.nn.functional.pad(codes, (0, padding)), scheme.bits)
+    padding = row_bytes(codes.shape[1], bits) * 8 // bits - codes.shape[1]
+    packed = pack(torch.nn.functional.pad(codes, (0, padding)), bits)
     return packed.contiguous().view(torch.int32), scales
 
 
-def _least_squares(groups: Tensor, largest: Tensor, scheme: Scheme) -> Tensor:
+def _least_squares(groups: Tensor, largest: Tensor, scale_dtype: torch.dtype) -> Tensor:
     """Return for each group the scale with the least squared error, of the largest magnitude over each divisor.
 
     The search is that of llm-compressor's MSE observer
@@ -121,11 +101,11 @@ def _least_squares(groups: Tensor, largest: Tensor, scheme: Scheme) -> Tensor:
     """
     best, best_error = None, None
     for divisor in _DIVISORS:
-        scales = _rounded(_over(largest, divisor), scheme.scale_dtype)
+        scales = _rounded(_over(largest, divisor), scale_dtype)
         wide = scales.float().unsqueeze(-1)
         error = _integers(groups, scales, 8).mul_(wide)
-        if scheme.scale_dtype != torch.float32:
-            error = error.to(scheme.scale_dtype).float()
+        if scale_dtype != torch.float32:
+            error = error.to(scale_dtype).float()
         error = _sums(error.sub_(groups).square_())
         if best is None:
             best, best_error = scales, error
