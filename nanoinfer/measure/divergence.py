@@ -10,14 +10,15 @@ from nanoinfer.attention.registry import make_backend
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.segments import Segments
 from nanoinfer.execution.step_tensors import StepTensors
-from nanoinfer.models.base import AttentionState, DecoderModel
+from nanoinfer.models.base import AttentionState
+from nanoinfer.models.decoder import Decoder
 
 # Float64 logits of so many tokens lie side by side: 80 MB where a vocabulary has 150,000 entries.
 ROWS_AT_ONCE = 64
 
 
 @torch.inference_mode()
-def prompt_logits(model: DecoderModel, token_ids: list[int]) -> Tensor:
+def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     """Return the logits behind every token of one sequence: [num_tokens, vocab_size], dtype of the model, CPU.
 
     The sequence is one prefill. The keys and values of one layer lie on the model's device, each layer's in turn.

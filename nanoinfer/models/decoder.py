@@ -3,6 +3,23 @@
 A family says in `Traits` where it differs, overrides the classmethods that read its config, and brings a
 `DecoderLayer` of its own where the order of a layer differs. Modules are named as in the checkpoints, so that only
 merged weights need another name.
+
+A model says for each layer what state the layer keeps (`ModelSpec.layers`). It is cut where a layer attends to keys and
+values, because they may lie anywhere. The engine runs
+
+    x, normed = model.embed(token_ids)
+    for layer, state in enumerate(spec.layers):
+        if isinstance(state, RecurrentState):
+            normed = model.recur(layer, x, normed, rows, tensor)            # adds to x, updates the layer's tensor
+        else:
+            q = model.before_attention(layer, normed, positions, target)    # keys and values go to `target`
+            attn = ...                                                       # the attention backend, over the KV cache
+            normed = model.after_attention(layer, x, attn)                   # adds to x
+    logits = model.logits(normed)
+
+(`nanoinfer.execution.segments`), so model files hold no branch on the mode. All calls but `recur` treat each row of
+their arguments, which is a token, on its own: a batch may be cut into chunks anywhere, and tokens of several sequences
+may lie in one batch.
 """
 
 from __future__ import annotations
@@ -24,7 +41,7 @@ from nanoinfer.layers.mlp import GatedMLP
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.qkv import KVSlots, norm_rotate_store
 from nanoinfer.layers.rope import rope_table
-from nanoinfer.models.base import AttentionState, DecoderModel, ModelSpec, RecurrentState
+from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +114,29 @@ class DecoderLayer(nn.Module):
         return self.mlp.down_proj.added_to(x, self.mlp.hidden(normed), norm)
 
 
-class Decoder(DecoderModel):
-    """A `DecoderModel` of one class of layers for each kind of state."""
+class Decoder(nn.Module):
+    """A decoder-only transformer, cut at its attention.
 
+    All tensors lie on the device that the model was built on. The calls launch work on the current stream and neither
+    wait for it nor look at a value, so they may be captured in a CUDA graph. No weight takes a gradient.
+    """
+
+    model_type: str
+    """What transformers calls the family in a config, such as "qwen3"."""
+    rotates_by_layer_type: bool = False
+    """Whether `rope_parameters` in a config are keyed by the type of layer."""
     layer_classes: Mapping[type, type[nn.Module]] = {AttentionState: DecoderLayer}
+    """One class of layers for each kind of state."""
 
     def __init__(
         self, hf_config: PretrainedConfig, spec: ModelSpec, *, device: torch.device | str, max_position: int
     ) -> None:
-        super().__init__(hf_config, spec, device=device, max_position=max_position)
+        """Allocates the weights, not yet filled, and the position tables.
+
+        max_position: positions that will be used, [0, max_position).
+        """
+        super().__init__()
+        self.spec = spec
         traits, formats = self.traits(hf_config), formats_of(hf_config)
         options = dict(dtype=spec.dtype, device=device)
         weights = formats.of_embeddings("model.embed_tokens")
@@ -153,6 +184,11 @@ class Decoder(DecoderModel):
 
     @classmethod
     def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
+        """The model's numbers; reads no weight and allocates nothing.
+
+        Raises:
+            ValueError: the config asks for something that is not supported.
+        """
         architecture, layers = (hf_config.architectures or [cls.__name__])[0], cls.layer_states(hf_config)
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         num_q_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
@@ -202,24 +238,49 @@ class Decoder(DecoderModel):
     # The calls
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype, a new tensor, and the first layer's norm of it."""
         x = self.embed_tokens(token_ids)
         x = x if self._embedding_scale is None else x * self._embedding_scale
         return x, self._norm_before(0)(x)
 
     def before_attention(self, layer: int, normed: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
+        """Compute projections and positions: store keys and values in `target` and return the queries.
+
+        positions: [N] int64, absolute, below max_position. Returns q [N, num_q_heads, head_dim], packed: `target.q`
+        where that is given.
+        """
         rope = self._rope_tables[self._rope_of_layer[layer]]
         return self.layers[layer].self_attn.project(normed, rope, positions, target)
 
     def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
+        """Add the output projection and the MLP to x, in place. Return x normed for the next layer or the head.
+
+        x: [N, hidden_size], the sum of all parts so far; attn: [N, num_q_heads, head_dim], contiguous.
+        """
         return self.layers[layer].after_attention(x, attn.flatten(1), self._norm_before(layer + 1))
 
     def recur(self, layer: int, x: Tensor, normed: Tensor, rows: Tensor, state: Tensor) -> Tensor:
+        """Run a whole layer that keeps a `RecurrentState`: add it to x, in place, and update the states of its rows.
+
+        Args:
+            x, normed: [N, hidden_size], the sum of all parts so far, and this layer's norm of it.
+            rows: [N] int32, each token's place in `state`. The tokens of a row are consecutive, in ascending order.
+                Padding tokens name the last row, whose content does not matter.
+            state: [number of rows + 1, *shape].
+
+        Returns:
+            x normed for the next layer or the head.
+        """
         return self.layers[layer].recur(x, normed, rows, state, self._norm_before(layer + 1))
 
     def _norm_before(self, layer: int) -> RMSNorm:
         return self.norm if layer == len(self.layers) else self.layers[layer].input_layernorm
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
+        """Apply head and cap to what the last layer returned.
+
+        [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if that is given.
+        """
         head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
         logits = head.logits(normed, out)
         if self._logits_softcap is not None:
@@ -229,6 +290,7 @@ class Decoder(DecoderModel):
     # The checkpoint
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
+        """Each tensor name of the checkpoint, with the part of our (merged) weights that it fills, or how it does."""
         views = {}
         for name, module in self.named_modules():
             prefix = name if name == "lm_head" else f"model.{name}"
@@ -241,6 +303,7 @@ class Decoder(DecoderModel):
         return views
 
     def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor although the model has no place for it."""
         # Old checkpoints hold the inverse frequencies, which the config determines. Checkpoints with tied embeddings
         # may repeat them as the head.
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.spec.tied_embeddings)

@@ -12,11 +12,11 @@ from transformers import PretrainedConfig
 
 import nanoinfer.models
 from nanoinfer.common.errors import did_you_mean, shown
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 
-Model = TypeVar("Model", bound=type[DecoderModel])
+Model = TypeVar("Model", bound=type[Decoder])
 
-_MODELS: dict[str, type[DecoderModel]] = {}
+_MODELS: dict[str, type[Decoder]] = {}
 
 
 @cache
@@ -50,7 +50,7 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted(_MODELS))
 
 
-def find_class(architectures: list[str] | None) -> type[DecoderModel]:
+def find_class(architectures: list[str] | None) -> type[Decoder]:
     """The class that runs the first supported one of a config's `architectures`.
 
     Raises:
@@ -67,7 +67,7 @@ def find_class(architectures: list[str] | None) -> type[DecoderModel]:
     raise ValueError(f"architecture {shown(architectures[0])} is not supported{hint}. Supported: {supported}")
 
 
-def resolve(hf_config: PretrainedConfig) -> type[DecoderModel]:
+def resolve(hf_config: PretrainedConfig) -> type[Decoder]:
     """The class that runs this config's model.
 
     Raises:

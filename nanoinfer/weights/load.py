@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.formats.registry import formats_of
-from nanoinfer.models.base import DecoderModel, ModelSpec
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class, resolve
 from nanoinfer.weights.checkpoint import OBJECT, check_architectures, check_config, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
@@ -273,7 +274,7 @@ def load_model(
     seed: int = 0,
     max_position: int | None = None,
     progress: bool = True,
-) -> DecoderModel:
+) -> Decoder:
     """Builds the model on `device` and fills its weights.
 
     Each weight is allocated once, on the device, and cast to `dtype` while it is loaded. The host holds only pieces of
@@ -304,7 +305,7 @@ def load_model(
     return model.eval()
 
 
-def check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_dir: str | Path) -> None:
+def check_matches(entries: dict[str, TensorEntry], model: Decoder, model_dir: str | Path) -> None:
     """Compares names and shapes of the tensors with those of `model`, which may lie on the meta device.
 
     Raises:

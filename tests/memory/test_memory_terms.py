@@ -16,7 +16,7 @@ from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.memory import plan as memory
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import resolve, supported_architectures
 
 pytest.importorskip("triton")
@@ -150,7 +150,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr("nanoinfer.kernels.operations.reference", import_module("nanoinfer.kernels.fused"))
 
 
-def meta_model(family: str, **fields) -> DecoderModel:
+def meta_model(family: str, **fields) -> Decoder:
     config = config_of(family, **fields)
     spec = resolve(config).spec_from_config(config, torch.bfloat16)
     model = resolve(config)(config, spec, device="meta", max_position=64)
@@ -160,7 +160,7 @@ def meta_model(family: str, **fields) -> DecoderModel:
     return model
 
 
-def meta_pool(model: DecoderModel) -> torch.Tensor:
+def meta_pool(model: Decoder) -> torch.Tensor:
     spec = model.spec
     shape = (spec.num_layers, 2, 2, 16, spec.attention.num_kv_heads, spec.attention.head_dim)
     return torch.empty(shape, dtype=spec.dtype, device="meta")
