@@ -21,7 +21,7 @@ from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.registry import find_class, resolve
+from nanoinfer.models.registry import find_class
 from nanoinfer.weights.checkpoint import OBJECT, check_architectures, check_config, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.read import TensorEntry
@@ -139,7 +139,7 @@ def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpe
         ValueError: the config asks for something that is not supported; the message names the file.
     """
     try:
-        return resolve(hf_config).spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
+        return find_class(hf_config.architectures).spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
     except ValueError as error:
         raise ValueError(f"{Path(hf_config.name_or_path, 'config.json')}: {error}") from error
 
@@ -288,7 +288,7 @@ def load_model(
         ValueError: the config or the files do not make a supported model; nothing lies on the device then. Or a file
             cannot be read to its end, although its header could be read.
     """
-    model_class, spec = resolve(hf_config), read_spec(hf_config, dtype)
+    model_class, spec = find_class(hf_config.architectures), read_spec(hf_config, dtype)
     if notice := formats_of(hf_config).notice:
         warnings.warn(notice, stacklevel=2)
     max_position = spec.max_position if max_position is None else max_position

@@ -17,7 +17,7 @@ from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.memory import plan as memory
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.registry import resolve, supported_architectures
+from nanoinfer.models.registry import find_class, supported_architectures
 
 pytest.importorskip("triton")
 
@@ -152,8 +152,8 @@ def as_on_cuda(monkeypatch):
 
 def meta_model(family: str, **fields) -> Decoder:
     config = config_of(family, **fields)
-    spec = resolve(config).spec_from_config(config, torch.bfloat16)
-    model = resolve(config)(config, spec, device="meta", max_position=64)
+    spec = find_class(config.architectures).spec_from_config(config, torch.bfloat16)
+    model = find_class(config.architectures)(config, spec, device="meta", max_position=64)
     for module in model.modules():
         if isinstance(module, Linear):
             module.library_counts = AnyCount()
