@@ -68,10 +68,6 @@ class ModelSpec:
     product_bytes: int = 0
     """The most bytes that a product takes on a CPU, beside this buffer, its arguments and its result."""
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer with attention. The engine counts these layers alone where it places KV."""

@@ -20,7 +20,7 @@ def spec_and_layout(tmp_path, shape="qwen3-4b", block_size=256):
     config = load_config(write_shape(shape, tmp_path))
     spec = find_class(config.architectures).spec_from_config(config, torch.bfloat16)
     layout = KVLayout(
-        num_layers=spec.num_layers,
+        num_layers=len(spec.layers),
         block_size=block_size,
         num_kv_heads=spec.attention.num_kv_heads,
         head_dim=spec.attention.head_dim,

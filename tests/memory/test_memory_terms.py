@@ -162,7 +162,7 @@ def meta_model(family: str, **fields) -> Decoder:
 
 def meta_pool(model: Decoder) -> torch.Tensor:
     spec = model.spec
-    shape = (spec.num_layers, 2, 2, 16, spec.attention.num_kv_heads, spec.attention.head_dim)
+    shape = (len(spec.layers), 2, 2, 16, spec.attention.num_kv_heads, spec.attention.head_dim)
     return torch.empty(shape, dtype=spec.dtype, device="meta")
 
 
@@ -206,7 +206,7 @@ def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
     attention, numbers = torch.empty_like(q), torch.empty(num_rows, dtype=torch.int64, device="meta")
     with LiveBytes() as live:
         x, normed = model.embed(numbers)
-        for layer in range(spec.num_layers):
+        for layer in range(len(spec.layers)):
             model.before_attention(layer, normed, numbers, KVSlots(pool[layer], numbers, q))
             del normed
             normed = model.after_attention(layer, x, attention)  # noqa: F841 - lives until the next one

@@ -30,7 +30,7 @@ def test_spec_comes_from_the_config_alone(family):
     spec = spec_of(family, head_dim=48, num_heads=6, num_kv_heads=2, tied=True, num_layers=5)
     heads = spec.attention
     assert spec.architecture == ARCHITECTURES[family]
-    assert (spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.vocab_size) == (5, 72, 56, 160)
+    assert (len(spec.layers), spec.hidden_size, spec.intermediate_size, spec.vocab_size) == (5, 72, 56, 160)
     assert (heads.num_q_heads, heads.num_kv_heads, heads.head_dim, spec.max_position) == (6, 2, 48, 4096)
     assert spec.tied_embeddings and spec.dtype == torch.bfloat16 and heads.softcap is None
     assert heads.scale == (20 if family == "gemma3" else 48) ** -0.5

@@ -217,7 +217,7 @@ def test_older_config_files_give_the_same_model(tmp_path):
     assert old_model.spec == new_model.spec
     positions = torch.tensor([0, 1, 50, 4000])
     _, normed = new_model.embed(torch.tensor([3, 1, 4, 1]))
-    for layer in range(new_model.spec.num_layers):
+    for layer in range(len(new_model.spec.layers)):
         outputs = []
         for model in (new_model, old_model):
             attention = model.spec.attention
