@@ -125,6 +125,8 @@ class Decoder(nn.Module):
     """What transformers calls the family in a config, such as "qwen3"."""
     rotates_by_layer_type: bool = False
     """Whether `rope_parameters` in a config are keyed by the type of layer."""
+    has_layer_types: bool = False
+    """Whether a config names each layer's kind of attention: full, or with a sliding window."""
     layer_classes: Mapping[type, type[nn.Module]] = {AttentionState: DecoderLayer}
     """One class of layers for each kind of state."""
 
@@ -164,7 +166,13 @@ class Decoder(nn.Module):
 
     @classmethod
     def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
-        """What each layer keeps. The default is full attention."""
+        """What each layer keeps. The default is full attention, or what the config names.
+
+        Raises:
+            ValueError: it names another kind of layer, or sliding layers without a window.
+        """
+        if cls.has_layer_types:
+            return _states_by_layer_type(hf_config.layer_types, hf_config.sliding_window)
         return (AttentionState(),) * hf_config.num_hidden_layers
 
     @classmethod
@@ -309,20 +317,13 @@ class Decoder(nn.Module):
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.spec.tied_embeddings)
 
 
-def states_by_layer_type(layer_types: list[str], sliding_window: int | None) -> tuple[AttentionState, ...]:
-    """Return what each layer keeps, for configs that name each layer's kind of attention.
-
-    Raises:
-        ValueError: another kind of layer, or sliding layers without a window.
-    """
+def _states_by_layer_type(layer_types: list[str], sliding_window: int | None) -> tuple[AttentionState, ...]:
+    windows = {"full_attention": None, "sliding_attention": sliding_window}
     for layer_type in layer_types:
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"layer type {layer_type!r} is not supported. Supported: full_attention, sliding_attention"
-            )
+        if layer_type not in windows:
+            raise ValueError(f"layer type {layer_type!r} is not supported. Supported: {', '.join(windows)}")
     if "sliding_attention" in layer_types and not sliding_window:
         raise ValueError(f"the config has sliding_attention layers, but sliding_window={sliding_window!r}")
-    windows = {"full_attention": None, "sliding_attention": sliding_window}
     return tuple(AttentionState(windows[layer_type]) for layer_type in layer_types)
 
 

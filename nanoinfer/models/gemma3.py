@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from nanoinfer.layers.norm import OffsetRMSNorm, RMSNorm
 from nanoinfer.models.base import AttentionState, ModelSpec
-from nanoinfer.models.decoder import Decoder, DecoderLayer, Traits, states_by_layer_type
+from nanoinfer.models.decoder import Decoder, DecoderLayer, Traits
 from nanoinfer.models.registry import register
 
 
@@ -32,6 +32,7 @@ class Gemma3(Decoder):
     """https://arxiv.org/abs/2503.19786"""
 
     model_type = "gemma3_text"
+    has_layer_types = True
     rotates_by_layer_type = True
     layer_classes = {AttentionState: Gemma3Layer}
 
@@ -49,10 +50,6 @@ class Gemma3(Decoder):
             embedding_scale=hf_config.hidden_size**0.5,
             logits_softcap=hf_config.final_logit_softcapping,
         )
-
-    @classmethod
-    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState, ...]:
-        return states_by_layer_type(hf_config.layer_types, hf_config.sliding_window)
 
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:
