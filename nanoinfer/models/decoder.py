@@ -57,6 +57,10 @@ class Traits:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Norm of each query and key head, before the rotation."""
+    attention_scale: float | None = None
+    """Factor on q.k; None: head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    """Attention logits become softcap * tanh(logits / softcap)."""
     embedding_scale: float | None = None
     """Factor on the embeddings, rounded to the model's dtype."""
     formats: Formats = DENSE
@@ -178,17 +182,9 @@ class Decoder(nn.Module):
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:
         """The rotation of each layer."""
+        if cls.rotates_by_layer_type:
+            return tuple(hf_config.rope_parameters[layer_type] for layer_type in hf_config.layer_types)
         return (hf_config.rope_parameters,) * hf_config.num_hidden_layers
-
-    @classmethod
-    def attention_scale(cls, hf_config: PretrainedConfig, head_dim: int) -> float:
-        """Factor on q.k."""
-        return head_dim**-0.5
-
-    @classmethod
-    def attention_softcap(cls, hf_config: PretrainedConfig) -> float | None:
-        """Cap of the attention logits."""
-        return None
 
     @classmethod
     def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
@@ -207,12 +203,13 @@ class Decoder(nn.Module):
                 f"{architecture} has {num_q_heads} query heads and {num_kv_heads} KV heads: "
                 "num_attention_heads must be a multiple of num_key_value_heads"
             )
+        traits = cls.traits(hf_config)
         attention = AttentionSpec(
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            scale=cls.attention_scale(hf_config, head_dim),
-            softcap=cls.attention_softcap(hf_config),
+            scale=head_dim**-0.5 if traits.attention_scale is None else traits.attention_scale,
+            softcap=traits.attention_softcap,
             windows=tuple(dict.fromkeys(state.window for state in layers if isinstance(state, AttentionState))),
             dtype=dtype,
         )
