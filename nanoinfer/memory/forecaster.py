@@ -23,7 +23,7 @@ from nanoinfer.kv.residency import promotion_margin
 from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.memory.forecast import Forecast, sequences
 from nanoinfer.memory.plan import gpu_budget, make_plan
-from nanoinfer.memory.sizes import spec_and_layout
+from nanoinfer.memory.setup import spec_and_layout
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.shapes import SHAPES, write_shape
 from nanoinfer.weights.load import load_config

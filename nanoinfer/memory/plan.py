@@ -123,7 +123,7 @@ def make_plan(
     Raises:
         ValueError: a limit is too small; the message names the smallest that works.
     """
-    slot_bytes = DEFAULT_RING_SLOT_BYTES
+    slot_bytes = max(DEFAULT_RING_SLOT_BYTES, layout.layer_block_bytes)
     if config.ring_slot_bytes is not None:
         slot_bytes = parse_bytes(config.ring_slot_bytes, "ring_slot_bytes")
         if slot_bytes < layout.layer_block_bytes:
@@ -131,12 +131,10 @@ def make_plan(
                 f"ring_slot_bytes={config.ring_slot_bytes!r} cannot hold one layer of a KV block: give at least "
                 f"{layout.layer_block_bytes} bytes, or lower block_size={config.block_size}"
             )
-    elif slot_bytes < layout.layer_block_bytes:
-        slot_bytes = layout.layer_block_bytes
-    largest = min(config.max_model_len or spec.max_position, spec.max_position)
-    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+    largest = config.max_model_len or spec.max_position
+    if largest > spec.max_position:
         raise ValueError(
-            f"max_model_len={config.max_model_len} is beyond the model's own limit of {spec.max_position} positions: "
+            f"max_model_len={largest} is beyond the model's own limit of {spec.max_position} positions: "
             "lower max_model_len, or set RoPE scaling in the model's config"
         )
     max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
@@ -308,7 +306,7 @@ def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, block_size: int) -> None
 
 
 def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, available_bytes: int) -> MemoryPlan:
-    max_blocks = -(-plan.max_model_len // layout.block_size)
+    most = -(-plan.max_model_len // layout.block_size) * plan.max_num_seqs
     if config.host_memory_limit is not None:
         limit = parse_bytes(config.host_memory_limit, "host_memory_limit")
         if limit > available_bytes and config.may_offload:
@@ -326,9 +324,8 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, availab
                 f'"{-(-smallest * layout.block_bytes // 2**20)}MiB"'
             )
     else:
-        num_blocks = min(int(available_bytes * 0.6) // layout.block_bytes, max_blocks * plan.max_num_seqs)
+        num_blocks = min(int(available_bytes * 0.6) // layout.block_bytes, most)
     plan = replace(plan, num_host_blocks=max(1, num_blocks))
-    most = max_blocks * plan.max_num_seqs
     fewest = min(most, 2 * max(plan.num_gpu_blocks, plan.num_host_blocks) + plan.max_num_seqs)
     # Many rows may share one long beginning, and then attend to far more splits than there are blocks.
     shared = min(most, max(fewest, int(SHARED_SPLITS_SHARE * plan.budget_bytes) // plan.split_bytes))

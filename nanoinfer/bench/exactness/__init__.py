@@ -29,7 +29,7 @@ from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.measure.report import write_figures
 from nanoinfer.measure.run import free_memory
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.memory.sizes import spec_and_layout
+from nanoinfer.memory.setup import spec_and_layout
 from nanoinfer.options.exactness import CONDITIONS
 from nanoinfer.options.measuring import (
     check_at_least,
