@@ -1,7 +1,5 @@
 """The device operations as Triton kernels. `nanoinfer.kernels.reference` has the same functions in plain torch."""
 
-from collections.abc import Collection
-
 from torch import Tensor
 
 from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul
@@ -15,7 +13,6 @@ from nanoinfer.kernels.step.update_rows import update_rows
 
 __all__ = [
     "act_and_mul",
-    "gated_linear",
     "has_activation",
     "linear",
     "linear_parts",
@@ -32,12 +29,3 @@ __all__ = [
 def has_activation(activation: str, x: Tensor) -> bool:
     """Whether there is a kernel that computes this activation and the product with it, for values as those of x."""
     return x.element_size() == 2 and activation in ACTIVATIONS
-
-
-def gated_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, library_counts: Collection[int] = ()
-) -> Tensor | None:
-    """`linear` with an activation; None where there is no kernel for it."""
-    if not has_activation(activation, x):
-        return None
-    return linear(x, weight, bias, activation=activation, library_counts=library_counts)
