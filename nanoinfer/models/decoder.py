@@ -173,11 +173,15 @@ class Decoder(nn.Module):
         """What each layer keeps. The default is full attention, or what the config names.
 
         Raises:
-            ValueError: it names another kind of layer, or sliding layers without a window.
+            ValueError: it names sliding layers without a window.
         """
-        if cls.has_layer_types:
-            return _states_by_layer_type(hf_config.layer_types, hf_config.sliding_window)
-        return (AttentionState(),) * hf_config.num_hidden_layers
+        if not cls.has_layer_types:
+            return (AttentionState(),) * hf_config.num_hidden_layers
+        layer_types, window = hf_config.layer_types, hf_config.sliding_window
+        if "sliding_attention" in layer_types and not window:
+            raise ValueError(f"the config has sliding_attention layers, but sliding_window={window!r}")
+        windows = {"full_attention": None, "sliding_attention": window}
+        return tuple(AttentionState(windows[layer_type]) for layer_type in layer_types)
 
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:
@@ -312,16 +316,6 @@ class Decoder(nn.Module):
         # Old checkpoints hold the inverse frequencies, which the config determines. Checkpoints with tied embeddings
         # may repeat them as the head.
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.spec.tied_embeddings)
-
-
-def _states_by_layer_type(layer_types: list[str], sliding_window: int | None) -> tuple[AttentionState, ...]:
-    windows = {"full_attention": None, "sliding_attention": sliding_window}
-    for layer_type in layer_types:
-        if layer_type not in windows:
-            raise ValueError(f"layer type {layer_type!r} is not supported. Supported: {', '.join(windows)}")
-    if "sliding_attention" in layer_types and not sliding_window:
-        raise ValueError(f"the config has sliding_attention layers, but sliding_window={sliding_window!r}")
-    return tuple(AttentionState(windows[layer_type]) for layer_type in layer_types)
 
 
 def _distinct(ropes: tuple[Mapping, ...]) -> tuple[list[Mapping], list[int]]:

@@ -91,7 +91,6 @@ def test_an_architecture_registers_once():
         ),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("qwen3", dict(layer_types=["sliding_attention"] * 3), "sliding_attention layers, but sliding_window=None"),
-        ("qwen3", dict(layer_types=["chunked_attention"] * 3), "'chunked_attention' is not supported"),
     ],
     ids=str,
 )
