@@ -100,15 +100,6 @@ class MemoryPlan:
         )
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """The sizes that the user may leave open, as they were decided."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
 def make_plan(
     config: EngineConfig,
     spec: ModelSpec,
@@ -131,16 +122,13 @@ def make_plan(
                 f"ring_slot_bytes={config.ring_slot_bytes!r} cannot hold one layer of a KV block: give at least "
                 f"{layout.layer_block_bytes} bytes, or lower block_size={config.block_size}"
             )
-    largest = config.max_model_len or spec.max_position
-    if largest > spec.max_position:
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ValueError(
-            f"max_model_len={largest} is beyond the model's own limit of {spec.max_position} positions: "
+            f"max_model_len={config.max_model_len} is beyond the model's own limit of {spec.max_position} positions: "
             "lower max_model_len, or set RoPE scaling in the model's config"
         )
-    max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
-    for tokens in _batched_tokens(config, largest, is_cuda):
-        sizes = _Sizes(largest, max_num_seqs, tokens)
-        plan = _spend(config, spec, layout, sizes, budget_bytes, slot_bytes, is_cuda)
+    for tokens in _batched_tokens(config, is_cuda):
+        plan = _spend(config, spec, layout, tokens, budget_bytes, slot_bytes, is_cuda)
         plan = _with_host(config, plan, layout, host_available_bytes)
         if plan.num_gpu_blocks >= _min_blocks(config, plan, layout.block_size):
             break
@@ -149,7 +137,7 @@ def make_plan(
     return _with_model_len(config, plan, layout.block_size)
 
 
-def _batched_tokens(config: EngineConfig, max_model_len: int, is_cuda: bool) -> list[int]:
+def _batched_tokens(config: EngineConfig, is_cuda: bool) -> list[int]:
     if config.max_num_batched_tokens is not None:
         return [config.max_num_batched_tokens]
     sizes = [size for size in (8192, 4096, 2048, 1024, 512, 256) if is_cuda or size <= 2048]
@@ -166,33 +154,35 @@ def _spend(
     config: EngineConfig,
     spec: ModelSpec,
     layout: KVLayout,
-    sizes: _Sizes,
+    max_num_batched_tokens: int,
     budget_bytes: int,
     slot_bytes: int,
     is_cuda: bool,
 ) -> MemoryPlan:
-    max_blocks = -(-sizes.max_model_len // layout.block_size)
-    blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * sizes.max_num_seqs)
+    max_model_len = config.max_model_len or spec.max_position
+    max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
+    max_blocks = -(-max_model_len // layout.block_size)
+    blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * max_num_seqs)
     # Attention partials, float32; the tables of items and ring chunks, of decode and prefill, take 60 bytes per split
     # and window, and the record of each ring slot 16 per split.
     heads, windows = spec.attention, spec.attention.windows
     split_bytes = heads.num_q_heads * (heads.head_dim + 2) * 4 + 60 * len(windows) + 16 * config.num_ring_slots
     size = spec.dtype.itemsize
     # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
-    max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
+    max_batch = max(config.graph_batch_sizes(max_num_seqs)[-1], max_num_seqs)
     row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.attention.q_size) + TABLE_ROW_BYTES
-    workspace = state_bytes(sizes.max_num_seqs, spec.vocab_size, max_batch)
-    workspace += (sizes.max_num_seqs + 1) * spec.row_bytes
-    workspace += max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * padded_rows(sizes.max_num_batched_tokens)
+    workspace = state_bytes(max_num_seqs, spec.vocab_size, max_batch)
+    workspace += (max_num_seqs + 1) * spec.row_bytes
+    workspace += max_batch * row + max_num_seqs * 20 * max_blocks + 16 * padded_rows(max_num_batched_tokens)
     # Of small prefill steps: positions, hidden states, queries, attention outputs.
-    graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)
+    graph_tokens = max(config.graph_num_tokens(max_num_batched_tokens, is_cuda), default=0)
     workspace += MAX_TILES_APART * split_bytes  # partials of blocks that are cut into tiles
     workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.attention.q_size))
     scratch_bytes = spec.gpu_scratch_bytes if is_cuda else spec.scratch_bytes
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
-        weight_bytes=spec.weight_bytes + scratch_bytes + spec.rope_bytes(sizes.max_model_len),
-        activation_bytes=_activation_bytes(spec, sizes, max_batch, is_cuda),
+        weight_bytes=spec.weight_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
+        activation_bytes=_activation_bytes(spec, max_num_batched_tokens, max_batch, is_cuda),
         workspace_bytes=workspace,
         library_bytes=LIBRARY_BYTES if is_cuda else 0,
         graph_bytes=0 if config.enforce_eager or not is_cuda else _graph_bytes(spec, max_batch, graph_tokens),
@@ -204,17 +194,17 @@ def _spend(
         num_host_blocks=0,
         max_resident_blocks=max_resident_blocks(config, layout),
         max_splits=0,
-        max_model_len=sizes.max_model_len,
-        max_num_seqs=sizes.max_num_seqs,
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
     # Each block of the pool brings room for two splits, because rows may share blocks.
-    rows = sizes.max_num_seqs * split_bytes
+    rows = max_num_seqs * split_bytes
     num_blocks = max(0, budget_bytes - plan.fixed_bytes - rows) // (layout.block_bytes + 2 * split_bytes)
     if not is_cuda or config.enable_cpu_offload is True:
         # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
         # offload mode the host holds what does not fit.
-        useful = max_blocks * sizes.max_num_seqs + sizes.max_num_seqs + 2
+        useful = max_blocks * max_num_seqs + max_num_seqs + 2
         num_blocks = min(num_blocks, max(useful, _min_blocks(config, plan, layout.block_size)))
     num_blocks = min(num_blocks, config.num_gpu_blocks_override or num_blocks)
     return replace(plan, num_gpu_blocks=num_blocks)
@@ -226,9 +216,9 @@ def max_resident_blocks(config: EngineConfig, layout: KVLayout) -> int | None:
     return None if limit is None else int(limit and parse_bytes(limit, "resident_kv_limit")) // layout.block_bytes
 
 
-def _activation_bytes(spec: ModelSpec, sizes: _Sizes, max_batch: int, is_cuda: bool) -> int:
+def _activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: int, is_cuda: bool) -> int:
     """Bytes of the largest prefill step, or of sampling for all rows behind it; an eager decode step takes less."""
-    tokens = padded_rows(sizes.max_num_batched_tokens) if is_cuda else sizes.max_num_batched_tokens
+    tokens = padded_rows(max_num_batched_tokens) if is_cuda else max_num_batched_tokens
     expanding = 0 if is_cuda else spec.product_bytes
     largest = max(_prefill_bytes(spec, tokens) + expanding, _sampling_bytes(spec, max_batch, is_cuda))
     return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
