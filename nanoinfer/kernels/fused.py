@@ -7,9 +7,8 @@ from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store
 from nanoinfer.kernels.layer.rms_norm import rms_norm
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.rows import linear, linear_parts
+from nanoinfer.kernels.step.rows import step_inputs, update_rows
 from nanoinfer.kernels.step.sample import sample_rows, sampling_workspace
-from nanoinfer.kernels.step.step_inputs import step_inputs
-from nanoinfer.kernels.step.update_rows import update_rows
 
 __all__ = [
     "act_and_mul",

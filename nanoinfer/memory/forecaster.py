@@ -67,9 +67,8 @@ def plan(
     for name, value in (("batch", batch), ("context", context)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    arguments = {"enable_cpu_offload": True, **arguments}
-    given = {"model": model, "gpu_memory_limit": gpu_memory, "host_memory_limit": host_memory, **arguments}
-    config = EngineConfig(**given)
+    limits = {"gpu_memory_limit": gpu_memory, "host_memory_limit": host_memory}
+    config = EngineConfig(**{"model": model, "enable_cpu_offload": True, **limits, **arguments})
     with tempfile.TemporaryDirectory() as directory:
         path = write_shape(str(model), directory) if model in SHAPES else model
         hf_config = load_config(path, names=SHAPES)

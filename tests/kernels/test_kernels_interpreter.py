@@ -19,8 +19,7 @@ from nanoinfer.kernels.attention.limits import SHORT_BLOCKS
 from nanoinfer.kernels.attention.shape import KernelShape, decode_programs, decode_tiles, prefill_tiles
 from nanoinfer.kernels.attention.store_partials import store_partials
 from nanoinfer.kernels.launch.sizes import largest_tile
-from nanoinfer.kernels.step.step_inputs import step_inputs
-from nanoinfer.kernels.step.update_rows import update_rows
+from nanoinfer.kernels.step.rows import step_inputs, update_rows
 
 KIB = 1024
 
