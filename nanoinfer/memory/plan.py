@@ -353,22 +353,19 @@ def gpu_budget(config: EngineConfig, device: torch.device, host_available_bytes:
     Raises:
         ValueError: the limit is more than the GPU has.
     """
-    limit = config.gpu_memory_limit
-    if limit is not None and not is_share(limit):
-        limit = parse_bytes(limit, "gpu_memory_limit")
-    if device.type != "cuda":
-        if is_share(limit):
-            limit = int(limit * psutil.virtual_memory().total)
-        return limit if limit is not None else int(host_available_bytes * 0.4)
-    total = torch.cuda.get_device_properties(device).total_memory
-    if limit is not None:
-        if is_share(limit):
-            return int(limit * total)
-        if limit > total:
-            raise ValueError(
-                f"gpu_memory_limit={config.gpu_memory_limit!r} is {limit / GIB:.2f} GiB, the GPU has "
-                f"{total / GIB:.2f} GiB: lower gpu_memory_limit"
-            )
-        return limit
-    free, _ = torch.cuda.mem_get_info(device)
-    return min(int(total * config.gpu_memory_utilization), free)
+    limit, is_cuda = config.gpu_memory_limit, device.type == "cuda"
+    total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
+    if limit is None:
+        if not is_cuda:
+            return int(host_available_bytes * 0.4)
+        free, _ = torch.cuda.mem_get_info(device)
+        return min(int(total * config.gpu_memory_utilization), free)
+    if is_share(limit):
+        return int(limit * total)
+    limit = parse_bytes(limit, "gpu_memory_limit")
+    if is_cuda and limit > total:
+        raise ValueError(
+            f"gpu_memory_limit={config.gpu_memory_limit!r} is {limit / GIB:.2f} GiB, the GPU has "
+            f"{total / GIB:.2f} GiB: lower gpu_memory_limit"
+        )
+    return limit
