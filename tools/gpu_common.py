@@ -12,7 +12,7 @@ from nanoinfer import LLM
 from nanoinfer.config import EngineConfig
 from nanoinfer.measure.run import Row, add_floor, free_memory, measure, release
 from nanoinfer.memory.floors import kv_bytes, measure_floors
-from nanoinfer.memory.sizes import spec_and_layout
+from nanoinfer.memory.setup import spec_and_layout
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import load_config
 

@@ -67,15 +67,15 @@ def kernel_floor(
         num_bytes = products["lm_head"]
     elif served == "products":
         # All of the layers and, where there is one call more, the head.
-        num_bytes = spec.num_layers * sum(products[product] for product in LAYER)
-        num_calls = spec.num_layers * len(LAYER)
+        num_bytes = len(spec.layers) * sum(products[product] for product in LAYER)
+        num_calls = len(spec.layers) * len(LAYER)
         if calls > num_calls:
             num_bytes, num_calls = num_bytes + products["lm_head"], num_calls + 1
         num_bytes /= num_calls
     elif served is None:
         return None
     elif served == "attention":
-        num_bytes = kv_bytes(spec, lengths) / spec.num_layers
+        num_bytes = kv_bytes(spec, lengths) / len(spec.layers)
     elif served == "merge":
         num_splits = sum(-(-length // block_size) for length in lengths)
         heads = spec.attention
@@ -240,7 +240,7 @@ def kernel_table(
         if _served(name) == "library" and len(calls) > 1.5 * (len(steps) - 1)
         for work in calls
     ]
-    if round(len(library) / (len(steps) - 1)) == len(LAYER) * spec.num_layers:
+    if round(len(library) / (len(steps) - 1)) == len(LAYER) * len(spec.layers):
         found[LIBRARY_LAYERS] = library
     for name, calls in found.items():
         own = sum(work.own for work in calls)

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoinfer.attention.base import PrefillPiece
 from nanoinfer.attention.registry import make_backend
-from nanoinfer.models.registry import resolve
+from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import load_config
 
@@ -33,7 +33,7 @@ def prefill_attention(bench: Bench) -> dict:
     device, dtype = bench.device, torch.bfloat16 if bench.is_cuda else torch.float32
     with tempfile.TemporaryDirectory() as directory:
         hf_config = load_config(write_shape(bench.large, directory))
-    model_spec = resolve(hf_config).spec_from_config(hf_config, dtype)
+    model_spec = find_class(hf_config.architectures).spec_from_config(hf_config, dtype)
     spec = replace(model_spec.attention, block_size=BLOCK_SIZE)
     chunk, context = (max(BLOCK_SIZE, count // bench.scale) for count in (CHUNK, CONTEXT))
     begin, num_blocks = context - chunk, context // BLOCK_SIZE

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanoinfer.layers.linear import Linear
 from nanoinfer.measure.run import free_memory, measure
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import load_config, load_model
 from nanoinfer.weights.quantize import quantised_config
@@ -82,7 +82,7 @@ def _allocated(bench: Bench) -> int:
     return torch.cuda.memory_allocated(bench.device) if bench.is_cuda else 0
 
 
-def _seconds_of_products(model: DecoderModel, rows: int) -> dict:
+def _seconds_of_products(model: Decoder, rows: int) -> dict:
     def projection(module: Linear, x: Tensor, residual: Tensor) -> None:
         module(x)
 

@@ -137,23 +137,21 @@ class AttentionBackend(ABC):
     def check(cls, spec: AttentionSpec, device: torch.device | str, offload: bool) -> None:
         """Raise ValueError if this backend cannot run the model in this mode. The message names a backend that can."""
 
-    def partials(self, capacity: int, device: torch.device | str | None = None) -> Partials:
+    def partials(self, capacity: int) -> Partials:
         """An uninitialised workspace for ``capacity`` partials."""
-        spec, device = self.spec, self.device if device is None else device
-        return Partials(
-            out=torch.empty(capacity, spec.num_q_heads, spec.head_dim, dtype=torch.float32, device=device),
-            lse=torch.empty(capacity, spec.num_q_heads, dtype=torch.float32, device=device),
-            weight=torch.empty(capacity, spec.num_q_heads, dtype=torch.float32, device=device),
-        )
+        out, lse, weight = self._uninitialised(capacity)
+        return Partials(out=out, lse=lse, weight=weight)
 
-    def prefill_state(self, num_tokens: int, device: torch.device | str | None = None) -> PrefillState:
+    def prefill_state(self, num_tokens: int) -> PrefillState:
         """An uninitialised state for ``num_tokens`` queries: the first piece has load_state 0."""
-        spec, device = self.spec, self.device if device is None else device
-        return PrefillState(
-            acc=torch.empty(num_tokens, spec.num_q_heads, spec.head_dim, dtype=torch.float32, device=device),
-            m=torch.empty(num_tokens, spec.num_q_heads, dtype=torch.float32, device=device),
-            l=torch.empty(num_tokens, spec.num_q_heads, dtype=torch.float32, device=device),
-        )
+        acc, m, l = self._uninitialised(num_tokens)
+        return PrefillState(acc=acc, m=m, l=l)
+
+    def _uninitialised(self, size: int) -> list[Tensor]:
+        """A float32 tensor of the heads' values, and two of a number for each head."""
+        heads = (size, self.spec.num_q_heads)
+        shapes = ((*heads, self.spec.head_dim), heads, heads)
+        return [torch.empty(shape, dtype=torch.float32, device=self.device) for shape in shapes]
 
     @abstractmethod
     def decode_partial(

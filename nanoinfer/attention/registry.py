@@ -9,13 +9,7 @@ import torch
 from nanoinfer.attention.base import AttentionBackend, AttentionSpec
 from nanoinfer.common.errors import choose
 
-BACKEND_NAMES = ("auto", "triton", "torch", "flash_attn")
-
-_CLASSES = {
-    "triton": ("nanoinfer.attention.triton_backend", "TritonBackend"),
-    "torch": ("nanoinfer.attention.torch_backend", "TorchBackend"),
-    "flash_attn": ("nanoinfer.attention.flash_attn_backend", "FlashAttnBackend"),
-}
+_CLASSES = {"triton": "TritonBackend", "torch": "TorchBackend", "flash_attn": "FlashAttnBackend"}
 
 
 def make_backend(name: str, spec: AttentionSpec, device: torch.device | str, offload: bool) -> AttentionBackend:
@@ -24,12 +18,11 @@ def make_backend(name: str, spec: AttentionSpec, device: torch.device | str, off
     Raises ValueError where the name is unknown, its package is missing, or it cannot run this model in this mode.
     """
     device = torch.device(device)
-    choose("attention backend", name, BACKEND_NAMES)
+    choose("attention backend", name, ("auto", *_CLASSES))
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
-    module, class_name = _CLASSES[name]
     try:
-        backend_class = getattr(importlib.import_module(module), class_name)
+        backend_class = getattr(importlib.import_module(f"nanoinfer.attention.{name}_backend"), _CLASSES[name])
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise

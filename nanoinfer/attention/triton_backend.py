@@ -30,14 +30,14 @@ FP8_CAPABILITY = (8, 9)
 class TritonBackend(AttentionBackend):
     """head_dim a multiple of 16 up to 256, any group size, float32, bfloat16 or float16, windows and soft caps.
 
-    num_programs (per KV head) is the width of the persistent decode grid; None: as many as the GPU holds at once.
+    num_programs (per KV head) is the width of the persistent decode grid: as many as the GPU holds at once.
     """
 
     name = "triton"
     graph_safe = True
     exact_splits = True
 
-    def __init__(self, spec: AttentionSpec, device: torch.device | str, num_programs: int | None = None) -> None:
+    def __init__(self, spec: AttentionSpec, device: torch.device | str) -> None:
         super().__init__(spec, device)
         is_cuda = self.device.type == "cuda"
         self.shape = KernelShape(
@@ -47,12 +47,12 @@ class TritonBackend(AttentionBackend):
         )
         if is_cuda:
             gpu = torch.cuda.get_device_properties(self.device)
-            programs = decode_programs(self.shape, gpu.multi_processor_count, gpu.shared_memory_per_multiprocessor)
+            cores, memory_per_core = gpu.multi_processor_count, gpu.shared_memory_per_multiprocessor
+            self.num_programs = decode_programs(self.shape, cores, memory_per_core)
             self.tiles = prefill_tiles(self.shape, gpu.shared_memory_per_block_optin)
         else:
-            programs = INTERPRETER_PROGRAMS
+            self.num_programs = INTERPRETER_PROGRAMS
             self.tiles = prefill_tiles(self.shape, INTERPRETER_SHARED_MEMORY_BYTES)
-        self.num_programs = programs if num_programs is None else num_programs
         # A core takes the tiles of a block one after the other, at about 0.9 microseconds each: longer than everything
         # else in the attention of a short sequence.
         tiles_per_block = spec.block_size // decode_tiles(self.shape).block_n

@@ -13,7 +13,7 @@ from transformers.initialization import no_init_weights
 
 from nanoinfer.measure.run import PROGRESS_DELAY_S, Row, random_prompts
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.models.registry import resolve
+from nanoinfer.models.registry import find_class
 from nanoinfer.options.measuring import CACHES
 from nanoinfer.weights.load import load_config, load_model, resolve_dtype
 
@@ -52,7 +52,7 @@ def load_reference(
     """
     config = load_config(model_dir)
     torch_dtype = resolve_dtype(dtype, config)
-    spec = resolve(config).spec_from_config(config, torch_dtype)
+    spec = find_class(config.architectures).spec_from_config(config, torch_dtype)
     if load_format == "dummy" and getattr(config, "quantization_config", None):
         raise ValueError("random weights of a quantised config cannot be given to transformers: leave out the mode hf")
     if load_format != "dummy":

@@ -14,7 +14,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.measure.report import paragraph, write_figures
 from nanoinfer.measure.run import random_prompts
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.memory.sizes import spec_and_layout
+from nanoinfer.memory.setup import spec_and_layout
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
     bounds,

@@ -17,7 +17,7 @@ from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
 from nanoinfer.memory.machine import reserved_bytes
 from nanoinfer.memory.plan import MemoryPlan
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 from offload import KVLayout, Stream
 
 
@@ -31,7 +31,7 @@ class Activations:
     def __init__(
         self,
         compute: Stream,
-        model: DecoderModel,
+        model: Decoder,
         backend: AttentionBackend,
         layout: KVLayout,
         plan: MemoryPlan,

@@ -10,7 +10,7 @@ from nanoinfer.attention.base import AttentionBackend
 from nanoinfer.execution.graphs import Graphs
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.segments import Segments
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 from offload import KVLayout, Ring, Runtime, Stream
 
 
@@ -26,7 +26,7 @@ class Parts:
 
     runtime: Runtime
     compute: Stream
-    model: DecoderModel
+    model: Decoder
     backend: AttentionBackend
     layout: KVLayout
     ring: Ring

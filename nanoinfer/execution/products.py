@@ -18,7 +18,7 @@ from torch import Tensor
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_counts
 from nanoinfer.layers.formats.matrix import MatrixFormat
 from nanoinfer.layers.linear import Head, Linear
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ProductCheck:
     differing: tuple[int, ...]
 
 
-def check_products(model: DecoderModel, max_rows: int) -> list[ProductCheck]:
+def check_products(model: Decoder, max_rows: int) -> list[ProductCheck]:
     """Compares the library's products with ours, to the bit, and tells each `Linear` at which counts it may use them.
 
     Args:
@@ -53,14 +53,14 @@ def check_products(model: DecoderModel, max_rows: int) -> list[ProductCheck]:
     return found
 
 
-def run_ours(model: DecoderModel) -> None:
+def run_ours(model: Decoder) -> None:
     """Compute what `check_products` compares the library with, for its kernels to be compiled."""
     for modules in _by_shape(model).values():
         weight = modules[0].weights.matrix(modules[0])
         _ours(modules[0], weight, weight.new_zeros(MAX_ROWS, weight.shape[1]))
 
 
-def _by_shape(model: DecoderModel) -> dict[tuple[int, int, bool], list[Linear]]:
+def _by_shape(model: Decoder) -> dict[tuple[int, int, bool], list[Linear]]:
     """Return the projections that the library may compute, by rows and columns of the weight and whether it has a bias.
 
     In float32 there are none.

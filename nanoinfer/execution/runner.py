@@ -30,7 +30,7 @@ from nanoinfer.execution.segments import Segments
 from nanoinfer.execution.stream_shares import stream_shares
 from nanoinfer.execution.tables import RowState
 from nanoinfer.memory.plan import MemoryPlan
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.sampling.reference import logprobs_of
 from nanoinfer.step.plan import StepPlan
 from offload import HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream, Timeline
@@ -58,7 +58,7 @@ class ModelRunner:
         config: EngineConfig,
         plan: MemoryPlan,
         runtime: Runtime,
-        model: DecoderModel,
+        model: Decoder,
         backend: AttentionBackend,
         layout: KVLayout,
         memory_before: int = 0,

@@ -17,7 +17,8 @@ from torch import Tensor
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.layers.qkv import KVSlots
-from nanoinfer.models.base import AttentionState, DecoderModel
+from nanoinfer.models.base import AttentionState
+from nanoinfer.models.decoder import Decoder
 
 
 class Around(Protocol):
@@ -45,7 +46,7 @@ class Segments:
         gpu_kv: for each attention `[num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`.
     """
 
-    def __init__(self, model: DecoderModel, gpu_kv: Sequence[Tensor], states: RecurrentStates) -> None:
+    def __init__(self, model: Decoder, gpu_kv: Sequence[Tensor], states: RecurrentStates) -> None:
         self._model, self._gpu_kv, self._states = model, gpu_kv, states
         layers = model.spec.layers
         cuts = [layer for layer, state in enumerate(layers) if isinstance(state, AttentionState)]

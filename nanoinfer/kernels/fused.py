@@ -1,7 +1,5 @@
 """The device operations as Triton kernels. `nanoinfer.kernels.reference` has the same functions in plain torch."""
 
-from collections.abc import Collection
-
 from torch import Tensor
 
 from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul
@@ -9,13 +7,11 @@ from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store
 from nanoinfer.kernels.layer.rms_norm import rms_norm
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.rows import linear, linear_parts
+from nanoinfer.kernels.step.rows import step_inputs, update_rows
 from nanoinfer.kernels.step.sample import sample_rows, sampling_workspace
-from nanoinfer.kernels.step.step_inputs import step_inputs
-from nanoinfer.kernels.step.update_rows import update_rows
 
 __all__ = [
     "act_and_mul",
-    "gated_linear",
     "has_activation",
     "linear",
     "linear_parts",
@@ -32,12 +28,3 @@ __all__ = [
 def has_activation(activation: str, x: Tensor) -> bool:
     """Whether there is a kernel that computes this activation and the product with it, for values as those of x."""
     return x.element_size() == 2 and activation in ACTIVATIONS
-
-
-def gated_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, library_counts: Collection[int] = ()
-) -> Tensor | None:
-    """`linear` with an activation; None where there is no kernel for it."""
-    if not has_activation(activation, x):
-        return None
-    return linear(x, weight, bias, activation=activation, library_counts=library_counts)

@@ -30,12 +30,6 @@ def act_and_mul(gate_up: Tensor, activation: str) -> None:
     """None: an activation is computed by itself."""
 
 
-def gated_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, library_counts: object = ()
-) -> None:
-    """None: an activation is computed by itself."""
-
-
 def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: object = ()) -> Tensor:
     """x @ weight.T, which is not cut into parts."""
     return linear(x, weight)

@@ -39,7 +39,7 @@ def measure_floors(device: torch.device, repeats: int = 7) -> Floors:
     if device.type != "cuda":
         source = torch.ones(CPU_COPY_BYTES, dtype=torch.uint8)
         target = torch.empty_like(source)
-        seconds = _median(lambda: target.copy_(source), None, repeats)
+        seconds = _median(lambda: target.copy_(source), device, repeats)
         return Floors(link=CPU_COPY_BYTES / seconds, device=2 * CPU_COPY_BYTES / seconds)
     floors = _cuda_floors(device, _copy_bytes(device), repeats)
     torch.cuda.empty_cache()
@@ -64,16 +64,14 @@ def _copy_bytes(device: torch.device) -> int:
     return max(MIN_COPY_BYTES, min(COPY_BYTES, free_bytes // 4 // 2**20 * 2**20))
 
 
-def _median(work: Callable[[], object], device: torch.device | None, repeats: int) -> float:
+def _median(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the median seconds of one call, its work on the device included."""
-    times = []
+    times, synchronize = [], torch.get_device_module(device).synchronize
     for _ in range(repeats + 1):  # the first one warms up
-        if device is not None:
-            torch.cuda.synchronize(device)
+        synchronize(device)
         begin = time.perf_counter()
         work()
-        if device is not None:
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
 

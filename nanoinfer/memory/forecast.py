@@ -58,11 +58,16 @@ class Forecast:
         """Share of the KV cache that stays on the GPU."""
         return self.resident_kv_bytes / self.kv_bytes if self.kv_bytes else 1.0
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The most that all sequences together can get."""
+        return self.batch / self.ms_per_token * 1e3 if self.ms_per_token else None
+
     def _speed(self) -> str:
         if self.ms_per_token is None:
             return "nothing streams; state device_gbps for the time of a step"
-        rate = self.batch / self.ms_per_token * 1e3
-        return f"at least {self.ms_per_token:.1f} ms per step, at most {rate:.1f} tokens/s ({self.bound})"
+        rate = f"at most {self.tokens_per_second:.1f} tokens/s"
+        return f"at least {self.ms_per_token:.1f} ms per step, {rate} ({self.bound})"
 
     def report(self) -> str:
         """Return a table, or what to do if the model does not fit."""

@@ -11,6 +11,7 @@ import tempfile
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.kv.residency import promotion_margin
 from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.memory.forecast import Forecast, sequences
-from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
-from nanoinfer.memory.sizes import spec_and_layout
+from nanoinfer.memory.plan import gpu_budget, make_plan
+from nanoinfer.memory.setup import spec_and_layout
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.shapes import SHAPES, write_shape
 from nanoinfer.weights.load import load_config
@@ -66,9 +67,8 @@ def plan(
     for name, value in (("batch", batch), ("context", context)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    arguments = {"enable_cpu_offload": True, **arguments}
-    given = {"model": model, "gpu_memory_limit": gpu_memory, "host_memory_limit": host_memory, **arguments}
-    config = EngineConfig(**given)
+    limits = {"gpu_memory_limit": gpu_memory, "host_memory_limit": host_memory}
+    config = EngineConfig(**{"model": model, "enable_cpu_offload": True, **limits, **arguments})
     with tempfile.TemporaryDirectory() as directory:
         path = write_shape(str(model), directory) if model in SHAPES else model
         hf_config = load_config(path, names=SHAPES)
@@ -111,7 +111,31 @@ class _Forecaster:
     device_gbps: float | None
 
     def forecast(self, context: int, batch: int) -> Forecast:
-        known = dict(
+        step, longest = self._step(context, batch), self._longest(batch, lambda other: other.fits)
+        if not step.fits:
+            advice = self._advice_to_fit(context, batch, longest)
+            return replace(step, longest_context=longest or None, advice=advice)
+        return replace(
+            step,
+            longest_context=longest,
+            longest_resident_context=self._longest(
+                batch, lambda other: other.fits and not other.streamed_bytes_per_step
+            ),
+            largest_batch=_largest(lambda n: self._step(context, n).fits, MAX_BATCH),
+            advice=self._advice(step),
+        )
+
+    def _longest(self, batch: int, accepts: Callable[[Forecast], bool]) -> int:
+        """Return the longest context, in whole blocks or up to the model's limit, whose step is accepted."""
+        size, limit = self.layout.block_size, self.spec.max_position
+        return min(
+            limit, size * _largest(lambda n: accepts(self._step(min(n * size, limit), batch)), -(-limit // size))
+        )
+
+    def _step(self, context: int, batch: int) -> Forecast:
+        """Forecast a decode step at full context, or why it cannot run; no limits yet, and no advice."""
+        forecast = partial(
+            Forecast,
             model=self.name,
             context=context,
             batch=batch,
@@ -120,38 +144,6 @@ class _Forecaster:
             budget_bytes=self.budget_bytes,
             host_budget_bytes=self.host_bytes,
         )
-        longest = self._longest(batch, lambda step: not isinstance(step, str))
-        step = self._step(context, batch)
-        if isinstance(step, str):
-            advice = self._advice_to_fit(context, batch, longest)
-            return Forecast(**known, problem=step, longest_context=longest or None, advice=advice)
-        return Forecast(
-            **known,
-            memory=step.memory,
-            kv_bytes=step.kv_bytes,
-            resident_kv_bytes=step.kv_bytes - step.num_streamed * self.layout.block_bytes,
-            streamed_bytes_per_step=step.streamed,
-            read_bytes_per_step=step.read,
-            longest_context=longest,
-            longest_resident_context=self._longest(batch, lambda s: not isinstance(s, str) and not s.streamed),
-            largest_batch=_largest(lambda n: self._fits(context, n), MAX_BATCH),
-            ms_per_token=step.seconds * 1e3 if step.seconds else None,
-            bound=step.bound,
-            advice=self._advice(context, batch, step),
-        )
-
-    def _longest(self, batch: int, accepts: Callable[[_Step | str], bool]) -> int:
-        """Return the longest context, in whole blocks or up to the model's limit, whose step is accepted."""
-        size, limit = self.layout.block_size, self.spec.max_position
-        return min(
-            limit, size * _largest(lambda n: accepts(self._step(min(n * size, limit), batch)), -(-limit // size))
-        )
-
-    def _fits(self, context: int, batch: int) -> bool:
-        return not isinstance(self._step(context, batch), str)
-
-    def _step(self, context: int, batch: int) -> _Step | str:
-        """A decode step at full context, or why it cannot run."""
         config = replace(self.config, max_model_len=context, max_num_seqs=batch)
         try:
             memory = make_plan(
@@ -163,16 +155,19 @@ class _Forecaster:
                 is_cuda=True,
             )
         except ValueError as error:
-            return str(error)
+            return forecast(problem=str(error))
         num_full, num_blocks = context // self.layout.block_size, -(-context // self.layout.block_size)
         room = memory.num_gpu_blocks - 1  # without scratch
         num_streamed = 0
         if batch * num_blocks > room:
             if not config.may_offload:
-                return f"{batch} x {context} tokens need {batch * num_blocks} KV blocks, {room} fit on the GPU"
+                return forecast(
+                    problem=f"{batch} x {context} tokens need {batch * num_blocks} KV blocks, {room} fit on the GPU"
+                )
             if batch * num_full > memory.num_host_blocks:
-                needed = batch * num_full * self.layout.block_bytes
-                return f"{batch} x {context} tokens need {format_gib(needed)} GiB of host memory for KV blocks, " + (
+                needed = format_gib(batch * num_full * self.layout.block_bytes)
+                return forecast(
+                    problem=f"{batch} x {context} tokens need {needed} GiB of host memory for KV blocks, "
                     f"the limit is {format_gib(memory.host_bytes)} GiB"
                 )
             resident = max(0, room - batch - promotion_margin(batch))
@@ -182,31 +177,38 @@ class _Forecaster:
         elif config.enable_cpu_offload is True and memory.max_resident_blocks is not None:
             num_streamed = max(0, batch * num_full - memory.max_resident_blocks)
         full_layers = sum(window is None for window in self.spec.windows)
-        return _Step(
+        streamed = num_streamed * full_layers * self.layout.layer_block_bytes
+        read = bytes_read_per_step(self.spec, [context] * batch)
+        times = {"link": streamed / (self.link_gbps * 1e9)}
+        if self.device_gbps is not None:
+            times["device memory"] = read / (self.device_gbps * 1e9)
+        bound = max(times, key=times.get)
+        kv_bytes = batch * num_blocks * self.layout.block_bytes
+        return forecast(
             memory=memory,
-            kv_bytes=batch * num_blocks * self.layout.block_bytes,
-            num_streamed=num_streamed,
-            streamed=num_streamed * full_layers * self.layout.layer_block_bytes,
-            read=int(bytes_read_per_step(self.spec, [context] * batch)),
-            link_bytes_per_second=self.link_gbps * 1e9,
-            device_bytes_per_second=self.device_gbps * 1e9 if self.device_gbps else None,
+            kv_bytes=kv_bytes,
+            resident_kv_bytes=kv_bytes - num_streamed * self.layout.block_bytes,
+            streamed_bytes_per_step=streamed,
+            read_bytes_per_step=read,
+            ms_per_token=times[bound] * 1e3 if times[bound] else None,
+            bound=bound if times[bound] else None,
         )
 
     # What would help: each answer is the forecast of a changed setting
 
-    def _advice(self, context: int, batch: int, step: _Step) -> tuple[str, ...]:
+    def _advice(self, step: Forecast) -> tuple[str, ...]:
         if step.bound != "link":
             return ()
+        context, batch, now = step.context, step.batch, step.ms_per_token
         found: list[tuple[float, str]] = []
 
-        def consider(changed: _Step | str, what: str) -> None:
-            if not isinstance(changed, str) and changed.seconds < 0.995 * step.seconds:
-                reached = f"{changed.seconds * 1e3:.1f} ms" if changed.streamed else "nothing streams"
-                found.append(
-                    (step.seconds - changed.seconds, f"{what}: {reached} instead of {step.seconds * 1e3:.1f} ms")
-                )
+        def consider(changed: Forecast, what: str) -> None:
+            then = changed.ms_per_token or 0.0
+            if changed.fits and then < 0.995 * now:
+                reached = f"{then:.1f} ms" if changed.streamed_bytes_per_step else "nothing streams"
+                found.append((now - then, f"{what}: {reached} instead of {now:.1f} ms"))
 
-        missing = -(-step.num_streamed * self.layout.block_bytes // GIB)
+        missing = -(-(step.kv_bytes - step.resident_kv_bytes) // GIB)
         for gib in sorted({1, missing}):
             consider(self._with_gpu(gib)._step(context, batch), f"{gib} GiB more GPU memory")
         chunk = step.memory.max_num_batched_tokens
@@ -215,9 +217,9 @@ class _Forecaster:
             consider(smaller._step(context, batch), f"max_num_batched_tokens={chunk // 4}, which slows prefill")
         if batch > 1:
             half = self._step(context, batch // 2)
-            if not isinstance(half, str) and half.seconds and batch // 2 / half.seconds > 1.005 * batch / step.seconds:
-                found.append((0.0, f"max_num_seqs={batch // 2}: {batch // 2 / half.seconds:.1f} instead of "
-                                   f"{batch / step.seconds:.1f} tokens/s in all"))  # fmt: skip
+            if (half.tokens_per_second or 0.0) > 1.005 * step.tokens_per_second:
+                found.append((0.0, f"max_num_seqs={batch // 2}: {half.tokens_per_second:.1f} instead of "
+                                   f"{step.tokens_per_second:.1f} tokens/s in all"))  # fmt: skip
         return tuple(text for _, text in sorted(found, reverse=True))
 
     def _advice_to_fit(self, context: int, batch: int, longest: int) -> tuple[str, ...]:
@@ -226,16 +228,16 @@ class _Forecaster:
             found.append(f"at most {longest:,} tokens of context for {sequences(batch)}")
         if context > self.spec.max_position:  # no memory helps
             return tuple(found)
-        fewer = _largest(lambda n: self._fits(context, n), batch)
+        fewer = _largest(lambda n: self._step(context, n).fits, batch)
         if fewer:
             found.append(f"a batch of at most {fewer} at {context:,} tokens")
         if not self.config.may_offload:
             offloaded = replace(self, config=replace(self.config, enable_cpu_offload=True))
-            if offloaded._fits(context, batch):
+            if offloaded._step(context, batch).fits:
                 found.append("enable_cpu_offload=True")
         # The most of the GPU's is what another card could have.
         for place, most, with_more in (("host", 256, self._with_host), ("GPU", 32, self._with_gpu)):
-            gib = 1 + bisect_left(range(1, most + 1), True, key=lambda gib: with_more(gib)._fits(context, batch))
+            gib = 1 + bisect_left(range(1, most + 1), True, key=lambda gib: with_more(gib)._step(context, batch).fits)
             if gib <= most:
                 found.append(f"{gib} GiB more {place} memory")
         return tuple(found)
@@ -249,34 +251,6 @@ class _Forecaster:
             limit = parse_bytes(config.host_memory_limit, "host_memory") + gib * GIB
             config = replace(config, host_memory_limit=limit)
         return replace(self, host_bytes=self.host_bytes + gib * GIB, config=config)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """One decode step: what it holds and what it moves."""
-
-    memory: MemoryPlan
-    kv_bytes: int
-    num_streamed: int  # blocks
-    streamed: int  # bytes over the link
-    read: int  # bytes on the device
-    link_bytes_per_second: float
-    device_bytes_per_second: float | None
-
-    @property
-    def _times(self) -> dict[str, float]:
-        times = {"link": self.streamed / self.link_bytes_per_second}
-        if self.device_bytes_per_second is not None:
-            times["device memory"] = self.read / self.device_bytes_per_second
-        return times
-
-    @property
-    def seconds(self) -> float:
-        return max(self._times.values())
-
-    @property
-    def bound(self) -> str | None:
-        return max(self._times, key=self._times.get) if self.seconds else None
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:

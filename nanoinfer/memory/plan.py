@@ -100,15 +100,6 @@ class MemoryPlan:
         )
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """The sizes that the user may leave open, as they were decided."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
 def make_plan(
     config: EngineConfig,
     spec: ModelSpec,
@@ -123,7 +114,7 @@ def make_plan(
     Raises:
         ValueError: a limit is too small; the message names the smallest that works.
     """
-    slot_bytes = DEFAULT_RING_SLOT_BYTES
+    slot_bytes = max(DEFAULT_RING_SLOT_BYTES, layout.layer_block_bytes)
     if config.ring_slot_bytes is not None:
         slot_bytes = parse_bytes(config.ring_slot_bytes, "ring_slot_bytes")
         if slot_bytes < layout.layer_block_bytes:
@@ -131,18 +122,13 @@ def make_plan(
                 f"ring_slot_bytes={config.ring_slot_bytes!r} cannot hold one layer of a KV block: give at least "
                 f"{layout.layer_block_bytes} bytes, or lower block_size={config.block_size}"
             )
-    elif slot_bytes < layout.layer_block_bytes:
-        slot_bytes = layout.layer_block_bytes
-    largest = min(config.max_model_len or spec.max_position, spec.max_position)
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ValueError(
             f"max_model_len={config.max_model_len} is beyond the model's own limit of {spec.max_position} positions: "
             "lower max_model_len, or set RoPE scaling in the model's config"
         )
-    max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
-    for tokens in _batched_tokens(config, largest, is_cuda):
-        sizes = _Sizes(largest, max_num_seqs, tokens)
-        plan = _spend(config, spec, layout, sizes, budget_bytes, slot_bytes, is_cuda)
+    for tokens in _batched_tokens(config, is_cuda):
+        plan = _spend(config, spec, layout, tokens, budget_bytes, slot_bytes, is_cuda)
         plan = _with_host(config, plan, layout, host_available_bytes)
         if plan.num_gpu_blocks >= _min_blocks(config, plan, layout.block_size):
             break
@@ -151,7 +137,7 @@ def make_plan(
     return _with_model_len(config, plan, layout.block_size)
 
 
-def _batched_tokens(config: EngineConfig, max_model_len: int, is_cuda: bool) -> list[int]:
+def _batched_tokens(config: EngineConfig, is_cuda: bool) -> list[int]:
     if config.max_num_batched_tokens is not None:
         return [config.max_num_batched_tokens]
     sizes = [size for size in (8192, 4096, 2048, 1024, 512, 256) if is_cuda or size <= 2048]
@@ -168,33 +154,35 @@ def _spend(
     config: EngineConfig,
     spec: ModelSpec,
     layout: KVLayout,
-    sizes: _Sizes,
+    max_num_batched_tokens: int,
     budget_bytes: int,
     slot_bytes: int,
     is_cuda: bool,
 ) -> MemoryPlan:
-    max_blocks = -(-sizes.max_model_len // layout.block_size)
-    blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * sizes.max_num_seqs)
+    max_model_len = config.max_model_len or spec.max_position
+    max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
+    max_blocks = -(-max_model_len // layout.block_size)
+    blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * max_num_seqs)
     # Attention partials, float32; the tables of items and ring chunks, of decode and prefill, take 60 bytes per split
     # and window, and the record of each ring slot 16 per split.
     heads, windows = spec.attention, spec.attention.windows
     split_bytes = heads.num_q_heads * (heads.head_dim + 2) * 4 + 60 * len(windows) + 16 * config.num_ring_slots
     size = spec.dtype.itemsize
     # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
-    max_batch = max(config.graph_batch_sizes(sizes.max_num_seqs)[-1], sizes.max_num_seqs)
+    max_batch = max(config.graph_batch_sizes(max_num_seqs)[-1], max_num_seqs)
     row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.attention.q_size) + TABLE_ROW_BYTES
-    workspace = state_bytes(sizes.max_num_seqs, spec.vocab_size, max_batch)
-    workspace += (sizes.max_num_seqs + 1) * spec.row_bytes
-    workspace += max_batch * row + sizes.max_num_seqs * 20 * max_blocks + 16 * padded_rows(sizes.max_num_batched_tokens)
+    workspace = state_bytes(max_num_seqs, spec.vocab_size, max_batch)
+    workspace += (max_num_seqs + 1) * spec.row_bytes
+    workspace += max_batch * row + max_num_seqs * 20 * max_blocks + 16 * padded_rows(max_num_batched_tokens)
     # Of small prefill steps: positions, hidden states, queries, attention outputs.
-    graph_tokens = max(config.graph_num_tokens(sizes.max_num_batched_tokens, is_cuda), default=0)
+    graph_tokens = max(config.graph_num_tokens(max_num_batched_tokens, is_cuda), default=0)
     workspace += MAX_TILES_APART * split_bytes  # partials of blocks that are cut into tiles
     workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.attention.q_size))
     scratch_bytes = spec.gpu_scratch_bytes if is_cuda else spec.scratch_bytes
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
-        weight_bytes=spec.weight_bytes + scratch_bytes + spec.rope_bytes(sizes.max_model_len),
-        activation_bytes=_activation_bytes(spec, sizes, max_batch, is_cuda),
+        weight_bytes=spec.weight_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
+        activation_bytes=_activation_bytes(spec, max_num_batched_tokens, max_batch, is_cuda),
         workspace_bytes=workspace,
         library_bytes=LIBRARY_BYTES if is_cuda else 0,
         graph_bytes=0 if config.enforce_eager or not is_cuda else _graph_bytes(spec, max_batch, graph_tokens),
@@ -206,17 +194,17 @@ def _spend(
         num_host_blocks=0,
         max_resident_blocks=max_resident_blocks(config, layout),
         max_splits=0,
-        max_model_len=sizes.max_model_len,
-        max_num_seqs=sizes.max_num_seqs,
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
     # Each block of the pool brings room for two splits, because rows may share blocks.
-    rows = sizes.max_num_seqs * split_bytes
+    rows = max_num_seqs * split_bytes
     num_blocks = max(0, budget_bytes - plan.fixed_bytes - rows) // (layout.block_bytes + 2 * split_bytes)
     if not is_cuda or config.enable_cpu_offload is True:
         # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
         # offload mode the host holds what does not fit.
-        useful = max_blocks * sizes.max_num_seqs + sizes.max_num_seqs + 2
+        useful = max_blocks * max_num_seqs + max_num_seqs + 2
         num_blocks = min(num_blocks, max(useful, _min_blocks(config, plan, layout.block_size)))
     num_blocks = min(num_blocks, config.num_gpu_blocks_override or num_blocks)
     return replace(plan, num_gpu_blocks=num_blocks)
@@ -228,9 +216,9 @@ def max_resident_blocks(config: EngineConfig, layout: KVLayout) -> int | None:
     return None if limit is None else int(limit and parse_bytes(limit, "resident_kv_limit")) // layout.block_bytes
 
 
-def _activation_bytes(spec: ModelSpec, sizes: _Sizes, max_batch: int, is_cuda: bool) -> int:
+def _activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: int, is_cuda: bool) -> int:
     """Bytes of the largest prefill step, or of sampling for all rows behind it; an eager decode step takes less."""
-    tokens = padded_rows(sizes.max_num_batched_tokens) if is_cuda else sizes.max_num_batched_tokens
+    tokens = padded_rows(max_num_batched_tokens) if is_cuda else max_num_batched_tokens
     expanding = 0 if is_cuda else spec.product_bytes
     largest = max(_prefill_bytes(spec, tokens) + expanding, _sampling_bytes(spec, max_batch, is_cuda))
     return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
@@ -308,7 +296,7 @@ def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, block_size: int) -> None
 
 
 def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, available_bytes: int) -> MemoryPlan:
-    max_blocks = -(-plan.max_model_len // layout.block_size)
+    most = -(-plan.max_model_len // layout.block_size) * plan.max_num_seqs
     if config.host_memory_limit is not None:
         limit = parse_bytes(config.host_memory_limit, "host_memory_limit")
         if limit > available_bytes and config.may_offload:
@@ -326,9 +314,8 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, availab
                 f'"{-(-smallest * layout.block_bytes // 2**20)}MiB"'
             )
     else:
-        num_blocks = min(int(available_bytes * 0.6) // layout.block_bytes, max_blocks * plan.max_num_seqs)
+        num_blocks = min(int(available_bytes * 0.6) // layout.block_bytes, most)
     plan = replace(plan, num_host_blocks=max(1, num_blocks))
-    most = max_blocks * plan.max_num_seqs
     fewest = min(most, 2 * max(plan.num_gpu_blocks, plan.num_host_blocks) + plan.max_num_seqs)
     # Many rows may share one long beginning, and then attend to far more splits than there are blocks.
     shared = min(most, max(fewest, int(SHARED_SPLITS_SHARE * plan.budget_bytes) // plan.split_bytes))
@@ -366,22 +353,19 @@ def gpu_budget(config: EngineConfig, device: torch.device, host_available_bytes:
     Raises:
         ValueError: the limit is more than the GPU has.
     """
-    limit = config.gpu_memory_limit
-    if limit is not None and not is_share(limit):
-        limit = parse_bytes(limit, "gpu_memory_limit")
-    if device.type != "cuda":
-        if is_share(limit):
-            limit = int(limit * psutil.virtual_memory().total)
-        return limit if limit is not None else int(host_available_bytes * 0.4)
-    total = torch.cuda.get_device_properties(device).total_memory
-    if limit is not None:
-        if is_share(limit):
-            return int(limit * total)
-        if limit > total:
-            raise ValueError(
-                f"gpu_memory_limit={config.gpu_memory_limit!r} is {limit / GIB:.2f} GiB, the GPU has "
-                f"{total / GIB:.2f} GiB: lower gpu_memory_limit"
-            )
-        return limit
-    free, _ = torch.cuda.mem_get_info(device)
-    return min(int(total * config.gpu_memory_utilization), free)
+    limit, is_cuda = config.gpu_memory_limit, device.type == "cuda"
+    total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
+    if limit is None:
+        if not is_cuda:
+            return int(host_available_bytes * 0.4)
+        free, _ = torch.cuda.mem_get_info(device)
+        return min(int(total * config.gpu_memory_utilization), free)
+    if is_share(limit):
+        return int(limit * total)
+    limit = parse_bytes(limit, "gpu_memory_limit")
+    if is_cuda and limit > total:
+        raise ValueError(
+            f"gpu_memory_limit={config.gpu_memory_limit!r} is {limit / GIB:.2f} GiB, the GPU has "
+            f"{total / GIB:.2f} GiB: lower gpu_memory_limit"
+        )
+    return limit

@@ -3,6 +3,23 @@
 A family says in `Traits` where it differs, overrides the classmethods that read its config, and brings a
 `DecoderLayer` of its own where the order of a layer differs. Modules are named as in the checkpoints, so that only
 merged weights need another name.
+
+A model says for each layer what state the layer keeps (`ModelSpec.layers`). It is cut where a layer attends to keys and
+values, because they may lie anywhere. The engine runs
+
+    x, normed = model.embed(token_ids)
+    for layer, state in enumerate(spec.layers):
+        if isinstance(state, RecurrentState):
+            normed = model.recur(layer, x, normed, rows, tensor)            # adds to x, updates the layer's tensor
+        else:
+            q = model.before_attention(layer, normed, positions, target)    # keys and values go to `target`
+            attn = ...                                                       # the attention backend, over the KV cache
+            normed = model.after_attention(layer, x, attn)                   # adds to x
+    logits = model.logits(normed)
+
+(`nanoinfer.execution.segments`), so model files hold no branch on the mode. All calls but `recur` treat each row of
+their arguments, which is a token, on its own: a batch may be cut into chunks anywhere, and tokens of several sequences
+may lie in one batch.
 """
 
 from __future__ import annotations
@@ -24,7 +41,7 @@ from nanoinfer.layers.mlp import GatedMLP
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.qkv import KVSlots, norm_rotate_store
 from nanoinfer.layers.rope import rope_table
-from nanoinfer.models.base import AttentionState, DecoderModel, ModelSpec, RecurrentState
+from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +57,10 @@ class Traits:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Norm of each query and key head, before the rotation."""
+    attention_scale: float | None = None
+    """Factor on q.k; None: head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    """Attention logits become softcap * tanh(logits / softcap)."""
     embedding_scale: float | None = None
     """Factor on the embeddings, rounded to the model's dtype."""
     formats: Formats = DENSE
@@ -97,15 +118,31 @@ class DecoderLayer(nn.Module):
         return self.mlp.down_proj.added_to(x, self.mlp.hidden(normed), norm)
 
 
-class Decoder(DecoderModel):
-    """A `DecoderModel` of one class of layers for each kind of state."""
+class Decoder(nn.Module):
+    """A decoder-only transformer, cut at its attention.
 
+    All tensors lie on the device that the model was built on. The calls launch work on the current stream and neither
+    wait for it nor look at a value, so they may be captured in a CUDA graph. No weight takes a gradient.
+    """
+
+    model_type: str
+    """What transformers calls the family in a config, such as "qwen3"."""
+    rotates_by_layer_type: bool = False
+    """Whether `rope_parameters` in a config are keyed by the type of layer."""
+    has_layer_types: bool = False
+    """Whether a config names each layer's kind of attention: full, or with a sliding window."""
     layer_classes: Mapping[type, type[nn.Module]] = {AttentionState: DecoderLayer}
+    """One class of layers for each kind of state."""
 
     def __init__(
         self, hf_config: PretrainedConfig, spec: ModelSpec, *, device: torch.device | str, max_position: int
     ) -> None:
-        super().__init__(hf_config, spec, device=device, max_position=max_position)
+        """Allocates the weights, not yet filled, and the position tables.
+
+        max_position: positions that will be used, [0, max_position).
+        """
+        super().__init__()
+        self.spec = spec
         traits, formats = self.traits(hf_config), formats_of(hf_config)
         options = dict(dtype=spec.dtype, device=device)
         weights = formats.of_embeddings("model.embed_tokens")
@@ -133,26 +170,33 @@ class Decoder(DecoderModel):
 
     @classmethod
     def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
-        """What each layer keeps. The default is full attention."""
-        return (AttentionState(),) * hf_config.num_hidden_layers
+        """What each layer keeps. The default is full attention, or what the config names.
+
+        Raises:
+            ValueError: it names sliding layers without a window.
+        """
+        if not cls.has_layer_types:
+            return (AttentionState(),) * hf_config.num_hidden_layers
+        layer_types, window = hf_config.layer_types, hf_config.sliding_window
+        if "sliding_attention" in layer_types and not window:
+            raise ValueError(f"the config has sliding_attention layers, but sliding_window={window!r}")
+        windows = {"full_attention": None, "sliding_attention": window}
+        return tuple(AttentionState(windows[layer_type]) for layer_type in layer_types)
 
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:
         """The rotation of each layer."""
+        if cls.rotates_by_layer_type:
+            return tuple(hf_config.rope_parameters[layer_type] for layer_type in hf_config.layer_types)
         return (hf_config.rope_parameters,) * hf_config.num_hidden_layers
 
     @classmethod
-    def attention_scale(cls, hf_config: PretrainedConfig, head_dim: int) -> float:
-        """Factor on q.k."""
-        return head_dim**-0.5
-
-    @classmethod
-    def attention_softcap(cls, hf_config: PretrainedConfig) -> float | None:
-        """Cap of the attention logits."""
-        return None
-
-    @classmethod
     def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
+        """The model's numbers; reads no weight and allocates nothing.
+
+        Raises:
+            ValueError: the config asks for something that is not supported.
+        """
         architecture, layers = (hf_config.architectures or [cls.__name__])[0], cls.layer_states(hf_config)
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         num_q_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
@@ -163,12 +207,13 @@ class Decoder(DecoderModel):
                 f"{architecture} has {num_q_heads} query heads and {num_kv_heads} KV heads: "
                 "num_attention_heads must be a multiple of num_key_value_heads"
             )
+        traits = cls.traits(hf_config)
         attention = AttentionSpec(
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            scale=cls.attention_scale(hf_config, head_dim),
-            softcap=cls.attention_softcap(hf_config),
+            scale=head_dim**-0.5 if traits.attention_scale is None else traits.attention_scale,
+            softcap=traits.attention_softcap,
             windows=tuple(dict.fromkeys(state.window for state in layers if isinstance(state, AttentionState))),
             dtype=dtype,
         )
@@ -202,24 +247,49 @@ class Decoder(DecoderModel):
     # The calls
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype, a new tensor, and the first layer's norm of it."""
         x = self.embed_tokens(token_ids)
         x = x if self._embedding_scale is None else x * self._embedding_scale
         return x, self._norm_before(0)(x)
 
     def before_attention(self, layer: int, normed: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
+        """Compute projections and positions: store keys and values in `target` and return the queries.
+
+        positions: [N] int64, absolute, below max_position. Returns q [N, num_q_heads, head_dim], packed: `target.q`
+        where that is given.
+        """
         rope = self._rope_tables[self._rope_of_layer[layer]]
         return self.layers[layer].self_attn.project(normed, rope, positions, target)
 
     def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
+        """Add the output projection and the MLP to x, in place. Return x normed for the next layer or the head.
+
+        x: [N, hidden_size], the sum of all parts so far; attn: [N, num_q_heads, head_dim], contiguous.
+        """
         return self.layers[layer].after_attention(x, attn.flatten(1), self._norm_before(layer + 1))
 
     def recur(self, layer: int, x: Tensor, normed: Tensor, rows: Tensor, state: Tensor) -> Tensor:
+        """Run a whole layer that keeps a `RecurrentState`: add it to x, in place, and update the states of its rows.
+
+        Args:
+            x, normed: [N, hidden_size], the sum of all parts so far, and this layer's norm of it.
+            rows: [N] int32, each token's place in `state`. The tokens of a row are consecutive, in ascending order.
+                Padding tokens name the last row, whose content does not matter.
+            state: [number of rows + 1, *shape].
+
+        Returns:
+            x normed for the next layer or the head.
+        """
         return self.layers[layer].recur(x, normed, rows, state, self._norm_before(layer + 1))
 
     def _norm_before(self, layer: int) -> RMSNorm:
         return self.norm if layer == len(self.layers) else self.layers[layer].input_layernorm
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
+        """Apply head and cap to what the last layer returned.
+
+        [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if that is given.
+        """
         head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
         logits = head.logits(normed, out)
         if self._logits_softcap is not None:
@@ -229,6 +299,7 @@ class Decoder(DecoderModel):
     # The checkpoint
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
+        """Each tensor name of the checkpoint, with the part of our (merged) weights that it fills, or how it does."""
         views = {}
         for name, module in self.named_modules():
             prefix = name if name == "lm_head" else f"model.{name}"
@@ -241,26 +312,10 @@ class Decoder(DecoderModel):
         return views
 
     def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may hold this tensor although the model has no place for it."""
         # Old checkpoints hold the inverse frequencies, which the config determines. Checkpoints with tied embeddings
         # may repeat them as the head.
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.spec.tied_embeddings)
-
-
-def states_by_layer_type(layer_types: list[str], sliding_window: int | None) -> tuple[AttentionState, ...]:
-    """Return what each layer keeps, for configs that name each layer's kind of attention.
-
-    Raises:
-        ValueError: another kind of layer, or sliding layers without a window.
-    """
-    for layer_type in layer_types:
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"layer type {layer_type!r} is not supported. Supported: full_attention, sliding_attention"
-            )
-    if "sliding_attention" in layer_types and not sliding_window:
-        raise ValueError(f"the config has sliding_attention layers, but sliding_window={sliding_window!r}")
-    windows = {"full_attention": None, "sliding_attention": sliding_window}
-    return tuple(AttentionState(windows[layer_type]) for layer_type in layer_types)
 
 
 def _distinct(ropes: tuple[Mapping, ...]) -> tuple[list[Mapping], list[int]]:

@@ -1,14 +1,12 @@
 """Gemma 3, text only: sliding and full layers with a rotation each, and norms before and after each part."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoinfer.layers.norm import OffsetRMSNorm, RMSNorm
 from nanoinfer.models.base import AttentionState, ModelSpec
-from nanoinfer.models.decoder import Decoder, DecoderLayer, Traits, states_by_layer_type
+from nanoinfer.models.decoder import Decoder, DecoderLayer, Traits
 from nanoinfer.models.registry import register
 
 
@@ -32,7 +30,8 @@ class Gemma3(Decoder):
     """https://arxiv.org/abs/2503.19786"""
 
     model_type = "gemma3_text"
-    rotates_by_layer_type = True
+    has_layer_types = True
+    rotates_by_layer_type = True  # in older configs, too, as transformers reads them (rope_local_base_freq)
     layer_classes = {AttentionState: Gemma3Layer}
 
     @classmethod
@@ -46,24 +45,9 @@ class Gemma3(Decoder):
             qkv_bias=hf_config.attention_bias,
             output_bias=hf_config.attention_bias,
             qk_norm=True,
+            attention_scale=hf_config.query_pre_attn_scalar**-0.5,
+            # The released checkpoints have none, and transformers reads the field but does not apply it.
+            attention_softcap=hf_config.attn_logit_softcapping,
             embedding_scale=hf_config.hidden_size**0.5,
             logits_softcap=hf_config.final_logit_softcapping,
         )
-
-    @classmethod
-    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState, ...]:
-        return states_by_layer_type(hf_config.layer_types, hf_config.sliding_window)
-
-    @classmethod
-    def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:
-        # transformers keys the rotations by layer type, also those of older configs (rope_theta, rope_local_base_freq).
-        return tuple(hf_config.rope_parameters[layer_type] for layer_type in hf_config.layer_types)
-
-    @classmethod
-    def attention_scale(cls, hf_config: PretrainedConfig, head_dim: int) -> float:
-        return hf_config.query_pre_attn_scalar**-0.5
-
-    @classmethod
-    def attention_softcap(cls, hf_config: PretrainedConfig) -> float | None:
-        # The released checkpoints have none, and transformers reads the field but does not apply it.
-        return hf_config.attn_logit_softcapping

@@ -2,8 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from nanoinfer.models.base import AttentionState
-from nanoinfer.models.decoder import Decoder, Traits, states_by_layer_type
+from nanoinfer.models.decoder import Decoder, Traits
 from nanoinfer.models.registry import register
 
 
@@ -12,12 +11,8 @@ class Qwen2(Decoder):
     """https://arxiv.org/abs/2407.10671"""
 
     model_type = "qwen2"
+    has_layer_types = True  # transformers works them out from use_sliding_window and max_window_layers
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
         return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act, qkv_bias=True)
-
-    @classmethod
-    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState, ...]:
-        # transformers works out layer_types from use_sliding_window and max_window_layers.
-        return states_by_layer_type(hf_config.layer_types, hf_config.sliding_window)

@@ -2,8 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from nanoinfer.models.base import AttentionState
-from nanoinfer.models.decoder import Decoder, Traits, states_by_layer_type
+from nanoinfer.models.decoder import Decoder, Traits
 from nanoinfer.models.registry import register
 
 
@@ -12,6 +11,7 @@ class Qwen3(Decoder):
     """https://arxiv.org/abs/2505.09388"""
 
     model_type = "qwen3"
+    has_layer_types = True
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
@@ -22,7 +22,3 @@ class Qwen3(Decoder):
             output_bias=hf_config.attention_bias,
             qk_norm=True,
         )
-
-    @classmethod
-    def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState, ...]:
-        return states_by_layer_type(hf_config.layer_types, hf_config.sliding_window)

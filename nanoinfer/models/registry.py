@@ -8,15 +8,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import TypeVar
 
-from transformers import PretrainedConfig
-
 import nanoinfer.models
 from nanoinfer.common.errors import did_you_mean, shown
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 
-Model = TypeVar("Model", bound=type[DecoderModel])
+Model = TypeVar("Model", bound=type[Decoder])
 
-_MODELS: dict[str, type[DecoderModel]] = {}
+_MODELS: dict[str, type[Decoder]] = {}
 
 
 @cache
@@ -45,12 +43,12 @@ def register(architecture: str) -> Callable[[Model], Model]:
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """The names that `resolve` knows, sorted."""
+    """The names that `find_class` knows, sorted."""
     _import_families()
     return tuple(sorted(_MODELS))
 
 
-def find_class(architectures: list[str] | None) -> type[DecoderModel]:
+def find_class(architectures: list[str] | None) -> type[Decoder]:
     """The class that runs the first supported one of a config's `architectures`.
 
     Raises:
@@ -65,12 +63,3 @@ def find_class(architectures: list[str] | None) -> type[DecoderModel]:
         raise ValueError(f'the config names no architecture: set "architectures" to one of {supported}')
     hint = did_you_mean(architectures[0], _MODELS)
     raise ValueError(f"architecture {shown(architectures[0])} is not supported{hint}. Supported: {supported}")
-
-
-def resolve(hf_config: PretrainedConfig) -> type[DecoderModel]:
-    """The class that runs this config's model.
-
-    Raises:
-        ValueError: as `find_class`.
-    """
-    return find_class(hf_config.architectures)

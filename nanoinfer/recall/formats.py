@@ -14,7 +14,7 @@ from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.segments import Segments
 from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.measure.run import free_memory
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.recall.evaluate import Exam
 from nanoinfer.weights.load import load_config, load_model
 from nanoinfer.weights.quantize import quantised_config
@@ -74,7 +74,7 @@ def _logits(
 
 
 @torch.inference_mode()
-def prompt_logits(model: DecoderModel, token_ids: list[int]) -> Tensor:
+def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     """Return the logits behind every token of one sequence: [num_tokens, vocab_size], dtype of the model, CPU.
 
     The sequence is one prefill. The keys and values of one layer lie on the model's device, each layer's in turn.

@@ -12,8 +12,7 @@ import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.memory.setup import Setup
-from nanoinfer.memory.sizes import spec_and_layout
+from nanoinfer.memory.setup import Setup, spec_and_layout
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
     check_can_plot,

@@ -63,7 +63,8 @@ def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.T
     state.settings["step"].index_copy_(0, rows, batch.settings["step"] + 1)
     for row in batch.penalty_rows.tolist():
         token = int(tokens[row])
-        state.seen[rows[row], token // 32] |= _bit(token % 32)
+        bit = token % 32
+        state.seen[rows[row], token // 32] |= 1 << bit if bit < 31 else -(2**31)  # as an int32
     if len(batch.counted_rows):
         place = rows[batch.counted_rows], tokens[batch.counted_rows]
         state.counts[place] = (state.counts[place].int() + 1).clamp(max=MAX_COUNT).to(torch.int16)
@@ -101,8 +102,8 @@ def logprobs_of(
         chosen [B] float32; rank [B] int64, 1 for the likeliest; top_values [B, top] float32, descending;
         top_ids [B, top] int64.
     """
-    parts = []
-    for chunk, chunk_tokens in zip(_chunks(logits), tokens.split(_chunk_rows(logits.shape[1])), strict=True):
+    parts, num_chunk_rows = [], _chunk_rows(logits.shape[1])
+    for chunk, chunk_tokens in zip(logits.split(num_chunk_rows), tokens.split(num_chunk_rows), strict=True):
         # Not logsumexp: how its reduction on CUDA is split, and so rounded, depends on the number of rows.
         logprobs = torch.log_softmax(chunk, dim=-1)
         chosen = logprobs.gather(1, chunk_tokens[:, None])
@@ -154,17 +155,8 @@ def _bits(words: torch.Tensor) -> torch.Tensor:
     return (words.view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1).flatten(1).view(torch.bool)
 
 
-def _bit(place: int) -> int:
-    """1 << place as an int32."""
-    return 1 << place if place < 31 else -(2**31)
-
-
 def _chunk_rows(vocab_size: int) -> int:
     return max(1, CHUNK_ELEMENTS // vocab_size)
-
-
-def _chunks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return rows.split(_chunk_rows(rows.shape[1]))
 
 
 def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
@@ -249,12 +241,9 @@ def _cut_top_k_top_p(
 
 def _draw(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Draw from softmax(scores / temperature): [B] int64."""
-    num_chunk_rows = _chunk_rows(batch.vocab_size)
-    drawn = []
-    for start in range(0, len(scores), num_chunk_rows):
-        rows = slice(start, start + num_chunk_rows)
-        drawn.append(_race(scores[rows], *(batch.settings[name][rows] for name in ("temperature", "seed", "step"))))
-    return torch.cat(drawn)
+    values = scores, *(batch.settings[name] for name in ("temperature", "seed", "step"))
+    chunks = (value.split(_chunk_rows(batch.vocab_size)) for value in values)
+    return torch.cat([_race(*chunk) for chunk in zip(*chunks, strict=True)])
 
 
 def _race(scores: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, step: torch.Tensor) -> torch.Tensor:

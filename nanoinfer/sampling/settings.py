@@ -99,10 +99,6 @@ class RowSampling:
         )
 
     @property
-    def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_TEMPERATURE
-
-    @property
     def counts_output(self) -> bool:
         """Whether it matters how often each token was generated."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0

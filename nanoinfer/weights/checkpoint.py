@@ -18,7 +18,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import shown
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 
 # Angles are computed in float32, which represents every position up to here exactly.
 MAX_POSITIONS = 2**24
@@ -139,7 +139,7 @@ def check_architectures(path: Path, values: Mapping[str, Any]) -> None:
     _ARCHITECTURES.check(f"{path} is no valid config", "architectures", values.get("architectures"))
 
 
-def check_fields(path: Path, values: Mapping[str, Any], model_class: type[DecoderModel]) -> None:
+def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decoder]) -> None:
     """Checks the fields of a config.json for a model of class `model_class`.
 
     Raises:
@@ -165,7 +165,7 @@ def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decode
         )
 
 
-def check_config(path: Path, hf_config: PretrainedConfig, model_class: type[DecoderModel]) -> None:
+def check_config(path: Path, hf_config: PretrainedConfig, model_class: type[Decoder]) -> None:
     """Checks the config that transformers made of the file, like `check_fields`: some values are derived."""
     values = {name: value for name, value in vars(hf_config).items() if name in _FIELDS and name != "dtype"}
     check_fields(path, values | {"model_type": hf_config.model_type}, model_class)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanoinfer.layers.linear import Linear
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.weights.read import TensorEntry, read_tensors
 
 # A progress bar that is shown for less than this would only flicker.
@@ -27,7 +27,7 @@ _KV_SCALE = re.compile(r".*\.self_attn\.([kv]_proj\.output_scale|([kv]_proj\.|at
 
 
 def fill_from_files(
-    model: DecoderModel, entries: dict[str, TensorEntry], device: torch.device | str, progress: bool
+    model: Decoder, entries: dict[str, TensorEntry], device: torch.device | str, progress: bool
 ) -> None:
     """Fill all weights. What is repacked lies on the device twice, one tensor or 64 MiB of small ones at a time.
 
@@ -119,7 +119,7 @@ def check_kv_scales(entries: Iterable[TensorEntry]) -> None:
                 )
 
 
-def fill_with_noise(model: DecoderModel, seed: int, progress: bool) -> None:
+def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
     """Fill the weights with normal noise, standard deviation 0.02.
 
     The mean is 0; for norms it is the value that leaves the norm's input unscaled.

@@ -19,8 +19,9 @@ from transformers import PretrainedConfig
 from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.formats.registry import formats_of
-from nanoinfer.models.base import DecoderModel, ModelSpec
-from nanoinfer.models.registry import find_class, resolve
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.registry import find_class
 from nanoinfer.weights.checkpoint import OBJECT, check_architectures, check_config, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.read import TensorEntry
@@ -133,7 +134,7 @@ def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpe
         ValueError: the config asks for something that is not supported; the message names the file.
     """
     try:
-        return resolve(hf_config).spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
+        return find_class(hf_config.architectures).spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
     except ValueError as error:
         raise ValueError(f"{Path(hf_config.name_or_path, 'config.json')}: {error}") from error
 
@@ -266,7 +267,7 @@ def load_model(
     seed: int = 0,
     max_position: int | None = None,
     progress: bool = True,
-) -> DecoderModel:
+) -> Decoder:
     """Builds the model on `device` and fills its weights.
 
     Each weight is allocated once, on the device, and cast to `dtype` while it is loaded. The host holds only pieces of
@@ -280,7 +281,7 @@ def load_model(
         ValueError: the config or the files do not make a supported model; nothing lies on the device then. Or a file
             cannot be read to its end, although its header could be read.
     """
-    model_class, spec = resolve(hf_config), read_spec(hf_config, dtype)
+    model_class, spec = find_class(hf_config.architectures), read_spec(hf_config, dtype)
     if notice := formats_of(hf_config).notice:
         warnings.warn(notice, stacklevel=2)
     max_position = spec.max_position if max_position is None else max_position
@@ -297,7 +298,7 @@ def load_model(
     return model.eval()
 
 
-def check_matches(entries: dict[str, TensorEntry], model: DecoderModel, model_dir: str | Path) -> None:
+def check_matches(entries: dict[str, TensorEntry], model: Decoder, model_dir: str | Path) -> None:
     """Compares names and shapes of the tensors with those of `model`, which may lie on the meta device.
 
     Raises:

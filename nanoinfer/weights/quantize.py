@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.registry import formats_of
-from nanoinfer.models.registry import resolve
+from nanoinfer.models.registry import find_class
 from nanoinfer.weights.load import read_spec
 
 HEAD = "lm_head"
@@ -87,7 +87,7 @@ def settings_for(hf_config: PretrainedConfig, quantization: str | None, head: st
 
 def _columns(hf_config: PretrainedConfig) -> dict[str, int]:
     """Return the columns of each projection but the head, by its name in the checkpoint."""
-    model_class, spec = resolve(hf_config), read_spec(hf_config, "auto")
+    model_class, spec = find_class(hf_config.architectures), read_spec(hf_config, "auto")
     views: Mapping[str, Any] = model_class(hf_config, spec, device="meta", max_position=1).checkpoint_views()
     matrices = {name: view for name, view in views.items() if isinstance(view, Tensor) and view.ndim == 2}
     names = {name.removesuffix(".weight"): view.shape[1] for name, view in matrices.items()}

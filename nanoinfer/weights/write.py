@@ -24,7 +24,7 @@ from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.online import QuantisedWhileRead
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.formats.schemes import quantise, stored
-from nanoinfer.models.registry import resolve
+from nanoinfer.models.registry import find_class
 from nanoinfer.weights.fill import in_batches, read_rows, refusals_of
 from nanoinfer.weights.load import (
     CONFIG_AND_TOKENIZER,
@@ -110,7 +110,7 @@ def quantise_checkpoint(
 
 def _parts(model_dir: Path, hf_config: PretrainedConfig) -> list[_Part]:
     entries, spec, formats = check_safetensors(model_dir), read_spec(hf_config, "auto"), formats_of(hf_config)
-    model = resolve(hf_config)(hf_config, spec, device="meta", max_position=1)
+    model = find_class(hf_config.architectures)(hf_config, spec, device="meta", max_position=1)
     check_matches(entries, model, model_dir)
     views, found = model.checkpoint_views(), []
     for name, entry in entries.items():

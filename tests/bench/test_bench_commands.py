@@ -15,7 +15,7 @@ from nanoinfer.bench.throughput import make_load, run_load
 from nanoinfer.commands import main as cli
 from nanoinfer.measure.run import Row, random_prompts
 from nanoinfer.memory.floors import Floors
-from nanoinfer.models.registry import resolve
+from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import load_config
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("quick_floors")
 
 def spec_of(shape, directory):
     config = load_config(write_shape(shape, directory))
-    return resolve(config).spec_from_config(config, config.dtype)
+    return find_class(config.architectures).spec_from_config(config, config.dtype)
 
 
 def test_latency_times_every_iteration_and_step(tmp_path, capsys):

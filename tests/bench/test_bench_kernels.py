@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoinfer.memory.floors import bytes_read_per_step
-from nanoinfer.models.registry import resolve
+from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import check_safetensors, load_config, load_model
 
@@ -30,7 +30,7 @@ kernels = load("gpu_kernels")
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):
     config = load_config(write_shape("qwen3-4b", tmp_path_factory.mktemp("shape")))
-    return resolve(config).spec_from_config(config, torch.bfloat16)
+    return find_class(config.architectures).spec_from_config(config, torch.bfloat16)
 
 
 def span(category, name, begin, duration, correlation=None):

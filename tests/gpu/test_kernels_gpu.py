@@ -128,7 +128,8 @@ def test_decode_bits_do_not_depend_on_where_blocks_lie(head_dim, window, splits)
     kept = [item for item in items if item[2] not in moved_blocks]
     seq_lens = int32([0, *lens], DEVICE)[1:]  # an address that is not a multiple of 16 bytes
     partials = backend.partials(len(items))
-    other = TritonBackend(spec, DEVICE, num_programs=3)
+    other = TritonBackend(spec, DEVICE)
+    other.num_programs = 3
     other.decode_partial(q, ring_slot, make_work(moved, 5, DEVICE, splits), seq_lens, partials, window)
     backend.decode_partial(q, paged.kv, make_work(kept, 1, DEVICE, splits), seq_lens, partials, window)
     out = torch.empty_like(want)

@@ -19,8 +19,7 @@ from nanoinfer.kernels.attention.limits import SHORT_BLOCKS
 from nanoinfer.kernels.attention.shape import KernelShape, decode_programs, decode_tiles, prefill_tiles
 from nanoinfer.kernels.attention.store_partials import store_partials
 from nanoinfer.kernels.launch.sizes import largest_tile
-from nanoinfer.kernels.step.step_inputs import step_inputs
-from nanoinfer.kernels.step.update_rows import update_rows
+from nanoinfer.kernels.step.rows import step_inputs, update_rows
 
 KIB = 1024
 
@@ -59,7 +58,9 @@ def tiles_alike(monkeypatch):
 def test_decode_bits_do_not_depend_on_the_number_of_programs():
     spec, lens = make_spec(q_heads=2, kv_heads=1), [70, 33]
     paged, q = make_paged(spec, lens), make_q(spec, 2)
-    outs = [run_decode(TritonBackend(spec, "cpu", n), q, paged.kv, paged.tables, lens)[0] for n in (1, 3, 16)]
+    backend, outs = TritonBackend(spec, "cpu"), []
+    for backend.num_programs in (1, 3, 16):
+        outs.append(run_decode(backend, q, paged.kv, paged.tables, lens)[0])
     assert outs[0].isfinite().all()
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 

@@ -10,7 +10,7 @@ from tiny_models import make_checkpoint, tiny_config
 from nanoinfer import EngineConfig, SamplingParams
 from nanoinfer.common.units import GIB, parse_bytes
 from nanoinfer.memory.plan import make_plan
-from nanoinfer.models.registry import resolve
+from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import SHAPES, write_shape
 from nanoinfer.weights.load import load_config
 from offload import KVLayout
@@ -18,9 +18,9 @@ from offload import KVLayout
 
 def spec_and_layout(tmp_path, shape="qwen3-4b", block_size=256):
     config = load_config(write_shape(shape, tmp_path))
-    spec = resolve(config).spec_from_config(config, torch.bfloat16)
+    spec = find_class(config.architectures).spec_from_config(config, torch.bfloat16)
     layout = KVLayout(
-        num_layers=spec.num_layers,
+        num_layers=len(spec.layers),
         block_size=block_size,
         num_kv_heads=spec.attention.num_kv_heads,
         head_dim=spec.attention.head_dim,

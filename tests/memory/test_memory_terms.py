@@ -16,8 +16,8 @@ from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.memory import plan as memory
-from nanoinfer.models.base import DecoderModel
-from nanoinfer.models.registry import resolve, supported_architectures
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.registry import find_class, supported_architectures
 
 pytest.importorskip("triton")
 
@@ -150,19 +150,19 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr("nanoinfer.kernels.operations.reference", import_module("nanoinfer.kernels.fused"))
 
 
-def meta_model(family: str, **fields) -> DecoderModel:
+def meta_model(family: str, **fields) -> Decoder:
     config = config_of(family, **fields)
-    spec = resolve(config).spec_from_config(config, torch.bfloat16)
-    model = resolve(config)(config, spec, device="meta", max_position=64)
+    spec = find_class(config.architectures).spec_from_config(config, torch.bfloat16)
+    model = find_class(config.architectures)(config, spec, device="meta", max_position=64)
     for module in model.modules():
         if isinstance(module, Linear):
             module.library_counts = AnyCount()
     return model
 
 
-def meta_pool(model: DecoderModel) -> torch.Tensor:
+def meta_pool(model: Decoder) -> torch.Tensor:
     spec = model.spec
-    shape = (spec.num_layers, 2, 2, 16, spec.attention.num_kv_heads, spec.attention.head_dim)
+    shape = (len(spec.layers), 2, 2, 16, spec.attention.num_kv_heads, spec.attention.head_dim)
     return torch.empty(shape, dtype=spec.dtype, device="meta")
 
 
@@ -206,7 +206,7 @@ def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
     attention, numbers = torch.empty_like(q), torch.empty(num_rows, dtype=torch.int64, device="meta")
     with LiveBytes() as live:
         x, normed = model.embed(numbers)
-        for layer in range(spec.num_layers):
+        for layer in range(len(spec.layers)):
             model.before_attention(layer, normed, numbers, KVSlots(pool[layer], numbers, q))
             del normed
             normed = model.after_attention(layer, x, attention)  # noqa: F841 - lives until the next one

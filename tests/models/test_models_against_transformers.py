@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma3 import modeling_gemma3
 
-from nanoinfer.models.base import DecoderModel
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.weights.load import load_config, load_model
 
 LLAMA3_ROPE = dict(
@@ -23,7 +23,7 @@ LLAMA3_ROPE = dict(
 )
 
 
-def load(directory, dtype=torch.float32) -> DecoderModel:
+def load(directory, dtype=torch.float32) -> Decoder:
     return load_model(directory, load_config(directory), dtype, "cpu", progress=False)
 
 

@@ -124,7 +124,7 @@ def make_work(items, stale=2, device="cpu", partials_per_block=1):
 def run_decode(backend, q, kv, tables, lens, window=None, partials_per_block=1):
     spec = backend.spec
     items, ranges = list_items(spec, tables, lens, window, partials_per_block)
-    partials = backend.partials(len(items) + 1, q.device)
+    partials = backend.partials(len(items) + 1)
     partials.out.fill_(POISON)
     partials.lse.fill_(POISON)
     work = make_work(items, device=q.device, partials_per_block=partials_per_block)
@@ -157,7 +157,7 @@ def run_prefill(backend, q, paged, query_pos, q_lens, window=None, cuts=None):
     step = widest if cuts is None else cuts
     state = None
     if cuts is not None:
-        state = backend.prefill_state(len(q), device)
+        state = backend.prefill_state(len(q))
         for part in (state.acc, state.m, state.l):
             part.fill_(POISON)
     for first in range(0, widest, step):
@@ -185,7 +185,7 @@ def run_prefill_after_history(backend, q, paged, query_pos, q_lens):
     """
     spec, device = backend.spec, q.device
     history = [pos // spec.block_size for pos in query_pos]
-    state = backend.prefill_state(len(q), device)
+    state = backend.prefill_state(len(q))
     for part in (state.acc, state.m, state.l):
         part.fill_(POISON)
     out = torch.full(q.shape, POISON, dtype=q.dtype, device=device)
@@ -212,7 +212,7 @@ def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_sl
     """As the ring does it: each sequence's full history blocks in chunks of its own, then the rest of all at once."""
     spec, device = backend.spec, q.device
     history = [pos // spec.block_size for pos in query_pos]
-    state = backend.prefill_state(len(q), device)
+    state = backend.prefill_state(len(q))
     for part in (state.acc, state.m, state.l):
         part.fill_(POISON)
     out = torch.full(q.shape, POISON, dtype=q.dtype, device=device)
@@ -255,7 +255,7 @@ def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_sl
 def run_prefill_through_shared_slot(backend, q, paged, query_pos, q_lens, num_shared):
     """All sequences begin with the same blocks, which lie in one ring slot; then the rest of each."""
     spec, device, count = backend.spec, q.device, len(q_lens)
-    state = backend.prefill_state(len(q), device)
+    state = backend.prefill_state(len(q))
     for part in (state.acc, state.m, state.l):
         part.fill_(POISON)
     out = torch.full(q.shape, POISON, dtype=q.dtype, device=device)

@@ -84,7 +84,8 @@ from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.linear import expand, packed
 from nanoinfer.kernels.linear import tiles as tile_linear
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
-from nanoinfer.kernels.step import sample, step_inputs, update_rows
+from nanoinfer.kernels.step import rows as step_rows
+from nanoinfer.kernels.step import sample
 from nanoinfer.sampling.settings import RowSampling
 
 for name, module in list(sys.modules.items()):
@@ -213,8 +214,8 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
 def compile_step() -> None:
     wide = torch.zeros(4, dtype=torch.int64)
     state = wide, ints(4), ints(4, 9)
-    update_rows.update_rows(ints(2, 12), state, -1)
-    step_inputs.step_inputs(ints(4), state, (wide, ints(4), wide, wide), 256)
+    step_rows.update_rows(ints(2, 12), state, -1)
+    step_rows.step_inputs(ints(4), state, (wide, ints(4), wide, wide), 256)
     store_partials.store_partials(
         zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32)
     )

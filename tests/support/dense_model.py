@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from nanoinfer.layers.qkv import KVSlots
-from nanoinfer.models.base import DecoderModel, RecurrentState
+from nanoinfer.models.base import RecurrentState
+from nanoinfer.models.decoder import Decoder
 
 
 def dense_attention(q, k, v, scale, softcap, window):
@@ -28,7 +29,7 @@ def empty_slots(spec, num_tokens: int) -> KVSlots:
     return KVSlots(kv, torch.arange(num_tokens))
 
 
-def dense_logits(model: DecoderModel, token_ids: list[int], first_position: int = 0) -> torch.Tensor:
+def dense_logits(model: Decoder, token_ids: list[int], first_position: int = 0) -> torch.Tensor:
     """The logits of every token of one sequence, computed at once: [num_tokens, vocab_size]."""
     spec, row = model.spec, torch.zeros(len(token_ids), dtype=torch.int32)
     positions = torch.arange(first_position, first_position + len(token_ids))

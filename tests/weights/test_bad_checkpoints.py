@@ -16,7 +16,7 @@ from tiny_models import FAMILIES, make_checkpoint, tiny_config
 from transformers import logging
 
 from nanoinfer import EngineConfig
-from nanoinfer.memory.sizes import spec_and_layout
+from nanoinfer.memory.setup import spec_and_layout
 from nanoinfer.models.registry import supported_architectures
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import check_safetensors, load_config, load_model

@@ -27,7 +27,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.measure.report import write_figures
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.memory.sizes import spec_and_layout
+from nanoinfer.memory.setup import spec_and_layout
 from nanoinfer.options.exactness import CONDITIONS
 from nanoinfer.options.measuring import (
     check_at_least,

@@ -10,8 +10,6 @@ Lanes without a block hold zeros, so a row of few blocks gets the same bits from
 without fusing products and sums: what the compiler fuses would depend on how a program's tile lies in its threads.
 """
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,25 +25,10 @@ TILED_LANES = tl.constexpr(8)
 FEW_BLOCKS = tl.constexpr(4)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """The part of a row that one program (one warp) takes. No bit of the result depends on it.
+def form(num_row_heads: int, num_q_heads: int, block_d: int) -> dict[str, int]:
+    """Choose the part of a row that one program (one warp) takes, from measurements on an H200.
 
-    Attributes:
-        heads: query heads per program.
-        columns: columns of each head per program.
-        chunk: columns computed at a time in rows of more than `FEW_BLOCKS` blocks.
-        ahead: blocks of each lane that are read together in long rows, 1 or 4.
-    """
-
-    heads: int
-    columns: int
-    chunk: int
-    ahead: int
-
-
-def form(num_row_heads: int, num_q_heads: int, block_d: int) -> Form:
-    """Choose what one program takes, from measurements on an H200.
+    Returns constants of `merge_kernel`. No bit of the result depends on them.
 
     Few programs wait for memory, so they share a head and read ahead. With the registers that a whole head takes, 1,024
     programs are on the GPU at a time. More programs wait for their launch, so fewer are launched, each with more heads;
@@ -53,11 +36,11 @@ def form(num_row_heads: int, num_q_heads: int, block_d: int) -> Form:
     """
     narrow = min(block_d, 32)
     if num_row_heads <= 512:
-        return Form(heads=1, columns=narrow, chunk=narrow, ahead=4)
+        return dict(HEADS=1, COLUMNS=narrow, CHUNK=narrow, AHEAD=4)
     if num_row_heads <= 1024:
-        return Form(heads=1, columns=block_d, chunk=block_d, ahead=1)
+        return dict(HEADS=1, COLUMNS=block_d, CHUNK=block_d, AHEAD=1)
     heads = next(count for count in (4, 2, 1) if num_q_heads % count == 0)
-    return Form(heads=heads, columns=block_d, chunk=narrow, ahead=1)
+    return dict(HEADS=heads, COLUMNS=block_d, CHUNK=narrow, AHEAD=1)
 
 
 @triton.jit
@@ -194,7 +177,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,  # of one program
     COLUMNS: tl.constexpr,  # of one program
-    CHUNK: tl.constexpr,  # columns at a time
+    CHUNK: tl.constexpr,  # columns at a time, in rows of more than `FEW_BLOCKS` blocks
     TILES: tl.constexpr,  # items per block in rows whose tiles are separate items
     LANES: tl.constexpr,
     AHEAD: tl.constexpr,  # blocks of a lane read together, in long rows: 1 or 4
@@ -256,8 +239,8 @@ def merge(
         return
     block_d = next_power_of_2(head_dim)
     taken = form(batch_size * num_q_heads, num_q_heads, block_d)
-    merge_kernel[(batch_size, num_q_heads // taken.heads, block_d // taken.columns)](
+    merge_kernel[(batch_size, num_q_heads // taken["HEADS"], block_d // taken["COLUMNS"])](
         partial_out, partial_lse, partial_weight, ranges, partials_per_block, out,
-        NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, HEADS=taken.heads, COLUMNS=taken.columns, CHUNK=taken.chunk,
-        TILES=tiles, LANES=LANES, AHEAD=taken.ahead, num_warps=1, enable_fp_fusion=False, **launch_options(out),
+        NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, **taken, TILES=tiles, LANES=LANES, num_warps=1,
+        enable_fp_fusion=False, **launch_options(out),
     )  # fmt: skip

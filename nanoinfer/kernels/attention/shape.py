@@ -117,9 +117,7 @@ def prefill_tiles(shape: KernelShape, shared_memory_per_program: int) -> Tiles:
     large = shared_memory_per_program >= 160 * 1024
     if shape.dtype == torch.float32:  # no matrix units for IEEE float32: small tiles, for exactness and not speed
         block_m, block_n, num_warps, num_stages = 16, 16, 4 if shape.block_d <= 128 else 8, 1
-    elif shape.tma and shape.block_d <= 128:  # one warp group, whose registers hold the whole tile
-        block_m, block_n, num_warps, num_stages = 128, 64, 4, 3
-    elif shape.block_d <= 64:
+    elif shape.block_d <= (128 if shape.tma else 64):  # one warp group, whose registers hold the whole tile
         block_m, block_n, num_warps, num_stages = 128, 64, 4, 3
     elif shape.block_d <= 128:
         block_m, block_n, num_warps, num_stages = 128, 64, 8, 3 if large else 2
@@ -127,9 +125,5 @@ def prefill_tiles(shape: KernelShape, shared_memory_per_program: int) -> Tiles:
         block_m, block_n, num_warps, num_stages = 128, 64, 8, 2
     else:
         block_m, block_n, num_warps, num_stages = 64, 32, 4, 2
-    return Tiles(
-        block_m=block_m,
-        block_n=largest_tile(shape.block_size, block_n),
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    block_n = largest_tile(shape.block_size, block_n)
+    return Tiles(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)

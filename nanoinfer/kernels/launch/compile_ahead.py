@@ -9,8 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,39 +48,17 @@ class _Compilers(ThreadPoolExecutor):
         return super().submit(prepare)
 
 
-def _not_loaded(load: Callable) -> Callable:
-    """Return a function that loads modules as `load` does, but gives an empty one to threads that load nothing."""
+def _parts_of_triton() -> SimpleNamespace:
+    """Find what compiling ahead needs, most of it private. Raise ImportError or AttributeError if a part is missing."""
+    import triton
+    from triton.runtime import build, driver
+    from triton.runtime._async_compile import FutureKernel, active_mode
+    from triton.runtime.jit import JITFunction
 
-    def load_module(name: str, path: str) -> Any:
-        if getattr(_this_thread, "loads_nothing", False):
-            return SimpleNamespace(launch=None)
-        return load(name, path)
-
-    return load_module
-
-
-@dataclass(frozen=True)
-class _Triton:
-    """The parts of triton that compiling ahead needs. Most are private, and other versions may lack them."""
-
-    mode: type
-    active_mode: ContextVar
-    future_kernel: type
-    function: type
-    driver: Any
-    build: Any
-
-    @classmethod
-    def find(cls) -> _Triton:
-        """Find the parts. Raise ImportError or AttributeError if one is missing."""
-        import triton
-        from triton.runtime import build, driver
-        from triton.runtime._async_compile import FutureKernel, active_mode
-        from triton.runtime.jit import JITFunction
-
-        if not {"grid", "warmup"} <= inspect.signature(JITFunction.run).parameters.keys():
-            raise AttributeError("JITFunction.run takes no grid and warmup")
-        return cls(triton.AsyncCompileMode, active_mode, FutureKernel, JITFunction, driver, build)
+    if not {"grid", "warmup"} <= inspect.signature(JITFunction.run).parameters.keys():
+        raise AttributeError("JITFunction.run takes no grid and warmup")
+    kernels = dict(function=JITFunction, future_kernel=FutureKernel, driver=driver, build=build)
+    return SimpleNamespace(mode=triton.AsyncCompileMode, active_mode=active_mode, **kernels)
 
 
 @contextmanager
@@ -101,7 +77,7 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
         device: where the kernels will run.
     """
     try:
-        parts = _Triton.find()
+        parts = _parts_of_triton()
     except (ImportError, AttributeError) as error:
         warnings.warn(
             "kernels are compiled one after the other, which makes a first start slower: this version of triton cannot "
@@ -115,7 +91,7 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _compiling(triton: _Triton, device: torch.device) -> Iterator[None]:
+def _compiling(triton: SimpleNamespace, device: torch.device) -> Iterator[None]:
     this_thread = threading.get_ident()
     launched = set()
 
@@ -126,12 +102,16 @@ def _compiling(triton: _Triton, device: torch.device) -> Iterator[None]:
             warmup = True
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
+    def load_module(name: str, path: str) -> Any:
+        is_empty = getattr(_this_thread, "loads_nothing", False)
+        return SimpleNamespace(launch=None) if is_empty else load(name, path)
+
     executor, run, mode_before = _Compilers(device, triton.driver), triton.function.run, triton.active_mode.get()
     mode, load = triton.mode(executor, ignore_errors=True), getattr(triton.build, _LOAD, None)
     try:
         triton.function.run = compile_only
         if load is not None:  # later versions need not load anything
-            setattr(triton.build, _LOAD, _not_loaded(load))
+            setattr(triton.build, _LOAD, load_module)
         mode.__enter__()
         yield
         mode.__exit__(None, None, None)  # waits for every kernel

@@ -85,10 +85,6 @@ class Packing:
         """Return the columns of a block."""
         return plane * 16 // self.bits
 
-    def num_blocks(self, in_features: int) -> int:
-        """Return the blocks of a row; the last may have columns too many."""
-        return -(-in_features // self.block(self.plane(in_features)))
-
     @property
     def has_words(self) -> bool:
         """Whether a kernel takes the fast way: 16-bit scales, products rounded to their dtype."""
@@ -235,9 +231,8 @@ class PackedWeight:
 def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torch.device | str) -> PackedWeight:
     """Return a weight that is not yet filled, but for the columns that its blocks have too many, whose codes are 0."""
     plane, groups, table = packing.plane(in_features), packing.num_groups(in_features), packing.table(in_features)
-    scale_rows = -(-num_rows // packing.rows)
-    shape = (packing.num_blocks(in_features), num_rows, plane)
-    make = torch.empty if shape[0] * packing.block(plane) == in_features else torch.zeros
+    num_blocks, scale_rows = -(-in_features // packing.block(plane)), -(-num_rows // packing.rows)
+    make = torch.empty if in_features % packing.block(plane) == 0 else torch.zeros
     scales = {
         "plain": ((groups, scale_rows), packing.scale_dtype),
         "pairs": ((-(-groups // 2), num_rows), torch.int32),
@@ -249,7 +244,7 @@ def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torc
         packing,
         num_rows,
         in_features,
-        make(shape, dtype=torch.int16, **options),
+        make((num_blocks, num_rows, plane), dtype=torch.int16, **options),
         torch.empty(scales[0], dtype=scales[1], **options),
         torch.empty((groups, scale_rows), dtype=torch.uint8, **options) if has_table_of_zeros else None,
         torch.empty(num_rows, dtype=torch.float32, **options) if packing.has_global_scale else None,

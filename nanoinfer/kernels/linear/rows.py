@@ -105,7 +105,7 @@ def rows_linear(
     num_rows = weight.shape[0] // (2 if gated else 1)
     part_size = size // num_parts
     block_m = 8 if num_tokens <= 8 else 16 if num_tokens <= 16 else 32
-    block_n, block_k, num_warps, stages = row_tiles(num_rows, part_size, block_m, gated)
+    block_n, block_k, num_warps, stages = row_tiles(num_rows, part_size, gated)
     rows_linear_kernel[(triton.cdiv(num_rows, block_n), num_parts)](
         x, weight, x if bias is None else bias, out, num_tokens, num_rows,
         SIZE=size, PART_SIZE=part_size, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
@@ -117,7 +117,7 @@ def rows_linear(
     return out
 
 
-def row_tiles(num_rows: int, part_size: int, block_m: int, gated: bool) -> tuple[int, int, int, int]:
+def row_tiles(num_rows: int, part_size: int, gated: bool) -> tuple[int, int, int, int]:
     """Return (BLOCK_N, BLOCK_K, warps, stages), tuned on an H200: enough bytes in flight, and work for every core."""
     if gated:
         return 32, 128, 2, 3

@@ -53,16 +53,14 @@ def _fmix32(x):
 
 
 @triton.jit
-def noise_bits(seed, step, token_ids):
-    """seed, step: uint64 scalars; token_ids: uint32 [n]. Returns uint32 [n], the bits of sampler._noise_bits."""
-    key = _splitmix64(_splitmix64(seed) + (step + 1) * 0x9E3779B97F4A7C15)
-    bits = _fmix32(token_ids * 0x9E3779B1 + key.to(tl.uint32))
-    return _fmix32(bits ^ (key >> 32).to(tl.uint32))
+def noise(seed, step, ids):
+    """Standard exponential noise, neither 0 nor infinite: float32 [n], as `sampler.exponential_noise` has it.
 
-
-@triton.jit
-def exponential_from_bits(bits):
-    """uint32 [n] -> float32 [n]; see sampler.exponential_noise for why the small u matter."""
+    seed, step: int64 scalars; ids: [n].
+    """
+    key = _splitmix64(_splitmix64(seed.to(tl.uint64)) + (step.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
+    bits = _fmix32(ids.to(tl.uint32) * 0x9E3779B1 + key.to(tl.uint32))
+    bits = _fmix32(bits ^ (key >> 32).to(tl.uint32))
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32, 1 - 2^-24
     series = u * (1 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
     return tl.where(u < 0.015625, series, -tl.log(1 - u))
@@ -134,12 +132,6 @@ def keeps(score, ids, peak, temperature, min_p, last, last_id):
 def winner(arrival, ids, last):
     """Return the id with the largest arrival, the lowest id among equals; `last` if all are NaN."""
     return tl.min(tl.where(arrival == tl.max(arrival, 0), ids, last), 0)
-
-
-@triton.jit
-def noise(seed, step, ids):
-    """Standard exponential noise; neither 0 nor infinite."""
-    return exponential_from_bits(noise_bits(seed.to(tl.uint64), step.to(tl.uint64), ids.to(tl.uint32)))
 
 
 @triton.jit

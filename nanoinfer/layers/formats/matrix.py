@@ -28,8 +28,11 @@ class MatrixFormat(WeightFormat):
         return module.operations.linear(x, weight, module.bias, out=out, library_counts=module.library_counts)
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
-        weight = self.matrix(module)
-        return module.operations.gated_linear(x, weight, module.bias, activation, library_counts=module.library_counts)
+        operations = module.operations
+        if not operations.has_activation(activation, x):  # and no matrix is expanded in vain
+            return None
+        counts = module.library_counts
+        return operations.linear(x, self.matrix(module), module.bias, activation=activation, library_counts=counts)
 
     def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
         parts = self.num_parts(module)
@@ -58,10 +61,6 @@ class ExpandedFormat(MatrixFormat):
         out = module.scratch[: module.num_rows * module.in_features].view(module.num_rows, module.in_features)
         self.expand_into(module, out)
         return out
-
-    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
-        # Elsewhere nothing computes an activation with the product, and the matrix would be expanded in vain.
-        return super().project_gated(module, x, activation) if module.operations.has_activation(activation, x) else None
 
     def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
         return module.num_rows * module.in_features
