@@ -254,8 +254,10 @@ class ModelRunner:
             else:
                 pending = self._sample_prefill(plan, prefill, on_logits)
         if plan.may_stream:
-            windows = self.model.spec.windows
-            pending.streamed_bytes = stream_shares(windows, self.layout, plan.num_parts, step.plan, step.readers)
+            if step.shares is None:
+                windows = self.model.spec.windows
+                step.shares = stream_shares(windows, self.layout, plan.num_parts, step.plan, step.readers)
+            pending.streamed_bytes = step.shares
         return pending
 
     def _begin(self, plan: StepPlan) -> tuple[DecodeStep | PrefillStep | MixedStep, PrefillStep | None]:
@@ -351,6 +353,7 @@ class ModelRunner:
         """Give back device and host memory at once; the runner cannot be used afterwards."""
         self.runtime.synchronize()
         self.runtime.close()
+        self.forget()  # a step that may be repeated refers to its program
         del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
         del self._activations, self.graphs
         self._offload = None
