@@ -53,20 +53,19 @@ class StepPlanner:
     def _repeated(self, batch: Batch) -> StepPlan | None:
         """Return the plan before with other lengths if nothing else can have changed since; else None.
 
-        That is so for the same sequences, each in the middle of a block, if no GPU block of any row has come or gone:
-        nothing fills up then, and what found no room on the GPU finds none now.
+        That is so for the same sequences if none of their blocks becomes full, and no GPU block of any row has come or
+        gone: what found no room on the GPU then finds none now.
         """
         tables, decoding = self._kv_cache.tables, batch.decoding
         if batch.chunks or self._last is None or self._last[1:] != (decoding, tables.versions.sum()):
             return None
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
-        if np.any(ends % tables.block_size <= 1):
+        if np.any(ends % tables.block_size == 0):
             return None
         operation = tables.lifetimes.begin() if tables.is_offload else 0
         return replace(self._last[0], number=self._number, begins=ends - 1, ends=ends, operation=operation)
 
     def _made(self, batch: Batch) -> StepPlan:
-        self._last = None  # first: the step may fail
         kv_cache, chunks, decoding, sampled = self._kv_cache, batch.chunks, batch.decoding, batch.sampled
         rows = np.array([sequence.row for sequence in decoding], dtype=np.int32)
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
@@ -117,8 +116,8 @@ class StepPlanner:
             operation=operation,
             gone_host_blocks=gone,
         )
-        if not (chunks or len(changed) or sampling or write_through or gone or promoted is not None):
-            self._last = plan, decoding, tables.versions.sum()
+        changes = chunks or len(changed) or sampling or write_through or gone or promoted is not None
+        self._last = None if changes else (plan, decoding, tables.versions.sum())
         return plan
 
     def end_step(self, batch: Batch, plan: StepPlan) -> None:

@@ -188,8 +188,8 @@ class DecodeProgram:
         size = self.padded_size(len(rows))
         self.counters.num_rows += 0 if step.chunks else len(rows)
         self.counters.padded_rows += 0 if step.chunks else size - len(rows)
-        changes = len(step.changed_rows) or step.write_through or step.promoted or beside is not None
-        if not changes and self._last is not None and self._last.is_repeated_by(step):
+        may_repeat = beside is None and step.later_gpu_blocks is None and not step.write_through
+        if may_repeat and self._last is not None and self._last.is_repeated_by(step):
             return self._last
         self._last, make = None, self.attention.lists  # forget first: from here on the tables may hold anything
         self.rows.update(self._compute, step.changed_rows)
@@ -205,7 +205,7 @@ class DecodeProgram:
             ahead = make.stream_plan(make.splits(size, later, host_blocks, step.ends))
         elif beside is not None:
             ahead = make.stream_plan(lists)
-        made = DecodeStep(
+        result = DecodeStep(
             program=self,
             size=size,
             plan=plan,
@@ -217,9 +217,8 @@ class DecodeProgram:
             rows=rows,
             until=make.until(size, step.ends),
         )
-        if not (step.write_through or beside is not None):
-            self._last = made
-        return made
+        self._last = result if may_repeat else None
+        return result
 
     def enqueue(self, key: tuple, work: Callable[[], None], number: int = 0) -> bool:
         """Enqueue what `works` has under this key, or `work` if it is not captured. Return whether it is."""
@@ -283,9 +282,10 @@ class DecodeStep:
     shares: np.ndarray | None = None
 
     def is_repeated_by(self, step: StepPlan) -> bool:
-        """Whether a later step, before which no block of a row came or went, reads what this one reads."""
-        is_same = step.may_stream == self.may_stream and np.array_equal(step.rows, self.rows)
-        return is_same and bool(np.all(step.ends <= self.until))
+        """Whether the next step reads just what this one reads."""
+        if len(step.changed_rows) or step.may_stream != self.may_stream or not np.array_equal(step.rows, self.rows):
+            return False
+        return bool(np.all(step.ends <= self.until))
 
     def compute_all(self) -> bool:
         program, size = self.program, self.size

@@ -96,7 +96,7 @@ class ChunkRecords:
         record = self._records.get(chunk)
         if record is None:
             return False
-        stream.copy(target[: len(record)], record)
+        stream.copy(target[: record.numel()], record)
         return True
 
 

@@ -214,6 +214,15 @@ def fails_before_it_is_launched(engine):
         engine.step()
 
 
+def fails_between_two_steps(engine):
+    def failing(*arguments):
+        raise OutOfLuck
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OutOfLuck):
+        patch.setattr(engine.modes, "switch", failing)
+        is_switched(engine)
+
+
 def captures(engine):
     engine.runner.graphs.captured.clear()
     with torch.inference_mode():
@@ -226,10 +235,11 @@ def loses_a_copy(engine):
         engine.kv_cache.copies.drop(1)
 
 
+ALWAYS = [is_aborted, comes, fails_between_two_steps, captures]
 EVENTS = {
-    "resident": [is_aborted, comes, is_switched, fails_before_it_is_launched, captures],
-    "streamed": [is_aborted, comes, is_switched, is_switched_twice, fails_before_it_is_launched, captures],
-    "partly kept": [is_aborted, comes, is_switched, is_switched_twice, loses_a_copy, captures],
+    "resident": [*ALWAYS, is_switched, fails_before_it_is_launched],
+    "streamed": [*ALWAYS, is_switched_twice, fails_before_it_is_launched],
+    "partly kept": [*ALWAYS, is_switched, is_switched_twice, loses_a_copy],
 }
 
 
@@ -263,3 +273,19 @@ def test_a_prefetch_that_was_dropped_is_brought_again_by_a_repeat(paths, seed):
     got, made = play(engine, lambda engine: engine.runner.offload.drain())
     assert got == wanted and made[AT] == (1, 1)
     assert engine.stats()["discarded_prefetch_bytes"] >= 3 * 2 * LAYER_BLOCK_BYTES
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_blocks_come_back_to_the_gpu_between_two_repeats(paths, seed):
+    """When the other row gives its room back, the row that is left decodes alone already."""
+    prompts, params = random_prompts(2, 120, 120), [greedy(30), greedy(6)]
+    wanted = run(make_engine(paths["qwen3"]), prompts, params)
+    given = STREAMED | dict(resident_kv_limit=None, num_gpu_blocks_override=14)
+    engine = make_engine(paths["qwen3"], SimulatedRuntime(seed), **given)
+    found, begin_step, plans = check_repeats(engine), engine.planner.begin_step, []
+    engine.planner.begin_step = lambda batch: plans.append((begin_step(batch), found["plans"])) or plans[-1][0]
+    assert run(engine, prompts, params) == wanted
+    promoted = [number for number, (plan, _) in enumerate(plans) if plan.promoted]
+    alone = [number for number, (plan, _) in enumerate(plans) if len(plan.rows) == 1]
+    assert alone[0] < promoted[0], "the first step alone had no room yet"
+    assert plans[-1][1] > plans[promoted[-1]][1] + 5, "the steps behind are repeated again"
