@@ -7,7 +7,7 @@ Three streams work side by side:
     write     GPU pool -> host pool       sends full blocks to the host, once
 
 The engine does not know what a model is: a step brings the work of each layer as functions. The order of the
-operations comes from `ring_schedule`; the waits are in `Ring` and below, each with the name of its rule.
+operations comes from `ring_schedule`; the waits are below, each with the name of its rule.
 """
 
 from __future__ import annotations
@@ -91,7 +91,11 @@ class OffloadEngine:
         self._kv_ready = runtime.event()  # compute: a layer's new KV is written
         self._written = runtime.event()  # write: all write-through so far has arrived on the host
         self._has_unread_writes = False
-        self._first = 0  # running number of the next step's chunk 0
+        self._first = 0  # ring slot of the next step's chunk 0
+        # What the copies of the newest plan's chunks join, for each chunk and ring slot: made once for all layers, and
+        # for all steps that have this plan.
+        self._copies: dict[tuple[Transfer, int], list] = {}
+        self._copies_of: StreamPlan | None = None
         self._filled: list[tuple[int, Transfer]] = []  # chunks of the next step that are in the ring already
         self._operation = 0  # the newest one that was run
         # For each rule of those who wait, the operations whose copies may not have run, each with an event behind them.
@@ -138,8 +142,10 @@ class OffloadEngine:
                 self._note_writes()
             timeline.lap(self.compute, COMPUTE, "whole step")
             return
-        ahead = step.ahead.head(ring.num_ring_slots) if step.ahead is not None else []
-        chunks = [(layer, chunk) for layer, chunks in enumerate(plan.chunks) for chunk in chunks]
+        if plan is not self._copies_of:
+            self._copies, self._copies_of = {}, plan
+        ahead = [] if step.ahead is None else step.ahead.transfers[: ring.num_ring_slots]
+        chunks = plan.transfers
         filled, self._filled = len(self._filled), []
         for operation in ring_schedule(
             plan.chunks_per_layer, ring.num_ring_slots, first=self._first, filled=filled, chunks_ahead=len(ahead)
@@ -152,20 +158,19 @@ class OffloadEngine:
                         self._write_through([layer], step.write_through)
                 case Fill(number, ring_slot, is_ahead):
                     layer, chunk = (ahead if is_ahead else chunks)[number]
-                    self._fill(layer, chunk, ring_slot)
+                    num_bytes = self._fill(layer, chunk, ring_slot)
                     what = "prefetch for the next step" if is_ahead else "fill of a ring slot"
-                    num_bytes = chunk.num_bytes(self.layout)
                     timeline.lap(self.copy, COPY, what, num_bytes=num_bytes, layer=layer, chunk=number)
                     if is_ahead:
                         self._filled.append((layer, chunk))
                 case Attend(layer, number, ring_slot):
-                    ring.before_attention(self.compute, ring_slot)
+                    self.compute.wait(ring.copied[ring_slot], "ring.attention_after_fill")
                     timeline.lap(self.compute, COMPUTE, WAIT, layer=layer, chunk=number)
                     step.attend(layer, chunks[number][1], ring_slot)
                     self.runtime.poison(self.compute, ring.slots[ring_slot])
-                    ring.after_attention(self.compute, ring_slot)
+                    self.compute.record(ring.attended[ring_slot])
                     timeline.lap(self.compute, COMPUTE, "attention over a ring slot", layer=layer, chunk=number)
-        self._first += len(chunks)
+        self._first = (self._first + len(chunks)) % ring.num_ring_slots
         if step.write_through:
             self._note_writes()
 
@@ -233,7 +238,7 @@ class OffloadEngine:
     def _adopt_prefetch(self, plan: StreamPlan) -> None:
         """Keep the chunks that the step before prefetched, as far as they are the first ones of this step."""
         useful = 0
-        for filled, wanted in zip(self._filled, plan.head(len(self._filled)), strict=False):
+        for filled, wanted in zip(self._filled, plan.transfers, strict=False):
             if filled != wanted:
                 break
             useful += 1
@@ -250,17 +255,23 @@ class OffloadEngine:
             self.counters.discarded_bytes += chunk.num_bytes(self.layout)
         del self._filled[keep:]
 
-    def _fill(self, layer: int, chunk: Transfer, ring_slot: int) -> None:
-        self.ring.before_fill(self.copy, ring_slot)
-        slot = self.ring.bytes[ring_slot]
-        assert chunk.num_bytes(self.layout) <= len(slot), "a ring slot holds less than that"
+    def _fill(self, layer: int, chunk: Transfer, ring_slot: int) -> int:
+        """Bring a layer's chunk into the ring slot, and return its bytes."""
+        copies = self._copies.get((chunk, ring_slot))
+        if copies is None:
+            slot = self.ring.bytes[ring_slot]
+            assert chunk.num_bytes(self.layout) <= len(slot), "a ring slot holds less than that"
+            copies = self._copies[chunk, ring_slot] = list(chunk.copies(slot, self.host))
+        counters, before = self.counters, self.counters.streamed_bytes
+        self.copy.wait(self.ring.attended[ring_slot], "ring.fill_after_attention")
         self._timeline.begin(self.copy, COPY)
-        for destination, source in chunk.copies(layer, slot, self.host):
-            self.copy.copy(destination, source)
-            self.counters.streamed_bytes += source.nbytes
-            self.counters.num_copies += 1
-        self.ring.after_fill(self.copy, ring_slot)
-        self.counters.num_fills += 1
+        for destination, sources in copies:
+            self.copy.copy(destination, sources[layer])
+            counters.streamed_bytes += destination.nbytes
+        self.copy.record(self.ring.copied[ring_slot])
+        counters.num_copies += len(copies)
+        counters.num_fills += 1
+        return counters.streamed_bytes - before
 
     def _write_through(self, layers: Iterable[int], pairs: list[tuple[int, int]]) -> None:
         self.compute.record(self._kv_ready)
@@ -280,4 +291,4 @@ class OffloadEngine:
             blocks = tuple(range(host_block, host_block + count))
             for place, segment, begin, part in host_runs(blocks, self.host.blocks_per_segment):
                 on_gpu = self._gpu_kv[layer, gpu_block + place : gpu_block + place + part]
-                yield on_gpu, self.host.run(layer, segment, begin, part)
+                yield on_gpu, self.host.run(segment, begin, part)[layer]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -35,14 +35,13 @@ class Chunk:
     def num_bytes(self, layout: KVLayout) -> int:
         return len(self.blocks) * layout.layer_block_bytes
 
-    def copies(self, layer: int, slot: torch.Tensor, host: HostPool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def copies(self, slot: torch.Tensor, host: HostPool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield one copy for each run of neighbouring blocks."""
         places = slot.view(host.layout.dtype).view(-1, *host.layout.block_shape)
         for place, segment, begin, count in host_runs(self.blocks, host.blocks_per_segment):
-            yield places[place : place + count], host.run(layer, segment, begin, count)
+            yield places[place : place + count], host.run(segment, begin, count)
 
 
-@lru_cache(maxsize=8192)  # every layer streams the same chunks
 def host_runs(blocks: tuple[int, ...], blocks_per_segment: int) -> list[tuple[int, int, int, int]]:
     """Return runs (place, segment, first block in the segment, count) of host blocks; one copy moves each run."""
     result = []
@@ -103,20 +102,15 @@ class StreamPlan:
 
     chunks: tuple[list[Transfer], ...]
 
-    @property
-    def chunks_per_layer(self) -> list[int]:
-        return [len(chunks) for chunks in self.chunks]
+    @cached_property
+    def chunks_per_layer(self) -> tuple[int, ...]:
+        return tuple(map(len, self.chunks))
+
+    @cached_property
+    def transfers(self) -> list[tuple[int, Transfer]]:
+        """All (layer, transfer) pairs of the step, in the order in which they pass."""
+        return [(layer, chunk) for layer, chunks in enumerate(self.chunks) for chunk in chunks]
 
     def blocks(self, layer: int) -> list[int]:
         """The host blocks that pass for a layer."""
         return [block for chunk in self.chunks[layer] for block in chunk.host_blocks]
-
-    def head(self, count: int) -> list[tuple[int, Transfer]]:
-        """The first `count` (layer, transfer) pairs of the step."""
-        result: list[tuple[int, Transfer]] = []
-        for layer, chunks in enumerate(self.chunks):
-            for chunk in chunks:
-                if len(result) == count:
-                    return result
-                result.append((layer, chunk))
-        return result

@@ -1,18 +1,18 @@
 """The ring: which chunk goes into which ring slot, and when a slot may be filled again.
 
 The arithmetic is a pure function over integers (`ring_schedule`), tested for all small sizes; `Ring` holds the
-buffers and the two events per slot that turn its order into an order of streams.
+buffers and the two events per slot with which the offload engine turns its order into an order of streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from offload.layout import KVLayout
-from offload.runtime.base import Runtime, Stream
+from offload.runtime.base import Runtime
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ class Attend:
     ring_slot: int
 
 
+@lru_cache(maxsize=16)  # steps that stream as many chunks as the one before ask for the same again
 def ring_schedule(
-    chunks_per_layer: Sequence[int], num_ring_slots: int, *, first: int, filled: int, chunks_ahead: int
-) -> Iterator[Compute | Fill | Attend]:
-    """Yield the operations of one step over a ring, in order.
+    chunks_per_layer: tuple[int, ...], num_ring_slots: int, *, first: int, filled: int, chunks_ahead: int
+) -> tuple[Compute | Fill | Attend, ...]:
+    """Return the operations of one step over a ring, in order.
 
     Chunks are numbered through the step, layer after layer. Chunk i lies in ring slot `(first + i) % num_ring_slots`,
     and the numbering goes on into the next step, so prefetch crosses the step boundary by the same rule. A slot is
@@ -56,27 +57,28 @@ def ring_schedule(
         filled: how many of this step's chunks the step before has filled already, at most `num_ring_slots`.
         chunks_ahead: how many chunks of the next step may be filled towards its end.
 
-    Yields:
+    Returns:
         `Compute(0)`, ..., `Compute(num_layers)` with each layer's `Attend` operations between, and every `Fill` as
         early as the ring allows.
     """
-    total = sum(chunks_per_layer)
+    total, operations = sum(chunks_per_layer), []
     assert 0 <= filled <= min(total, num_ring_slots), f"{filled} of {total} chunks filled in {num_ring_slots} slots"
 
-    def fills(begin: int, end: int) -> Iterator[Fill]:
+    def fill(begin: int, end: int) -> None:
         for number in range(begin, min(end, total + chunks_ahead)):
-            ring_slot = (first + number) % num_ring_slots
-            yield Fill(number, ring_slot, False) if number < total else Fill(number - total, ring_slot, True)
+            is_ahead = number >= total
+            operations.append(Fill(number - total * is_ahead, (first + number) % num_ring_slots, is_ahead))
 
-    yield from fills(filled, num_ring_slots)
+    fill(filled, num_ring_slots)
     chunk = 0
     for layer, num_chunks in enumerate(chunks_per_layer):
-        yield Compute(layer)
+        operations.append(Compute(layer))
         for _ in range(num_chunks):
-            yield Attend(layer, chunk, (first + chunk) % num_ring_slots)
-            yield from fills(chunk + num_ring_slots, chunk + num_ring_slots + 1)
+            operations.append(Attend(layer, chunk, (first + chunk) % num_ring_slots))
+            fill(chunk + num_ring_slots, chunk + num_ring_slots + 1)
             chunk += 1
-    yield Compute(len(chunks_per_layer))
+    operations.append(Compute(len(chunks_per_layer)))
+    return tuple(operations)
 
 
 class Ring:
@@ -102,17 +104,3 @@ class Ring:
     def num_bytes(self) -> int:
         """GPU memory that the ring takes, whatever the context length."""
         return self.slots.nbytes
-
-    def before_fill(self, copy: Stream, ring_slot: int) -> None:
-        """Make the copy into a slot wait for the last attention that read the slot."""
-        copy.wait(self.attended[ring_slot], "ring.fill_after_attention")
-
-    def after_fill(self, copy: Stream, ring_slot: int) -> None:
-        copy.record(self.copied[ring_slot])
-
-    def before_attention(self, compute: Stream, ring_slot: int) -> None:
-        """Make attention over a slot wait for the copy that filled the slot."""
-        compute.wait(self.copied[ring_slot], "ring.attention_after_fill")
-
-    def after_attention(self, compute: Stream, ring_slot: int) -> None:
-        compute.record(self.attended[ring_slot])

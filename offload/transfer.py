@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +29,11 @@ class Transfer(Protocol):
         """Return the number of bytes, no more than a ring slot has."""
         ...
 
-    def copies(self, layer: int, slot: torch.Tensor, host: HostPool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (destination, source) of each copy, with equal shapes. slot: the ring slot, [bytes] uint8."""
+    def copies(
+        self, slot: torch.Tensor, host: HostPool
+    ) -> Iterable[tuple[torch.Tensor, Sequence[torch.Tensor] | Mapping[int, torch.Tensor]]]:
+        """Return (destination, sources) of each copy. slot: the ring slot, [bytes] uint8.
+
+        `sources[layer]`, of the destination's shape, is what the copy for this layer brings.
+        """
         ...

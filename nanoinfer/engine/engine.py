@@ -251,8 +251,8 @@ class LLMEngine:
         self.meter.count(step, read, read - begin)
         found = zip(step.sampled, sampled.tokens, sampled.logprobs, sampled.errors, strict=True)
         for sequence, token_id, logprobs, error in found:
-            sequence.num_pending -= 1
             if sequence.finish_reason is not None:
+                sequence.num_tokens -= 1
                 continue
             request = self.work.requests[sequence.request_id]
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,9 +30,12 @@ class StepPlanner:
         # For each row, what the device has: the version of the block table, and whose sampling settings.
         self._versions = np.full(len(kv_cache.tables.gpu), UNKNOWN, dtype=np.int64)
         self._settings_of = [UNKNOWN] * len(kv_cache.tables.gpu)
+        # The newest plan that was made, if it changes nothing but lengths, its sequences, and the sum of all versions.
+        self._last: tuple[StepPlan, list[Sequence], int] | None = None
 
     def forget(self) -> None:
         """Send every row again: after an exception, the device may hold anything."""
+        self._last = None
         self._versions[:] = UNKNOWN
         self._settings_of = [UNKNOWN] * len(self._settings_of)
 
@@ -40,6 +44,28 @@ class StepPlanner:
 
         Every part already has the GPU blocks that the step writes to (`KVCache.grow`).
         """
+        if self._kv_cache.tables.is_offload:
+            self._count_blocks_read(batch.sequences)
+        plan = self._repeated(batch) or self._made(batch)
+        self._number += 1
+        return plan
+
+    def _repeated(self, batch: Batch) -> StepPlan | None:
+        """Return the plan before with other lengths if nothing else can have changed since; else None.
+
+        That is so for the same sequences if none of their blocks becomes full, and no GPU block of any row has come or
+        gone: what found no room on the GPU then finds none now.
+        """
+        tables, decoding = self._kv_cache.tables, batch.decoding
+        if batch.chunks or self._last is None or self._last[1:] != (decoding, tables.versions.sum()):
+            return None
+        ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
+        if np.any(ends % tables.block_size == 0):
+            return None
+        operation = tables.lifetimes.begin() if tables.is_offload else 0
+        return replace(self._last[0], number=self._number, begins=ends - 1, ends=ends, operation=operation)
+
+    def _made(self, batch: Batch) -> StepPlan:
         kv_cache, chunks, decoding, sampled = self._kv_cache, batch.chunks, batch.decoding, batch.sampled
         rows = np.array([sequence.row for sequence in decoding], dtype=np.int32)
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
@@ -48,7 +74,6 @@ class StepPlanner:
         if tables.is_offload:
             write_through = [pair for chunk in chunks for pair in kv_cache.fill(chunk.sequence, chunk.end)]
             write_through += [pair for sequence in decoding for pair in kv_cache.fill(sequence, sequence.num_tokens)]
-            self._count_blocks_read(batch.sequences)
         changed = self._changed_lines(decoding, rows)
         sampling = self._changed_settings(sampled)
         all_rows = np.concatenate([np.array([chunk.sequence.row for chunk in chunks], dtype=np.int32), rows])
@@ -91,7 +116,8 @@ class StepPlanner:
             operation=operation,
             gone_host_blocks=gone,
         )
-        self._number += 1
+        changes = chunks or len(changed) or sampling or write_through or gone or promoted is not None
+        self._last = None if changes else (plan, decoding, tables.versions.sum())
         return plan
 
     def end_step(self, batch: Batch, plan: StepPlan) -> None:
@@ -104,7 +130,7 @@ class StepPlanner:
         for sequence, end in zip(batch.decoding, plan.ends.tolist(), strict=True):
             self._kv_cache.commit(sequence, end)
         for sequence in batch.sampled:
-            sequence.num_pending += 1
+            sequence.num_tokens += 1
 
     def _changed_lines(self, sequences: list[Sequence], rows: np.ndarray) -> np.ndarray:
         """Return `StepPlan.changed_rows` for these sequences, whose rows are `rows`, and count them as sent."""
@@ -144,8 +170,8 @@ class StepPlanner:
 
     def _count_blocks_read(self, sequences: list[Sequence]) -> None:
         """Add to each sequence's counts how many full blocks the step reads, and how many of them lie on the GPU."""
-        residency = self._kv_cache.copies.residency
-        for sequence in sequences:
-            first, full = int(residency.first[sequence.row]), int(residency.full[sequence.row])
+        residency, rows = self._kv_cache.copies.residency, [sequence.row for sequence in sequences]
+        firsts, fulls = residency.first[rows].tolist(), residency.full[rows].tolist()
+        for sequence, first, full in zip(sequences, firsts, fulls, strict=True):
             sequence.num_blocks_read += full
             sequence.num_resident_read += full - first

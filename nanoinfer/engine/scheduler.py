@@ -217,4 +217,4 @@ def _state(sequence: Sequence) -> SequenceState:
 
 
 def _wants_token(sequence: Sequence) -> bool:
-    return sequence.state is SequenceState.DECODE and sequence.num_sampled < sequence.max_tokens
+    return sequence.state is SequenceState.DECODE and sequence.num_tokens < sequence.max_num_tokens

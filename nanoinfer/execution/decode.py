@@ -8,7 +8,7 @@ other, as one graph. So both modes run the same kernels in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
@@ -75,8 +75,7 @@ class DecodeProgram:
         self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
         self._batch_rows = DeviceTable(parts.runtime, max_batch)
         self.attention = DecodeAttention(parts, self._buffers.q, self._lengths, self._block_table, max_blocks)
-        self._no_stream = StreamPlan(((),) * len(spec.windows))
-        self._last_splits: bytes | None = None  # key of the lists in the tables, if they are resident mode's
+        self._last: DecodeStep | None = None  # the step whose lists the tables hold, if another may repeat it
 
     # Pieces
 
@@ -158,13 +157,13 @@ class DecodeProgram:
 
     def _reset_tables(self) -> None:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
-        self._last_splits = None
+        self._last = None
         self._batch_rows.set(self._compute, np.full(len(self.tokens), self.rows.padding_row, dtype=np.int32))
         self.attention.upload_none()
 
     def forget_tables(self) -> None:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""
-        self._last_splits = None
+        self._last = None
         self._batch_rows.forget()
         self.attention.forget_tables()
 
@@ -180,35 +179,46 @@ class DecodeProgram:
         Args:
             beside: what the prefill step of the same mixed step streams; its blocks are attended to from its chunks.
 
-        In resident mode the lists of splits change only when a row comes, goes or begins a split (a block, or a part of
-        one in short rows). Until then they are not made again. After an exception here call `forget_tables`, since the
-        tables may hold a part of this step's lists.
+        The lists of splits change only when a row comes or goes, or one of its GPU blocks, or when it begins a split (a
+        block, or a part of one in short rows). Until then the step before is returned again, with all that was made for
+        it. After an exception here call `forget_tables`, since the tables may hold a part of this step's lists.
         """
         assert np.all(step.ends - step.begins == 1), "a decoding row computes one token"
-        rows, lengths, first = step.rows, step.ends, len(step.chunks)
+        rows, first = step.rows, len(step.chunks)
         size = self.padded_size(len(rows))
         self.counters.num_rows += 0 if step.chunks else len(rows)
         self.counters.padded_rows += 0 if step.chunks else size - len(rows)
-        make, write_through = self.attention.lists, [] if step.chunks else step.write_through
-        resident = None if step.may_stream else make.key(size, rows, lengths)
-        if resident is not None and resident == self._last_splits and not len(step.changed_rows):
-            return DecodeStep(self, size, self._no_stream, self._no_stream, write_through)
+        may_repeat = beside is None and step.later_gpu_blocks is None and not step.write_through
+        if may_repeat and self._last is not None and self._last.is_repeated_by(step):
+            return self._last
+        self._last, make = None, self.attention.lists  # forget first: from here on the tables may hold anything
         self.rows.update(self._compute, step.changed_rows)
         padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
         self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
         host_blocks = step.host_blocks[first:]
-        lists = make.splits(size, step.gpu_blocks[first:], host_blocks, lengths)
+        lists = make.splits(size, step.gpu_blocks[first:], host_blocks, step.ends)
         plan = make.stream_plan(lists, beside)
         self.attention.upload(lists, [plan] if beside is None else [plan, beside])
-        self._last_splits = resident
         # If no sequence comes or goes, the next step streams the same blocks, except those that have come meanwhile.
         ahead, later = plan, step.later_gpu_blocks
         if later is not None:
-            ahead = make.stream_plan(make.splits(size, later, host_blocks, lengths))
+            ahead = make.stream_plan(make.splits(size, later, host_blocks, step.ends))
         elif beside is not None:
             ahead = make.stream_plan(lists)
-        readers = [(found.on_host[:, 0], found.on_host[:, 2]) for found in lists]
-        return DecodeStep(self, size, plan, ahead, write_through, step.promoted, readers)
+        result = DecodeStep(
+            program=self,
+            size=size,
+            plan=plan,
+            ahead=ahead,
+            write_through=[] if step.chunks else step.write_through,
+            promoted=step.promoted,
+            readers=[(found.on_host[:, 0], found.on_host[:, 2]) for found in lists],
+            may_stream=step.may_stream,
+            rows=rows,
+            until=make.until(size, step.ends),
+        )
+        self._last = result if may_repeat else None
+        return result
 
     def enqueue(self, key: tuple, work: Callable[[], None], number: int = 0) -> bool:
         """Enqueue what `works` has under this key, or `work` if it is not captured. Return whether it is."""
@@ -255,6 +265,8 @@ class DecodeStep:
     Attributes:
         promoted: host block -> GPU block that takes over its content from the ring.
         readers: for each window two parallel arrays, the number of a sequence and a host block that it reads.
+        rows, until: [d] the rows, and how long each may get before it reads other splits of the same blocks.
+        shares: what `stream_shares` returns for the step, once it was asked for.
     """
 
     program: DecodeProgram
@@ -262,8 +274,18 @@ class DecodeStep:
     plan: StreamPlan
     ahead: StreamPlan
     write_through: Sequence[tuple[int, int]]
-    promoted: dict[int, int] = field(default_factory=dict)
-    readers: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    promoted: dict[int, int]
+    readers: list[tuple[np.ndarray, np.ndarray]]
+    may_stream: bool
+    rows: np.ndarray
+    until: np.ndarray
+    shares: np.ndarray | None = None
+
+    def is_repeated_by(self, step: StepPlan) -> bool:
+        """Whether the next step reads just what this one reads."""
+        if len(step.changed_rows) or step.may_stream != self.may_stream or not np.array_equal(step.rows, self.rows):
+            return False
+        return bool(np.all(step.ends <= self.until))
 
     def compute_all(self) -> bool:
         program, size = self.program, self.size

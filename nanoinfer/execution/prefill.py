@@ -261,6 +261,7 @@ class PrefillStep:
     slot_tables: list[torch.Tensor]
     lengths: np.ndarray
     readers: list[tuple[np.ndarray, np.ndarray]]
+    shares: np.ndarray | None = None
     ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
     last_normed: torch.Tensor = field(init=False)
     _state: PrefillState | None = None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -51,6 +50,7 @@ class ModelRunner:
     Attributes:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         kept: the KV of sequences that gave way.
+        offload: the offload engine, once it was needed for the first time.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ModelRunner:
         states = RecurrentStates(model.spec, plan.max_num_seqs, runtime.device)
         self.block_copies = BlockCopies(runtime, self.compute, layout, self.gpu_kv, self.kept, states)
         self.sampling, self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
-        self._offload: OffloadEngine | None = None  # kept between switches, since graphs hold the ring's addresses
+        self.offload: OffloadEngine | None = None  # kept between switches, since graphs hold the ring's addresses
         self._arena: HostArena | None = None
         self._are_logits_sound = False  # not known yet
         self._tokens_host = deque(
@@ -146,18 +146,13 @@ class ModelRunner:
 
     # Modes
 
-    @property
-    def offload(self) -> OffloadEngine | None:
-        """The offload engine, once it was needed for the first time."""
-        return self._offload
-
     def check_offload(self) -> None:
         """Raise ValueError if the attention backend cannot run offload mode."""
         type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
 
     def get_offload(self) -> OffloadEngine:
         """Return the offload engine; the host pool is mapped and pinned when it is first needed."""
-        if self._offload is None:
+        if self.offload is None:
             num_blocks, block_bytes = self.plan.num_host_blocks, self.layout.block_bytes
             blocks_per_segment = min(num_blocks, max(1, SEGMENT_BYTES // block_bytes))
             num_segments = -(-num_blocks // blocks_per_segment)
@@ -173,8 +168,8 @@ class ModelRunner:
             host = HostPool(self.layout, self._arena, num_blocks, blocks_per_segment)
             offload = OffloadEngine(self.runtime, self.gpu_kv, host, self.ring, self.compute)
             self.block_copies.offload = offload  # first: an interrupt must not leave half of it
-            self._offload = offload
-        return self._offload
+            self.offload = offload
+        return self.offload
 
     def _pinning_progress(self, num_segments: int) -> Callable[[int, int], None]:
         bar = tqdm(total=num_segments, desc="pinning host memory", unit="GiB", disable=not self.config.progress_bar)
@@ -242,20 +237,24 @@ class ModelRunner:
             if prefill is None and plan.sampling:
                 self.sampling.update(self.compute, plan.sampling)
             if plan.may_stream:
-                self._offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
+                self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
             else:
-                with self._timed(timeline):
-                    if not step.compute_all():
-                        for index in range(self.layout.num_layers + 1):
-                            step.compute(index)
+                lanes = NoTimeline() if timeline is None else timeline
+                lanes.begin(self.compute, COMPUTE)
+                if not step.compute_all():
+                    for index in range(self.layout.num_layers + 1):
+                        step.compute(index)
+                lanes.lap(self.compute, COMPUTE, "whole step")
             if prefill is None:
                 program, count = self.decode_program, len(plan.rows)
                 pending = self._read_back(plan, program.tokens, lambda: program.logits[:count], on_logits)
             else:
                 pending = self._sample_prefill(plan, prefill, on_logits)
         if plan.may_stream:
-            windows = self.model.spec.windows
-            pending.streamed_bytes = stream_shares(windows, self.layout, plan.num_parts, step.plan, step.readers)
+            if step.shares is None:
+                windows = self.model.spec.windows
+                step.shares = stream_shares(windows, self.layout, plan.num_parts, step.plan, step.readers)
+            pending.streamed_bytes = step.shares
         return pending
 
     def _begin(self, plan: StepPlan) -> tuple[DecodeStep | PrefillStep | MixedStep, PrefillStep | None]:
@@ -306,14 +305,6 @@ class ModelRunner:
         )
         return [ValueError(message) if is_nan else None for is_nan in found]
 
-    @contextmanager
-    def _timed(self, timeline: Timeline | None) -> Iterator[None]:
-        """Record one span over all that is enqueued on the compute stream inside."""
-        lanes = NoTimeline() if timeline is None else timeline
-        lanes.begin(self.compute, COMPUTE)
-        yield
-        lanes.lap(self.compute, COMPUTE, "whole step")
-
     def _read_back(
         self,
         plan: StepPlan,
@@ -351,9 +342,10 @@ class ModelRunner:
         """Give back device and host memory at once; the runner cannot be used afterwards."""
         self.runtime.synchronize()
         self.runtime.close()
+        self.forget()  # a step that may be repeated refers to its program
         del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
         del self._activations, self.graphs
-        self._offload = None
+        self.offload = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None

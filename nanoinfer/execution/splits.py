@@ -196,17 +196,16 @@ class DecodeLists:
             for window in self.windows
         ]
 
-    def key(self, size: int, rows: np.ndarray, lengths: np.ndarray) -> bytes:
-        """Return a key of the rows and all that `splits` depends on besides their blocks, if nothing streams.
-
-        Its length says how many rows there are, and so what `size` they are padded to.
-        """
-        found = [rows]
+    def until(self, size: int, lengths: np.ndarray) -> np.ndarray:
+        """Return the length, [rows], up to which each row's splits stay those of `lengths`, if its blocks do."""
+        ends = []
         for window in self.windows:
             first, counts = visible_blocks(lengths, window, self._block_size)
             span = self._block_size // self.partials_per_block(size, counts)
-            found += [first, span, -(-lengths // span)]
-        return np.concatenate(found).tobytes()
+            ends.append(-(-lengths // span) * span)
+            if window is not None:
+                ends.append((first + 1) * self._block_size + window - 1)
+        return np.min(ends, axis=0)
 
     def partials_per_block(self, size: int, num_blocks: np.ndarray) -> np.ndarray:
         """Return the partials per block of each row, given the number of blocks that it reads; both [rows].

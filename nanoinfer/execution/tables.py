@@ -74,14 +74,14 @@ class ChunkRecords:
     def __init__(self, runtime: Runtime, max_splits: int) -> None:
         # The items of all chunks, and a head for each chunk, which has at least one item.
         self._table = DeviceTable(runtime, 2 * 4 * max_splits)
-        self._places: dict[Chunk, slice] = {}
+        self._records: dict[Chunk, torch.Tensor] = {}
 
     def set(self, stream: Stream, lists: SplitLists, chunks: list[Chunk]) -> None:
         """Upload the records for all work enqueued on `stream` from here on. Chunks may hold other blocks, too."""
-        self._places, found, end = {}, [], 0
+        self._records, found, end = {}, [], 0
         for chunk, record in zip(chunks, slot_records(lists.on_host, chunks), strict=True):
             if len(record) > 1:
-                self._places[chunk] = slice(end, end + record.size)
+                self._records[chunk] = self._table.tensor[end : end + record.size]
                 found.append(record)
                 end += record.size
         if found:
@@ -93,11 +93,10 @@ class ChunkRecords:
 
     def copy(self, stream: Stream, chunk: Chunk, target: torch.Tensor) -> bool:
         """Copy the chunk's record to the start of `target`. Return False if no row attends to the chunk."""
-        place = self._places.get(chunk)
-        if place is None:
+        record = self._records.get(chunk)
+        if record is None:
             return False
-        record = self._table.tensor[place]
-        stream.copy(target[: len(record)], record)
+        stream.copy(target[: record.numel()], record)
         return True
 
 

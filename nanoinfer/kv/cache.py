@@ -154,6 +154,7 @@ class KVCache:
         self.tables.lifetimes.release_host(on_host)
         self.tables.gpu[row] = NO_BLOCK
         self.tables.host[row] = NO_BLOCK
+        self.tables.versions[row] += 1
         self.num_given_back += len(on_gpu) + len(on_host) + sequence.num_reserved_host
         self.num_reserved_host -= sequence.num_reserved_host
         sequence.num_reserved_host = 0

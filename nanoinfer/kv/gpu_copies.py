@@ -67,6 +67,7 @@ class GPUCopies:
         rows, places = np.array(dropped, dtype=np.int64).reshape(-1, 2).T
         self._tables.lifetimes.release_gpu(self._tables.gpu[rows, places].tolist())
         self._tables.gpu[rows, places] = NO_BLOCK
+        self._tables.versions[rows] += 1
 
     def limit(self) -> None:
         """Drop what is above `max_resident_blocks`."""

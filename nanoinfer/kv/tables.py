@@ -20,7 +20,7 @@ class BlockTables:
 
     Attributes:
         gpu, host: [max_num_seqs, max_blocks_per_seq] int32, where each row's blocks lie (or `NO_BLOCK`).
-        versions: [max_num_seqs] int64, changes when the part of a row's GPU table does that decode steps need.
+        versions: [max_num_seqs] int64, counts up whenever GPU blocks of the row come or go.
         gpu_blocks: who holds which block of the GPU pool.
         is_offload: whether the mode is offload mode. Only `Mover` sets it, at the end of a switch.
         rows_without_tail: the rows to which a GPU block is promised; none in resident mode.

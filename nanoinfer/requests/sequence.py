@@ -26,6 +26,8 @@ class Sequence:
     but only the device knows their ids.
 
     Attributes:
+        num_tokens: tokens so far, pending ones included.
+        max_num_tokens: the most tokens that this sequence can ever have.
         row: place in the persistent device tables, kept from admission to the end.
         kept_blocks: where the KV of a sequence that gave way lies (see `nanoinfer.kv.mover`); None: it did not.
         num_cached: prompt tokens taken from the prefix cache.
@@ -38,12 +40,13 @@ class Sequence:
     params: SamplingParams
     seed: int
     max_tokens: int  # params.max_tokens, cut to what max_model_len leaves
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(init=False)
+    num_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)
     state: SequenceState = SequenceState.WAITING
     row: int | None = None
     num_computed: int = 0
     num_cached: int = 0
-    num_pending: int = 0  # tokens sampled on the device that the host has not read yet
     num_published: int = 0  # full blocks that were offered to the prefix cache of this mode
     streamed_bytes: int = 0  # of its blocks, over all its steps; of a block shared with others, only its share
     num_blocks_read: int = 0  # full blocks that its steps read, counted in each step
@@ -59,16 +62,18 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.num_tokens = len(self.token_ids)
+        self.max_num_tokens = len(self.token_ids) + self.max_tokens
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens so far, pending ones included."""
-        return len(self.token_ids) + self.num_pending
+    def num_pending(self) -> int:
+        """Tokens sampled on the device that the host has not read yet."""
+        return self.num_tokens - len(self.token_ids)
 
     @property
     def num_sampled(self) -> int:
         """Tokens generated so far, pending ones included."""
-        return self.num_generated + self.num_pending
+        return self.num_tokens - len(self.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -82,11 +87,6 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
-
-    @property
-    def max_num_tokens(self) -> int:
-        """The most tokens that this sequence can ever have."""
-        return len(self.prompt_token_ids) + self.max_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -44,10 +44,10 @@ class HostPool:
         Raises:
             PinError: the segment cannot be pinned, so no block of the pool can be used.
         """
-        self.run(0, 0, 0, 0)
+        self.run(0, 0, 0)
 
-    def run(self, layer: int, segment: int, begin: int, count: int) -> torch.Tensor:
-        """`[count, 2, block_size, num_kv_heads, head_dim]` view of neighbouring blocks of one segment.
+    def run(self, segment: int, begin: int, count: int) -> torch.Tensor:
+        """`[num_layers, count, 2, block_size, num_kv_heads, head_dim]` view of neighbouring blocks of one segment.
 
         Waits until the segment is pinned.
         """
@@ -57,9 +57,9 @@ class HostPool:
             num_blocks = min(self.blocks_per_segment, self.num_blocks - index * self.blocks_per_segment)
             memory = self._arena.segment(index)[: num_blocks * self.layout.block_bytes]
             self._segments.append(memory.view(self.layout.dtype).view(self.layout.pool_shape(num_blocks)))
-        return self._segments[segment][layer, begin : begin + count]
+        return self._segments[segment][:, begin : begin + count]
 
     def block(self, layer: int, block: int) -> torch.Tensor:
         """`[2, block_size, num_kv_heads, head_dim]` view of one block."""
         segment, within = divmod(block, self.blocks_per_segment)
-        return self.run(layer, segment, within, 1)[0]
+        return self.run(segment, within, 1)[layer, 0]

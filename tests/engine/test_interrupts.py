@@ -31,7 +31,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
 from nanoinfer.execution.runner import ModelRunner
-from offload.plan import host_runs
+from offload import ring_schedule
 
 BEGINNING, *OTHERS = random_prompts(4, 33, 52, seed=9)
 PROMPTS = [BEGINNING[:33] + OTHERS[0][:3], OTHERS[1], BEGINNING[:33] + OTHERS[2][:9], OTHERS[2], BEGINNING[:20]]
@@ -104,7 +104,7 @@ class Player:
 
     def play(self, tracer: Tracer) -> dict[int, list]:
         """Completions of each request that could be added. An exception is met wherever it leaves the engine."""
-        host_runs.cache_clear()  # else its lines run or not by what has run before, in this process
+        ring_schedule.cache_clear()  # else its lines run or not by what has run before, in this process
         engine, requests, self._tracer = self.engine, {}, tracer
         begun = set(engine.work.requests)
         if self.mode == "auto" and engine.mode == "offload":

@@ -77,12 +77,11 @@ def test_every_list_of_a_tree_is_read_in_its_order_and_no_beginning_passes_twice
         assert all(readers == sorted(readers) and len(chunk.blocks) <= blocks_per_slot for chunk, readers in chunks)
 
 
-def test_plan_head_runs_over_layers_without_chunks():
+def test_the_transfers_of_a_plan_run_over_layers_without_chunks():
     a, b = Chunk((1,), 0), Chunk((2,), 1)
     plan = StreamPlan(([a, b], [], [a]))
-    assert plan.head(3) == [(0, a), (0, b), (2, a)]
-    assert plan.head(9) == plan.head(3)
-    assert plan.head(1) == [(0, a)]
+    assert plan.transfers == [(0, a), (0, b), (2, a)]
+    assert plan.chunks_per_layer == (2, 0, 1)
 
 
 def test_pool_hands_out_lowest_numbers_and_refuses_more_than_it_has():

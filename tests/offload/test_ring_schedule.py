@@ -74,4 +74,4 @@ def test_the_ring_is_kept_full_across_the_step_boundary():
 @pytest.mark.parametrize("filled", [3, 5])
 def test_a_wrong_count_of_filled_slots_is_refused(filled):
     with pytest.raises(AssertionError, match="chunks filled"):
-        list(ring_schedule([2], 4, first=0, filled=filled, chunks_ahead=0))
+        ring_schedule((2,), 4, first=0, filled=filled, chunks_ahead=0)

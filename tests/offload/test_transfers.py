@@ -24,8 +24,8 @@ class WeightOfLayer:
     def num_bytes(self, layout):
         return len(self.source)
 
-    def copies(self, layer, slot, host):
-        yield slot[: len(self.source)], self.source
+    def copies(self, slot, host):
+        return [(slot[: len(self.source)], {self.layer: self.source})]
 
 
 class StreamedWeights:

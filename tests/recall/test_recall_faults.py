@@ -59,9 +59,9 @@ class Faults:
         found = self._read(table, other, table.index(block)) if block in table else block
         self.num_faults += found != block
         if found is None:
-            engine.ring.before_fill(engine.copy, ring_slot)
-            engine.ring.after_fill(engine.copy, ring_slot)
-            return None
+            engine.copy.wait(engine.ring.attended[ring_slot], "ring.fill_after_attention")
+            engine.copy.record(engine.ring.copied[ring_slot])
+            return 0
         return self._fill(engine, layer, replace(chunk, blocks=(found,)), ring_slot)
 
 
