@@ -81,7 +81,7 @@ def test_parts_by_themselves_have_the_bits_of_the_matrix_of_all():
     names = ("int4 with zeros", "int4 out of order", "fp8 in blocks")
     found = [filled(Packing(**PACKINGS[name]), 160, 384, largest=0.03, device=DEVICE) for name in names]
     dense = SimpleNamespace(weight=torch.randn(48, 384, device=DEVICE).bfloat16() / 20)
-    module = SimpleNamespace(num_rows=528, in_features=384, held=[*(part for _, part in found), dense])
+    module = SimpleNamespace(num_rows=528, in_features=384, held=[*found, (DENSE, dense)])
     module.scratch = torch.empty(528 * 384, dtype=torch.bfloat16, device=DEVICE)
     module.operations, module.library_counts = fused, frozenset()
     weights = Parted([*(one for one, _ in found), DENSE], [160, 160, 160, 48])

@@ -157,20 +157,17 @@ def test_no_matrix_is_expanded_for_an_activation_that_no_kernel_computes(itemsiz
 
 def parted(names: dict[str, int], in_features: int) -> tuple[Parted, SimpleNamespace]:
     """Parts of so many rows, filled at random; "dense" is one in 16 bits."""
-    formats, held = [], []
+    held = []
     for seed, (name, num_rows) in enumerate(names.items()):
         if name == "dense":
             rows = torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(seed)).to(HALF) / 8
-            formats.append(DENSE)
-            held.append(SimpleNamespace(num_rows=num_rows, in_features=in_features, weight=rows))
+            held.append((DENSE, SimpleNamespace(num_rows=num_rows, in_features=in_features, weight=rows)))
         else:
-            weights, part = filled(Packing(**PACKINGS[name]), num_rows, in_features, seed=seed, largest=0.01)
-            formats.append(weights)
-            held.append(part)
+            held.append(filled(Packing(**PACKINGS[name]), num_rows, in_features, seed=seed, largest=0.01))
     scratch = torch.empty(sum(names.values()) * in_features, dtype=HALF)
     module = SimpleNamespace(num_rows=sum(names.values()), in_features=in_features, held=held, scratch=scratch)
     module.operations, module.library_counts, module.bias = fused, frozenset(), None
-    return Parted(formats, list(names.values())), module
+    return Parted([one for one, _ in held], list(names.values())), module
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -10,6 +10,7 @@ other half the up rows that belong to them, so that both are one product, shared
 from __future__ import annotations
 
 from functools import cache
+from math import prod
 
 import torch
 import triton
@@ -30,12 +31,14 @@ from nanoinfer.kernels.linear.expand import (
     tensors_of,
 )
 from nanoinfer.kernels.linear.packing import PackedWeight
-from nanoinfer.kernels.linear.tiles import finished_product
+from nanoinfer.kernels.linear.tiles import PROGRAMS, finished_product
 
 MAX_PLANES = 8
 """The most planes of one step of the loop."""
 LARGE_SHARED_MEMORY = 160 * 1024
 """From so many bytes for a program on, tiles for many rows are loaded one more step ahead."""
+HALF_SHARED_MEMORY = 116 * 1024
+"""Of programs that take more, a core of a Hopper GPU runs one at a time."""
 LARGE_OUTPUT = 2**14
 """A weight of so many rows gives enough programs even if each of them takes more rows."""
 
@@ -212,6 +215,9 @@ def packed_linear(
     elif is_hopper(x.device) and is_even and block_m >= 16 and block_n >= 64:
         x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [block_m, block])
     grid = (triton.cdiv(num_tokens, block_m), triton.cdiv(weight.num_rows, block_n), num_parts)
+    if x_rows is not None and prod(grid) <= PROGRAMS:  # two on a core, beside an empty one, would take longer
+        x_bytes, word_bytes = unroll * block * 2 * block_m, unroll * block * block_n * weight.packing.bits // 8
+        stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // (x_bytes + word_bytes))
     packed_linear_kernel[grid](
         x, x_rows, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, **constants,
         PART_SIZE=part_size, UNROLL=unroll, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
@@ -262,7 +268,7 @@ def packed_tiles(
 _HOPPER_TILES = {
     (4, False): {
         32: (32, 64, 4, 3),
-        64: (64, 64, 4, 4),
+        64: (64, 64, 4, 3),
         128: (128, 64, 4, 3),
         256: (64, 64, 4, 2),
         MAX_ROWS: (128, 64, 4, 1),
@@ -274,7 +280,13 @@ _HOPPER_TILES = {
         256: (64, 64, 4, 3),
         MAX_ROWS: (64, 128, 4, 2),
     },
-    (8, False): {32: (32, 64, 4, 4), 64: (64, 64, 4, 4), 256: (64, 64, 4, 3), MAX_ROWS: (128, 64, 4, 2)},
+    (8, False): {
+        32: (32, 64, 4, 4),
+        64: (64, 64, 4, 4),
+        128: (128, 64, 4, 2),
+        256: (64, 64, 4, 3),
+        MAX_ROWS: (128, 64, 4, 2),
+    },
     (8, True): {
         16: (16, 64, 4, 4),
         32: (32, 64, 4, 4),
