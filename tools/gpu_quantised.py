@@ -22,10 +22,10 @@ from offload.runtime.timeline import COMPUTE
 
 FORMATS = {
     "bf16": {},
-    "int4, wide head": dict(quantization="int4"),
-    "int4": dict(quantization="int4", head_quantization="int8"),
-    "int8": dict(quantization="int8", head_quantization="int8"),
-    "fp8": dict(quantization="fp8", head_quantization="int8"),
+    "int4": dict(quantization="int4"),
+    "int4, int8 head": dict(quantization="int4", head_quantization="int8"),
+    "int8, int8 head": dict(quantization="int8", head_quantization="int8"),
+    "fp8, int8 head": dict(quantization="fp8", head_quantization="int8"),
 }
 CONTEXTS = (1024, 32768)
 ROWS = (1, 16, 64, 128, 256, 512, 768, 2048)
@@ -62,7 +62,7 @@ def packed_products(bench: Bench) -> dict:
         before = _allocated(bench)
         with tempfile.TemporaryDirectory() as directory:
             config = load_config(write_shape(bench.large, directory))
-            config = quantised_config(config, FORMATS[name].get("quantization"), None)
+            config = quantised_config(config, None if name == "bf16" else name, None)
             model = load_model(directory, config, "auto", bench.device, load_format="dummy", max_position=64)
         spec, held = model.spec, _allocated(bench) - before
         if bench.is_cuda:

@@ -20,14 +20,6 @@ RECALL = LATEST.with_name(
 GIB = 2**30
 
 
-# Formats of weights in the record, and of which the head has 8 bits, too.
-WEIGHTS = {
-    "bf16": "bf16,",
-    "int4, wide head": "int4,",
-    "int4": "int4, int8 head,",
-    "int8": "int8, int8 head,",
-    "fp8": "fp8, int8 head,",
-}
 RECALL_KINDS = ("pass_key", "table", "passage", "count")
 
 
@@ -353,7 +345,7 @@ def quantised(record: dict) -> str:
     """Decode and prefill with quantised weights."""
     rows = [
         [
-            WEIGHTS[name.partition(", 1 x ")[0]] + " 1 x " + name.partition(", 1 x ")[2],
+            name,
             f"{case['seconds_per_token'] * 1e3:.2f}",
             f"{case['ratio_to_bf16']:.3f}",
             f"{case['ratio_to_floor']:.2f}",
