@@ -61,6 +61,21 @@ def test_a_client_that_leaves_while_it_waits_gives_up_its_place(path):
     asyncio.run(ask())
 
 
+def test_a_client_that_leaves_without_reading_ends_its_request(path):
+    """The server waits in `send` then, because nothing more fits into the connection."""
+
+    async def ask():
+        async with serving(path) as served:
+            leaving = LeavingClient(served.app, dict(prompt=[20], stream=True, **LONG), num_read=2)
+            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 3)
+            leaving.leave()
+            await asyncio.wait_for(leaving.task, 10)
+            stats = await served.wait_until_idle()
+            assert len(leaving.messages) == 2 and stats["num_decode_tokens"] < 300
+
+    asyncio.run(ask())
+
+
 def test_a_reader_that_is_cancelled_ends_its_request(path):
     async def ask():
         async with serving(path) as served:
