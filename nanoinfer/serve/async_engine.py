@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import UnavailableError
-from nanoinfer.serve.queue_limits import DEFAULT_QUEUE_BYTES, Charge, QueueLimit, WaitingBytes, num_queued
+from nanoinfer.serve.queue_limits import DEFAULT_QUEUE_BYTES, Charge, QueueLimit, WaitingBytes
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.served_requests import ServedRequests
 from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
@@ -60,7 +60,6 @@ class AsyncEngine:
         self._is_draining = False
         self.failure: BaseException | None = None
         """The error because of which the engine has stopped."""
-        self._num_queued = 0  # sequences that wait for a place; below 0: free places
         self._streams: set[RequestStream] = set()  # used on the loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: Future[tuple[LLMEngine, ServedRequests]] = Future()
@@ -77,8 +76,6 @@ class AsyncEngine:
         engine, self.requests = self._started.result()
         self.mode, self.plan, self.config = engine.mode, engine.plan, engine.config
         self.sampling_defaults = engine.sampling_defaults
-        self._limit.num_places = engine.plan.max_num_seqs
-        self._num_queued = -engine.plan.max_num_seqs
         self.prompts = PromptTokenizer(engine.tokenizer, engine.intake, engine.plan.max_model_len)
 
     def check_health(self) -> None:
@@ -120,8 +117,7 @@ class AsyncEngine:
             UnavailableError: the server is shutting down or the engine is dead.
         """
         self._check_open()
-        num_new = len(prompts) * params.n
-        self._limit.check(self._num_queued, num_new)  # checked again on the engine's thread; this saves work
+        self._limit.check(len(prompts) * params.n)  # checked again on the engine's thread; this saves work
         self._loop = asyncio.get_running_loop()
         stream = RequestStream(
             prompts,
@@ -212,7 +208,7 @@ class AsyncEngine:
             while self._take_inbox(engine, requests):
                 if requests.has_work:
                     requests.step()
-                self._num_queued = num_queued(engine)
+                self._limit.count(engine)
                 self._send(requests)
         except BaseException as error:
             logger.exception("the engine is dead")

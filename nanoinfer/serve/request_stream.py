@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from starlette.requests import ClientDisconnect
+
 from nanoinfer.outputs import RequestOutput, StreamOutput
 from nanoinfer.serve.queue_limits import Charge
 from nanoinfer.serve.tokenizing import Prompt
 
 Item = tuple[int, StreamOutput | RequestOutput]
-
-
-class StreamClosedError(Exception):
-    """The reader closed the stream, for example because the client has disconnected."""
 
 
 class RequestStream:
@@ -55,7 +53,7 @@ class RequestStream:
 
         Raises:
             ApiError: the engine failed, or the server shut down before the end.
-            StreamClosedError: `close` was called.
+            ClientDisconnect: `close` was called.
         """
         if not self._items and not self.has_ended:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -91,7 +89,7 @@ class RequestStream:
 
     def close(self) -> None:
         """Stop reading: abort the requests that still run. May be called again, and after the end."""
-        self.fail(StreamClosedError())
+        self.fail(ClientDisconnect())
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

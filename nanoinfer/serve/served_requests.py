@@ -13,7 +13,7 @@ from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import ApiError, EngineStepError
-from nanoinfer.serve.queue_limits import QueueLimit, num_queued
+from nanoinfer.serve.queue_limits import QueueLimit
 from nanoinfer.serve.request_stream import RequestStream
 
 logger = logging.getLogger("nanoinfer.serve")
@@ -43,6 +43,7 @@ class ServedRequests:
 
     def __init__(self, engine: LLMEngine, limit: QueueLimit) -> None:
         self._engine, self._limit = engine, limit
+        limit.count(engine)
         self.calls: list[tuple] = []
         self.on_finished: Callable[..., None] = lambda *ended: None
         self.num_prompt_tokens = self.num_generated_tokens = 0
@@ -62,7 +63,8 @@ class ServedRequests:
         """
         if stream.has_ended:
             return  # the reader has left meanwhile
-        self._limit.check(num_queued(self._engine), len(stream.prompts) * params.n)
+        self._limit.count(self._engine)
+        self._limit.check(len(stream.prompts) * params.n)
         name = uuid.uuid4().hex
         added = {}
         try:

@@ -7,10 +7,10 @@ import threading
 import pytest
 from engines import VOCAB
 from serving import MODEL, LeavingClient, events, make_served_checkpoint, metrics_of, serving
+from starlette.requests import ClientDisconnect
 
 from nanoinfer import SamplingParams
 from nanoinfer.serve.queue_limits import Charge
-from nanoinfer.serve.request_stream import StreamClosedError
 
 LONG = dict(max_tokens=300, temperature=0, ignore_eos=True)
 CHAT = "/v1/chat/completions"
@@ -91,7 +91,7 @@ def test_a_reader_that_is_cancelled_ends_its_request(path):
                 prompts, params, wants_deltas=True, arrival=0.0, charge=Charge(served.async_engine.waiting)
             )
             stream.close()
-            with pytest.raises(StreamClosedError):
+            with pytest.raises(ClientDisconnect):
                 while await stream.next():
                     pass
             await served.wait_until_idle()
