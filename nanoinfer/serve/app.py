@@ -33,6 +33,7 @@ from nanoinfer.serve.protocol import (
     TokenizeRequest,
 )
 from nanoinfer.serve.queue_limits import Charge
+from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
 
@@ -145,11 +146,11 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
             del body  # the answer may take long
             asked = answer.request
             _check_length(asked, answer.prompts, engine.plan.max_model_len)
+            wants_deltas = bool(asked.stream)
+            stream = RequestStream(answer.prompts, params, wants_deltas=wants_deltas, arrival=arrival, charge=charge)
             with _refusing(asked):
-                stream = await engine.submit(
-                    answer.prompts, params, wants_deltas=bool(asked.stream), arrival=arrival, charge=charge
-                )
-            if asked.stream:
+                await engine.submit(stream)
+            if wants_deltas:
                 return EventStream(stream, answer)
             return await whole_answer(stream, answer, request.receive)
 

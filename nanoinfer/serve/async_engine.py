@@ -12,12 +12,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nanoinfer.engine.engine import LLMEngine
-from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import UnavailableError
-from nanoinfer.serve.queue_limits import DEFAULT_QUEUE_BYTES, Charge, QueueLimit, WaitingBytes
+from nanoinfer.serve.queue_limits import DEFAULT_QUEUE_BYTES, QueueLimit, WaitingBytes
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.served_requests import ServedRequests
-from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
+from nanoinfer.serve.tokenizing import PromptTokenizer
 
 logger = logging.getLogger("nanoinfer.serve")
 T = TypeVar("T")
@@ -101,15 +100,8 @@ class AsyncEngine:
 
     # Requests, from the loop
 
-    async def submit(
-        self, prompts: list[Prompt], params: SamplingParams, *, wants_deltas: bool, arrival: float, charge: Charge
-    ) -> RequestStream:
-        """Queues all prompts or none.
-
-        Args:
-            prompts: as returned by `self.prompts`.
-            arrival: `time.perf_counter` at the arrival of the HTTP request.
-            charge: counts the bytes of the request; the stream releases it.
+    async def submit(self, stream: RequestStream) -> None:
+        """Queues all prompts of a stream, as `self.prompts` returned them, or none. The stream releases its charge.
 
         Raises:
             RequestError: the engine refuses a prompt or its parameters, or the queue could never hold all prompts.
@@ -117,24 +109,16 @@ class AsyncEngine:
             UnavailableError: the server is shutting down or the engine is dead.
         """
         self._check_open()
-        self._limit.check(len(prompts) * params.n)  # checked again on the engine's thread; this saves work
+        self._limit.check(stream.num_sequences)  # checked again on the engine's thread; this saves work
         self._loop = asyncio.get_running_loop()
-        stream = RequestStream(
-            prompts,
-            wants_deltas=wants_deltas,
-            arrival=arrival,
-            on_end=self._streams.discard,
-            on_close=self._abort_later,
-            charge=charge,
-        )
-        charge.is_handed_over = True
+        stream.on_end, stream.on_close = self._streams.discard, self._abort_later
+        stream.charge.is_handed_over = True
         self._streams.add(stream)
         try:
-            await asyncio.wrap_future(self._call(lambda engine: self.requests.add(stream, params)))
+            await asyncio.wrap_future(self._call(lambda engine: self.requests.add(stream)))
         except BaseException:
             stream.close()
             raise
-        return stream
 
     async def stats(self) -> dict[str, Any]:
         """Return `LLMEngine.stats` as of the end of the current step."""

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from nanoinfer import SamplingParams
 from nanoinfer.serve.queue_limits import Charge
+from nanoinfer.serve.request_stream import RequestStream
 
 LONG = dict(max_tokens=300, temperature=0, ignore_eos=True)
 CHAT = "/v1/chat/completions"
@@ -87,9 +88,9 @@ def test_a_reader_that_is_cancelled_ends_its_request(path):
             await served.wait_until_idle()
             prompts = [await served.async_engine.prompts.tokenize([1, 2])]
             params = SamplingParams(max_tokens=300, ignore_eos=True)
-            stream = await served.async_engine.submit(
-                prompts, params, wants_deltas=True, arrival=0.0, charge=Charge(served.async_engine.waiting)
-            )
+            charge = Charge(served.async_engine.waiting)
+            stream = RequestStream(prompts, params, wants_deltas=True, arrival=0.0, charge=charge)
+            await served.async_engine.submit(stream)
             stream.close()
             with pytest.raises(ClientDisconnect):
                 while await stream.next():
