@@ -39,7 +39,8 @@ class QueueLimit:
             RequestError: the server could never accept so many sequences at once.
             OverloadedError: too many sequences wait at the moment.
         """
-        if self._num_queued + num_new <= self._max_queue:
+        num_queued = self._num_queued  # once: the engine's thread may count meanwhile
+        if num_queued + num_new <= self._max_queue:
             return
         possible = self._max_queue + self._num_places
         if num_new > possible:
@@ -50,7 +51,7 @@ class QueueLimit:
                 field="prompt",
             )
         raise OverloadedError(
-            f"{max(0, self._num_queued)} sequences wait, the request has {num_new} and the server queues at most "
+            f"{max(0, num_queued)} sequences wait, the request has {num_new} and the server queues at most "
             f"{self._max_queue}: try again later"
         )
 

@@ -25,7 +25,8 @@ class RequestStream:
         arrival: `time.perf_counter` at the arrival of the HTTP request.
         charge: counts the bytes of the HTTP request until its first token.
         has_started: whether the first token was read; used on the engine's thread.
-        on_end, on_close: called at the end, and before it if requests must be aborted; set by `AsyncEngine.submit`.
+        on_end, on_close: called when the stream has ended, and when its running requests must be aborted; set by
+            `AsyncEngine.submit`.
     """
 
     on_end: Callable[[RequestStream], None]
