@@ -8,7 +8,7 @@ from importlib import import_module
 
 from nanoinfer.options import exactness, latency, offload, throughput
 
-# The options of each. A module such as `nanoinfer.bench.latency` is imported only when this benchmark runs.
+# Each benchmark's options. Its own module, such as `nanoinfer.bench.latency`, is imported only when it runs.
 BENCHMARKS = {"latency": latency, "throughput": throughput, "offload": offload, "exactness": exactness}
 DEFAULT = "offload"
 _HOMES = {"offload": "nanoinfer.commands.bench_offload"}  # modules of benchmarks that join more than one library

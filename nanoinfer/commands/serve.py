@@ -154,7 +154,8 @@ def _server_class(base: type) -> type:
         async def startup(self, sockets: list[socket.socket]) -> None:
             await super().startup(sockets)
             host, port = sockets[0].getsockname()[:2]
-            _report(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}")
+            shown = f"[{host}]" if ":" in host else host
+            _report(f"serving on http://{shown}:{port}")
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             self._engine.begin_shutdown()

@@ -43,14 +43,15 @@ _CHOSEN = (
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for the model, or for the shape of random weights."""
+def add_model_arguments(
+    parser: argparse.ArgumentParser, text: str = "checkpoint directory or hub id", *, has_shapes: bool = True
+) -> None:
+    """Add the options for the model, or, if the command `has_shapes`, for the shape of random weights."""
     model = parser.add_mutually_exclusive_group()
-    model.add_argument(
-        "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="checkpoint directory or hub id"
-    )
+    model.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=text)
     model.add_argument("--model", metavar="MODEL", help="the same as an option")
-    model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
+    if has_shapes:
+        model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, texts: Mapping[str, str] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nanoinfer.options.measuring import ENGINE_MODES, add_engine_arguments
+from nanoinfer.options.measuring import ENGINE_MODES, add_engine_arguments, add_model_arguments
 
 SUMMARY = "answers about facts planted in long contexts, by length and depth"
 REFERENCE = "hf"
@@ -24,12 +24,7 @@ HELP_OF_LISTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the evaluation and of the engine."""
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument(
-        "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL",
-        help="default: recall, the model that comes along",
-    )  # fmt: skip
-    model.add_argument("--model", metavar="MODEL", help="the same as an option")
+    add_model_arguments(parser, "default: recall, the model that comes along", has_shapes=False)
     parser.add_argument("--context", help="tokens, such as 1k,16k; default: 1k to 64k on a GPU, 1k,2k on a CPU")
     parser.add_argument(
         "--mode",

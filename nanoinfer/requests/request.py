@@ -12,18 +12,8 @@ from nanoinfer.sampling_params import SamplingParams
 
 
 @dataclass
-class _Completion:
-    """One sequence with its text."""
-
-    sequence: Sequence
-    detokenizer: Detokenizer
-    text_delta: str = ""
-    num_streamed: int = 0  # tokens already returned in a StreamOutput
-
-
-@dataclass
 class Request:
-    """A prompt with its `n` completions.
+    """A prompt with its `n` completions, each of which is a sequence.
 
     Times are in seconds of `time.perf_counter`; the arrival is also kept as Unix time (`arrival_time`).
     """
@@ -39,26 +29,22 @@ class Request:
     first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
-    completions: list[_Completion] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     failure: Exception | None = None  # why its completions have the finish reason "error"
 
     def add_sequence(self, sequence: Sequence) -> None:
-        detokenizer = Detokenizer(
+        sequence.detokenizer = Detokenizer(
             self.tokenizer,
             self.params.stop or (),
             self.prompt_token_ids,
             min_tokens=self.params.min_tokens,
             skip_special_tokens=self.params.skip_special_tokens,
         )
-        self.completions.append(_Completion(sequence, detokenizer))
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [completion.sequence for completion in self.completions]
+        self.sequences.append(sequence)
 
     @property
     def is_finished(self) -> bool:
-        return all(completion.sequence.finish_reason is not None for completion in self.completions)
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def mark_scheduled(self) -> None:
         if self.first_scheduled is None:
@@ -72,7 +58,6 @@ class Request:
         now: float,
     ) -> None:
         """Append a token that was read at `now`, and set the finish_reason if the completion ends with it."""
-        completion = self.completions[sequence.index]
         self.last_token = now
         if self.first_token is None:
             self.first_token = now
@@ -86,14 +71,14 @@ class Request:
             elif token_id in self.end_token_ids and not params.ignore_eos:
                 sequence.finish_reason = "stop"
         if sequence.finish_reason is None:
-            delta, stop = completion.detokenizer.append([token_id])
-            completion.text_delta += delta
+            delta, stop = sequence.detokenizer.append([token_id])
+            sequence.text_delta += delta
             if stop is not None:
                 sequence.finish_reason, sequence.stop_reason = "stop", stop
             elif sequence.num_generated >= sequence.max_tokens:
                 sequence.finish_reason = "length"
         if sequence.finish_reason is not None:
-            completion.text_delta += completion.detokenizer.flush()
+            sequence.text_delta += sequence.detokenizer.flush()
 
     def abort(self) -> None:
         """Ends every completion that still runs."""
@@ -111,14 +96,14 @@ class Request:
 
     def _end_all(self, reason: FinishReason) -> list[Sequence]:
         """Ends every completion that still runs; returns their sequences."""
-        ended = [completion for completion in self.completions if completion.sequence.finish_reason is None]
-        for completion in ended:
-            completion.sequence.finish_reason = reason
+        ended = [sequence for sequence in self.sequences if sequence.finish_reason is None]
+        for sequence in ended:
+            sequence.finish_reason = reason
             try:
-                completion.text_delta += completion.detokenizer.flush()
+                sequence.text_delta += sequence.detokenizer.flush()
             except Exception:  # the tokenizer's failure may be why the request ends; the text is cut short then
                 pass
-        return [completion.sequence for completion in ended]
+        return ended
 
     def _take_logprobs(
         self, sequence: Sequence, token_id: int, logprobs: tuple[float, int, list[float], list[int]]
@@ -138,17 +123,17 @@ class Request:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[self._completion_output(completion) for completion in self.completions],
+            outputs=[self._completion_output(sequence) for sequence in self.sequences],
             finished=self.is_finished,
             metrics=self.metrics(),
             error=self.error,
         )
 
-    def _completion_output(self, completion: _Completion) -> CompletionOutput:
-        sequence, has_logprobs = completion.sequence, self.params.logprobs is not None
+    def _completion_output(self, sequence: Sequence) -> CompletionOutput:
+        has_logprobs = self.params.logprobs is not None
         return CompletionOutput(
             index=sequence.index,
-            text=completion.detokenizer.text,
+            text=sequence.detokenizer.text,
             token_ids=sequence.output_token_ids,
             cumulative_logprob=sequence.cumulative_logprob if has_logprobs else None,
             logprobs=sequence.logprobs if has_logprobs else None,
@@ -158,15 +143,14 @@ class Request:
 
     def stream_output(self, sequence: Sequence) -> StreamOutput:
         """Return what the completion gained since the last call."""
-        completion = self.completions[sequence.index]
-        begin, completion.num_streamed = completion.num_streamed, sequence.num_generated
-        delta, completion.text_delta = completion.text_delta, ""
+        begin, sequence.num_streamed = sequence.num_streamed, sequence.num_generated
+        delta, sequence.text_delta = sequence.text_delta, ""
         finished = sequence.finish_reason is not None
         return StreamOutput(
             request_id=self.request_id,
             index=sequence.index,
             text_delta=delta,
-            token_ids_delta=sequence.token_ids[sequence.num_prompt_tokens + begin :],
+            token_ids_delta=sequence.token_ids[len(self.prompt_token_ids) + begin :],
             logprobs_delta=sequence.logprobs[begin:] if self.params.logprobs is not None else None,
             finished=finished,
             finish_reason=sequence.finish_reason,

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from nanoinfer.outputs import Logprob
+from nanoinfer.requests.detokenizer import Detokenizer
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -18,7 +19,7 @@ class SequenceState(enum.Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and the tokens generated for it.
+    """A prompt and what is generated for it: one completion of a request.
 
     `num_computed` counts the tokens whose KV is in the cache. A request with `n > 1` has n sequences.
 
@@ -31,6 +32,8 @@ class Sequence:
         row: place in the persistent device tables, kept from admission to the end.
         kept_blocks: where the KV of a sequence that gave way lies (see `nanoinfer.kv.mover`); None: it did not.
         num_cached: prompt tokens taken from the prefix cache.
+        detokenizer: has the text so far; set by `Request.add_sequence`.
+        text_delta: text that no StreamOutput has yet.
     """
 
     sequence_id: int
@@ -57,6 +60,9 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)  # prefix cache keys of the full blocks
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    detokenizer: Detokenizer = field(init=False)
+    text_delta: str = ""
+    num_streamed: int = 0  # generated tokens that StreamOutputs have had
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -74,10 +80,6 @@ class Sequence:
     def num_sampled(self) -> int:
         """Tokens generated so far, pending ones included."""
         return self.num_tokens - len(self.prompt_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
 
     @property
     def num_generated(self) -> int:

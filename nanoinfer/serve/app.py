@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 import nanoinfer
 from nanoinfer.common.errors import RequestError
@@ -32,7 +33,7 @@ from nanoinfer.serve.protocol import (
     TokenizeRequest,
 )
 from nanoinfer.serve.queue_limits import Charge
-from nanoinfer.serve.request_stream import StreamClosedError
+from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
 
@@ -76,7 +77,7 @@ def create_app(
     app.add_middleware(OriginGate, allowed=allowed_origins)
     app.add_middleware(Counting, metrics=metrics)
     app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(StreamClosedError, _client_left)
+    app.add_exception_handler(ClientDisconnect, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
     names, read = list(served_model_names), partial(read_body, timeout=body_timeout)
@@ -145,11 +146,11 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
             del body  # the answer may take long
             asked = answer.request
             _check_length(asked, answer.prompts, engine.plan.max_model_len)
+            wants_deltas = bool(asked.stream)
+            stream = RequestStream(answer.prompts, params, wants_deltas=wants_deltas, arrival=arrival, charge=charge)
             with _refusing(asked):
-                stream = await engine.submit(
-                    answer.prompts, params, wants_deltas=bool(asked.stream), arrival=arrival, charge=charge
-                )
-            if asked.stream:
+                await engine.submit(stream)
+            if wants_deltas:
                 return EventStream(stream, answer)
             return await whole_answer(stream, answer, request.receive)
 

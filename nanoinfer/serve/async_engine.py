@@ -12,12 +12,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nanoinfer.engine.engine import LLMEngine
-from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import UnavailableError
-from nanoinfer.serve.queue_limits import DEFAULT_QUEUE_BYTES, Charge, QueueLimit, WaitingBytes, num_queued
+from nanoinfer.serve.queue_limits import DEFAULT_QUEUE_BYTES, QueueLimit, WaitingBytes
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.served_requests import ServedRequests
-from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
+from nanoinfer.serve.tokenizing import PromptTokenizer
 
 logger = logging.getLogger("nanoinfer.serve")
 T = TypeVar("T")
@@ -60,7 +59,6 @@ class AsyncEngine:
         self._is_draining = False
         self.failure: BaseException | None = None
         """The error because of which the engine has stopped."""
-        self._num_queued = 0  # sequences that wait for a place; below 0: free places
         self._streams: set[RequestStream] = set()  # used on the loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: Future[tuple[LLMEngine, ServedRequests]] = Future()
@@ -77,8 +75,6 @@ class AsyncEngine:
         engine, self.requests = self._started.result()
         self.mode, self.plan, self.config = engine.mode, engine.plan, engine.config
         self.sampling_defaults = engine.sampling_defaults
-        self._limit.num_places = engine.plan.max_num_seqs
-        self._num_queued = -engine.plan.max_num_seqs
         self.prompts = PromptTokenizer(engine.tokenizer, engine.intake, engine.plan.max_model_len)
 
     def check_health(self) -> None:
@@ -104,15 +100,8 @@ class AsyncEngine:
 
     # Requests, from the loop
 
-    async def submit(
-        self, prompts: list[Prompt], params: SamplingParams, *, wants_deltas: bool, arrival: float, charge: Charge
-    ) -> RequestStream:
-        """Queues all prompts or none.
-
-        Args:
-            prompts: as returned by `self.prompts`.
-            arrival: `time.perf_counter` at the arrival of the HTTP request.
-            charge: counts the bytes of the request; the stream releases it.
+    async def submit(self, stream: RequestStream) -> None:
+        """Queues all prompts of a stream, as `self.prompts` returned them, or none. The stream releases its charge.
 
         Raises:
             RequestError: the engine refuses a prompt or its parameters, or the queue could never hold all prompts.
@@ -120,25 +109,16 @@ class AsyncEngine:
             UnavailableError: the server is shutting down or the engine is dead.
         """
         self._check_open()
-        num_new = len(prompts) * params.n
-        self._limit.check(self._num_queued, num_new)  # checked again on the engine's thread; this saves work
+        self._limit.check(stream.num_sequences)  # checked again on the engine's thread; this saves work
         self._loop = asyncio.get_running_loop()
-        stream = RequestStream(
-            prompts,
-            wants_deltas=wants_deltas,
-            arrival=arrival,
-            on_end=self._streams.discard,
-            on_close=self._abort_later,
-            charge=charge,
-        )
-        charge.is_handed_over = True
+        stream.on_end, stream.on_close = self._streams.discard, self._abort_later
+        stream.charge.is_handed_over = True
         self._streams.add(stream)
         try:
-            await asyncio.wrap_future(self._call(lambda engine: self.requests.add(stream, params)))
+            await asyncio.wrap_future(self._call(lambda engine: self.requests.add(stream)))
         except BaseException:
             stream.close()
             raise
-        return stream
 
     async def stats(self) -> dict[str, Any]:
         """Return `LLMEngine.stats` as of the end of the current step."""
@@ -212,7 +192,7 @@ class AsyncEngine:
             while self._take_inbox(engine, requests):
                 if requests.has_work:
                     requests.step()
-                self._num_queued = num_queued(engine)
+                self._limit.count(engine)
                 self._send(requests)
         except BaseException as error:
             logger.exception("the engine is dead")

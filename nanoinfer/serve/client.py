@@ -14,7 +14,7 @@ from nanoinfer.outputs import RequestOutput
 from nanoinfer.serve.answers import DONE, Answer
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.queue_limits import MAX_BODY_BYTES, Charge
-from nanoinfer.serve.request_stream import RequestStream, StreamClosedError
+from nanoinfer.serve.request_stream import RequestStream
 
 T = TypeVar("T")
 DEFAULT_BODY_SECONDS = 60.0
@@ -30,7 +30,7 @@ async def read_body(request: Request, charge: Charge, *, timeout: float, max_byt
     Raises:
         BadRequestError: the body is longer than `max_bytes`, or takes longer than `timeout`.
         OverloadedError: too many bytes wait.
-        StreamClosedError: the client has disconnected.
+        ClientDisconnect: the client has disconnected.
     """
     body = bytearray()
     try:
@@ -44,8 +44,6 @@ async def read_body(request: Request, charge: Charge, *, timeout: float, max_byt
                     )
                 charge.add(len(part))
                 body += part
-    except ClientDisconnect as error:
-        raise StreamClosedError from error
     except TimeoutError as error:
         raise BadRequestError(
             f"the body has not arrived within {timeout:g} s, {len(body)} bytes of it have: send it faster, or start "
@@ -61,14 +59,14 @@ async def while_client_stays(receive: Receive, work: Coroutine[Any, Any, T]) -> 
     """Return the result of `work`. Cancel `work` as soon as the client disconnects.
 
     Raises:
-        StreamClosedError: the client has disconnected.
+        ClientDisconnect: the client has disconnected.
     """
     working = asyncio.create_task(work)
     listener = asyncio.create_task(_client_left(receive))
     try:
         await asyncio.wait({working, listener}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise StreamClosedError
+            raise ClientDisconnect
         return working.result()
     finally:
         working.cancel()
@@ -86,7 +84,7 @@ async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) 
 
     Raises:
         ApiError: as for `RequestStream.next`.
-        StreamClosedError: the client has disconnected.
+        ClientDisconnect: the client has disconnected.
     """
 
     async def body() -> bytes:
@@ -113,7 +111,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_client_stays(receive, self._send_all(send))
-        except StreamClosedError:
+        except ClientDisconnect:
             pass  # nobody reads any more
         finally:
             self._stream.close()

@@ -24,25 +24,28 @@ class QueueLimit:
         if max_queue < 1:
             raise ValueError(f"max_queue is {max_queue}, it must be at least 1: else nothing is ever taken")
         self._max_queue = max_queue
-        self.num_places = 0
-        """The most sequences that run at once."""
+        self._num_places = self._num_queued = 0
 
-    def check(self, num_queued: int, num_new: int) -> None:
-        """Refuses `num_new` sequences if they would exceed the limit.
+    def count(self, engine: LLMEngine) -> None:
+        """Count the sequences that lack a place even after the next step. Used on the engine's thread."""
+        waiting, running = len(engine.scheduler.waiting), len(engine.scheduler.running)
+        self._num_places = engine.plan.max_num_seqs
+        self._num_queued = waiting - (self._num_places - running)  # a negative number counts free places
 
-        Args:
-            num_queued: sequences that wait for a place; a negative number counts free places.
+    def check(self, num_new: int) -> None:
+        """Refuses `num_new` sequences if they would exceed the limit, as of the last `count`.
 
         Raises:
             RequestError: the server could never accept so many sequences at once.
             OverloadedError: too many sequences wait at the moment.
         """
+        num_queued = self._num_queued  # once: the engine's thread may count meanwhile
         if num_queued + num_new <= self._max_queue:
             return
-        possible = self._max_queue + self.num_places
+        possible = self._max_queue + self._num_places
         if num_new > possible:
             raise RequestError(
-                f"the request has {num_new} completions (prompts times n), the server runs {self.num_places} at once "
+                f"the request has {num_new} completions (prompts times n), the server runs {self._num_places} at once "
                 f"and queues {self._max_queue}: send at most {possible} in one request, or start the server with "
                 "a larger --max-queue",
                 field="prompt",
@@ -51,12 +54,6 @@ class QueueLimit:
             f"{max(0, num_queued)} sequences wait, the request has {num_new} and the server queues at most "
             f"{self._max_queue}: try again later"
         )
-
-
-def num_queued(engine: LLMEngine) -> int:
-    """Return how many sequences lack a place even after the next step; a negative number counts free places."""
-    waiting, running = len(engine.scheduler.waiting), len(engine.scheduler.running)
-    return waiting - (engine.plan.max_num_seqs - running)
 
 
 class WaitingBytes:

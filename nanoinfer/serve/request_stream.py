@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from starlette.requests import ClientDisconnect
+
 from nanoinfer.outputs import RequestOutput, StreamOutput
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.queue_limits import Charge
 from nanoinfer.serve.tokenizing import Prompt
 
 Item = tuple[int, StreamOutput | RequestOutput]
-
-
-class StreamClosedError(Exception):
-    """The reader closed the stream, for example because the client has disconnected."""
 
 
 class RequestStream:
@@ -26,25 +25,26 @@ class RequestStream:
         arrival: `time.perf_counter` at the arrival of the HTTP request.
         charge: counts the bytes of the HTTP request until its first token.
         has_started: whether the first token was read; used on the engine's thread.
+        on_end, on_close: called when the stream has ended, and when its running requests must be aborted; set by
+            `AsyncEngine.submit`.
     """
 
+    on_end: Callable[[RequestStream], None]
+    on_close: Callable[[RequestStream], None]
+
     def __init__(
-        self,
-        prompts: list[Prompt],
-        *,
-        wants_deltas: bool,
-        arrival: float,
-        on_end: Callable[[RequestStream], None],
-        on_close: Callable[[RequestStream], None],
-        charge: Charge,
+        self, prompts: list[Prompt], params: SamplingParams, *, wants_deltas: bool, arrival: float, charge: Charge
     ) -> None:
-        self.prompts, self.wants_deltas, self.arrival = prompts, wants_deltas, arrival
-        self.has_started = False
-        self._on_end, self._on_close, self.charge = on_end, on_close, charge
+        self.prompts, self.params, self.wants_deltas = prompts, params, wants_deltas
+        self.arrival, self.charge, self.has_started = arrival, charge, False
         self._num_running = len(prompts)
         self._items: list[Item] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.params.n
 
     @property
     def has_ended(self) -> bool:
@@ -55,7 +55,7 @@ class RequestStream:
 
         Raises:
             ApiError: the engine failed, or the server shut down before the end.
-            StreamClosedError: `close` was called.
+            ClientDisconnect: `close` was called.
         """
         if not self._items and not self.has_ended:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -76,7 +76,7 @@ class RequestStream:
         self._num_running -= 1
         if self._num_running == 0:
             self.charge.release()
-            self._on_end(self)
+            self.on_end(self)
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -85,13 +85,13 @@ class RequestStream:
             return
         self._error = error
         self.charge.release()
-        self._on_end(self)
-        self._on_close(self)
+        self.on_end(self)
+        self.on_close(self)
         self._wake()
 
     def close(self) -> None:
         """Stop reading: abort the requests that still run. May be called again, and after the end."""
-        self.fail(StreamClosedError())
+        self.fail(ClientDisconnect())
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.request import Request
-from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve.errors import ApiError, EngineStepError
-from nanoinfer.serve.queue_limits import QueueLimit, num_queued
+from nanoinfer.serve.queue_limits import QueueLimit
 from nanoinfer.serve.request_stream import RequestStream
 
 logger = logging.getLogger("nanoinfer.serve")
@@ -43,6 +42,7 @@ class ServedRequests:
 
     def __init__(self, engine: LLMEngine, limit: QueueLimit) -> None:
         self._engine, self._limit = engine, limit
+        limit.count(engine)
         self.calls: list[tuple] = []
         self.on_finished: Callable[..., None] = lambda *ended: None
         self.num_prompt_tokens = self.num_generated_tokens = 0
@@ -54,7 +54,7 @@ class ServedRequests:
     def has_work(self) -> bool:
         return self._engine.has_work or self._must_flush
 
-    def add(self, stream: RequestStream, params: SamplingParams) -> None:
+    def add(self, stream: RequestStream) -> None:
         """Add all prompts of a stream to the engine, or none.
 
         Raises:
@@ -62,13 +62,15 @@ class ServedRequests:
         """
         if stream.has_ended:
             return  # the reader has left meanwhile
-        self._limit.check(num_queued(self._engine), len(stream.prompts) * params.n)
+        self._limit.count(self._engine)
+        self._limit.check(stream.num_sequences)
         name = uuid.uuid4().hex
         added = {}
         try:
             for place, (text, token_ids) in enumerate(stream.prompts):
                 request_id = f"{name}-{place}"
-                request = self._engine.add_request(request_id, token_ids if text is None else text, params, token_ids)
+                prompt = token_ids if text is None else text
+                request = self._engine.add_request(request_id, prompt, stream.params, token_ids)
                 added[request_id] = _Tracked(request, stream, place)
         except BaseException:
             for request_id in added:

@@ -182,8 +182,8 @@ class _Description:
                 for part in self._words
             )
         else:
-            written = [part["type"] == "Metaspace" and part["replacement"] for part in self._words]
-            is_known = not self._normalizers and written == ["▁"]
+            is_known = not self._normalizers and len(self._words) == 1
+            is_known = is_known and self._words[0]["type"] == "Metaspace" and self._words[0]["replacement"] == "▁"
         if not is_known:
             return None
         if model.get("ignore_merges") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):

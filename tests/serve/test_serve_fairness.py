@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from serving import LeavingClient, make_served_checkpoint, serving
+from starlette.requests import ClientDisconnect
 from trained_tokenizers import make_tokenizer
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.requests.prompts import encode_chat
 from nanoinfer.serve import app, queue_limits
 from nanoinfer.serve.client import while_client_stays
-from nanoinfer.serve.request_stream import StreamClosedError
 from nanoinfer.serve.tokenizing import PromptTokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content | trim }}\n{% endfor %}{{ tail }}"
@@ -312,7 +312,7 @@ def test_work_ends_with_the_one_who_waits_for_it():
             return {"type": "http.disconnect"}
 
         ended = []
-        with pytest.raises(StreamClosedError):
+        with pytest.raises(ClientDisconnect):
             await while_client_stays(left, endless())
         task = asyncio.create_task(while_client_stays(never, endless()))
         await asyncio.sleep(0.01)

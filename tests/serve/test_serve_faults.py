@@ -7,10 +7,11 @@ import threading
 import pytest
 from engines import VOCAB
 from serving import MODEL, LeavingClient, events, make_served_checkpoint, metrics_of, serving
+from starlette.requests import ClientDisconnect
 
 from nanoinfer import SamplingParams
 from nanoinfer.serve.queue_limits import Charge
-from nanoinfer.serve.request_stream import StreamClosedError
+from nanoinfer.serve.request_stream import RequestStream
 
 LONG = dict(max_tokens=300, temperature=0, ignore_eos=True)
 CHAT = "/v1/chat/completions"
@@ -61,6 +62,21 @@ def test_a_client_that_leaves_while_it_waits_gives_up_its_place(path):
     asyncio.run(ask())
 
 
+def test_a_client_that_leaves_without_reading_ends_its_request(path):
+    """The server waits in `send` then, because nothing more fits into the connection."""
+
+    async def ask():
+        async with serving(path) as served:
+            leaving = LeavingClient(served.app, dict(prompt=[20], stream=True, **LONG), num_read=2)
+            await served.wait_until(lambda served: served.async_engine.requests.num_generated_tokens > 3)
+            leaving.leave()
+            await asyncio.wait_for(leaving.task, 10)
+            stats = await served.wait_until_idle()
+            assert len(leaving.messages) == 2 and stats["num_decode_tokens"] < 300
+
+    asyncio.run(ask())
+
+
 def test_a_reader_that_is_cancelled_ends_its_request(path):
     async def ask():
         async with serving(path) as served:
@@ -72,11 +88,11 @@ def test_a_reader_that_is_cancelled_ends_its_request(path):
             await served.wait_until_idle()
             prompts = [await served.async_engine.prompts.tokenize([1, 2])]
             params = SamplingParams(max_tokens=300, ignore_eos=True)
-            stream = await served.async_engine.submit(
-                prompts, params, wants_deltas=True, arrival=0.0, charge=Charge(served.async_engine.waiting)
-            )
+            charge = Charge(served.async_engine.waiting)
+            stream = RequestStream(prompts, params, wants_deltas=True, arrival=0.0, charge=charge)
+            await served.async_engine.submit(stream)
             stream.close()
-            with pytest.raises(StreamClosedError):
+            with pytest.raises(ClientDisconnect):
                 while await stream.next():
                     pass
             await served.wait_until_idle()

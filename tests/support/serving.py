@@ -128,10 +128,13 @@ class LeavingClient:
     """One request straight to the application, by a client that leaves when it is told to.
 
     is_cut: the end of the body never comes.
+    num_read: messages of the answer that the client reads; None: all.
     """
 
-    def __init__(self, app, body: dict, path: str = "/v1/completions", *, is_cut: bool = False) -> None:
-        self._is_cut = is_cut
+    def __init__(
+        self, app, body: dict, path: str = "/v1/completions", *, is_cut: bool = False, num_read: int | None = None
+    ) -> None:
+        self._is_cut, self._num_read = is_cut, num_read
         self.sent, self._leaves = json.dumps({"model": MODEL, **body}).encode(), asyncio.Event()
         self._was_read = False
         self.messages: list[dict] = []
@@ -154,4 +157,6 @@ class LeavingClient:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: dict) -> None:
+        if len(self.messages) == self._num_read:
+            await asyncio.Event().wait()
         self.messages.append(message)
