@@ -149,10 +149,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if _is_deeper_than(_MAX_JSON_DEPTH, content):
             raise RecursionError
-    except (OSError, ValueError, RecursionError) as error:
-        too_deep = f"it is nested more than {_MAX_JSON_DEPTH} deep"
-        reason = too_deep if isinstance(error, RecursionError) else error
-        raise ValueError(f"{path} is not readable as JSON ({reason}): download it again") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable as JSON ({error}): download it again") from error
+    except RecursionError as error:
+        raise ValueError(
+            f"{path} is not readable as JSON (it is nested more than {_MAX_JSON_DEPTH} deep): download it again"
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not an object: download it again")
     return content
