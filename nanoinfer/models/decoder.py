@@ -63,7 +63,7 @@ class Traits:
     embedding_scale: float | None = None
     """Factor on the embeddings, rounded to the model's dtype."""
     formats: Formats = DENSE
-    """How the projections lie in memory, by their names below the model or the layer; embeddings are dense."""
+    """How a layer's projections lie in memory, by their names below the layer; set for each layer, from the config."""
     logits_softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap)."""
 
