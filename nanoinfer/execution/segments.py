@@ -16,9 +16,8 @@ from torch import Tensor
 
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.step_tensors import StepTensors
-from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.models.base import AttentionState
-from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.decoder import Decoder, KVSlots
 
 
 class Around(Protocol):

@@ -39,7 +39,6 @@ from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.linear import Embedding, Head, Linear, product_bytes, scratch_size, share_scratch
 from nanoinfer.layers.mlp import GatedMLP
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.layers.qkv import KVSlots, norm_rotate_store
 from nanoinfer.layers.rope import rope_table
 from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState
 
@@ -64,9 +63,22 @@ class Traits:
     embedding_scale: float | None = None
     """Factor on the embeddings, rounded to the model's dtype."""
     formats: Formats = DENSE
-    """How the projections lie in memory, by their names below the model or the layer; embeddings are dense."""
+    """How a layer's projections lie in memory, by their names below the layer; set for each layer, from the config."""
     logits_softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap)."""
+
+
+@dataclass(frozen=True)
+class KVSlots:
+    """Where a layer's new keys, values and queries go.
+
+    kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer of the GPU pool; slots: [N] int32 or int64, block
+    * block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim], None: a new tensor.
+    """
+
+    kv: Tensor
+    slots: Tensor
+    q: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -74,7 +86,8 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
         super().__init__()
-        q_size, kv_size, self._head_dim = spec.attention.q_size, spec.attention.kv_size, spec.attention.head_dim
+        q_size, kv_size = spec.attention.q_size, spec.attention.kv_size
+        self._num_q_heads, self._head_dim = spec.attention.num_q_heads, spec.attention.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         options = dict(dtype=spec.dtype, device=device)
         formats = traits.formats.below("self_attn")
@@ -85,10 +98,18 @@ class Attention(nn.Module):
         self.k_norm = traits.norm(self._head_dim, traits.norm_eps, **options) if traits.qk_norm else None
 
     def project(self, normed: Tensor, rope: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
-        """Write keys and values to `target` and return q: [N, num_q_heads, head_dim]."""
+        """Apply norm and rotation to query and key heads, write keys and values to `target`, and return the queries.
+
+        normed: [N, hidden_size]; rope: `rope_table`; positions: [N] int64. Returns [N, num_q_heads, head_dim], packed.
+        """
         qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._head_dim))
-        norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
-        return norm_rotate_store(self.qkv_proj.operations, qkv, norms, rope, positions, target)
+        q = qkv.new_empty(len(qkv), self._num_q_heads, self._head_dim) if target.q is None else target.q
+        weights, eps, offset = None, 0.0, False
+        if self.q_norm is not None:
+            weights, eps, offset = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps, self.q_norm.offset
+        store = self.qkv_proj.operations.norm_rope_store
+        store(qkv, weights, eps, offset, rope, positions, target.kv, target.slots, q)
+        return q
 
 
 class DecoderLayer(nn.Module):

@@ -31,7 +31,8 @@ class Gemma3(Decoder):
 
     model_type = "gemma3_text"
     has_layer_types = True
-    rotates_by_layer_type = True  # in older configs, too, as transformers reads them (rope_local_base_freq)
+    # transformers keys the rotations by layer type, also those of older configs (rope_theta, rope_local_base_freq).
+    rotates_by_layer_type = True
     layer_classes = {AttentionState: Gemma3Layer}
 
     @classmethod

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import did_you_mean, shown
-from nanoinfer.layers.formats.base import Filling
+from nanoinfer.layers.formats.base import FLOATS, Filling
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
@@ -30,7 +30,6 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Not *.safetensors: some repositories contain the weights a second time in another layout (consolidated.safetensors).
 _WEIGHTS = ["model*.safetensors"]
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # Dtypes of quantised weights, which are not cast.
 _PACKED_DTYPES = {
@@ -149,10 +148,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if _is_deeper_than(_MAX_JSON_DEPTH, content):
             raise RecursionError
-    except (OSError, ValueError, RecursionError) as error:
-        too_deep = f"it is nested more than {_MAX_JSON_DEPTH} deep"
-        reason = too_deep if isinstance(error, RecursionError) else error
-        raise ValueError(f"{path} is not readable as JSON ({reason}): download it again") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable as JSON ({error}): download it again") from error
+    except RecursionError as error:
+        raise ValueError(
+            f"{path} is not readable as JSON (it is nested more than {_MAX_JSON_DEPTH} deep): download it again"
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not an object: download it again")
     return content
@@ -252,7 +253,7 @@ def resolve_dtype(dtype: str | torch.dtype, hf_config: PretrainedConfig) -> torc
     if dtype == "auto":
         wanted = getattr(hf_config, "dtype", None) or torch.float32
     resolved = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
-    if resolved not in _DTYPES:
+    if resolved not in FLOATS:
         raise ValueError(f"dtype {wanted} (given: {dtype!r}) is not supported: give bfloat16, float16 or float32")
     return resolved
 

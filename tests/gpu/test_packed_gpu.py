@@ -80,11 +80,11 @@ def test_larger_tiles_have_the_same_bits(name, monkeypatch):
 def test_parts_by_themselves_have_the_bits_of_the_matrix_of_all():
     names = ("int4 with zeros", "int4 out of order", "fp8 in blocks")
     found = [filled(Packing(**PACKINGS[name]), 160, 384, largest=0.03, device=DEVICE) for name in names]
-    dense = SimpleNamespace(weight=torch.randn(48, 384, device=DEVICE).bfloat16() / 20)
-    module = SimpleNamespace(num_rows=528, in_features=384, held=[*found, (DENSE, dense)])
+    found.append((DENSE, SimpleNamespace(weight=torch.randn(48, 384, device=DEVICE).bfloat16() / 20)))
+    module = SimpleNamespace(num_rows=528, in_features=384, held=found)
     module.scratch = torch.empty(528 * 384, dtype=torch.bfloat16, device=DEVICE)
     module.operations, module.library_counts = fused, frozenset()
-    weights = Parted([*(one for one, _ in found), DENSE], [160, 160, 160, 48])
+    weights = Parted([one for one, _ in found], [160, 160, 160, 48])
     matrix = weights.matrix(module).clone()
     x = torch.randn(512, 384, device=DEVICE).bfloat16()
     for bias in (None, torch.randn(528, device=DEVICE).bfloat16()):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nanoinfer.layers.qkv import KVSlots
 from nanoinfer.models.base import RecurrentState
-from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.decoder import Decoder, KVSlots
 
 
 def dense_attention(q, k, v, scale, softcap, window):

@@ -245,7 +245,8 @@ def packed_tiles(
 ) -> tuple[int, int, int, int, int]:
     """Return (BLOCK_M, BLOCK_N, warps, stages, columns of a step), tuned on an H200.
 
-    On GPUs with little shared memory fewer steps of many rows are loaded ahead. num_rows: of the weight.
+    Elsewhere one size serves all products of more than 32 rows, and where shared memory is little, fewer of its steps
+    are loaded ahead. num_rows: of the weight.
     """
     bits = constants["BITS"]
     if num_tokens <= 8:
@@ -258,11 +259,11 @@ def packed_tiles(
         return 16, 32, 2, 3, 256
     columns = 256 if bits == 4 else 128
     if is_hopper(device):
-        tiles = _HOPPER_TILES[bits, gated]
-        return *next(tiles[most] for most in tiles if num_tokens <= most), columns
+        tiles = next(tiles for most, tiles in _HOPPER_TILES[bits, gated].items() if num_tokens <= most)
+        return *tiles, columns
     if num_tokens <= 32:
-        return 16 if num_tokens <= 16 else 32, 64, 4, 3, 256
-    return 64, 64, 4, 3 if _shared_memory(device) >= LARGE_SHARED_MEMORY else 2, columns
+        return (16 if num_tokens <= 16 else 32), 64, 4, 3, 256
+    return 64, 64, 4, (3 if _shared_memory(device) >= LARGE_SHARED_MEMORY else 2), columns
 
 
 _HOPPER_TILES = {
@@ -295,11 +296,12 @@ _HOPPER_TILES = {
         MAX_ROWS: (128, 64, 4, 3),
     },
 }
-"""For up to so many rows of x: BLOCK_M, BLOCK_N, warps and stages, by bits and whether there is a gate."""
+"""By bits and whether there is a gate: for up to so many rows of x, ascending, BLOCK_M, BLOCK_N, warps and stages."""
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
+    """Whether the GPU has compute capability 9: matrix units that run on by themselves, and a copy unit."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 

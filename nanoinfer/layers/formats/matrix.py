@@ -29,7 +29,7 @@ class MatrixFormat(WeightFormat):
 
     def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
         operations = module.operations
-        if not operations.has_activation(activation, x):  # and no matrix is expanded in vain
+        if not operations.has_activation(activation, x):  # asked first: a matrix would be expanded in vain
             return None
         counts = module.library_counts
         return operations.linear(x, self.matrix(module), module.bias, activation=activation, library_counts=counts)

@@ -214,7 +214,7 @@ def checked(values: Tensor) -> Tensor:
 
 
 def pieces_of_rows(num_rows: int, in_features: int, multiple: int = 1) -> Iterator[slice]:
-    """Yield a weight's rows in pieces of at most `EXPANDED_AT_ONCE` weights, and of a multiple of rows."""
+    """Yield a weight's rows in pieces of `multiple` rows, or of more: then of at most `EXPANDED_AT_ONCE` weights."""
     step = multiple * max(1, EXPANDED_AT_ONCE // (multiple * in_features))
     for begin in range(0, num_rows, step):
         yield slice(begin, min(begin + step, num_rows))

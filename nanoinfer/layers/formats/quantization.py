@@ -1,4 +1,4 @@
-"""What readers of quantised checkpoints share: settings of a config, checked, and names that are left out."""
+"""What readers of quantised checkpoints share: settings of a config, checked, and patterns of names."""
 
 from __future__ import annotations
 
