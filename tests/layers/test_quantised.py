@@ -157,6 +157,13 @@ def test_a_head_may_be_quantised(tmp_path):
     assert run(make_engine(packed), prompts, params) == run(make_engine(dense), prompts, params)
 
 
+def test_a_head_that_dynamic_settings_leave_out_is_wide(tmp_path):
+    packed, dense = write(tmp_path, gptq(4, 32))
+    settle(packed, lm_head=True, dynamic={"-:lm_head": {}})
+    prompts, params = random_prompts(2), some_params(2, 6)
+    assert run(make_engine(packed), prompts, params) == run(make_engine(dense), prompts, params)
+
+
 def test_scales_may_be_of_another_dtype_than_the_model(tmp_path):
     packed, dense = write(tmp_path, compressed("pack-quantized", num_bits=4, strategy="group", group_size=32))
     edit(packed, lambda tensors: {key: value.float() if key.endswith("_scale") else value
@@ -382,6 +389,11 @@ def test_fp8_weights_that_are_nan_are_refused_by_name(tmp_path, name, module, co
         ("awq", dict(modules_to_not_convert=[4]), r"modules_to_not_convert is \[4\] .* of awq, not a list of names"),
         ("awq", dict(group_size=48), "has 64 input features, which groups of 48 do not divide"),
         ("auto-round", dict(packing_format="auto_round"), "packing_format is 'auto_round' .* supported are auto"),
+        (
+            "auto-round",
+            dict(packing_format="auto_round:auto_awq", bits=8),
+            "bits is 8 .* of auto-round: supported are 4",
+        ),
         ("auto-round", dict(extra_config={DOWN: 4}), f"extra_config has 4 for {DOWN} in the quantization_config"),
         ("fp8-blocks", dict(weight_block_size=[64, 128]), r"weight_scale_inv is \[2, 1\], expected \[3, 1\]"),
         ("fp8-blocks", dict(weight_block_size=[128]), r"weight_block_size is \[128\]"),

@@ -188,10 +188,10 @@ class GPTQ(Quantization):
         return _transposed(name, self.tensors, bits, group_size, desc_act=desc_act, zeros_count_from_one=first)
 
     def _is_left_out(self, name: str) -> bool:
-        if name == "lm_head":
-            return not self._has_head
         if self._overrides(name) is None:
             return True
+        if name == "lm_head":
+            return not self._has_head
         return self._only is not None and not any(name.endswith(f".{ending}") for ending in self._only)
 
     def _overrides(self, name: str) -> dict[str, Any] | None:
@@ -215,9 +215,10 @@ class AutoRound(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
-        self._bits, self._group_size = self.one_of("bits", (4, 8), None), self.group_size()
-        self.one_of("data_type", ("int",), "int")
         self._is_awq = "awq" in self.one_of("packing_format", self._LAYOUTS, self._LAYOUTS[0])
+        self._allowed_bits = (4,) if self._is_awq else (4, 8)
+        self._bits, self._group_size = self.one_of("bits", self._allowed_bits, None), self.group_size()
+        self.one_of("data_type", ("int",), "int")
         self._own = self.setting("extra_config", dict, {})
 
     def of(self, name: str) -> WeightFormat:
@@ -226,6 +227,6 @@ class AutoRound(Quantization):
             raise ValueError(f"extra_config has {shown(own)} for {name} in the quantization_config, not settings")
         if (name == "lm_head" and name not in self._own) or own.get("bits", self._bits) == 16:
             return DENSE
-        bits = self.one_of("bits", (4, 8), self._bits, own)
+        bits = self.one_of("bits", self._allowed_bits, self._bits, own)
         group_size = self.group_size(own, self._group_size)
-        return _transposed(name, self.tensors, 4 if self._is_awq else bits, group_size, is_awq=self._is_awq)
+        return _transposed(name, self.tensors, bits, group_size, is_awq=self._is_awq)
