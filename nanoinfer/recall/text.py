@@ -201,7 +201,7 @@ class Planted:
 
 @dataclass(frozen=True)
 class Question:
-    """prompt_text: document and question; answer_text: the whole answer; depth: fact's start / document's length."""
+    """prompt_text: document and question; answer_text: the whole answer; depth: where the fact begins, from 0 to 1."""
 
     prompt_text: str
     answer_text: str
