@@ -129,7 +129,7 @@ def make_plan(
         )
     for tokens in _batched_tokens(config, is_cuda):
         plan = _spend(config, spec, layout, tokens, budget_bytes, slot_bytes, is_cuda)
-        plan = _with_host(config, plan, layout, host_available_bytes)
+        plan = _with_host(config, plan, host_available_bytes)
         if plan.num_gpu_blocks >= _min_blocks(config, plan):
             break
     else:
@@ -295,8 +295,8 @@ def _refuse_gpu(config: EngineConfig, plan: MemoryPlan) -> None:
     )
 
 
-def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, available_bytes: int) -> MemoryPlan:
-    most = -(-plan.max_model_len // layout.block_size) * plan.max_num_seqs
+def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> MemoryPlan:
+    most = -(-plan.max_model_len // config.block_size) * plan.max_num_seqs
     if config.host_memory_limit is not None:
         limit = parse_bytes(config.host_memory_limit, "host_memory_limit")
         if limit > available_bytes and config.may_offload:
@@ -304,17 +304,17 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, availab
                 f"host_memory_limit={config.host_memory_limit!r} is {limit / GIB:.2f} GiB, "
                 f"{available_bytes / GIB:.2f} GiB are available: lower host_memory_limit"
             )
-        num_blocks = limit // layout.block_bytes
-        wanted = config.max_model_len or layout.block_size
-        smallest = -(-wanted // layout.block_size)
+        num_blocks = limit // plan.block_bytes
+        wanted = config.max_model_len or config.block_size
+        smallest = -(-wanted // config.block_size)
         if num_blocks < smallest and config.enable_cpu_offload is True:
             raise ValueError(
                 f"host_memory_limit={config.host_memory_limit!r} holds {num_blocks} KV blocks of "
-                f"{layout.block_bytes / 2**20:.2f} MiB, {wanted} tokens need {smallest}: give at least "
-                f'"{-(-smallest * layout.block_bytes // 2**20)}MiB"'
+                f"{plan.block_bytes / 2**20:.2f} MiB, {wanted} tokens need {smallest}: give at least "
+                f'"{-(-smallest * plan.block_bytes // 2**20)}MiB"'
             )
     else:
-        num_blocks = min(int(available_bytes * 0.6) // layout.block_bytes, most)
+        num_blocks = min(int(available_bytes * 0.6) // plan.block_bytes, most)
     plan = replace(plan, num_host_blocks=max(1, num_blocks))
     fewest = min(most, 2 * max(plan.num_gpu_blocks, plan.num_host_blocks) + plan.max_num_seqs)
     # Many rows may share one long beginning, and then attend to far more splits than there are blocks.
