@@ -234,8 +234,10 @@ def add_floor(
 
 
 def _tokens_and_logprobs(completion: CompletionOutput) -> tuple[list[int], list[float]]:
-    entries = completion.logprobs or []
-    return completion.token_ids, [entry[token].logprob for token, entry in zip(completion.token_ids, entries)]
+    if completion.logprobs is None:
+        return completion.token_ids, []
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return completion.token_ids, [entry[token].logprob for token, entry in pairs]
 
 
 def compare(rows: list[Row]) -> None:

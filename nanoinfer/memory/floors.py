@@ -66,7 +66,8 @@ def _copy_bytes(device: torch.device) -> int:
 
 def _median(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the median seconds of one call, its work on the device included."""
-    times, synchronize = [], torch.get_device_module(device).synchronize
+    times = []
+    synchronize = torch.get_device_module(device).synchronize
     for _ in range(repeats + 1):  # the first one warms up
         synchronize(device)
         begin = time.perf_counter()

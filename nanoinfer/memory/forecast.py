@@ -60,7 +60,7 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The most that all sequences together can get."""
+        """The most that all sequences together can get; None where `ms_per_token` is."""
         return self.batch / self.ms_per_token * 1e3 if self.ms_per_token else None
 
     def _speed(self) -> str:

@@ -129,12 +129,12 @@ def make_plan(
         )
     for tokens in _batched_tokens(config, is_cuda):
         plan = _spend(config, spec, layout, tokens, budget_bytes, slot_bytes, is_cuda)
-        plan = _with_host(config, plan, layout, host_available_bytes)
-        if plan.num_gpu_blocks >= _min_blocks(config, plan, layout.block_size):
+        plan = _with_host(config, plan, host_available_bytes)
+        if plan.num_gpu_blocks >= _min_blocks(config, plan):
             break
     else:
-        _refuse_gpu(config, plan, layout.block_size)
-    return _with_model_len(config, plan, layout.block_size)
+        _refuse_gpu(config, plan)
+    return _with_model_len(config, plan)
 
 
 def _batched_tokens(config: EngineConfig, is_cuda: bool) -> list[int]:
@@ -205,7 +205,7 @@ def _spend(
         # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
         # offload mode the host holds what does not fit.
         useful = max_blocks * max_num_seqs + max_num_seqs + 2
-        num_blocks = min(num_blocks, max(useful, _min_blocks(config, plan, layout.block_size)))
+        num_blocks = min(num_blocks, max(useful, _min_blocks(config, plan)))
     num_blocks = min(num_blocks, config.num_gpu_blocks_override or num_blocks)
     return replace(plan, num_gpu_blocks=num_blocks)
 
@@ -262,21 +262,21 @@ def _sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
     return rows * spec.vocab_size * size + max(logprobs, reference)
 
 
-def _min_blocks(config: EngineConfig, plan: MemoryPlan, block_size: int) -> int:
+def _min_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
     """The smallest useful GPU pool: scratch, one prefill chunk in flight, the tail behind it and one decoding tail."""
-    chunk = -(-plan.max_num_batched_tokens // block_size)
+    chunk = -(-plan.max_num_batched_tokens // config.block_size)
     if config.may_offload:
         return chunk + 3
-    wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, block_size)
-    return -(-wanted // block_size) + 2
+    wanted = plan.max_model_len if config.max_model_len is not None else min(plan.max_model_len, config.block_size)
+    return -(-wanted // config.block_size) + 2
 
 
-def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, block_size: int) -> None:
-    blocks = _min_blocks(config, plan, block_size)
+def _refuse_gpu(config: EngineConfig, plan: MemoryPlan) -> None:
+    blocks = _min_blocks(config, plan)
     if config.num_gpu_blocks_override is not None and config.num_gpu_blocks_override < blocks:
         raise ValueError(
             f"num_gpu_blocks_override={config.num_gpu_blocks_override} is too small: {blocks} KV blocks of "
-            f"{block_size} tokens are the fewest, or lower max_num_batched_tokens={plan.max_num_batched_tokens}"
+            f"{config.block_size} tokens are the fewest, or lower max_num_batched_tokens={plan.max_num_batched_tokens}"
         )
     needed = plan.fixed_bytes + blocks * plan.block_bytes
     needed += max(plan.max_splits, 2 * blocks + plan.max_num_seqs) * plan.split_bytes
@@ -295,8 +295,8 @@ def _refuse_gpu(config: EngineConfig, plan: MemoryPlan, block_size: int) -> None
     )
 
 
-def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, available_bytes: int) -> MemoryPlan:
-    most = -(-plan.max_model_len // layout.block_size) * plan.max_num_seqs
+def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> MemoryPlan:
+    most = -(-plan.max_model_len // config.block_size) * plan.max_num_seqs
     if config.host_memory_limit is not None:
         limit = parse_bytes(config.host_memory_limit, "host_memory_limit")
         if limit > available_bytes and config.may_offload:
@@ -304,23 +304,23 @@ def _with_host(config: EngineConfig, plan: MemoryPlan, layout: KVLayout, availab
                 f"host_memory_limit={config.host_memory_limit!r} is {limit / GIB:.2f} GiB, "
                 f"{available_bytes / GIB:.2f} GiB are available: lower host_memory_limit"
             )
-        num_blocks = limit // layout.block_bytes
-        wanted = config.max_model_len or layout.block_size
-        smallest = -(-wanted // layout.block_size)
+        num_blocks = limit // plan.block_bytes
+        wanted = config.max_model_len or config.block_size
+        smallest = -(-wanted // config.block_size)
         if num_blocks < smallest and config.enable_cpu_offload is True:
             raise ValueError(
                 f"host_memory_limit={config.host_memory_limit!r} holds {num_blocks} KV blocks of "
-                f"{layout.block_bytes / 2**20:.2f} MiB, {wanted} tokens need {smallest}: give at least "
-                f'"{-(-smallest * layout.block_bytes // 2**20)}MiB"'
+                f"{plan.block_bytes / 2**20:.2f} MiB, {wanted} tokens need {smallest}: give at least "
+                f'"{-(-smallest * plan.block_bytes // 2**20)}MiB"'
             )
     else:
-        num_blocks = min(int(available_bytes * 0.6) // layout.block_bytes, most)
+        num_blocks = min(int(available_bytes * 0.6) // plan.block_bytes, most)
     plan = replace(plan, num_host_blocks=max(1, num_blocks))
     fewest = min(most, 2 * max(plan.num_gpu_blocks, plan.num_host_blocks) + plan.max_num_seqs)
     # Many rows may share one long beginning, and then attend to far more splits than there are blocks.
     shared = min(most, max(fewest, int(SHARED_SPLITS_SHARE * plan.budget_bytes) // plan.split_bytes))
     generous = _with_splits(plan, shared)
-    if generous.num_gpu_blocks >= _min_blocks(config, generous, layout.block_size):
+    if generous.num_gpu_blocks >= _min_blocks(config, generous):
         return generous
     return _with_splits(plan, fewest)
 
@@ -331,16 +331,16 @@ def _with_splits(plan: MemoryPlan, max_splits: int) -> MemoryPlan:
     return replace(plan, num_gpu_blocks=min(plan.num_gpu_blocks, max(0, room)), max_splits=max_splits)
 
 
-def _with_model_len(config: EngineConfig, plan: MemoryPlan, block_size: int) -> MemoryPlan:
+def _with_model_len(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
     """Cuts a `max_model_len` that the user left open to what one sequence can have."""
     # Resident mode keeps a spare block, so that a preempted sequence can come back beside another one.
     blocks = plan.num_gpu_blocks - 1
     if config.may_offload:
         blocks = plan.num_host_blocks if config.enable_cpu_offload is True else max(blocks, plan.num_host_blocks)
-    capacity = blocks * block_size
+    capacity = blocks * config.block_size
     if config.max_model_len is not None and config.max_model_len > capacity:
         raise ValueError(
-            f"max_model_len={config.max_model_len} needs {-(-config.max_model_len // block_size)} KV blocks, "
+            f"max_model_len={config.max_model_len} needs {-(-config.max_model_len // config.block_size)} KV blocks, "
             f"{blocks} fit: lower max_model_len to at most {capacity} or raise "
             f"{'host_memory_limit' if config.may_offload else 'gpu_memory_limit'}"
         )

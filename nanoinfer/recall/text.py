@@ -1,16 +1,7 @@
 """Text with facts in it and questions about them, each with exactly one right answer.
 
-Four kinds of fact lie among filler sentences:
-
-    pass_key   The pass key of Mira Holt is 48192.
-    table      Table of the Norby market: rows "- pears: 412"; a question asks one cell
-    passage    random words under a title, to be repeated
-    count      A boat arrives. The count of boats is now 7.    The last such sentence counts.
-
-A question follows the document as "\\nQuestion: What is the pass key of Mira Holt?\\nAnswer:" and its answer is
-" The pass key of Mira Holt is 48192.", of a table " pears: 412". Names recur in other combinations, so both parts of a
-name must be looked up. Answers come in the words of the fact: models learn to look up what stands in the same words
-long before anything else.
+The four kinds of fact, their questions and answers: docs/recall.md. Answers come in the words of the fact: models learn
+to look up what stands in the same words long before anything else.
 
 Text is written as fragments, which join to it. A fragment ends where the recall tokenizer ends a token in any case, so
 fragments can be tokenised one by one and counted apart. The same seed gives the same text in every version of Python:
@@ -185,7 +176,7 @@ class Author:
         return choices[int(self.rng.random() * len(choices))]
 
     def _digits(self, number: int) -> Fragments:
-        """The digits of a number of so many that does not start with 0."""
+        """So many digits; the first one is not 0."""
         low = 10 ** (number - 1)
         return [*str(low + int(self.rng.random() * 9 * low))]
 
@@ -201,7 +192,7 @@ class Planted:
 
 @dataclass(frozen=True)
 class Question:
-    """prompt_text: document and question; answer_text: the whole answer; depth: fact's start / document's length."""
+    """prompt_text: document and question; answer_text: the whole answer; depth: where the fact begins, from 0 to 1."""
 
     prompt_text: str
     answer_text: str

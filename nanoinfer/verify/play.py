@@ -141,7 +141,7 @@ class _Switches:
         num_tokens = sum(sequence.num_generated for request in requests for sequence in request.sequences)
         states = [sequence.state for sequence in self._engine.scheduler.running]
         is_mixed = SequenceState.PREFILL in states and SequenceState.DECODE in states
-        if self._next and (num_tokens >= self._next[0][0] or is_mixed and not self.done):
+        if self._next and (num_tokens >= self._next[0][0] or (is_mixed and not self.done)):
             mode = self._next.popleft()[1]
             self._engine.switch_mode(mode)
             in_prefill = states.count(SequenceState.PREFILL)

@@ -65,8 +65,10 @@ class ServerAsker:
                 answers = list(pool.map(self._complete, connections, (asked for _, asked in crowd)))
             except BaseException:
                 for connection in connections:  # the pool waits for requests that are under way: end their exchange
-                    with suppress(OSError, AttributeError):  # no socket where it has ended
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+                    sock = connection.sock  # None where it has ended; its own thread closes it
+                    with suppress(OSError):
+                        if sock is not None:
+                            sock.shutdown(socket.SHUT_RDWR)
                 raise
         return {number: answer for (number, _), answer in zip(crowd, answers, strict=True) if number is not None}
 
