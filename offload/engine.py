@@ -86,7 +86,7 @@ class OffloadEngine:
         self.copy = runtime.stream("copy")
         self.write = runtime.stream("write")
         self.counters = OffloadCounters()
-        self._timeline = NoTimeline()  # of the step that is being enqueued
+        self._timeline = NoTimeline()  # of the newest step
         self._gpu_kv = gpu_kv
         self._kv_ready = runtime.event()  # compute: a layer's new KV is written
         self._written = runtime.event()  # write: all write-through so far has arrived on the host
@@ -116,19 +116,8 @@ class OffloadEngine:
         """
         self._operation = operation
         self.drop_prefetch(gone)
-        num_fills = self.counters.num_fills
-        self._timeline = NoTimeline() if timeline is None else timeline
-        try:
-            self._run(step, self._timeline)
-        finally:
-            self._timeline = NoTimeline()  # blocks may be written between steps, too
-        if self.counters.num_fills > num_fills:
-            copied = self.runtime.event()
-            self.copy.record(copied)
-            self._note(FILLS, copied)
-
-    def _run(self, step: OffloadStep, timeline: NoTimeline) -> None:
-        plan, ring = step.plan, self.ring
+        self._timeline = timeline = NoTimeline() if timeline is None else timeline
+        plan, ring, num_fills = step.plan, self.ring, self.counters.num_fills
         # Write-through of the step before must have arrived before its blocks are read again. One wait serves the
         # whole step: blocks that become full in this step are not in its plan.
         if self._has_unread_writes:
@@ -173,6 +162,10 @@ class OffloadEngine:
         self._first = (self._first + len(chunks)) % ring.num_ring_slots
         if step.write_through:
             self._note_writes()
+        if self.counters.num_fills > num_fills:
+            copied = self.runtime.event()
+            self.copy.record(copied)
+            self._note(FILLS, copied)
 
     def _note_writes(self) -> None:
         """Record an event behind the write-through so far, for whoever reads or reuses the blocks."""
@@ -209,7 +202,7 @@ class OffloadEngine:
 
     def store(self, pairs: list[tuple[int, int]], operation: int) -> None:
         """Copy whole blocks, (GPU block, host block) pairs, to the host, in this order. Later work runs beside it."""
-        self._operation = operation
+        self._operation, self._timeline = operation, NoTimeline()
         self._write_through(range(self.layout.num_layers), pairs)
         self._note_writes()
 

@@ -130,7 +130,6 @@ class Modes:
 
     def _require_host_pool(self) -> None:
         """Begin to map and pin the host pool, if it is needed for the first time."""
-        self._runner.check_offload()
         self._runner.get_offload()
         lifetimes = self._kv_cache.tables.lifetimes
         if not lifetimes.host_blocks.num_blocks:

@@ -160,17 +160,13 @@ class Scheduler:
     def _make_room(self, wanting: list[Sequence]) -> list[Sequence]:
         """Give each sequence a slot for its last token; return the sequences that were not preempted meanwhile."""
         for sequence in self._kv_cache.without_slot(wanting):
-            while sequence.row is not None and not self._has_room(sequence):
+            wanted = sequence.num_tokens - sequence.num_computed
+            while sequence.row is not None and self._kv_cache.max_chunk(sequence, wanted) < wanted:
                 if not self._spill():
                     self._preempt_youngest()
             if sequence.row is not None:
                 self._kv_cache.grow(sequence, sequence.num_tokens)
         return [sequence for sequence in wanting if sequence.row is not None]
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        missing = self._kv_cache.num_missing(sequence, sequence.num_tokens)
-        wanted = sequence.num_tokens - sequence.num_computed
-        return missing == 0 or self._kv_cache.max_chunk(sequence, wanted) >= wanted
 
     def _spill(self) -> bool:
         """Enter offload mode, where every full block can leave the GPU; False if impossible or already done."""

@@ -11,7 +11,9 @@ from offload.memory.pageable_pool import PageablePool
 
 
 class BlockCopies:
-    """Does to blocks and rows what the planning side asks for by their numbers (see `nanoinfer.kv.mover.BlockCopier`).
+    """Does to blocks and rows what the planning side asks for by their numbers.
+
+    What the methods do is said in `nanoinfer.kv.mover.BlockCopier` and `offload.lifetimes.Acknowledgements`.
 
     Args:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
@@ -42,11 +44,9 @@ class BlockCopies:
         return (self._kept if pool == KEPT else self.offload.host).block(layer, block)
 
     def reserve(self, num_blocks: int) -> None:
-        """Make room for `num_blocks` pageable blocks in all. Raise MemoryError if there is none."""
         self._kept.reserve(num_blocks)
 
     def trim(self) -> None:
-        """Give the memory of all pageable blocks back, and forget all that rows kept."""
         self._kept.trim()
         self._states.kept.clear()
 
@@ -71,40 +71,31 @@ class BlockCopies:
         self._states.bring_back(row, sequence_id)
 
     def forget_row(self, sequence_id: int) -> None:
-        """Forget what `keep_row` has kept of a sequence."""
         self._states.kept.pop(sequence_id, None)
 
     def forget_other_rows(self, sequence_ids: set[int]) -> None:
-        """Forget what `keep_row` has kept of any other sequence."""
         for sequence_id in self._states.kept.keys() - sequence_ids:
             self.forget_row(sequence_id)
 
     def check_pool(self) -> None:
-        """Raise PinError if the host pool cannot be used."""
         self.offload.host.check()
 
     def store(self, pairs: list[tuple[int, int]], operation: int) -> None:
-        """Begin to copy (GPU block, block of the host pool) pairs to the host, as this operation."""
         self.offload.store(pairs, operation)
 
     def load(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy (GPU block, block of the host pool) pairs to the GPU."""
         self.offload.load(pairs)
 
     def has_run(self, kind: str, operation: int, rule: str) -> bool:
-        """Whether all copies of this kind up to this operation have run; see `offload.lifetimes.Acknowledgements`."""
         return self.offload.has_run(kind, operation, rule)
 
     def wait(self, kind: str, operation: int, rule: str) -> None:
-        """Wait until `has_run` is true."""
         self.offload.wait(kind, operation, rule)
 
     def drain(self) -> None:
-        """Wait until no copy is in flight, and drop what was prefetched."""
         self.offload.drain()
 
     def recover(self, operation: int) -> None:
-        """Forget every copy up to this operation. Nothing is in flight."""
         if self.offload is not None:
             self.offload.recover(operation)
 

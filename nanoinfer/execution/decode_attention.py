@@ -63,8 +63,8 @@ class DecodeAttention:
 
     def forget_tables(self) -> None:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""
-        for table in [*self._splits, *self._records]:
-            table.forget()
+        for tables in [*self._splits, *self._records]:
+            tables.table.forget()
 
     def begin(self, layer: int, q: torch.Tensor, out: torch.Tensor, whole_rows: bool) -> None:
         """Attend to what lies in the GPU pool.

@@ -146,13 +146,14 @@ class ModelRunner:
 
     # Modes
 
-    def check_offload(self) -> None:
-        """Raise ValueError if the attention backend cannot run offload mode."""
-        type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
-
     def get_offload(self) -> OffloadEngine:
-        """Return the offload engine; the host pool is mapped and pinned when it is first needed."""
+        """Return the offload engine; the host pool is mapped and pinned when it is first needed.
+
+        Raises:
+            ValueError: the attention backend cannot run offload mode.
+        """
         if self.offload is None:
+            type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
             num_blocks, block_bytes = self.plan.num_host_blocks, self.layout.block_bytes
             blocks_per_segment = min(num_blocks, max(1, SEGMENT_BYTES // block_bytes))
             num_segments = -(-num_blocks // blocks_per_segment)

@@ -145,26 +145,6 @@ def slot_records(on_host: np.ndarray, chunks: list[Chunk]) -> list[np.ndarray]:
     return [work_table(items[begin:end]) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: int, block_bytes: int) -> np.ndarray:
-    """Divide the streamed bytes among the sequences: each block's bytes in equal parts among those that read it.
-
-    Args:
-        streamed: the blocks that pass, each as often as it passes.
-        numbers, blocks: a sequence's number, below `count`, and a block that it reads, for each such pair.
-
-    Returns:
-        [count] int64 bytes, which add up to those of the stream.
-    """
-    found, times = np.unique(np.array(streamed, dtype=np.int64), return_counts=True)
-    at = np.searchsorted(found, blocks)
-    num_readers = np.bincount(at, minlength=len(found))
-    num_bytes = times * block_bytes
-    parts = (num_bytes // num_readers)[at]
-    _, first_reader = np.unique(at, return_index=True)
-    parts[first_reader] += num_bytes % num_readers
-    return np.bincount(numbers, weights=parts, minlength=count).astype(np.int64)
-
-
 class DecodeLists:
     """Makes the lists of decode steps.
 

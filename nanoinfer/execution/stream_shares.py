@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanoinfer.execution.splits import shares
 from offload import KVLayout, StreamPlan
 
 
@@ -28,3 +27,23 @@ def stream_shares(
             found = shares(streamed, numbers, blocks, num_parts, block_bytes)
             total = found if total is None else total + found
     return total
+
+
+def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: int, block_bytes: int) -> np.ndarray:
+    """Divide the streamed bytes among the sequences: each block's bytes in equal parts among those that read it.
+
+    Args:
+        streamed: the blocks that pass, each as often as it passes.
+        numbers, blocks: a sequence's number, below `count`, and a block that it reads, for each such pair.
+
+    Returns:
+        [count] int64 bytes, which add up to those of the stream.
+    """
+    found, times = np.unique(np.array(streamed, dtype=np.int64), return_counts=True)
+    at = np.searchsorted(found, blocks)
+    num_readers = np.bincount(at, minlength=len(found))
+    num_bytes = times * block_bytes
+    parts = (num_bytes // num_readers)[at]
+    _, first_reader = np.unique(at, return_index=True)
+    parts[first_reader] += num_bytes % num_readers
+    return np.bincount(numbers, weights=parts, minlength=count).astype(np.int64)

@@ -38,6 +38,7 @@ class SplitTables:
     """Which splits a decode step attends to in the GPU pool, for the layers of one window: one upload for all of it.
 
     Attributes:
+        table: what is uploaded; the others are parts of it.
         ranges: [max_batch + 1] int32, each row's partials.
         partials_per_block: [max_batch] int32.
         items: a flat `work_table` of up to `max_splits` items.
@@ -46,15 +47,11 @@ class SplitTables:
     def __init__(self, runtime: Runtime, max_batch: int, max_splits: int) -> None:
         self._max_batch = max_batch
         self._begin_of_items = -(-(2 * max_batch + 1) // 4) * 4
-        self._table = DeviceTable(runtime, self._begin_of_items + 4 + 4 * max_splits)
-        tensor = self._table.tensor
+        self.table = DeviceTable(runtime, self._begin_of_items + 4 + 4 * max_splits)
+        tensor = self.table.tensor
         self.ranges, self.partials_per_block = tensor[: max_batch + 1], tensor[max_batch + 1 : 2 * max_batch + 1]
         self.items = tensor[self._begin_of_items :]
         self.partials_per_block.fill_(1)
-
-    def forget(self) -> None:
-        """See `DeviceTable.forget`."""
-        self._table.forget()
 
     def set(self, stream: Stream, lists: SplitLists) -> None:
         """Upload the lists for all work enqueued on `stream` from here on. Rows beyond the lists have no splits."""
@@ -62,7 +59,7 @@ class SplitTables:
         head[: self._max_batch + 1] = lists.ranges[-1]
         head[: len(lists.ranges)] = lists.ranges
         head[self._max_batch + 1 :][: len(lists.partials_per_block)] = lists.partials_per_block
-        self._table.set(stream, np.concatenate([head, work_table(lists.on_gpu).reshape(-1)]))
+        self.table.set(stream, np.concatenate([head, work_table(lists.on_gpu).reshape(-1)]))
 
 
 class ChunkRecords:
@@ -73,7 +70,7 @@ class ChunkRecords:
 
     def __init__(self, runtime: Runtime, max_splits: int) -> None:
         # The items of all chunks, and a head for each chunk, which has at least one item.
-        self._table = DeviceTable(runtime, 2 * 4 * max_splits)
+        self.table = DeviceTable(runtime, 2 * 4 * max_splits)
         self._records: dict[Chunk, torch.Tensor] = {}
 
     def set(self, stream: Stream, lists: SplitLists, chunks: list[Chunk]) -> None:
@@ -81,15 +78,11 @@ class ChunkRecords:
         self._records, found, end = {}, [], 0
         for chunk, record in zip(chunks, slot_records(lists.on_host, chunks), strict=True):
             if len(record) > 1:
-                self._records[chunk] = self._table.tensor[end : end + record.size]
+                self._records[chunk] = self.table.tensor[end : end + record.size]
                 found.append(record)
                 end += record.size
         if found:
-            self._table.set(stream, np.concatenate(found))
-
-    def forget(self) -> None:
-        """See `DeviceTable.forget`."""
-        self._table.forget()
+            self.table.set(stream, np.concatenate(found))
 
     def copy(self, stream: Stream, chunk: Chunk, target: torch.Tensor) -> bool:
         """Copy the chunk's record to the start of `target`. Return False if no row attends to the chunk."""

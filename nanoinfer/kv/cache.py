@@ -87,16 +87,11 @@ class KVCache:
         lacking = self.tables.gpu[rows, last // self.tables.block_size] == NO_BLOCK
         return [sequences[i] for i in np.flatnonzero(lacking)]
 
-    def num_missing(self, sequence: Sequence, end: int) -> int:
-        """GPU blocks to allocate before tokens up to `end` (exclusive) can be computed."""
-        first = sequence.num_computed // self.tables.block_size
-        return int((self.tables.gpu[sequence.row, first : self.tables.num_blocks(end)] == NO_BLOCK).sum())
-
     def grow(self, sequence: Sequence, end: int) -> None:
         """Make sure that the tokens from `num_computed` to `end` have GPU blocks to be written to.
 
         Raises:
-            MemoryError: too few free blocks; ask `max_chunk` or `num_missing` before.
+            MemoryError: too few free blocks; ask `max_chunk` before.
         """
         row = sequence.row
         first = sequence.num_computed // self.tables.block_size

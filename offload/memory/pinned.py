@@ -46,7 +46,6 @@ class HostArena:
         last_segment_bytes: size of the last segment, if it is smaller.
         pin: register with CUDA. False maps the memory only: its pages come when they are first written.
         require_pin: raise where the system refuses to pin, instead of going on with pageable memory.
-        num_threads: threads that touch pages; None takes the cores, at most 8: more only queue up in the kernel.
         num_register_threads: threads that register; the driver serialises part of the work.
         progress: called from the background with (segments ready, segments in all).
         background: False returns only when everything is ready.
@@ -67,7 +66,6 @@ class HostArena:
         pin: bool,
         last_segment_bytes: int | None = None,
         require_pin: bool = False,
-        num_threads: int | None = None,
         num_register_threads: int = 2,
         progress: Callable[[int, int], None] | None = None,
         background: bool = True,
@@ -113,10 +111,9 @@ class HostArena:
         self._release = weakref.finalize(
             self, _unregister_all, self._registered, unregister or _cuda_unregister, self._map
         )
-        self.seconds = 0.0  # time until the last segment was ready
         self._thread: threading.Thread | None = None
         if pin:
-            cores = min(os.cpu_count() or 1, 8) if num_threads is None else num_threads
+            cores = min(os.cpu_count() or 1, 8)  # threads that touch pages; more only queue up in the kernel
             device = torch.cuda.current_device() if register is None else None
             self._thread = threading.Thread(
                 target=self._pin_all, args=(cores, num_register_threads, device), name="pin-host-memory", daemon=True
@@ -185,7 +182,6 @@ class HostArena:
     # Background
 
     def _pin_all(self, num_threads: int, num_register_threads: int, device: int | None) -> None:
-        begin = time.perf_counter()
         try:
             with (
                 ThreadPoolExecutor(num_threads, "touch") as touchers,
@@ -197,7 +193,6 @@ class HostArena:
                 ]
                 for future in pinned:
                     future.result()
-            self.seconds = time.perf_counter() - begin
             if self.unpinned_bytes and not self._stop.is_set():
                 self._warn()
         except BaseException as error:  # handed to whoever waits

@@ -374,3 +374,26 @@ def test_a_prefix_that_lost_a_block_is_still_found_up_to_there(path, enable_cpu_
     before = engine.stats()["prefix_cache_hit_tokens"]
     run(engine, [prefix[:97]], [params])
     assert engine.stats()["prefix_cache_hit_tokens"] - before == 5 * 16
+
+
+@BOTH_MODES
+def test_a_completion_goes_on_after_a_failure_although_a_token_of_another_one_was_dropped(path, enable_cpu_offload):
+    """A step is launched before the one before is read, so a completion that stops has a token too many."""
+    given = dict(temperature=1.0, seed=3, n=2, max_tokens=30, ignore_eos=True)
+    engine = make_engine(path, enable_cpu_offload=enable_cpu_offload)
+    ((first, second),) = run(engine, [[5, 6, 7]], [SamplingParams(**given)])
+    stop = next(token for place, token in enumerate(first[0]) if place > 3 and token not in second[0])
+    request = engine.add_request("stops", [5, 6, 7], SamplingParams(**given, stop_token_ids=[stop]))
+    while request.sequences[0].finish_reason is None:
+        engine.step()
+    assert request.sequences[0].num_pending == 1
+    engine.step()
+    switch = engine.modes.switch
+    engine.modes.switch = lambda *arguments: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.switch_mode("resident" if enable_cpu_offload else "offload")
+    engine.modes.switch = switch
+    while not request.is_finished:
+        engine.step()
+    assert outcome(request)[1] == second
+    assert_pools_as_before(engine)

@@ -24,7 +24,7 @@ from nanoinfer import LLMEngine, SamplingParams
 from offload import OffloadEngine, Staging
 
 FAMILIES = {"qwen3": SMALL, "gemma3": SMALL | dict(sliding_window=24)}
-ONE_PREFILL = dict(max_num_batched_tokens=80)
+ONE_PREFILL = dict(max_num_batched_tokens=80, capture_num_tokens=[32])
 STREAMED = ONE_PREFILL | dict(enable_cpu_offload=True, ring_slot_bytes=2 * LAYER_BLOCK_BYTES, num_ring_slots=3)
 KEPT = STREAMED | dict(resident_kv_limit=3 * BLOCK_BYTES)
 MODES = {"resident": ONE_PREFILL, "streamed": STREAMED, "partly kept": KEPT}
@@ -188,7 +188,12 @@ def is_aborted(engine):
 
 
 def comes(engine):
-    engine.add_request("later", [5] * 20, greedy(2))
+    engine.add_request("later", [5] * 40, greedy(2))
+
+
+def comes_in_a_mixed_step(engine):
+    """And ends with it. Its beginning is another one's, which passes the ring once for both."""
+    engine.add_request("later", engine.scheduler.running[0].prompt_token_ids[:32] + [5] * 10, greedy(1))
 
 
 def is_switched(engine):
@@ -202,7 +207,7 @@ def is_switched_twice(engine):
 
 def fails_before_it_is_launched(engine):
     """The request that fails alone is one that has just come: the others stay."""
-    engine.add_request("later", [5] * 20, greedy(2))
+    engine.add_request("later", [5] * 40, greedy(2))
     execute = engine.runner.execute
 
     def failing(*arguments):
@@ -238,7 +243,7 @@ def loses_a_copy(engine):
 ALWAYS = [is_aborted, comes, fails_between_two_steps, captures]
 EVENTS = {
     "resident": [*ALWAYS, is_switched, fails_before_it_is_launched],
-    "streamed": [*ALWAYS, is_switched_twice, fails_before_it_is_launched],
+    "streamed": [*ALWAYS, comes_in_a_mixed_step, is_switched_twice, fails_before_it_is_launched],
     "partly kept": [*ALWAYS, is_switched, is_switched_twice, loses_a_copy],
 }
 
@@ -261,6 +266,7 @@ def test_the_step_behind_an_event_is_taken_for_no_repeat(paths, mode, event):
     got, made = play(engine, event)
     assert undisturbed[AT] == made[AT - 1] == (1, 1)
     assert made[AT] == (event is captures, 0)  # a capture runs on other tables, but changes no plan
+    assert event is not comes_in_a_mixed_step or made[AT + 1] == (0, 0)
     assert got[1] == wanted[1]
     assert got[0] == wanted[0] or event is is_aborted
     assert_pools_as_before(engine)
@@ -275,17 +281,39 @@ def test_a_prefetch_that_was_dropped_is_brought_again_by_a_repeat(paths, seed):
     assert engine.stats()["discarded_prefetch_bytes"] >= 3 * 2 * LAYER_BLOCK_BYTES
 
 
+@pytest.mark.parametrize("others", [[120], [5, 5, 5]])
 @pytest.mark.parametrize("seed", [None, 0])
-def test_blocks_come_back_to_the_gpu_between_two_repeats(paths, seed):
-    """When the other row gives its room back, the row that is left decodes alone already."""
-    prompts, params = random_prompts(2, 120, 120), [greedy(30), greedy(6)]
+def test_blocks_come_back_to_the_gpu_between_two_repeats(paths, seed, others):
+    """When other rows give their room back, the row that is left decodes alone already.
+
+    others: tokens of the other prompts. Of 5 the host has no block that is gone then.
+    """
+    prompts = random_prompts(1, 115, 115) + [[7] * count for count in others]
+    params = [greedy(30)] + [greedy(6)] * len(others)
     wanted = run(make_engine(paths["qwen3"]), prompts, params)
-    given = STREAMED | dict(resident_kv_limit=None, num_gpu_blocks_override=14)
+    given = STREAMED | dict(resident_kv_limit=None, num_gpu_blocks_override=14 if len(others) == 1 else 10)
     engine = make_engine(paths["qwen3"], SimulatedRuntime(seed), **given)
     found, begin_step, plans = check_repeats(engine), engine.planner.begin_step, []
     engine.planner.begin_step = lambda batch: plans.append((begin_step(batch), found["plans"])) or plans[-1][0]
     assert run(engine, prompts, params) == wanted
-    promoted = [number for number, (plan, _) in enumerate(plans) if plan.promoted]
-    alone = [number for number, (plan, _) in enumerate(plans) if len(plan.rows) == 1]
+    alone = [number for number, (plan, _) in enumerate(plans) if len(plan.rows) == 1 and not plan.chunks]
+    promoted = [number for number in alone if plans[number][0].promoted]
     assert alone[0] < promoted[0], "the first step alone had no room yet"
     assert plans[-1][1] > plans[promoted[-1]][1] + 5, "the steps behind are repeated again"
+
+
+def test_a_step_that_fails_half_way_leaves_none_to_repeat(paths, monkeypatch):
+    engine, plans = make_engine(paths["qwen3"], **STREAMED), []
+    program, begin_step = engine.runner.decode_program, engine.planner.begin_step
+    engine.planner.begin_step = lambda batch: plans.append(begin_step(batch)) or plans[-1]
+    play(engine, lambda engine: plans.append(program._last))
+    assert plans[AT] is not None, "there was one to repeat"
+
+    def failing(*arguments):
+        raise OutOfLuck
+
+    program._last = plans[AT]
+    monkeypatch.setattr(program.attention, "upload", failing)
+    with pytest.raises(OutOfLuck):
+        program.begin(plans[-1])
+    assert program._last is None

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from nanoinfer.execution.splits import shares, slot_records, split_lists
+from nanoinfer.execution.splits import slot_records, split_lists
+from nanoinfer.execution.stream_shares import shares
 from offload import Chunk, pack
 
 BLOCK_SIZE = 16

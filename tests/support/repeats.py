@@ -53,7 +53,7 @@ def _check_tables(program: DecodeProgram, step: DecodeStep, plan: StepPlan) -> N
     rows = program._batch_rows._last.tolist()
     assert rows[: step.size] == plan.rows.tolist() + [program.rows.padding_row] * (step.size - len(plan.rows))
     for kind, (found, splits, records) in enumerate(zip(lists, attention._splits, attention._records, strict=True)):
-        table = splits._table._last
+        table = splits.table._last
         head, items = table[: splits._begin_of_items], table[splits._begin_of_items :].reshape(-1, 4)
         assert head[: len(found.ranges)].tolist() == found.ranges.tolist()
         assert head[splits._max_batch + 1 :][: len(plan.rows)].tolist() == found.partials_per_block.tolist()
@@ -63,4 +63,4 @@ def _check_tables(program: DecodeProgram, step: DecodeStep, plan: StepPlan) -> N
         wanted = [record for record in slot_records(found.on_host, chunks) if len(record) > 1]
         if wanted:
             flat = np.concatenate(wanted).reshape(-1)
-            assert records._table._last[: len(flat)].tolist() == flat.tolist(), "other records of the ring's chunks"
+            assert records.table._last[: len(flat)].tolist() == flat.tolist(), "other records of the ring's chunks"
