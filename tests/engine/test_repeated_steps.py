@@ -276,15 +276,20 @@ def test_a_prefetch_that_was_dropped_is_brought_again_by_a_repeat(paths, seed):
 
 
 @pytest.mark.parametrize("seed", [None, 0])
-def test_blocks_come_back_to_the_gpu_between_two_repeats(paths, seed):
-    """When the other row gives its room back, the row that is left decodes alone already."""
-    prompts, params = random_prompts(2, 120, 120), [greedy(30), greedy(6)]
+@pytest.mark.parametrize("at_step", [None, lambda engine, step: engine.stats()], ids=["", "asked for its figures"])
+def test_blocks_come_back_to_the_gpu_between_two_repeats(paths, seed, at_step):
+    """When the other row gives its room back, the row that is left decodes alone already.
+
+    Whoever asks for figures takes note of the host blocks that are gone: then nothing but the blocks' return tells the
+    step from a repeat.
+    """
+    prompts, params = random_prompts(2, 120, 120), [greedy(30), greedy(10)]
     wanted = run(make_engine(paths["qwen3"]), prompts, params)
     given = STREAMED | dict(resident_kv_limit=None, num_gpu_blocks_override=14)
     engine = make_engine(paths["qwen3"], SimulatedRuntime(seed), **given)
     found, begin_step, plans = check_repeats(engine), engine.planner.begin_step, []
     engine.planner.begin_step = lambda batch: plans.append((begin_step(batch), found["plans"])) or plans[-1][0]
-    assert run(engine, prompts, params) == wanted
+    assert run(engine, prompts, params, at_step) == wanted
     promoted = [number for number, (plan, _) in enumerate(plans) if plan.promoted]
     alone = [number for number, (plan, _) in enumerate(plans) if len(plan.rows) == 1]
     assert alone[0] < promoted[0], "the first step alone had no room yet"
