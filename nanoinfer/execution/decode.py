@@ -213,7 +213,6 @@ class DecodeProgram:
             write_through=[] if step.chunks else step.write_through,
             promoted=step.promoted,
             readers=[(found.on_host[:, 0], found.on_host[:, 2]) for found in lists],
-            may_stream=step.may_stream,
             rows=rows,
             until=make.until(size, step.ends),
         )
@@ -276,14 +275,16 @@ class DecodeStep:
     write_through: Sequence[tuple[int, int]]
     promoted: dict[int, int]
     readers: list[tuple[np.ndarray, np.ndarray]]
-    may_stream: bool
     rows: np.ndarray
     until: np.ndarray
     shares: np.ndarray | None = None
 
     def is_repeated_by(self, step: StepPlan) -> bool:
-        """Whether the next step reads just what this one reads."""
-        if len(step.changed_rows) or step.may_stream != self.may_stream or not np.array_equal(step.rows, self.rows):
+        """Whether the next step reads just what this one reads.
+
+        Wherever GPU blocks come or go, at a switch of the mode too, the rows have changed.
+        """
+        if len(step.changed_rows) or not np.array_equal(step.rows, self.rows):
             return False
         return bool(np.all(step.ends <= self.until))
 
