@@ -40,7 +40,7 @@ class Attend:
     ring_slot: int
 
 
-@lru_cache(maxsize=16)  # steps that stream as many chunks as the one before ask for the same again
+@lru_cache(maxsize=64)  # steps that stream as many chunks as the one before ask for the same again
 def ring_schedule(
     chunks_per_layer: tuple[int, ...], num_ring_slots: int, *, first: int, filled: int, chunks_ahead: int
 ) -> tuple[Compute | Fill | Attend, ...]:

@@ -34,7 +34,8 @@ class MixedStep:
             tuple([*ours, *theirs] for ours, theirs in zip(decode.plan.chunks, prefill.plan.chunks, strict=True))
         )
         self.ahead = decode.ahead  # as if the decode rows went on alone
-        self.write_through, self.shares = prefill.write_through, None
+        self.write_through = prefill.write_through
+        self.shares: np.ndarray | None = None  # as in `DecodeStep`
 
     @property
     def readers(self) -> list[tuple[np.ndarray, np.ndarray]]:

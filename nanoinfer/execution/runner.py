@@ -251,7 +251,7 @@ class ModelRunner:
                 pending = self._read_back(plan, program.tokens, lambda: program.logits[:count], on_logits)
             else:
                 pending = self._sample_prefill(plan, prefill, on_logits)
-        if plan.may_stream:
+        if step.plan.transfers:
             if step.shares is None:
                 windows = self.model.spec.windows
                 step.shares = stream_shares(windows, self.layout, plan.num_parts, step.plan, step.readers)

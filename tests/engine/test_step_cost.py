@@ -6,6 +6,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import SamplingParams
 from nanoinfer.attention.torch_backend import TorchBackend
+from nanoinfer.execution import runner
 from nanoinfer.execution import splits as decode
 from offload.runtime.staging import Staging
 
@@ -17,9 +18,9 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def work(monkeypatch):
-    """Elements uploaded and lists of splits built, since the test last cleared them."""
-    found = {"uploaded": 0, "lists": 0}
-    upload, split_lists = Staging.upload, decode.split_lists
+    """Elements uploaded, lists of splits built and divisions of streamed bytes, since the test last cleared them."""
+    found = {"uploaded": 0, "lists": 0, "shares": 0}
+    upload, split_lists, stream_shares = Staging.upload, decode.split_lists, runner.stream_shares
 
     def count_upload(self, stream, destination):
         found["uploaded"] += destination.numel()
@@ -29,14 +30,23 @@ def work(monkeypatch):
         found["lists"] += 1
         return split_lists(*arguments)
 
+    def count_shares(*arguments):
+        found["shares"] += 1
+        return stream_shares(*arguments)
+
     monkeypatch.setattr(Staging, "upload", count_upload)
     monkeypatch.setattr(decode, "split_lists", count_lists)
+    monkeypatch.setattr(runner, "stream_shares", count_shares)
     return found
 
 
-@pytest.mark.parametrize("enable_cpu_offload", [False, True])
-def test_a_step_uploads_and_plans_nothing_while_no_row_comes_goes_or_begins_a_block(path, work, enable_cpu_offload):
-    engine = make_engine(path, enable_prefix_caching=False, enable_cpu_offload=enable_cpu_offload)
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, dict(enable_cpu_offload=True), dict(enable_cpu_offload=True, resident_kv_limit=None)],
+    ids=["resident", "streamed", "kept"],
+)
+def test_a_step_uploads_and_plans_nothing_while_no_row_comes_goes_or_begins_a_block(path, work, arguments):
+    engine = make_engine(path, enable_prefix_caching=False, **arguments)
     costs = []
 
     def at_step(engine, step):
@@ -55,8 +65,9 @@ def test_a_step_uploads_and_plans_nothing_while_no_row_comes_goes_or_begins_a_bl
         for (lengths, before), (_, after) in zip(costs[:-1], costs[1:], strict=True)
         if len(lengths) == 2 and 51 <= min(lengths) and max(lengths) < 64
     ]
-    assert len(steady) >= 10 and all(step == {"uploaded": 0, "lists": 0} for step in steady), steady
-    assert costs[-1][1]["lists"] > 0 and costs[-1][1]["uploaded"] > 0
+    assert len(steady) >= 10 and not any(count for step in steady for count in step.values()), steady
+    assert work["lists"] > 0 and work["uploaded"] > 0
+    assert (work["shares"] > 0) == (engine.stats()["streamed_bytes"] > 0)
 
 
 def test_rows_whose_blocks_are_cut_are_planned_once_a_split(path, work, monkeypatch):
