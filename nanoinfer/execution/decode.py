@@ -280,14 +280,10 @@ class DecodeStep:
     shares: np.ndarray | None = None
 
     def is_repeated_by(self, step: StepPlan) -> bool:
-<<<<<<< HEAD
-        """Whether the next step reads just what this one reads."""
-=======
         """Whether the next step reads just what this one reads.
 
         Wherever GPU blocks come or go, at a switch of the mode too, the rows have changed.
         """
->>>>>>> vd
         if len(step.changed_rows) or not np.array_equal(step.rows, self.rows):
             return False
         return bool(np.all(step.ends <= self.until))

@@ -283,7 +283,6 @@ def test_a_prefetch_that_was_dropped_is_brought_again_by_a_repeat(paths, seed):
 
 @pytest.mark.parametrize("others", [[120], [5, 5, 5]])
 @pytest.mark.parametrize("seed", [None, 0])
-<<<<<<< HEAD
 def test_blocks_come_back_to_the_gpu_between_two_repeats(paths, seed, others):
     """When other rows give their room back, the row that is left decodes alone already.
 
@@ -291,30 +290,14 @@ def test_blocks_come_back_to_the_gpu_between_two_repeats(paths, seed, others):
     """
     prompts = random_prompts(1, 115, 115) + [[7] * count for count in others]
     params = [greedy(30)] + [greedy(6)] * len(others)
-=======
-@pytest.mark.parametrize("at_step", [None, lambda engine, step: engine.stats()], ids=["", "asked for its figures"])
-def test_blocks_come_back_to_the_gpu_between_two_repeats(paths, seed, at_step):
-    """When the other row gives its room back, the row that is left decodes alone already.
-
-    Whoever asks for figures takes note of the host blocks that are gone: then nothing but the blocks' return tells the
-    step from a repeat.
-    """
-    prompts, params = random_prompts(2, 120, 120), [greedy(30), greedy(10)]
->>>>>>> vd
     wanted = run(make_engine(paths["qwen3"]), prompts, params)
     given = STREAMED | dict(resident_kv_limit=None, num_gpu_blocks_override=14 if len(others) == 1 else 10)
     engine = make_engine(paths["qwen3"], SimulatedRuntime(seed), **given)
     found, begin_step, plans = check_repeats(engine), engine.planner.begin_step, []
     engine.planner.begin_step = lambda batch: plans.append((begin_step(batch), found["plans"])) or plans[-1][0]
-<<<<<<< HEAD
     assert run(engine, prompts, params) == wanted
     alone = [number for number, (plan, _) in enumerate(plans) if len(plan.rows) == 1 and not plan.chunks]
     promoted = [number for number in alone if plans[number][0].promoted]
-=======
-    assert run(engine, prompts, params, at_step) == wanted
-    promoted = [number for number, (plan, _) in enumerate(plans) if plan.promoted]
-    alone = [number for number, (plan, _) in enumerate(plans) if len(plan.rows) == 1]
->>>>>>> vd
     assert alone[0] < promoted[0], "the first step alone had no room yet"
     assert plans[-1][1] > plans[promoted[-1]][1] + 5, "the steps behind are repeated again"
 
