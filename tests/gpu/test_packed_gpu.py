@@ -21,7 +21,7 @@ from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.parted import Parted
 
 # Rows of the weight, columns, and rows of x: parts that cut blocks; blocks too large; rows that tiles do not divide.
-SHAPES = [(160, 2304, (1, 9, 17, 64, 130, 512)), (208, 200, (2, 33)), (2304, 192, (8, 65))]
+SHAPES = [(160, 2304, (1, 9, 17, 64, 100, 130, 512)), (208, 200, (2, 33)), (2304, 192, (8, 65))]
 
 
 def cases():
@@ -64,6 +64,19 @@ def test_any_number_of_rows_has_the_bits_of_the_expanded_matrix(name, packing, d
             assert torch.equal(got, gated[:count]), (name, size, count, "gated")
             if parts > 1:
                 assert torch.equal(packed_linear(x[:count], packed, num_parts=parts), sums[:, :count]), (name, size)
+
+
+@pytest.mark.parametrize("name", ["int4 in pairs of groups", "int8 by row", "int8 of 128", "fp8 by row"])
+def test_tiles_of_more_programs_than_cores_have_the_same_bits(name):
+    """Fewer programs load more steps ahead, which is another kernel."""
+    packing = Packing(**PACKINGS[name] | dict(scale_dtype=torch.bfloat16))
+    _, module = filled(packing, 20_000, 512, largest=0.03, device=DEVICE)
+    matrix = expand(module.packed, torch.empty(20_000, 512, dtype=torch.bfloat16, device=DEVICE))
+    x = torch.randn(512, 512, device=DEVICE).bfloat16()
+    want, gated = linear(x, matrix), linear(x, matrix, activation="silu")
+    for count in (9, 17, 64, 100, 200, 512):
+        assert torch.equal(packed_linear(x[:count], module.packed), want[:count]), count
+        assert torch.equal(packed_linear(x[:count], module.packed, activation="silu"), gated[:count]), count
 
 
 @pytest.mark.parametrize("name", ["int4 in pairs of groups", "int4 of 32"])
