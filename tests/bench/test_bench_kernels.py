@@ -214,7 +214,7 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys,
         if isinstance(found, dict):
             assert found["num_steps"] == 40 and found["host_seconds_per_step"] > 0 and found["ratio_to_floor"] > 0
     formats = {name.rpartition(",")[0] for name in cases["quantised"] if name != "case_seconds"}
-    assert formats == {"bf16", "int4, wide head", "int4", "int8", "fp8"}
+    assert formats == {"bf16", "int4", "int4, int8 head", "int8, int8 head", "fp8, int8 head"}
     steps = [found for found in cases["quantised"].values() if isinstance(found, dict)]
     assert all(found["weight_bytes"] < steps[0]["weight_bytes"] for found in steps[2:])
     products = {name: found for name, found in cases["packed_products"].items() if isinstance(found, dict)}

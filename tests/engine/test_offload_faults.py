@@ -138,7 +138,7 @@ def assert_goes_on_as_before(
 # Name: whose function it is, and at which of its calls it fails.
 PLACES = {
     "planning": (StepPlanner, "begin_step", (1, 11, 30)),
-    "taking promoted blocks": (GPUCopies, "promote", (1, 4, 20)),
+    "taking promoted blocks": (GPUCopies, "promote", (1, 4, 8)),
     "ring fill": (OffloadEngine, "_fill", (1, 2, 9)),
     "promotion copy": (DecodeProgram, "keep", (1, 2, 5)),
     "write-through": (OffloadEngine, "_write_through", (1, 2, 6, 12)),
