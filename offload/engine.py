@@ -136,10 +136,10 @@ class OffloadEngine:
         ahead = [] if step.ahead is None else step.ahead.transfers[: ring.num_ring_slots]
         chunks = plan.transfers
         filled, self._filled = len(self._filled), []
-        for operation in ring_schedule(
+        for ring_operation in ring_schedule(
             plan.chunks_per_layer, ring.num_ring_slots, first=self._first, filled=filled, chunks_ahead=len(ahead)
         ):
-            match operation:
+            match ring_operation:
                 case Compute(layer):
                     step.compute(layer)
                     timeline.lap(self.compute, COMPUTE, "layer", layer=layer)

@@ -56,9 +56,21 @@ def test_flash_attn_without_its_package_says_what_to_install():
         make_backend("flash_attn", make_spec(), "cpu", offload=False)
 
 
-def test_a_model_without_attention_is_refused():
-    with pytest.raises(ValueError, match="windows is empty"):
-        make_spec(windows=())
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_heads": 5}, "num_q_heads is 5 and num_kv_heads is 2"),
+        ({"kv_heads": 0}, "num_kv_heads is 0"),
+        ({"block_size": 40}, "block_size is 40 tokens: give a positive multiple of 16"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"softcap": 0.0}, "softcap is 0.0"),
+        ({"windows": ()}, "windows is empty"),
+        ({"windows": (None, 0)}, "sliding window is 0 tokens"),
+    ],
+)
+def test_impossible_specs_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        make_spec(**change)
 
 
 def test_backends_without_whole_row_decode_say_what_to_call():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ class AttentionSpec:
     """What all attention layers of a model have in common: the one declaration, from the config to the kernels.
 
     Raises:
-        ValueError: no layer has attention.
+        ValueError: numbers that no backend can run.
     """
 
     num_q_heads: int
@@ -31,8 +32,25 @@ class AttentionSpec:
     """Type of the KV buffers, widened to `dtype` as they are read; None: `dtype`."""
 
     def __post_init__(self) -> None:
+        for name in ("num_q_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_q_heads is {self.num_q_heads} and num_kv_heads is {self.num_kv_heads}: "
+                "the query heads must divide evenly among the KV heads"
+            )
+        if self.block_size < 16 or self.block_size % 16:
+            raise ValueError(f"block_size is {self.block_size} tokens: give a positive multiple of 16, such as 256")
+        if not (self.scale > 0 and math.isfinite(self.scale)):
+            raise ValueError(f"attention scale is {self.scale}: give a finite number above 0")
+        if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
+            raise ValueError(f"softcap is {self.softcap}: give a finite number above 0, or None for no cap")
         if not self.windows:
             raise ValueError("windows is empty: list each distinct window of the layers, None for full attention")
+        for window in self.windows:
+            if window is not None and window < 1:
+                raise ValueError(f"sliding window is {window} tokens: give at least 1, or None for full attention")
 
     @property
     def kv_dtype(self) -> torch.dtype:
