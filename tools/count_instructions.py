@@ -37,12 +37,12 @@ def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
     """The program, and the weights that each of its threads makes in one step of the loop."""
     kernel, cuda = packed.packed_linear_kernel, torch.device("cuda")
     weight = empty_packed(packing, NUM_ROWS, SIZE, "meta")
-    constants = expand.constants_of(weight, cuda, torch.bfloat16)
-    block_m, block_n, num_warps, stages, columns = packed.packed_tiles(1, NUM_ROWS, False, constants, cuda)
-    unroll = columns // constants["BLOCK"]
+    form = expand.form_of(weight, cuda, torch.bfloat16)
+    block_m, block_n, num_warps, stages, columns = packed.packed_tiles(1, NUM_ROWS, False, form, cuda)
+    unroll = columns // form.block
     types = dict(x="*bf16", bias="*bf16", out="*bf16", num_tokens="i32", num_rows="i32")
-    values = constants | dict(
-        PART_SIZE=SIZE, UNROLL=unroll, BIAS=False, GATED=False, GELU=False, EVEN=True, EVEN_SIZE=True,
+    values = dict(
+        FORM=form, PART_SIZE=SIZE, UNROLL=unroll, BIAS=False, GATED=False, GELU=False, EVEN=True, EVEN_SIZE=True,
         BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, PDL=architecture >= 90, x_rows=None,
     )  # fmt: skip
     names = ("words", "scales", "zeros", "global_scale", "group_index")
@@ -62,7 +62,7 @@ def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
     )
     options = dict(num_warps=num_warps)
     found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    return found.asm["cubin"], block_n * unroll * constants["BLOCK"] // (32 * num_warps)
+    return found.asm["cubin"], block_n * unroll * form.block // (32 * num_warps)
 
 
 def instructions_of_loop(program: bytes) -> int:

@@ -15,7 +15,7 @@ from packings import HALF, PACKINGS, Held, filled
 from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.linear import packed
 from nanoinfer.kernels.linear.counts import MAX_ROWS
-from nanoinfer.kernels.linear.expand import constants_of, expand, tensors_of
+from nanoinfer.kernels.linear.expand import expand, form_of, tensors_of
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 from nanoinfer.layers.formats.dense import DENSE
@@ -82,14 +82,14 @@ def test_a_weight_of_many_rows_is_computed_in_larger_tiles(monkeypatch):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", ["int4 in pairs of groups", "int8 by row"])
 def test_every_number_of_rows_has_tiles_on_every_gpu(monkeypatch, name, gated):
-    constants = constants_of(empty_packed(Packing(**PACKINGS[name]), 64, 512, "cpu"), torch.device("cpu"), HALF)
+    form = form_of(empty_packed(Packing(**PACKINGS[name]), 64, 512, "cpu"), torch.device("cpu"), HALF)
     for is_hopper in (False, True):
         monkeypatch.setattr(packed, "is_hopper", lambda device: is_hopper)
         for num_tokens in range(1, MAX_ROWS + 1):
-            found = packed.packed_tiles(num_tokens, 64, gated, constants, torch.device("cpu"))
+            found = packed.packed_tiles(num_tokens, 64, gated, form, torch.device("cpu"))
             block_m, block_n, num_warps, stages, columns = found
             assert block_m in (8, 16, 32, 64, 128) and block_m < max(2 * num_tokens, 16), found
-            assert block_n >= 16 * num_warps and stages > 0 and columns % constants["BLOCK"] == 0, found
+            assert block_n >= 16 * num_warps and stages > 0 and columns % form.block == 0, found
 
 
 @pytest.mark.parametrize("name", ["int4 in pairs of groups", "int4 with zeros", "int8 by row"])

@@ -7,6 +7,8 @@ matrix. Where scales lie in words, it takes the instructions of `instructions`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,15 +29,50 @@ _KINDS = {"int": INT.value, "fp8": FP8.value, "fp4": FP4.value}
 _EXPANSIONS = tl.constexpr(EXPANSIONS)
 
 
+class Form(NamedTuple):
+    """What kernels must know of a packed weight when they are compiled.
+
+    Attributes:
+        size: columns of the weight.
+        bits, kind: of a code.
+        plane, block, group, rows: columns of each, and rows that share a scale; see `packing`.
+        mode: where scales are.
+        has_words, has_zeros: whether scales lie in words; whether each has a zero.
+        scale: INT or FP8 for scales that are no numbers of a wider type, or -1.
+        factor: whether a global scale multiplies (1) or divides (2) the scales.
+        expansion: which instructions; -1: those that triton chooses; -2: the interpreter.
+        fold, fold_zero: see `Packing.folded`.
+        product, result: the dtype of the product, and one that it is rounded to besides, or None.
+    """
+
+    size: int
+    bits: int
+    kind: int
+    plane: int
+    block: int
+    group: int
+    rows: int
+    mode: int
+    has_words: bool
+    has_zeros: bool
+    scale: int
+    factor: int
+    expansion: int
+    fold: int
+    fold_zero: int
+    product: tl.dtype
+    result: tl.dtype | None
+
+
 @triton.jit
-def wide(value, EXPANSION: tl.constexpr):
+def wide(value, FORM: tl.constexpr):
     """8-bit values that were loaded, as int32, in a way that the compiler does not see through.
 
     It would take them for the operand of a product, and change the order of the columns as it does for operands of 8
-    bits. EXPANSION: below -1 there is no compiler.
+    bits.
     """
     value = value.to(tl.int32)
-    if EXPANSION == -1:
+    if FORM.expansion == -1:
         value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
     return value
 
@@ -53,12 +90,12 @@ def float8_value(code):
 
 
 @triton.jit
-def code_value(words, zero, p: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):
+def code_value(words, zero, p: tl.constexpr, FORM: tl.constexpr):
     """The codes of plane p of words, int32, without their zero, as float32."""
-    code = words >> BITS * p & (1 << BITS) - 1
-    if KIND == INT:
+    code = words >> FORM.bits * p & (1 << FORM.bits) - 1
+    if FORM.kind == INT:
         return (code - zero).to(tl.float32)
-    elif KIND == FP8:
+    elif FORM.kind == FP8:
         bits = words & 0x87F0 if p == 0 else words << 4 & 0x80F0 | words >> 4 & 0x0700
         return float8_number(bits << 16)
     else:
@@ -67,43 +104,36 @@ def code_value(words, zero, p: tl.constexpr, KIND: tl.constexpr, BITS: tl.conste
 
 
 @triton.jit
-def scale_value(scale, factor, SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr):
-    """A table's scales as float32. SCALE: -1 for floating-point numbers; FACTOR: 1 is multiplied, 2 divides."""
-    if SCALE == INT:
-        exponent = wide(scale, EXPANSION)
+def scale_value(scale, factor, FORM: tl.constexpr):
+    """A table's scales as float32."""
+    if FORM.scale == INT:
+        exponent = wide(scale, FORM)
         value = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
-    elif SCALE == FP8:
-        value = float8_value(wide(scale, EXPANSION))
+    elif FORM.scale == FP8:
+        value = float8_value(wide(scale, FORM))
     else:
         value = scale.to(tl.float32)
-    if FACTOR == 1:
+    if FORM.factor == 1:
         value = value * factor
-    elif FACTOR == 2:
+    elif FORM.factor == 2:
         value = tl.div_rn(value, factor)
     return value
 
 
 @triton.jit
-def halves_of_word(
-    word,
-    half: tl.constexpr,
-    EXPANSION: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    FOLD: tl.constexpr,
-    FOLD_ZERO: tl.constexpr,
-):
+def halves_of_word(word, half: tl.constexpr, FORM: tl.constexpr):
     """Return scale and zero that lie in a word; with `half` 1 another scale, and no zero.
 
-    With FOLD, the scale times 2**FOLD, and minus the scale times 2**FOLD_ZERO.
+    Folded, the scale times 2**fold, and minus the scale times 2**fold_zero.
     """
-    if FOLD > 0:
-        zero_word = (word + (FOLD_ZERO << 7) * 65537) ^ -2147450880  # the signs of both halves
-        word += (FOLD << 7) * 65537
-        zero = (zero_word >> 16 * half).to(tl.int16).to(PRODUCT, bitcast=True)
-        return (word >> 16 * half).to(tl.int16).to(PRODUCT, bitcast=True), zero
-    scale = (word >> 16 * half).to(tl.int16).to(PRODUCT, bitcast=True)
-    if EXPANSION >= 0:
-        zero = (word >> 16).to(tl.int16).to(PRODUCT, bitcast=True)
+    if FORM.fold > 0:
+        zero_word = (word + (FORM.fold_zero << 7) * 65537) ^ -2147450880  # the signs of both halves
+        word += (FORM.fold << 7) * 65537
+        zero = (zero_word >> 16 * half).to(tl.int16).to(FORM.product, bitcast=True)
+        return (word >> 16 * half).to(tl.int16).to(FORM.product, bitcast=True), zero
+    scale = (word >> 16 * half).to(tl.int16).to(FORM.product, bitcast=True)
+    if FORM.expansion >= 0:
+        zero = (word >> 16).to(tl.int16).to(FORM.product, bitcast=True)
     else:
         zero = word >> 16 & 127
     return scale, zero
@@ -117,127 +147,110 @@ def scales_of_plane(
     num_rows,
     first,  # the block at which a group begins, or another one
     offset: tl.constexpr,  # of the plane, in columns from the first block
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    MODE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, ZEROS: tl.constexpr, KIND: tl.constexpr,
-    BITS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr,
-    FOLD: tl.constexpr, FOLD_ZERO: tl.constexpr,
+    FORM: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return scales and zeros for the weights of a plane, as tiles [rows, PLANE]; the zero may be a number.
+    """Return scales and zeros for the weights of a plane, as tiles [rows, plane]; the zero may be a number.
 
     ALIGNED: whether the first block begins with a group. EVEN: whether no plane lies beyond the weight; one
     that does gets the last group's.
     """
-    zero = 1 << BITS - 1
-    if MODE == COLUMN:
-        column = first * BLOCK + offset + tl.arange(0, PLANE)
+    zero = 1 << FORM.bits - 1
+    if FORM.mode == COLUMN:
+        column = first * FORM.block + offset + tl.arange(0, FORM.plane)
         if group_index is None:
-            group = column // GROUP
+            group = column // FORM.group
         else:
-            group = tl.load(group_index + column, mask=column < SIZE, other=0)
-        at = group[None, :].to(tl.int64) * tl.cdiv(num_rows, ROWS) + (row // ROWS)[:, None]
-        inside = tl.broadcast_to((column < SIZE)[None, :], at.shape)
+            group = tl.load(group_index + column, mask=column < FORM.size, other=0)
+        at = group[None, :].to(tl.int64) * tl.cdiv(num_rows, FORM.rows) + (row // FORM.rows)[:, None]
+        inside = tl.broadcast_to((column < FORM.size)[None, :], at.shape)
         factor = 0.0 if global_scale is None else tl.load(global_scale + row)[:, None]
-        scale = scale_value(tl.load(scales + at, mask=inside, other=0), factor, SCALE, FACTOR, EXPANSION)
-        if ZEROS:
-            zero = wide(tl.load(zeros + at, mask=inside, other=0), EXPANSION)
+        scale = scale_value(tl.load(scales + at, mask=inside, other=0), factor, FORM)
+        if FORM.has_zeros:
+            zero = wide(tl.load(zeros + at, mask=inside, other=0), FORM)
         return scale, zero
     else:
-        if MODE == ROW:
+        if FORM.mode == ROW:
             scale, zero = of_row
-        elif MODE == PAIRS:
-            pair = first * BLOCK // (2 * GROUP) + offset // GROUP // 2
+        elif FORM.mode == PAIRS:
+            pair = first * FORM.block // (2 * FORM.group) + offset // FORM.group // 2
             if not EVEN:
-                pair = tl.minimum(pair, (SIZE - 1) // (2 * GROUP))
+                pair = tl.minimum(pair, (FORM.size - 1) // (2 * FORM.group))
             word = tl.load(scales + pair * num_rows + row)
-            scale, zero = halves_of_word(word, offset // GROUP % 2, EXPANSION, PRODUCT, FOLD, FOLD_ZERO)
+            scale, zero = halves_of_word(word, offset // FORM.group % 2, FORM)
         else:
             if ALIGNED:
-                group = first * BLOCK // GROUP + offset // GROUP
+                group = first * FORM.block // FORM.group + offset // FORM.group
             else:
-                group = (first * BLOCK + offset) // GROUP
+                group = (first * FORM.block + offset) // FORM.group
             if not EVEN:
-                group = tl.minimum(group, (SIZE - 1) // GROUP)
-            if MODE == WORDS:
-                word = tl.load(scales + group * num_rows + row)
-                scale, zero = halves_of_word(word, 0, EXPANSION, PRODUCT, FOLD, FOLD_ZERO)
+                group = tl.minimum(group, (FORM.size - 1) // FORM.group)
+            if FORM.mode == WORDS:
+                scale, zero = halves_of_word(tl.load(scales + group * num_rows + row), 0, FORM)
             else:
-                at = group.to(tl.int64) * tl.cdiv(num_rows, ROWS) + row // ROWS
+                at = group.to(tl.int64) * tl.cdiv(num_rows, FORM.rows) + row // FORM.rows
                 factor = 0.0 if global_scale is None else tl.load(global_scale + row)
-                scale = scale_value(tl.load(scales + at), factor, SCALE, FACTOR, EXPANSION)
-                if ZEROS:
-                    zero = wide(tl.load(zeros + at), EXPANSION)
-        scale = tl.broadcast_to(scale[:, None], [row.shape[0], PLANE])
-        if ZEROS or FOLD_ZERO > 0:
-            zero = tl.broadcast_to(zero[:, None], [row.shape[0], PLANE])
+                scale = scale_value(tl.load(scales + at), factor, FORM)
+                if FORM.has_zeros:
+                    zero = wide(tl.load(zeros + at), FORM)
+        scale = tl.broadcast_to(scale[:, None], [row.shape[0], FORM.plane])
+        if FORM.has_zeros or FORM.fold_zero > 0:
+            zero = tl.broadcast_to(zero[:, None], [row.shape[0], FORM.plane])
         else:  # what lies in the word is another scale
-            zero = 1 << BITS - 1
+            zero = 1 << FORM.bits - 1
         return scale, zero
 
 
 @triton.jit
-def scales_of_rows(
-    scales, zeros, global_scale, row, MODE: tl.constexpr, ZEROS: tl.constexpr, SCALE: tl.constexpr,
-    FACTOR: tl.constexpr, ROWS: tl.constexpr, EXPANSION: tl.constexpr, PRODUCT: tl.constexpr, WORD: tl.constexpr,
-    FOLD: tl.constexpr, FOLD_ZERO: tl.constexpr,
-):  # fmt: skip
-    """With ROW: load scale and zero of each row once. WORD: whether they lie in a word."""
-    if MODE != ROW:
+def scales_of_rows(scales, zeros, global_scale, row, FORM: tl.constexpr):
+    """Load scale and zero of each row once, if rows have only one."""
+    if FORM.mode != ROW:
         return 0, 0
-    elif WORD:
-        return halves_of_word(tl.load(scales + row), 0, EXPANSION, PRODUCT, FOLD, FOLD_ZERO)
-    elif FOLD > 0:
-        word = tl.load(scales + row).to(tl.int16, bitcast=True).to(tl.int32)
-        return halves_of_word(word, 0, EXPANSION, PRODUCT, FOLD, FOLD_ZERO)
+    elif FORM.has_words:
+        return halves_of_word(tl.load(scales + row), 0, FORM)
+    elif FORM.fold > 0:
+        return halves_of_word(tl.load(scales + row).to(tl.int16, bitcast=True).to(tl.int32), 0, FORM)
     else:
-        scale = tl.load(scales + row // ROWS)
+        scale = tl.load(scales + row // FORM.rows)
         zero = 0
-        if ZEROS:
-            zero = wide(tl.load(zeros + row // ROWS), EXPANSION)
-        if EXPANSION < 0:
+        if FORM.has_zeros:
+            zero = wide(tl.load(zeros + row // FORM.rows), FORM)
+        if FORM.expansion < 0:
             factor = 0.0 if global_scale is None else tl.load(global_scale + row)
-            scale = scale_value(scale, factor, SCALE, FACTOR, EXPANSION)
+            scale = scale_value(scale, factor, FORM)
         return scale, zero
 
 
 @triton.jit
 def expanded_plane(
-    words,  # [rows, PLANE] int16
+    words,  # [rows, plane] int16
     scales, zeros, global_scale, group_index,  # see `PackedWeight`
     of_row,  # from `scales_of_rows`
     row, num_rows, first,
     offset: tl.constexpr,  # see `scales_of_plane`
     like,  # a pointer to weights
     p: tl.constexpr,  # which plane
-    SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
-    ZEROS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr,
-    EXPANSION: tl.constexpr,  # which instructions; -1: those that triton chooses; -2: the interpreter
-    FOLD: tl.constexpr, FOLD_ZERO: tl.constexpr,
-    PRODUCT: tl.constexpr,  # the dtype of the product
-    RESULT: tl.constexpr,  # a dtype that it is rounded to besides
+    FORM: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights of one plane: [rows, PLANE] in the model's dtype."""
+    """Return the weights of one plane: [rows, plane] in the model's dtype."""
     scale, zero = scales_of_plane(
-        scales, zeros, global_scale, group_index, of_row, row, num_rows, first, offset, SIZE, BLOCK, PLANE, GROUP,
-        ROWS, MODE, ALIGNED, EVEN, ZEROS, KIND, BITS, SCALE, FACTOR, EXPANSION, PRODUCT, FOLD, FOLD_ZERO,
-    )  # fmt: skip
-    if EXPANSION >= 0:
+        scales, zeros, global_scale, group_index, of_row, row, num_rows, first, offset, FORM, ALIGNED, EVEN
+    )
+    if FORM.expansion >= 0:
         # Only float16 products become another dtype, bfloat16, among these instructions.
-        dtype: tl.constexpr = tl.bfloat16 if like.dtype.element_ty == tl.bfloat16 else PRODUCT
-        if ZEROS or FOLD_ZERO > 0:
+        dtype: tl.constexpr = tl.bfloat16 if like.dtype.element_ty == tl.bfloat16 else FORM.product
+        code: tl.constexpr = _EXPANSIONS[FORM.expansion][p]
+        if FORM.has_zeros or FORM.fold_zero > 0:
             weight = tl.inline_asm_elementwise(
-                _EXPANSIONS[EXPANSION][p], "=r,r,r,r", [words, scale, zero], dtype=dtype.value, is_pure=True, pack=2
+                code, "=r,r,r,r", [words, scale, zero], dtype=dtype.value, is_pure=True, pack=2
             )
         else:
-            weight = tl.inline_asm_elementwise(
-                _EXPANSIONS[EXPANSION][p], "=r,r,r", [words, scale], dtype=dtype.value, is_pure=True, pack=2
-            )
+            weight = tl.inline_asm_elementwise(code, "=r,r,r", [words, scale], dtype=dtype.value, is_pure=True, pack=2)
     else:
-        value = code_value(words.to(tl.int32), zero, p, KIND, BITS).to(PRODUCT)
+        value = code_value(words.to(tl.int32), zero, p, FORM).to(FORM.product)
         # The product of two 16-bit numbers is exact in float32, so it is rounded once.
-        weight = (value.to(tl.float32) * scale.to(PRODUCT).to(tl.float32)).to(PRODUCT)
-        if RESULT is not None:
-            weight = weight.to(RESULT)
+        weight = (value.to(tl.float32) * scale.to(FORM.product).to(tl.float32)).to(FORM.product)
+        if FORM.result is not None:
+            weight = weight.to(FORM.result)
     return weight.to(like.dtype.element_ty)
 
 
@@ -252,41 +265,39 @@ def has_instructions(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def constants_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> dict:
-    """Return what kernels must know of a packing when they are compiled. dtype: the model's."""
+def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> Form:
+    """Return what kernels that run on a device must know of a weight. dtype: the model's."""
     packing, size = weight.packing, weight.in_features
     plane, table = packing.plane(size), packing.table(size)
-    block, is_word = packing.block(plane), table == "words"
     if packing.columns is None:
         mode = ROW
     elif packing.has_group_index or packing.columns % plane:
         mode = COLUMN
     else:
         mode = {"pairs": PAIRS, "words": WORDS, "plain": TABLE}[table]
-    group = packing.columns or size
     scale_dtype = packing.scale_dtype
     product = packing.product_dtype or (scale_dtype if scale_dtype in _TYPES else torch.float32)
     fits = packing.has_words and has_instructions(device)
     folds = fits and weight.can_fold and dtype == torch.bfloat16 and packing.folded[0] > 0
     number = number_of(packing, dtype, folds) if fits else -1 if has_instructions(device) else -2
-    return dict(
-        SIZE=size,
-        BITS=packing.bits,
-        KIND=_KINDS[packing.kind],
-        PLANE=plane,
-        BLOCK=block,
-        GROUP=group,
-        ROWS=packing.rows,
-        MODE=mode.value,
-        WORD=is_word,
-        ZEROS=packing.has_zeros,
-        SCALE={torch.uint8: INT.value, torch.float8_e4m3fn: FP8.value}.get(scale_dtype, -1),
-        FACTOR=0 if not packing.has_global_scale else 2 if packing.divides_global_scale else 1,
-        EXPANSION=number,
-        FOLD=packing.folded[0] if folds else 0,
-        FOLD_ZERO=packing.folded[1] if folds else 0,
-        PRODUCT=_TYPES[product],
-        RESULT=None if packing.result_dtype is None else _TYPES[packing.result_dtype],
+    return Form(
+        size=size,
+        bits=packing.bits,
+        kind=_KINDS[packing.kind],
+        plane=plane,
+        block=packing.block(plane),
+        group=packing.columns or size,
+        rows=packing.rows,
+        mode=mode.value,
+        has_words=table == "words",
+        has_zeros=packing.has_zeros,
+        scale={torch.uint8: INT.value, torch.float8_e4m3fn: FP8.value}.get(scale_dtype, -1),
+        factor=0 if not packing.has_global_scale else 2 if packing.divides_global_scale else 1,
+        expansion=number,
+        fold=packing.folded[0] if folds else 0,
+        fold_zero=packing.folded[1] if folds else 0,
+        product=_TYPES[product],
+        result=None if packing.result_dtype is None else _TYPES[packing.result_dtype],
     )
 
 
@@ -303,15 +314,15 @@ def expand_kernel(
     out,  # [count, SIZE]
     num_rows,
     count,
-    SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, WORD: tl.constexpr, ZEROS: tl.constexpr,
-    SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, FOLD: tl.constexpr, FOLD_ZERO: tl.constexpr,
-    PRODUCT: tl.constexpr, RESULT: tl.constexpr,
-    UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    FORM: tl.constexpr, UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The buffer may still be read by the kernel before this one.
     wait_for_inputs(PDL)
     let_next_in(PDL)
+    SIZE: tl.constexpr = FORM.size
+    BLOCK: tl.constexpr = FORM.block
+    PLANE: tl.constexpr = FORM.plane
+    PLANES: tl.constexpr = 16 // FORM.bits
     place = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = place < count
     row = tl.minimum(place, count - 1)
@@ -319,18 +330,15 @@ def expand_kernel(
         row = tl.load(ids + row).to(tl.int32)
     first = tl.program_id(0) * UNROLL
     at = tl.arange(0, PLANE)
-    of_row = scales_of_rows(
-        scales, zeros, global_scale, row, MODE, ZEROS, SCALE, FACTOR, ROWS, EXPANSION, PRODUCT, WORD, FOLD, FOLD_ZERO
-    )  # fmt: skip
+    of_row = scales_of_rows(scales, zeros, global_scale, row, FORM)
     for u in tl.static_range(UNROLL):
         if (first + u) * BLOCK < SIZE:
             start = ((first + u).to(tl.int64) * num_rows + row[:, None]) * PLANE
             tile = tl.load(words + start + at[None, :])
-            for p in tl.static_range(16 // BITS):
+            for p in tl.static_range(PLANES):
                 weight = expanded_plane(
                     tile, scales, zeros, global_scale, group_index, of_row, row, num_rows, first, u * BLOCK + p * PLANE,
-                    out, p, SIZE, BITS, KIND, PLANE, BLOCK, GROUP, ROWS, MODE, (UNROLL * BLOCK) % GROUP == 0,
-                    SIZE % BLOCK == 0, ZEROS, SCALE, FACTOR, EXPANSION, FOLD, FOLD_ZERO, PRODUCT, RESULT,
+                    out, p, FORM, (UNROLL * BLOCK) % FORM.group == 0, SIZE % BLOCK == 0,
                 )  # fmt: skip
                 column = (first + u) * BLOCK + p * PLANE + at
                 stored = inside[:, None] & (column < SIZE)[None, :]
@@ -343,18 +351,17 @@ def expand(weight: PackedWeight, out: Tensor, ids: Tensor | None = None) -> Tens
     assert out.is_contiguous() and out.shape == (count, weight.in_features), "the matrix is packed"
     if count == 0:
         return out
-    constants = constants_of(weight, out.device, out.dtype)
-    unroll = first_blocks(constants)
+    form = form_of(weight, out.device, out.dtype)
+    unroll = first_blocks(form)
     block_n = 32
     grid = (triton.cdiv(len(weight.codes), unroll), triton.cdiv(count, block_n))
     expand_kernel[grid](
-        *tensors_of(weight), ids, out, weight.num_rows, count, **constants, UNROLL=unroll, BLOCK_N=block_n, num_warps=4,
+        *tensors_of(weight), ids, out, weight.num_rows, count, FORM=form, UNROLL=unroll, BLOCK_N=block_n, num_warps=4,
         **launch_options(out),
     )  # fmt: skip
     return out
 
 
-def first_blocks(constants: dict) -> int:
+def first_blocks(form: Form) -> int:
     """Return how many blocks a program must take at a time: with pairs, whole ones."""
-    is_paired = constants["MODE"] == PAIRS.value
-    return max(1, 2 * constants["GROUP"] // constants["BLOCK"]) if is_paired else 1
+    return max(1, 2 * form.group // form.block) if form.mode == PAIRS.value else 1

@@ -23,10 +23,11 @@ from nanoinfer.kernels.layer.activation import ACTIVATIONS
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import (
     COLUMN,
+    Form,
     beside,
-    constants_of,
     expanded_plane,
     first_blocks,
+    form_of,
     scales_of_rows,
     tensors_of,
 )
@@ -46,20 +47,17 @@ LARGE_OUTPUT = 2**14
 @triton.jit
 def expanded_block(
     words, scales, zeros, global_scale, group_index, of_row, row, num_rows, first, u: tl.constexpr, like,
-    SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
-    ZEROS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, FOLD: tl.constexpr,
-    FOLD_ZERO: tl.constexpr, PRODUCT: tl.constexpr, RESULT: tl.constexpr,
+    FORM: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights of a block, [rows, BLOCK], in the order of its columns. u: its number after the first one."""
+    """Return the weights of a block, [rows, block], in the order of its columns. u: its number after the first one."""
+    PLANES: tl.constexpr = 16 // FORM.bits
     weight = None
-    for p in tl.static_range(0, 16 // BITS, 2):
+    for p in tl.static_range(0, PLANES, 2):
         pair = None
         for q in tl.static_range(2):
             plane = expanded_plane(
                 words, scales, zeros, global_scale, group_index, of_row, row, num_rows, first,
-                u * BLOCK + (p + q) * PLANE, like, p + q, SIZE, BITS, KIND, PLANE, BLOCK, GROUP, ROWS, MODE, ALIGNED,
-                EVEN, ZEROS, SCALE, FACTOR, EXPANSION, FOLD, FOLD_ZERO, PRODUCT, RESULT,
+                u * FORM.block + (p + q) * FORM.plane, like, p + q, FORM, ALIGNED, EVEN,
             )  # fmt: skip
             pair = plane if pair is None else beside(pair, plane)
         weight = pair if weight is None else beside(weight, pair)
@@ -86,22 +84,24 @@ def packed_linear_kernel(
     out,  # [num_tokens, num_rows], or [parts, num_tokens, num_rows] float32 where PART_SIZE < SIZE
     num_tokens,
     num_rows,
-    SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, WORD: tl.constexpr, ZEROS: tl.constexpr,
-    SCALE: tl.constexpr, FACTOR: tl.constexpr, EXPANSION: tl.constexpr, FOLD: tl.constexpr, FOLD_ZERO: tl.constexpr,
-    PRODUCT: tl.constexpr, RESULT: tl.constexpr,
+    FORM: tl.constexpr,
     PART_SIZE: tl.constexpr,  # columns of one program
     UNROLL: tl.constexpr,  # blocks of one step
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     EVEN: tl.constexpr,  # OUT_N divides num_rows
-    EVEN_SIZE: tl.constexpr,  # UNROLL * BLOCK divides PART_SIZE
+    EVEN_SIZE: tl.constexpr,  # whole steps of UNROLL blocks make up PART_SIZE
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    SIZE: tl.constexpr = FORM.size
+    BLOCK: tl.constexpr = FORM.block
+    PLANE: tl.constexpr = FORM.plane
+    PLANES: tl.constexpr = 16 // FORM.bits
+    ALIGNED: tl.constexpr = PART_SIZE % FORM.group == 0 and (UNROLL * BLOCK) % FORM.group == 0
     # Programs that share rows of the weight follow each other, so only one of them reads these rows from memory.
     first_token = tl.program_id(0) * BLOCK_M
     token = first_token + tl.arange(0, BLOCK_M)
@@ -119,11 +119,8 @@ def packed_linear_kernel(
     at = tl.arange(0, PLANE)
     begin = tl.program_id(2) * PART_SIZE
     end = begin + PART_SIZE
-    ALIGNED: tl.constexpr = PART_SIZE % GROUP == 0 and (UNROLL * BLOCK) % GROUP == 0
     wait_for_inputs(PDL)
-    of_row = scales_of_rows(
-        scales, zeros, global_scale, row, MODE, ZEROS, SCALE, FACTOR, ROWS, EXPANSION, PRODUCT, WORD, FOLD, FOLD_ZERO
-    )  # fmt: skip
+    of_row = scales_of_rows(scales, zeros, global_scale, row, FORM)
     x_tile = x + token.to(tl.int64)[None, :] * SIZE + at[:, None]
     word_tile = words + row[:, None] * PLANE + at[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -136,14 +133,13 @@ def packed_linear_kernel(
             tile = tl.load(word_tile + block.to(tl.int64) * all_rows * PLANE)
             if x_rows is not None:
                 weight = expanded_block(
-                    tile, scales, zeros, global_scale, group_index, of_row, row, all_rows, first, u, x, SIZE, BITS,
-                    KIND, PLANE, BLOCK, GROUP, ROWS, MODE, ALIGNED, EVEN_SIZE, ZEROS, SCALE, FACTOR, EXPANSION, FOLD,
-                    FOLD_ZERO, PRODUCT, RESULT,
+                    tile, scales, zeros, global_scale, group_index, of_row, row, all_rows, first, u, x, FORM, ALIGNED,
+                    EVEN_SIZE,
                 )  # fmt: skip
                 value = x_rows.load([first_token, start + u * BLOCK]).T
                 acc = waited_for(tl.dot(weight, value, acc, input_precision="ieee"))
             else:
-                for p in tl.static_range(16 // BITS):
+                for p in tl.static_range(PLANES):
                     column = start + u * BLOCK + p * PLANE
                     if EVEN_SIZE:
                         value = tl.load(x_tile + column, mask=live[None, :], other=0.0)
@@ -151,8 +147,7 @@ def packed_linear_kernel(
                         value = tl.load(x_tile + column, mask=live[None, :] & (column + at < end)[:, None], other=0.0)
                     weight = expanded_plane(
                         tile, scales, zeros, global_scale, group_index, of_row, row, all_rows, first,
-                        u * BLOCK + p * PLANE, x, p, SIZE, BITS, KIND, PLANE, BLOCK, GROUP, ROWS, MODE, ALIGNED,
-                        EVEN_SIZE, ZEROS, SCALE, FACTOR, EXPANSION, FOLD, FOLD_ZERO, PRODUCT, RESULT,
+                        u * BLOCK + p * PLANE, x, p, FORM, ALIGNED, EVEN_SIZE,
                     )  # fmt: skip
                     if not EVEN_SIZE:  # what lies beyond may be infinite, and its product with 0 no number
                         weight = tl.where((column + at < end)[None, :], weight, 0.0)
@@ -203,14 +198,14 @@ def packed_linear(
     assert out.is_contiguous(), "rows must be packed"
     if num_tokens == 0:
         return out
-    constants, part_size = constants_of(weight, x.device, x.dtype), size // num_parts
-    block = constants["BLOCK"]
-    block_m, block_n, num_warps, stages, columns = packed_tiles(num_tokens, weight.num_rows, gated, constants, x.device)
-    unroll = _blocks_of_step(part_size, columns, constants)
+    form, part_size = form_of(weight, x.device, x.dtype), size // num_parts
+    block = form.block
+    block_m, block_n, num_warps, stages, columns = packed_tiles(num_tokens, weight.num_rows, gated, form, x.device)
+    unroll = _blocks_of_step(part_size, columns, form)
     if unroll * block > columns:  # as many columns are loaded ahead, in fewer steps
         stages = max(2, stages * columns // (unroll * block))
     x_rows, is_even = None, part_size % (unroll * block) == 0
-    if constants["MODE"] == COLUMN.value:  # a tile of scales for each plane would take all shared memory
+    if form.mode == COLUMN.value:  # a tile of scales for each plane would take all shared memory
         stages = 1
     elif is_hopper(x.device) and is_even and block_m >= 16 and block_n >= 64:
         x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [block_m, block])
@@ -219,7 +214,7 @@ def packed_linear(
         x_bytes, word_bytes = unroll * block * 2 * block_m, unroll * block * block_n * weight.packing.bits // 8
         stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // (x_bytes + word_bytes))
     packed_linear_kernel[grid](
-        x, x_rows, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, **constants,
+        x, x_rows, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, FORM=form,
         PART_SIZE=part_size, UNROLL=unroll, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
         EVEN=weight.num_rows % block_n == 0, EVEN_SIZE=is_even, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
         num_warps=num_warps, **launch_options(x),
@@ -227,13 +222,13 @@ def packed_linear(
     return out
 
 
-def _blocks_of_step(part_size: int, columns: int, constants: dict) -> int:
+def _blocks_of_step(part_size: int, columns: int, form: Form) -> int:
     """Return how many blocks make up about so many columns: as many as divide a part of a sum, if any do.
 
     Of narrow planes fewer columns: each plane is code of its own, and many take the compiler tens of seconds.
     """
-    block, least = constants["BLOCK"], first_blocks(constants)
-    most = min(columns // block, MAX_PLANES * constants["BITS"] // 16)
+    block, least = form.block, first_blocks(form)
+    most = min(columns // block, MAX_PLANES * form.bits // 16)
     for count in range(max(most, least), least, -1):
         if count % least == 0 and part_size % (count * block) == 0:
             return count
@@ -241,18 +236,18 @@ def _blocks_of_step(part_size: int, columns: int, constants: dict) -> int:
 
 
 def packed_tiles(
-    num_tokens: int, num_rows: int, gated: bool, constants: dict, device: torch.device
+    num_tokens: int, num_rows: int, gated: bool, form: Form, device: torch.device
 ) -> tuple[int, int, int, int, int]:
     """Return (BLOCK_M, BLOCK_N, warps, stages, columns of a step), tuned on an H200.
 
     Elsewhere one size serves all products of more than 32 rows, and where shared memory is little, fewer of its steps
     are loaded ahead. num_rows: of the weight.
     """
-    bits = constants["BITS"]
+    bits = form.bits
     if num_tokens <= 8:
         if not gated:
             return 8, 16, 1, 4, 256
-        if bits == 8 and first_blocks(constants) * constants["BLOCK"] <= 128:
+        if bits == 8 and first_blocks(form) * form.block <= 128:
             return 8, 32, 2, 4, 128
         return (8, 64, 4, 3, 256) if bits == 4 and num_rows >= LARGE_OUTPUT else (8, 32, 2, 3, 256)
     if num_tokens <= 16 and not gated:
