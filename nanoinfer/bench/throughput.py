@@ -20,9 +20,7 @@ from nanoinfer.options.measuring import (
     bounds,
     check_at_least,
     check_can_write,
-    default_shape,
-    model_directory,
-    model_name,
+    open_model,
     shared_engine_arguments,
 )
 from nanoinfer.sampling_params import SamplingParams
@@ -124,7 +122,7 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
     }
 
 
-def run(options: argparse.Namespace, command: str) -> dict:
+def run(options: argparse.Namespace) -> dict:
     """Runs the load, prints the report and returns its figures (see `run_load`).
 
     Raises:
@@ -135,21 +133,19 @@ def run(options: argparse.Namespace, command: str) -> dict:
     choose("--mode", options.mode, ENGINE_MODES)
     check_can_write(options.output_json)
     lengths = bounds(options.input_len, "--input-len"), bounds(options.output_len, "--output-len")
-    shape = default_shape(device)
     arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)
-    with model_directory(options, shape) as model:
+    with open_model(options, device.type) as (model, name):
         config = EngineConfig(model=model, **arguments)
         spec, _ = spec_and_layout(config, load_config(model))
         load = make_load(options.num_prompts, *lengths, options.temperature, options.seed, spec.vocab_size)
         with LLM(model, **arguments | dict(max_model_len=load.max_model_len)) as llm:
             figures = run_load(llm, load, progress=not options.no_progress)
     title = (
-        f"{model_name(options, shape)}, {figures['mode']} mode: {counted(options.num_prompts, 'request')} of "
+        f"{name}, {figures['mode']} mode: {counted(options.num_prompts, 'request')} of "
         f"{options.input_len} tokens in and {options.output_len} out, temperature {options.temperature:g}"
     )
     print(paragraph(title, _lines(figures)))
-    if options.output_json:
-        write_figures(options.output_json, figures, None, device, command)
+    write_figures(options.output_json, figures, options.command_line, device)
     return figures
 
 

@@ -8,15 +8,11 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nanoinfer.common.errors import choose
 from nanoinfer.models.shapes import SHAPES, refuse_shape, write_shape
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import length
-
-if TYPE_CHECKING:
-    import torch
 
 # The modes that are measured: engine arguments in which they differ.
 ENGINE_MODES: dict[str, dict] = {
@@ -78,43 +74,27 @@ def add_mode_argument(parser: argparse.ArgumentParser) -> None:
 def shared_engine_arguments(options: argparse.Namespace) -> dict:
     """Return the arguments of an LLM that come from options shared by all benchmarks."""
     return engine_arguments(options) | dict(
-        load_format="dummy" if is_dummy(options) else "auto",
+        load_format="dummy" if options.model is None else "auto",
         skip_tokenizer_init=True,
         enable_prefix_caching=bool(options.enable_prefix_caching),
         progress_bar=not options.no_progress,
     )
 
 
-def is_dummy(options: argparse.Namespace) -> bool:
-    """Whether the weights are random."""
-    return options.model is None
-
-
-def default_shape(device: torch.device) -> str:
-    """Return the shape to use if neither a model nor a shape is given."""
-    return "qwen3-4b" if device.type == "cuda" else "tiny"
-
-
 @contextmanager
-def model_directory(options: argparse.Namespace, shape: str) -> Iterator[str]:
-    """Yield the checkpoint that the options name, else a directory with a config.
-
-    The config is that of the shape in the options, or of `shape` if they give none.
+def open_model(options: argparse.Namespace, device_type: str) -> Iterator[tuple[str, str]]:
+    """Yield the checkpoint that the options name, else a directory with the config of a shape, and its name in reports.
 
     Raises:
         ValueError: there is no such shape, or a shape is given as a checkpoint.
     """
-    if not is_dummy(options):
+    if options.model is not None:
         refuse_shape(options.model)
-        yield options.model
+        yield options.model, options.model
         return
+    shape = options.shape or ("qwen3-4b" if device_type == "cuda" else "tiny")
     with tempfile.TemporaryDirectory() as directory:
-        yield str(write_shape(options.shape or shape, directory))
-
-
-def model_name(options: argparse.Namespace, shape: str) -> str:
-    """Return the name of the measured model for a report."""
-    return options.model or f"{options.shape or shape} shape, random weights"
+        yield str(write_shape(shape, directory)), f"{shape} shape, random weights"
 
 
 def mode_names(text: str, allowed: Collection[str]) -> list[str]:

@@ -30,10 +30,8 @@ class Answer:
 class Answers(ABC):
     """Answers questions greedily."""
 
-    @property
-    def streamed_bytes(self) -> int:
-        """KV bytes that were brought from host memory since the start."""
-        return 0
+    streamed_bytes = 0
+    """KV bytes that were brought from host memory since the start."""
 
     @abstractmethod
     def __call__(

@@ -28,14 +28,12 @@ from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.measure.report import write_figures
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.setup import spec_and_layout
-from nanoinfer.options.exactness import CONDITIONS
+from nanoinfer.options.bench import CONDITIONS
 from nanoinfer.options.measuring import (
     check_at_least,
     check_can_write,
     counts,
-    default_shape,
-    model_directory,
-    model_name,
+    open_model,
     shared_engine_arguments,
 )
 from nanoinfer.options.parser import in_options
@@ -44,14 +42,9 @@ from nanoinfer.weights.load import load_config
 LocalServer = Callable[[dict[str, Any], int], AbstractContextManager[str]]
 """Opens a server in this process: (arguments of its engine, the most requests that may wait) -> its address."""
 DEFAULT_VOCAB_SIZE = 1000
-# Engine options that also apply to another server, or to the benchmark itself.
-_FOR_SERVERS = (
-    "api_key base_url batch benchmark block_size command model no_progress output_json output_len parser requests "
-    "seed vocab_size"
-).split()
 
 
-def run(options: argparse.Namespace, command: str, local_server: LocalServer) -> dict:
+def run(options: argparse.Namespace, local_server: LocalServer) -> dict:
     """Run the benchmark, print the report and return its figures; `identical` is the result.
 
     Raises:
@@ -60,7 +53,7 @@ def run(options: argparse.Namespace, command: str, local_server: LocalServer) ->
     check_at_least(options, requests=1, output_len=1)
     check_can_write(options.output_json)
     sizes = counts(options.batch, "--batch")
-    names = list(CONDITIONS) if options.conditions is None else [name.strip() for name in options.conditions.split(",")]
+    names = [name.strip() for name in options.conditions.split(",")]
     for name in names:
         choose("--conditions", name, CONDITIONS)
     _check_options(options)
@@ -79,8 +72,7 @@ def run(options: argparse.Namespace, command: str, local_server: LocalServer) ->
         "title": title,
         "conditions": [asdict(condition) for condition in conditions],
     }
-    if options.output_json:
-        write_figures(options.output_json, figures, None, device, command)
+    write_figures(options.output_json, figures, options.command_line, device)
     return figures
 
 
@@ -93,8 +85,9 @@ def _check_options(options: argparse.Namespace) -> None:
         if options.enable_prefix_caching is not None:
             raise ValueError("enable_prefix_caching is a condition of its own: leave it out, give --conditions prefix")
         return
-    for name, value in vars(options).items():
-        if name not in _FOR_SERVERS and value != options.parser.get_default(name):
+    # The prompts depend on block size and seed, for a server too.
+    for name in ("shape", "conditions", *options.engine_options):
+        if name not in ("block_size", "seed") and getattr(options, name) != options.parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} is for an engine here, --base-url asks a server: leave it out")
     if options.vocab_size is not None and options.vocab_size < 4:
@@ -129,11 +122,10 @@ def _ask_server(options: argparse.Namespace, sizes: list[int]) -> tuple[str, lis
 def _ask_engines(
     options: argparse.Namespace, sizes: list[int], names: list[str], device: torch.device, local_server: LocalServer
 ) -> tuple[str, list[Condition]]:
-    shape = default_shape(device)
     common: dict[str, Any] = shared_engine_arguments(options) | dict(enable_cpu_offload=False)
     if options.max_num_seqs is None:
         common["max_num_seqs"] = max(*sizes, CROWD)
-    with model_directory(options, shape) as model:
+    with open_model(options, device.type) as (model, name):
         common["model"] = model
         config = EngineConfig(**common)
         spec, _ = spec_and_layout(config, load_config(model))
@@ -149,7 +141,7 @@ def _ask_engines(
         if "server" in names:
             server = local_server(common | dict(enable_prefix_caching=True), max(1024, sizes[-1]))
             conditions += _ask_own_server(options, server, workload, sizes, wanted)
-    return f"{model_name(options, shape)}: {_describe(workload)}", conditions
+    return f"{name}: {_describe(workload)}", conditions
 
 
 def _ask_base(
