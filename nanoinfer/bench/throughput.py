@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from dataclasses import dataclass
 
 from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import paragraph, write_figures
-from nanoinfer.measure.run import random_prompts
+from nanoinfer.measure.run import Load, random_prompts
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.setup import spec_and_layout
 from nanoinfer.options.measuring import (
@@ -28,27 +27,6 @@ from nanoinfer.weights.load import load_config
 
 # Prompts take the first ids of every vocabulary, so that the load is the same for all models.
 PROMPT_VOCABULARY = 2000
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests that all arrive at the start."""
-
-    prompts: list[list[int]]
-    params: list[SamplingParams]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(param.max_tokens for param in self.params)
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest request, prompt and output."""
-        return max(len(prompt) + param.max_tokens for prompt, param in zip(self.prompts, self.params, strict=True))
 
 
 def make_load(

@@ -77,6 +77,31 @@ class Row:
         self.link_moved = abs(before.link - after.link) / best.link
 
 
+@dataclass(frozen=True)
+class Load:
+    """Requests: token ids of each prompt, and its parameters."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(param.max_tokens for param in self.params)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each request, prompt and output."""
+        return [len(prompt) + param.max_tokens for prompt, param in zip(self.prompts, self.params, strict=True)]
+
+    @property
+    def max_model_len(self) -> int:
+        return max(self.lengths)
+
+
 def random_prompts(vocab_size: int, lengths: list[int], seed: int) -> list[list[int]]:
     """Make one prompt of token ids per length, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)

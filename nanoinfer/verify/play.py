@@ -62,10 +62,10 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
         )
         return None
     recorder = LogitsRecorder(engine)
-    switches = _Switches(engine, workload.num_tokens) if run.switches else None
+    switches = _Switches(engine, workload.num_output_tokens) if run.switches else None
     num_passes, most_resident = 2 if run.asks_twice else 1, 0
     requests: list[Request] = []
-    num_tokens = workload.num_tokens * run.num_completions * num_passes
+    num_tokens = workload.num_output_tokens * run.num_completions * num_passes
     with tqdm(total=num_tokens, desc=run.name, unit="tok", disable=not engine.config.progress_bar) as bar:
         for number in range(num_passes):
             requests = []

@@ -102,7 +102,7 @@ def _ask_server(options: argparse.Namespace, sizes: list[int]) -> tuple[str, lis
     asker = ServerAsker(options.base_url, options.model, api_key)
     vocab_size = options.vocab_size or DEFAULT_VOCAB_SIZE
     workload = make_workload(options.requests, vocab_size, options.block_size, options.output_len, options.seed)
-    asker.leave_out_what_is_refused(workload.asked[0])
+    asker.leave_out_what_is_refused(workload.prompts[0], workload.params[0])
     _progress(options, "alone")
     wanted, conditions = all_answers(workload, 1, asker.ask), []
     # Twice alone: a difference between these two does not come from other requests.
@@ -130,9 +130,8 @@ def _ask_engines(
         config = EngineConfig(**common)
         spec, _ = spec_and_layout(config, load_config(model))
         workload = make_workload(options.requests, spec.vocab_size, config.block_size, options.output_len, options.seed)
-        num_tokens = sum(asked.params.max_tokens for asked in workload.asked)
         # Two copies: the logits of the requests alone, and the logits that are compared with them.
-        check_can_keep(num_tokens, spec.vocab_size, "lower --requests or --output-len", copies=2)
+        check_can_keep(workload.num_output_tokens, spec.vocab_size, "lower --requests or --output-len", copies=2)
         common["max_model_len"] = workload.max_model_len
         wanted, conditions = _ask_base(options, common, workload, sizes, names)
         for setting in make_settings(names, workload):
@@ -198,8 +197,8 @@ def _ask_own_server(
 
 
 def _describe(workload: Workload) -> str:
-    lengths = [len(asked.prompt) for asked in workload.asked]
-    num_greedy = sum(asked.params.is_greedy for asked in workload.asked)
+    lengths = [len(prompt) for prompt in workload.prompts]
+    num_greedy = sum(params.is_greedy for params in workload.params)
     return (
         f"{counted(len(lengths), 'request')}, {num_greedy} greedy and {len(lengths) - num_greedy} with a seed; prompts "
         f"of {min(lengths)} to {max(lengths)} tokens, up to {workload.output_len} generated"

@@ -48,18 +48,18 @@ class EngineAsker:
         """Run the requests of a crowd together. Return the answers to the compared requests, by request number."""
         self._num_asked += 1
         requests = []
-        for place, (number, asked) in enumerate(crowd):
+        for place, (number, prompt, params) in enumerate(crowd):
             name = f"{'other' if number is None else 'compared'}-{self._num_asked}-{place}"
-            is_told = with_logprobs and number is not None
-            params = replace(asked.params, logprobs=NUM_LOGPROBS) if is_told else asked.params
-            requests.append(self.engine.add_request(name, asked.prompt, params))
+            if with_logprobs and number is not None:
+                params = replace(params, logprobs=NUM_LOGPROBS)
+            requests.append(self.engine.add_request(name, prompt, params))
         while not all(request.is_finished for request in requests):
             self.engine.step()
             self.at_once = max(self.at_once, len(self.engine.scheduler.running))
             self._recorder.collect(keep=1)
         self._recorder.collect(keep=0)
         found = {}
-        for (number, _), request in zip(crowd, requests, strict=True):
+        for (number, *_), request in zip(crowd, requests, strict=True):
             if number is not None:
                 if request.error is not None:
                     self.failures.append(request.error)
@@ -111,7 +111,7 @@ class Setting:
         try:
             with open_engine(common | self.arguments) as asker:
                 for _ in range(self.times):
-                    condition, answers = asker.condition(name, workload, min(CROWD, len(workload.asked)))
+                    condition, answers = asker.condition(name, workload, min(CROWD, len(workload.prompts)))
                     condition.facts, left_out = self.what_it_did(asker.engine)
                     if left_out is None or condition.failure:
                         condition.compare(wanted, answers)
@@ -126,7 +126,7 @@ class Setting:
 
 def make_settings(names: list[str], workload: Workload) -> list[Setting]:
     """Return the settings with the given names."""
-    rows = min(CROWD, len(workload.asked))
+    rows = min(CROWD, len(workload.prompts))
     block_size = workload.block_size
     # Prefill chunk: an odd number of tokens, so that the longest prompt has two or three chunks.
     chunk = max(block_size // 2, workload.longest_prompt // 3) | 1
