@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nanoinfer.bench.exactness.comparison import Answer, Condition, is_identical, table, verdict
-from nanoinfer.bench.exactness.engines import CROWD, check_finite, make_settings, open_engine
+from nanoinfer.bench.exactness.engines import CROWD, ask_setting, check_finite, make_settings, open_engine
 from nanoinfer.bench.exactness.servers import ServerAsker
 from nanoinfer.bench.exactness.workload import Workload, all_answers, make_workload
 from nanoinfer.common.errors import choose
@@ -45,11 +45,7 @@ DEFAULT_VOCAB_SIZE = 1000
 
 
 def run(options: argparse.Namespace, local_server: LocalServer) -> dict:
-    """Run the benchmark, print the report and return its figures; `identical` is the result.
-
-    Raises:
-        ValueError: an option cannot be used, a server does not answer, or nothing could be compared.
-    """
+    """Run the benchmark, print the report and return its figures; `identical` is the result."""
     check_at_least(options, requests=1, output_len=1)
     check_can_write(options.output_json)
     sizes = counts(options.batch, "--batch")
@@ -134,9 +130,9 @@ def _ask_engines(
         check_can_keep(workload.num_output_tokens, spec.vocab_size, "lower --requests or --output-len", copies=2)
         common["max_model_len"] = workload.max_model_len
         wanted, conditions = _ask_base(options, common, workload, sizes, names)
-        for setting in make_settings(names, workload):
-            _progress(options, setting.name)
-            conditions += setting.conditions(common, workload, wanted)
+        for title, arguments in make_settings(names, workload).items():
+            _progress(options, title)
+            conditions += ask_setting(title, common | arguments, workload, wanted)
         if "server" in names:
             server = local_server(common | dict(enable_prefix_caching=True), max(1024, sizes[-1]))
             conditions += _ask_own_server(options, server, workload, sizes, wanted)
