@@ -15,8 +15,7 @@ from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.memory.setup import Setup
 from nanoinfer.verify.play import attempt
-from nanoinfer.verify.record import Answer, compare
-from nanoinfer.verify.report import RunReport, Verdict
+from nanoinfer.verify.report import Answer, RunReport, Verdict, compare
 from nanoinfer.verify.runs import make_runs
 from nanoinfer.verify.workload import Workload, choose_workload
 from offload import CpuRuntime, CudaRuntime, Runtime

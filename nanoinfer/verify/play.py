@@ -16,8 +16,7 @@ from nanoinfer.measure.logits import LogitsRecorder
 from nanoinfer.measure.run import free_memory
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import SequenceState
-from nanoinfer.verify.record import Answer
-from nanoinfer.verify.report import RunReport
+from nanoinfer.verify.report import Answer, RunReport
 from nanoinfer.verify.runs import Run, Stats
 from nanoinfer.verify.workload import Workload
 from offload import Runtime
