@@ -28,11 +28,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Runs the iterations, prints the report and returns its figures (see `summary`).
-
-    Raises:
-        ValueError: an option cannot be used, or the batch does not fit.
-    """
+    """Run the iterations, print the report and return its figures (see `summary`)."""
     device = resolve_device(options.device)
     # The first token of a prompt comes from its prefill, so a single token has no decode step.
     check_at_least(options, input_len=1, output_len=2, batch_size=1, num_iters=1, num_iters_warmup=0)
@@ -77,9 +73,7 @@ def _iterations(llm: LLM, options: argparse.Namespace) -> list[Row]:
 def summary(rows: list[Row], output_len: int, before: Floors, after: Floors) -> dict:
     """Return figures over equal iterations, in seconds and bytes. Figures that vLLM's JSON has keep vLLM's names.
 
-    Args:
-        rows: one per iteration.
-        before, after: floors measured before and after the iterations.
+    before, after: floors measured before and after the iterations.
     """
     steps = [step for row in rows for step in row.steps]
     totals = [row.total_seconds for row in rows]

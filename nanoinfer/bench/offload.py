@@ -182,11 +182,7 @@ def _reason(error: Exception) -> str:
 
 
 def run(options: argparse.Namespace) -> list[Row]:
-    """Runs all cases and prints the table.
-
-    Raises:
-        ValueError: an option cannot be used; nothing has run then.
-    """
+    """Run all cases and print the table."""
     device = resolve_device(options.device)
     with open_model(options, device.type) as (model, _):
         this_run = _Run(options, device, model)

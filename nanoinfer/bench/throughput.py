@@ -101,11 +101,7 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Runs the load, prints the report and returns its figures (see `run_load`).
-
-    Raises:
-        ValueError: an option cannot be used, or a request does not fit.
-    """
+    """Run the load, print the report and return its figures (see `run_load`)."""
     device = resolve_device(options.device)
     check_at_least(options, num_prompts=1)
     choose("--mode", options.mode, ENGINE_MODES)

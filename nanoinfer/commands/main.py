@@ -20,10 +20,7 @@ from nanoinfer.options.parser import Parser, length, run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `nanoinfer ...` and returns its exit status; see `options.parser.run_command`.
-
-    `verify` and `bench exactness` return 1 if they find a difference, `plan` if something does not fit.
-    """
+    """Run `nanoinfer ...` and return its exit status; see `options.parser.run_command`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     parser.set_defaults(command_line=f"nanoinfer {shlex.join(given)}")

@@ -44,12 +44,7 @@ DEFAULT_MAX_NUM_SEQS = 32
 
 
 def run(options: argparse.Namespace) -> dict[str, Scores]:
-    """Ask all questions in all modes and print the table. After each mode, write the files that the options name.
-
-    Raises:
-        ValueError: an option cannot be used, or something does not fit into the model or into memory; nothing has run
-            then.
-    """
+    """Ask all questions in all modes and print the table. After each mode, write the files that the options name."""
     if getattr(options, "shape", None):
         raise ValueError(f"--shape {options.shape} has random weights, which answer nothing: give a model")
     device = resolve_device(options.device)

@@ -32,11 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `nanoinfer verify`, prints the report line by line and returns the exit code: 0 if all is equal, else 1.
-
-    Raises:
-        ValueError: an option cannot be used.
-    """
+    """Print the report line by line; return 0 if all is equal, else 1."""
     if (options.model is None) == (options.shape is None):
         raise ValueError("give either a model (checkpoint directory or hub id) or --shape")
     with open_model(options, "cpu") as (model, _):

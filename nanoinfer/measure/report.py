@@ -97,9 +97,7 @@ def write_figures(
 ) -> None:
     """Write figures by name, and what is needed to judge and repeat them: the command, versions and floors.
 
-    path: None: nowhere.
-    device: what the figures were measured on; None: not on this machine.
-    floors: None: not measured.
+    path: None: nowhere. device: what the figures were measured on; None: not on this machine.
     """
     if path is None:
         return

@@ -207,7 +207,7 @@ def _run(
                 steps.append(last - begin)
                 streamed.append(after["decode_streamed_bytes"] - before["decode_streamed_bytes"])
             bar.update(after["num_prefill_tokens"] - before["num_prefill_tokens"] + is_decode)
-            if engine.meter.trace is not None and len(steps) >= WARM_UP_STEPS + TRACED_STEPS:
+            if trace is not None and engine.meter.trace is not None and len(steps) >= WARM_UP_STEPS + TRACED_STEPS:
                 trace(engine)
                 trace = None
             before = after
@@ -259,13 +259,12 @@ def _first_difference(row: Row, first: Row) -> str | None:
 
 
 def release(llm: LLM) -> None:
-    """Close an LLM and free its memory before the next one is built."""
     llm.close()
     free_memory()
 
 
 def free_memory() -> None:
-    """Free memory that is no longer referenced."""
+    """Free memory that is no longer referenced, before something else takes it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

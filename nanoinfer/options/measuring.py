@@ -51,10 +51,7 @@ def add_model_arguments(
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, texts: Mapping[str, str] | None = None) -> None:
-    """Add the options of the engine that benchmarks leave to the user; --mode says where KV lies.
-
-    texts: other help texts than the engine's, by field.
-    """
+    """Add the options of the engine that benchmarks leave to the user; texts: other help texts than the engine's."""
     texts = {"max_num_seqs": "sequences that run at once; default: as the benchmark needs"} | dict(texts or {})
     # Prefix caching is off by default, so that each run computes all of its prompts; None: the benchmark decides.
     add_engine_options(parser, without=_CHOSEN, defaults={"enable_prefix_caching": None}, texts=texts)
@@ -83,11 +80,7 @@ def shared_engine_arguments(options: argparse.Namespace) -> dict:
 
 @contextmanager
 def open_model(options: argparse.Namespace, device_type: str) -> Iterator[tuple[str, str]]:
-    """Yield the checkpoint that the options name, else a directory with the config of a shape, and its name in reports.
-
-    Raises:
-        ValueError: there is no such shape, or a shape is given as a checkpoint.
-    """
+    """Yield the checkpoint that the options name, else a directory with a shape's config, and its name in reports."""
     if options.model is not None:
         refuse_shape(options.model)
         yield options.model, options.model
@@ -98,11 +91,7 @@ def open_model(options: argparse.Namespace, device_type: str) -> Iterator[tuple[
 
 
 def mode_names(text: str, allowed: Collection[str]) -> list[str]:
-    """Parse modes such as "resident,offload"; return each mode once, in the given order.
-
-    Raises:
-        ValueError: there is no such mode, or the text names none.
-    """
+    """Parse modes such as "resident,offload"; return each mode once, in the given order, or raise ValueError."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         choose("--mode", name, allowed)
@@ -136,34 +125,26 @@ def check_at_least(options: argparse.Namespace, **minima: int) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {minimum}")
 
 
-def count(text: str) -> int | None:
-    """Parse a `length` of at least 1; None if the text is not such a number."""
-    try:
-        found = length(text)
-    except argparse.ArgumentTypeError:
-        return None
-    return found if found >= 1 else None
-
-
 def bounds(text: str, option: str) -> tuple[int, int]:
-    """Return the smallest and largest number of a range such as "100-1024"; a single number is both.
-
-    Raises:
-        ValueError: the text is not a range, or the end of the range is below its beginning.
-    """
-    found = [count(part) for part in text.split("-")]
-    if None in found or len(found) > 2 or found[0] > found[-1]:
+    """Return smallest and largest of a range such as "100-1024", or of a number; raise ValueError if it is neither."""
+    found = _lengths(text.split("-"))
+    if not 1 <= len(found) <= 2 or found[0] > found[-1]:
         raise ValueError(f"{option} {text!r} must be a number of at least 1 or a range, such as 512 or 100-1024")
     return found[0], found[-1]
 
 
 def counts(text: str, option: str) -> list[int]:
-    """Parse numbers such as "1,8" or "1k,32k". Return them ascending, each once, so that no case is measured twice.
-
-    Raises:
-        ValueError: a number is not a whole number of at least 1.
-    """
-    found = {count(part) for part in text.split(",")}
-    if None in found:
+    """Parse numbers such as "1,8" or "1k,32k", or raise ValueError. Return them ascending, each once."""
+    found = _lengths(text.split(","))
+    if not found:
         raise ValueError(f"{option} {text!r} must be whole numbers of at least 1, such as 1,8 or 1k,32k")
-    return sorted(found)
+    return sorted(set(found))
+
+
+def _lengths(texts: list[str]) -> list[int]:
+    """Parse each as a `length` of at least 1; none at all if one is not."""
+    try:
+        found = [length(text) for text in texts]
+    except argparse.ArgumentTypeError:
+        return []
+    return found if min(found) >= 1 else []

@@ -52,11 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def take_task(options: argparse.Namespace) -> None:
-    """Give the options that were left out the defaults of the task.
-
-    Raises:
-        ValueError: an option was given that the task does not use, or a list of which it takes one.
-    """
+    """Give the options that were left out the defaults of the task; refuse those that have no meaning there."""
     defaults = TASKS[options.task]
     for name in (name for task in TASKS.values() for name in task):
         if name not in defaults and getattr(options, name) is not None:

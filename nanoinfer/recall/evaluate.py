@@ -179,6 +179,6 @@ def ask(tokenizer: PreTrainedTokenizerBase, grid: Grid, length: int, number: int
         count,
         [(KIND, depth) for depth in grid.depths for _ in range(FACTS_PER_PLACE)],
     )
-    questions = document.questions((KIND,))
+    questions = document.questions()
     assert len(questions) == len(grid.depths) * FACTS_PER_PLACE
     return questions
