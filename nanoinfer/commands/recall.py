@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -29,7 +28,7 @@ from nanoinfer.options.measuring import (
     shared_engine_arguments,
 )
 from nanoinfer.options.recall import MODES
-from nanoinfer.recall.answers import Answers, EngineAnswers
+from nanoinfer.recall.answers import EngineAnswers
 from nanoinfer.recall.evaluate import Exam, Grid, Scores, evaluate
 from nanoinfer.recall.formats import AS_IT_IS, WeightFormat, divergences, prompts_of
 from nanoinfer.recall.reference import ReferenceAnswers
@@ -70,8 +69,12 @@ def run(options: argparse.Namespace) -> dict[str, Scores]:
     found: dict[str, float] = {}
     try:
         for label, arguments in runs.items():
-            with _open(arguments, model_dir, tokenizer.eos_token_id, device) as answers:
+            with nullcontext() if arguments is None else LLM(**arguments) as llm:
+                end = tokenizer.eos_token_id
+                answers = ReferenceAnswers(model_dir, end, device=device) if llm is None else EngineAnswers(llm, end)
                 results[label] = evaluate(answers, exam, progress=not options.no_progress, label=label)
+            del llm, answers
+            free_memory()
             content = figures(results, grid)
             write_figures(options.json, checkpoint | content, options.command_line, device)
             if options.plot:
@@ -137,21 +140,6 @@ def _runs(
             # Raises where the engine would when it starts; the modes before it would have run in vain.
             Setup(EngineConfig(**runs[label]), device).plan()
     return runs
-
-
-@contextmanager
-def _open(
-    arguments: dict[str, Any] | None, model_dir: Path, end_token_id: int, device: torch.device
-) -> Iterator[Answers]:
-    """Open what answers the questions: the engine, or the reference. Free its memory afterwards."""
-    try:
-        if arguments is None:
-            yield ReferenceAnswers(model_dir, end_token_id, device=device)
-        else:
-            with LLM(**arguments) as llm:
-                yield EngineAnswers(llm, end_token_id)
-    finally:
-        free_memory()
 
 
 def checkpoint_sha256(model_dir: Path) -> str | None:

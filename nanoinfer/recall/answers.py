@@ -16,15 +16,10 @@ NUM_LOGPROBS = 5
 
 @dataclass
 class Answer:
-    """An answer.
-
-    Attributes:
-        token_ids: before the end-of-sequence token.
-        logprobs: for each of them the log-probabilities of the likeliest tokens, by id; None: not asked for.
-    """
+    """Token ids before the end-of-sequence token, and for each of them log-probabilities of the likeliest, by id."""
 
     token_ids: list[int]
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[dict[int, float]] | None = None  # None: not asked for
 
 
 class Answers(ABC):
