@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nanoinfer.options.measuring import add_engine_arguments, add_mode_argument, add_model_arguments
+from nanoinfer.options.measuring import add_engine_arguments, add_model_arguments
 from nanoinfer.options.parser import length
 
 # The conditions that `exactness` compares with each request alone, in this order.
@@ -20,9 +20,7 @@ CONDITIONS = {
 
 
 def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_engine_arguments(parser)
-    add_mode_argument(parser)
+    _add_arguments_of_one_mode(parser)
     parser.add_argument("--input-len", type=length, default=1024, help="tokens of each prompt (default: %(default)s)")
     parser.add_argument("--output-len", type=length, default=128, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences at once (default: %(default)s)")
@@ -30,19 +28,27 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-iters-warmup", type=int, default=1, help="times before, which do not count (default: %(default)s)"
     )
-    parser.add_argument("--output-json", metavar="FILE", help="write all figures")
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_engine_arguments(parser)
-    add_mode_argument(parser)
+    _add_arguments_of_one_mode(parser)
     for name in ("input", "output"):
         parser.add_argument(
             f"--{name}-len", default="100-1024", help="tokens, a number or a range (default: %(default)s)"
         )
     parser.add_argument("--num-prompts", type=int, default=256, help="requests (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy (default: %(default)s)")
+
+
+def _add_arguments_of_one_mode(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add_engine_arguments(parser)
+    parser.add_argument(
+        "--mode",
+        default="resident",
+        help="where KV lies: resident = on the GPU, auto = in host memory, too, once the GPU is full, offload = from "
+        "the start, streamed = offload with every full block in host memory (default: %(default)s)",
+    )
     parser.add_argument("--output-json", metavar="FILE", help="write all figures")
 
 

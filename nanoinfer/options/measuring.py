@@ -58,16 +58,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser, texts: Mapping[str, st
     parser.add_argument("--no-progress", action="store_true")
 
 
-def add_mode_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --mode for benchmarks that run one mode."""
-    parser.add_argument(
-        "--mode",
-        default="resident",
-        help="where KV lies: resident = on the GPU, auto = in host memory, too, once the GPU is full, offload = from "
-        "the start, streamed = offload with every full block in host memory (default: %(default)s)",
-    )
-
-
 def shared_engine_arguments(options: argparse.Namespace) -> dict:
     """Return the arguments of an LLM that come from options shared by all benchmarks."""
     return engine_arguments(options) | dict(

@@ -18,19 +18,12 @@ NUM_LOGPROBS = 5
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request. None: not requested, or not available.
+    """The answer to a request. None: not requested, or not available."""
 
-    Attributes:
-        tokens: generated token ids, or the tokens' texts if a server gives no ids.
-        text: the text of all tokens.
-        logits: for each token the raw logits that it was chosen from, [vocab_size] float32, CPU.
-        logprobs: for each token its own log-probability, then those of the most likely tokens.
-    """
-
-    tokens: list[int] | list[str] | None
+    tokens: list[int] | list[str] | None  # token ids, or the tokens' texts if a server gives no ids
     text: str | None = None
-    logits: list[Tensor] | None = None
-    logprobs: list[list[float]] | None = None
+    logits: list[Tensor] | None = None  # what each token was chosen from, [vocab_size] float32, CPU
+    logprobs: list[list[float]] | None = None  # of each token its own, then those of the most likely tokens
 
 
 def token_logprobs(own: float, others: Iterable[float]) -> list[float]:
@@ -58,26 +51,18 @@ class Count:
 
 @dataclass
 class Condition:
-    """One line of the table.
-
-    Attributes:
-        at_once: the most requests that ran at once in the engine, or were open at a server.
-        requests: a request differs if its text, tokens, logits or log-probabilities differ anywhere.
-        facts: what happened under this condition.
-        left_out: why the condition was left out, or proves nothing.
-        failure: what went wrong. The answers that came are compared all the same.
-    """
+    """One line of the table."""
 
     name: str
-    at_once: int = 1
-    requests: Count = field(default_factory=Count)
+    at_once: int = 1  # the most requests that ran at once in the engine, or were open at a server
+    requests: Count = field(default_factory=Count)  # a request differs if anything below differs anywhere
     texts: Count = field(default_factory=Count)
     tokens: Count = field(default_factory=Count)
     logits: Count = field(default_factory=Count)
     logprobs: Count = field(default_factory=Count)
-    facts: list[str] = field(default_factory=list)
-    left_out: str | None = None
-    failure: str | None = None
+    facts: list[str] = field(default_factory=list)  # what happened
+    left_out: str | None = None  # why, or why it proves nothing
+    failure: str | None = None  # what went wrong; the answers that came are compared all the same
 
     @property
     def is_wrong(self) -> bool:
