@@ -13,11 +13,10 @@ from transformers.initialization import no_init_weights
 from nanoinfer.measure.run import PROGRESS_DELAY_S, Row, random_prompts
 from nanoinfer.memory.floors import bytes_read_per_step, kv_bytes
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.models.registry import find_class
-from nanoinfer.options.measuring import CACHES
-from nanoinfer.weights.load import load_config, load_model, resolve_dtype
+from nanoinfer.weights.load import load_config, load_model, read_spec
 
-_CACHES_ON_CPU = {"hf": "dynamic", "hf-static": "static"}  # the offloaded caches of transformers need CUDA
+# Transformers' names of the caches that our modes stand for: offloaded ones, and what there is without CUDA.
+CACHES = {"hf": ("offloaded", "dynamic"), "hf-static": ("offloaded_static", "static")}
 
 
 class _Clock(StoppingCriteria):
@@ -43,20 +42,19 @@ def load_reference(
         ValueError: the checkpoint cannot be used.
     """
     config = load_config(model_dir)
-    torch_dtype = resolve_dtype(dtype, config)
-    spec = find_class(config.architectures).spec_from_config(config, torch_dtype)
+    spec = read_spec(config, dtype)
     if load_format == "dummy" and getattr(config, "quantization_config", None):
         raise ValueError("random weights of a quantised config cannot be given to transformers: leave out the mode hf")
     if load_format != "dummy":
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch_dtype)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=spec.dtype)
         return model.to(device).eval(), spec
     ours = load_model(
-        model_dir, config, torch_dtype, device, load_format="dummy", seed=seed, max_position=16, progress=progress
+        model_dir, config, spec.dtype, device, load_format="dummy", seed=seed, max_position=16, progress=progress
     )
     weights = {name: view.to("cpu", copy=True) for name, view in ours.checkpoint_views().items()}
     del ours
     with torch.device(device), no_init_weights():  # on the device at once: buffers that are no weights are right then
-        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected, f"transformers has no place for {unexpected}"
     assert set(missing) <= {"lm_head.weight"}, f"transformers also wants {missing}"
@@ -90,7 +88,7 @@ def measure_reference(
             max_new_tokens=output_len,
             min_new_tokens=output_len,
             do_sample=False,
-            cache_implementation=(CACHES if is_cuda else _CACHES_ON_CPU)[mode],
+            cache_implementation=CACHES[mode][0 if is_cuda else 1],
             stopping_criteria=StoppingCriteriaList([clock]),
             disable_compile=True,
         )

@@ -12,20 +12,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from nanoinfer.bench.hf import load_reference, measure_reference
+from nanoinfer.bench.hf import CACHES, load_reference, measure_reference
 from nanoinfer.config import QUANTISED, EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.trace import write_trace
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import explain, plot, table, write_figures
-from nanoinfer.measure.run import Row, compare, free_memory, measure, release
+from nanoinfer.measure.run import TRACED_OUTPUT_LEN, Row, compare, free_memory, measure, release
 from nanoinfer.memory.floors import Floors, measure_floors
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.options.measuring import (
-    CACHES,
     ENGINE_MODES,
-    TRACED_OUTPUT_LEN,
     check_at_least,
     check_can_plot,
     check_can_write,

@@ -13,7 +13,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.measure.report import paragraph, write_figures
 from nanoinfer.measure.run import Load, random_prompts
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.memory.setup import spec_and_layout
+from nanoinfer.memory.setup import Setup
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
     bounds,
@@ -23,7 +23,6 @@ from nanoinfer.options.measuring import (
     shared_engine_arguments,
 )
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.weights.load import load_config
 
 # Prompts take the first ids of every vocabulary, so that the load is the same for all models.
 PROMPT_VOCABULARY = 2000
@@ -109,8 +108,7 @@ def run(options: argparse.Namespace) -> dict:
     lengths = bounds(options.input_len, "--input-len"), bounds(options.output_len, "--output-len")
     arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)
     with open_model(options, device.type) as (model, name):
-        config = EngineConfig(model=model, **arguments)
-        spec, _ = spec_and_layout(config, load_config(model))
+        spec = Setup(EngineConfig(model=model, **arguments), device).spec
         load = make_load(options.num_prompts, *lengths, options.temperature, options.seed, spec.vocab_size)
         with LLM(model, **arguments | dict(max_model_len=load.max_model_len)) as llm:
             figures = run_load(llm, load, progress=not options.no_progress)

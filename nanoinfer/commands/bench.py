@@ -43,11 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def with_default(arguments: list[str]) -> list[str]:
     """Return the command line, with the default benchmark's name if `bench` is followed by none."""
-    if arguments[:1] != ["bench"] or arguments[1:2] in (["-h"], ["--help"]):
-        return arguments
-    if len(arguments) > 1 and not arguments[1].startswith("-"):
-        return arguments
-    return ["bench", DEFAULT, *arguments[1:]]
+    has_word = len(arguments) > 1 and (arguments[1] in ("-h", "--help") or not arguments[1].startswith("-"))
+    return arguments if arguments[:1] != ["bench"] or has_word else ["bench", DEFAULT, *arguments[1:]]
 
 
 def run(options: argparse.Namespace) -> int:

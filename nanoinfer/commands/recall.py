@@ -18,7 +18,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.measure.report import write_figures
 from nanoinfer.measure.run import free_memory
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.memory.setup import Setup, spec_and_layout
+from nanoinfer.memory.setup import Setup
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
     check_can_plot,
@@ -33,7 +33,7 @@ from nanoinfer.recall.evaluate import Exam, Grid, Scores, evaluate
 from nanoinfer.recall.formats import AS_IT_IS, WeightFormat, divergences, prompts_of
 from nanoinfer.recall.reference import ReferenceAnswers
 from nanoinfer.recall.report import compare_formats, figures, plot, table
-from nanoinfer.weights.load import check_safetensors, find_model, load_config
+from nanoinfer.weights.load import check_safetensors, find_model
 
 DEFAULT_LENGTHS = {"cuda": "1k,2k,4k,8k,16k,32k,64k", "cpu": "1k,2k"}
 ANSWER_ROOM = 64
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> dict[str, Scores]:
     )
     model_dir = find_model(options.model or "recall")
     check_safetensors(model_dir)
-    formats = _formats(options, model_dir, grid.lengths[-1])
+    formats = _formats(options, model_dir, device, grid.lengths[-1])
     runs = _runs(modes, formats, device)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     exam = Exam(tokenizer, grid)
@@ -97,7 +97,7 @@ def _depths(text: str) -> tuple[float, ...]:
 
 
 def _formats(
-    options: argparse.Namespace, model_dir: Path, longest: int
+    options: argparse.Namespace, model_dir: Path, device: torch.device, longest: int
 ) -> list[tuple[WeightFormat, str, dict[str, Any]]]:
     """Return each format of weights, each format of KV and the LLM's arguments for both, for `longest` tokens."""
     common = shared_engine_arguments(options) | dict(
@@ -115,7 +115,7 @@ def _formats(
         weights = WeightFormat(quantization=quantization, head_quantization=head_quantization)
         arguments = common | asdict(weights) | dict(kv_cache_dtype=kv)
         # A wrong value is refused also where transformers alone answer.
-        spec, _ = spec_and_layout(EngineConfig(**arguments), load_config(model_dir))
+        spec = Setup(EngineConfig(**arguments), device).spec
         if arguments["max_model_len"] > spec.max_position:
             raise ValueError(
                 f"--context {longest} and {ANSWER_ROOM} tokens for longer answers are beyond the model's own "

@@ -15,14 +15,17 @@ from tqdm import tqdm
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.llm import LLM
 from nanoinfer.memory.floors import Floors, bytes_read_per_step
-from nanoinfer.options.measuring import TRACED_STEPS, WARM_UP_STEPS
 from nanoinfer.outputs import CompletionOutput
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
 # Progress bars appear if a case takes longer than this.
 PROGRESS_DELAY_S = 2.0
+WARM_UP_STEPS = 3
+# Decode steps in a trace: enough to see how steps follow each other, and few enough for a browser.
+TRACED_STEPS = 5
 TRACED_CHUNKS = 2  # traced in addition to TRACED_STEPS
+TRACED_OUTPUT_LEN = WARM_UP_STEPS + TRACED_STEPS + 4  # output tokens of a traced case
 
 
 @dataclass

@@ -21,13 +21,6 @@ ENGINE_MODES: dict[str, dict] = {
     "auto": dict(enable_cpu_offload="auto"),
     "resident": dict(enable_cpu_offload=False),
 }
-# Our modes for transformers' offloaded caches, and the names of the caches in transformers.
-CACHES = {"hf": "offloaded", "hf-static": "offloaded_static"}
-
-WARM_UP_STEPS = 3
-# Decode steps in a trace: enough to see how steps follow each other, and few enough for a browser.
-TRACED_STEPS = 5
-TRACED_OUTPUT_LEN = WARM_UP_STEPS + TRACED_STEPS + 4  # output tokens of a traced case
 
 # Arguments of engines that the benchmarks choose themselves.
 _CHOSEN = (

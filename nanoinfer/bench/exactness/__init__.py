@@ -27,7 +27,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.measure.report import write_figures
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.memory.setup import spec_and_layout
+from nanoinfer.memory.setup import Setup
 from nanoinfer.options.bench import CONDITIONS
 from nanoinfer.options.measuring import (
     check_at_least,
@@ -37,7 +37,6 @@ from nanoinfer.options.measuring import (
     shared_engine_arguments,
 )
 from nanoinfer.options.parser import in_options
-from nanoinfer.weights.load import load_config
 
 LocalServer = Callable[[dict[str, Any], int], AbstractContextManager[str]]
 """Opens a server in this process: (arguments of its engine, the most requests that may wait) -> its address."""
@@ -124,7 +123,7 @@ def _ask_engines(
     with open_model(options, device.type) as (model, name):
         common["model"] = model
         config = EngineConfig(**common)
-        spec, _ = spec_and_layout(config, load_config(model))
+        spec = Setup(config, device).spec
         workload = make_workload(options.requests, spec.vocab_size, config.block_size, options.output_len, options.seed)
         # Two copies: the logits of the requests alone, and the logits that are compared with them.
         check_can_keep(workload.num_output_tokens, spec.vocab_size, "lower --requests or --output-len", copies=2)
