@@ -67,12 +67,8 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
     switches: list[str] = []
     num_passes, most_resident = 2 if run.asks_twice else 1, 0
     requests: list[Request] = []
-    with tqdm(
-        total=total * run.num_completions * num_passes,
-        desc=run.name,
-        unit="tok",
-        disable=not engine.config.progress_bar,
-    ) as bar:
+    num_tokens = total * run.num_completions * num_passes
+    with tqdm(total=num_tokens, desc=run.name, unit="tok", disable=not engine.config.progress_bar) as bar:
         for number in range(num_passes):
             requests = []
             recorder.rows.clear()  # keep the logits of the last pass only
