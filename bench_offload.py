@@ -3,7 +3,7 @@
 
 import sys
 
-from nanoinfer.commands.bench_offload import main
+from nanoinfer.commands.bench import main
 
 if __name__ == "__main__":
     sys.exit(main())

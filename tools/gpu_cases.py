@@ -19,7 +19,7 @@ from gpu_resident import arrivals, batch_throughput, kernels, resident, start_up
 import nanoinfer
 from nanoinfer import SamplingParams
 from nanoinfer.bench.hf import load_reference, measure_reference
-from nanoinfer.measure.run import add_floor, free_memory, measure, random_prompts, release
+from nanoinfer.measure.run import free_memory, measure, random_prompts, release
 from nanoinfer.memory.floors import measure_floors
 from nanoinfer.models.shapes import write_shape
 from offload.memory.pinned import HostArena
@@ -151,8 +151,8 @@ def hf_offloaded(bench: Bench) -> dict:
     result = {}
     for mode in ("hf", "hf-static"):
         before = measure_floors(bench.device)
-        row = measure_reference(mode, reference, [context], 12)
-        add_floor(row, reference.spec, [context], 12, (before, measure_floors(bench.device)), streams_all=True)
+        row = measure_reference(mode, *reference, [context], 12)
+        row.add_floor(before, measure_floors(bench.device))
         result[mode] = figures(row)
         free_memory()
     del reference

@@ -10,7 +10,7 @@ import torch
 
 from nanoinfer import LLM
 from nanoinfer.config import EngineConfig
-from nanoinfer.measure.run import Row, add_floor, free_memory, measure, release
+from nanoinfer.measure.run import Row, free_memory, measure, release
 from nanoinfer.memory.floors import kv_bytes, measure_floors
 from nanoinfer.memory.setup import spec_and_layout
 from nanoinfer.models.shapes import write_shape
@@ -33,7 +33,7 @@ class Bench:
         self.large, self.small = shape or "qwen3-4b", shape or "qwen3-0.6b"
         self._before = measure_floors(device)
         self.shared: dict[str, dict] = {}  # what one case measured and another one shows, too
-        self._open: list[tuple[Row, list[int], int]] = []
+        self._open: list[Row] = []
 
     def llm(self, shape: str, **arguments) -> LLM:
         defaults = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=False)
@@ -53,16 +53,16 @@ class Bench:
 
     def measure(self, llm: LLM, lengths: list[int], output_len: int) -> None:
         """One case, whose figures `release` gives: floors are measured while there is no engine."""
-        self._open.append((measure(llm, lengths, output_len), lengths, output_len))
+        self._open.append(measure(llm, lengths, output_len))
 
     def release(self, llm: LLM) -> list[dict]:
         """Closes the engine and returns what it measured, beside the floors before it was made and now."""
-        spec, ring_bytes = llm.engine.runner.model.spec, llm.engine.runner.ring.num_bytes
+        ring_bytes = llm.engine.runner.ring.num_bytes
         release(llm)
         before, self._before = self._before, measure_floors(self.device)
         found = []
-        for row, lengths, output_len in self._open:
-            add_floor(row, spec, lengths, output_len, (before, self._before))
+        for row in self._open:
+            row.add_floor(before, self._before)
             found.append(figures(row) | {"ring_bytes": ring_bytes})
         self._open.clear()
         return found

@@ -57,7 +57,7 @@ class Grid:
         for i in range(-(-per_cell // at_once)):
             wished = [("pass_key", depth) for depth in DEPTHS for _ in range(at_once)]
             document = write_document(first_seed + i, length - 1, self._count, wished)
-            for j, right in enumerate(self.right(document, document.questions(("pass_key",)))):
+            for j, right in enumerate(self.right(document, document.questions())):
                 cell = found[f"{DEPTHS[j // at_once]:.1f}"]
                 cell[0] += right
                 cell[1] += 1

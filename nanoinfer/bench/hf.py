@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
@@ -12,20 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 from transformers.initialization import no_init_weights
 
 from nanoinfer.measure.run import PROGRESS_DELAY_S, Row, random_prompts
+from nanoinfer.memory.floors import bytes_read_per_step, kv_bytes
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.models.registry import find_class
-from nanoinfer.options.measuring import CACHES
-from nanoinfer.weights.load import load_config, load_model, resolve_dtype
+from nanoinfer.weights.load import load_config, load_model, read_spec
 
-_CACHES_ON_CPU = {"hf": "dynamic", "hf-static": "static"}  # the offloaded caches of transformers need CUDA
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The model of transformers, and its spec in our terms."""
-
-    model: PreTrainedModel
-    spec: ModelSpec
+# Transformers' names of the caches that our modes stand for: offloaded ones, and what there is without CUDA.
+CACHES = {"hf": ("offloaded", "dynamic"), "hf-static": ("offloaded_static", "static")}
 
 
 class _Clock(StoppingCriteria):
@@ -44,50 +35,49 @@ class _Clock(StoppingCriteria):
 
 def load_reference(
     model_dir: str, *, dtype: str, device: torch.device, load_format: str, seed: int, progress: bool = False
-) -> Reference:
-    """Load the model of transformers with the same weights as `LLM(model_dir, ...)`, random weights included.
+) -> tuple[PreTrainedModel, ModelSpec]:
+    """Load the model of transformers with the weights of `LLM(model_dir, ...)`, random ones included, and our spec.
 
     Raises:
         ValueError: the checkpoint cannot be used.
     """
     config = load_config(model_dir)
-    torch_dtype = resolve_dtype(dtype, config)
-    spec = find_class(config.architectures).spec_from_config(config, torch_dtype)
+    spec = read_spec(config, dtype)
     if load_format == "dummy" and getattr(config, "quantization_config", None):
         raise ValueError("random weights of a quantised config cannot be given to transformers: leave out the mode hf")
     if load_format != "dummy":
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch_dtype)
-        return Reference(model.to(device).eval(), spec)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=spec.dtype)
+        return model.to(device).eval(), spec
     ours = load_model(
-        model_dir, config, torch_dtype, device, load_format="dummy", seed=seed, max_position=16, progress=progress
+        model_dir, config, spec.dtype, device, load_format="dummy", seed=seed, max_position=16, progress=progress
     )
     weights = {name: view.to("cpu", copy=True) for name, view in ours.checkpoint_views().items()}
     del ours
     with torch.device(device), no_init_weights():  # on the device at once: buffers that are no weights are right then
-        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected, f"transformers has no place for {unexpected}"
     assert set(missing) <= {"lm_head.weight"}, f"transformers also wants {missing}"
     assert not missing or spec.tied_embeddings, "an untied head must come with the weights"
     model.tie_weights()
-    return Reference(model.eval(), spec)
+    return model.eval(), spec
 
 
 @torch.inference_mode()
 def measure_reference(
-    mode: str, reference: Reference, lengths: list[int], output_len: int, *, seed: int = 0, progress: bool = False
-) -> Row:
+    mode: str, model: PreTrainedModel, spec: ModelSpec, lengths: list[int], output_len: int, *, seed: int = 0,
+    progress: bool = False,
+) -> Row:  # fmt: skip
     """Measure one batch of equally long prompts through `generate` with an offloaded cache.
 
-    `add_floor` fills in the floor; transformers does not count the bytes that it streams.
+    Transformers does not count the bytes that it streams: all KV in each step, which is what the floor counts.
     """
     assert len(set(lengths)) == 1, "transformers would pad prompts of several lengths"
-    model, device = reference.model, reference.model.device
-    is_cuda = device.type == "cuda"
+    device, is_cuda = model.device, model.device.type == "cuda"
     row = Row(mode=mode, batch=len(lengths), context=lengths[0])
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    prompts = torch.tensor(random_prompts(reference.spec.vocab_size, lengths, seed), device=device)
+    prompts = torch.tensor(random_prompts(spec.vocab_size, lengths, seed), device=device)
     with tqdm(total=output_len, desc=f"{mode}, {len(lengths)} x {lengths[0]}", unit="step",
               delay=PROGRESS_DELAY_S, disable=not progress) as bar:  # fmt: skip
         clock = _Clock(bar)
@@ -98,13 +88,15 @@ def measure_reference(
             max_new_tokens=output_len,
             min_new_tokens=output_len,
             do_sample=False,
-            cache_implementation=(CACHES if is_cuda else _CACHES_ON_CPU)[mode],
+            cache_implementation=CACHES[mode][0 if is_cuda else 1],
             stopping_criteria=StoppingCriteriaList([clock]),
             disable_compile=True,
         )
     row.time_to_first_token = clock.moments[0] - begin
     row.prefill_tokens_per_second = sum(lengths) / row.time_to_first_token
     row.take_steps([after - before for before, after in itertools.pairwise(clock.moments)])
+    middle = [length + output_len // 2 for length in lengths]
+    row.least_bytes = kv_bytes(spec, middle), bytes_read_per_step(spec, middle)
     row.peak_gpu_bytes = torch.cuda.max_memory_reserved(device) if is_cuda else None
     row.outputs = [(tokens, []) for tokens in output[:, lengths[0] :].tolist()]
     return row

@@ -4,67 +4,54 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from dataclasses import replace
 
 import numpy as np
 from tqdm import tqdm
 
 from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
-from nanoinfer.config import EngineConfig
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import explain, paragraph, write_figures
-from nanoinfer.measure.run import Row, add_floor, free_memory, measure
-from nanoinfer.memory.floors import Floors, bytes_read_per_step, measure_floors
+from nanoinfer.measure.run import Row, free_memory, measure
+from nanoinfer.memory.floors import Floors, measure_floors
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.models.base import ModelSpec
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
     check_at_least,
     check_can_write,
-    default_shape,
-    model_directory,
-    model_name,
+    open_model,
     shared_engine_arguments,
 )
-from nanoinfer.weights.load import load_config
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-def run(options: argparse.Namespace, command: str) -> dict:
-    """Runs the iterations, prints the report and returns its figures (see `summary`).
-
-    Raises:
-        ValueError: an option cannot be used, or the batch does not fit.
-    """
+def run(options: argparse.Namespace) -> dict:
+    """Run the iterations, print the report and return its figures (see `summary`)."""
     device = resolve_device(options.device)
     # The first token of a prompt comes from its prefill, so a single token has no decode step.
     check_at_least(options, input_len=1, output_len=2, batch_size=1, num_iters=1, num_iters_warmup=0)
     choose("--mode", options.mode, ENGINE_MODES)
     check_can_write(options.output_json)
-    shape = default_shape(device)
     arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)
     arguments["max_model_len"] = options.input_len + options.output_len
     if options.max_num_seqs is None:
         arguments["max_num_seqs"] = options.batch_size
-    with model_directory(options, shape) as model:
-        EngineConfig(model=model, **arguments)
-        load_config(model)
+    with open_model(options, device.type) as (model, name):
         # Measured before the engine exists: the buffers would take memory that it reserves for its activations.
         before = measure_floors(device)
         with LLM(model, **arguments) as llm:
-            rows, spec = _iterations(llm, options), llm.engine.runner.model.spec
+            rows = _iterations(llm, options)
     free_memory()
-    floors = (before, measure_floors(device))
-    figures = summary(rows, spec, [options.input_len] * options.batch_size, options.output_len, floors)
+    figures = summary(rows, options.output_len, before, measure_floors(device))
     title = (
-        f"{model_name(options, shape)}, {rows[-1].mode} mode: {options.batch_size} x {options.input_len} tokens in, "
+        f"{name}, {rows[-1].mode} mode: {options.batch_size} x {options.input_len} tokens in, "
         f"{options.output_len} out, {counted(options.num_iters, 'time')}"
     )
     print(paragraph(title, _lines(figures)))
     print(explain(before, device))
-    if options.output_json:
-        write_figures(options.output_json, figures, before, device, command)
+    write_figures(options.output_json, figures, options.command_line, device, before)
     return figures
 
 
@@ -83,26 +70,22 @@ def _iterations(llm: LLM, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def summary(
-    rows: list[Row], spec: ModelSpec, lengths: list[int], output_len: int, floors: tuple[Floors, Floors]
-) -> dict:
+def summary(rows: list[Row], output_len: int, before: Floors, after: Floors) -> dict:
     """Return figures over equal iterations, in seconds and bytes. Figures that vLLM's JSON has keep vLLM's names.
 
-    Args:
-        rows: one per iteration.
-        floors: measured before and after the iterations.
+    before, after: floors measured before and after the iterations.
     """
     steps = [step for row in rows for step in row.steps]
     totals = [row.total_seconds for row in rows]
-    whole = Row(mode=rows[-1].mode, batch=len(lengths), context=max(lengths))
+    whole = replace(rows[-1])
     whole.seconds_per_token = statistics.median(steps)
     whole.streamed_bytes_per_step = statistics.median(row.streamed_bytes_per_step for row in rows)
-    add_floor(whole, spec, lengths, output_len, floors)
-    middle = [length + output_len // 2 for length in lengths]
+    whole.least_bytes = whole.streamed_bytes_per_step, rows[-1].least_bytes[1]
+    whole.add_floor(before, after)
     return {
         "mode": whole.mode,
-        "batch_size": len(lengths),
-        "input_len": max(lengths),
+        "batch_size": whole.batch,
+        "input_len": whole.context,
         "output_len": output_len,
         "num_iters": len(rows),
         "time_to_first_token": statistics.median(row.time_to_first_token for row in rows),
@@ -113,12 +96,12 @@ def summary(
         "avg_latency": statistics.fmean(totals),
         "latencies": totals,
         "percentiles": {str(p): float(np.percentile(totals, p)) for p in PERCENTILES},
-        "read_bytes_per_step": bytes_read_per_step(spec, middle),
+        "read_bytes_per_step": whole.least_bytes[1],
         "streamed_bytes_per_step": whole.streamed_bytes_per_step,
         "floor_seconds": whole.floor_seconds,
         "ratio_to_floor": whole.ratio_to_floor,
-        "bound": rows[-1].bound,
-        "peak_gpu_bytes": rows[-1].peak_gpu_bytes,
+        "bound": whole.bound,
+        "peak_gpu_bytes": whole.peak_gpu_bytes,
     }
 
 

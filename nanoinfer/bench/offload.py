@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from nanoinfer.bench.hf import Reference, load_reference, measure_reference
-from nanoinfer.config import EngineConfig
+from nanoinfer.bench.hf import CACHES, load_reference, measure_reference
+from nanoinfer.config import QUANTISED, EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.trace import write_trace
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import explain, plot, table, write_figures
-from nanoinfer.measure.run import Row, add_floor, compare, free_memory, measure, release
+from nanoinfer.measure.run import TRACED_OUTPUT_LEN, Row, compare, free_memory, measure, release
 from nanoinfer.memory.floors import Floors, measure_floors
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.options.measuring import CACHES, TRACED_OUTPUT_LEN, default_shape, is_dummy, model_directory
-from nanoinfer.options.offload import Cases, engine_arguments, read_cases
+from nanoinfer.options.measuring import (
+    ENGINE_MODES,
+    check_at_least,
+    check_can_plot,
+    check_can_write,
+    counts,
+    mode_names,
+    open_model,
+    shared_engine_arguments,
+)
 from nanoinfer.options.parser import in_options
 from nanoinfer.weights.load import load_config
 
@@ -30,104 +40,73 @@ CHECKED_TOKENS = 8  # per sequence, with their log-probabilities
 _DOES_NOT_FIT = (ValueError, MemoryError, torch.OutOfMemoryError)
 
 
-@dataclass
 class _Run:
-    """One call of the benchmark: what to measure, where, and the bandwidths measured after the latest mode."""
+    """One call of the benchmark: what to measure, and where.
 
-    model: str
-    options: argparse.Namespace
-    cases: Cases
-    device: torch.device
-    floors: Floors
-    traces: list[dict] = field(default_factory=list)
+    Raises:
+        ValueError: an option cannot be used. Later, the only errors left are cases that do not fit.
+    """
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of each measurement."""
-        return dict(seed=self.options.seed, progress=not self.options.no_progress)
+    def __init__(self, options: argparse.Namespace, device: torch.device, model: str) -> None:
+        self.options, self.device, self.model = options, device, model
+        self.modes = mode_names(options.mode, (*ENGINE_MODES, *CACHES))
+        can_compare = len(set(self.modes) & set(ENGINE_MODES)) > 1
+        if options.check and not can_compare:
+            raise ValueError(
+                f"--check compares our modes, --mode is {','.join(self.modes)}: name two of {', '.join(ENGINE_MODES)}"
+            )
+        self.checks = can_compare if options.check is None else options.check
+        references = [mode for mode in self.modes if mode in CACHES]
+        if references and (options.quantization in QUANTISED or options.head_quantization is not None):
+            raise ValueError(
+                f"--mode {','.join(self.modes)}: {references[0]} measures transformers, which would have the wide "
+                "weights: leave it out, or write the checkpoint with nanoinfer quantize and give --model DIR without "
+                "these options"
+            )
+        check_at_least(options, output_len=1)
+        check_can_write(options.json, options.plot, options.profile)
+        check_can_plot(options.plot)
+        default_contexts = "1k,8k,32k" if self.device.type == "cuda" else "256,1k"
+        self.contexts = counts(options.context or default_contexts, "--context")
+        self.batches = counts(options.batch, "--batch")
+        self.traces: list[dict] = []
+        # Of each measurement.
+        self._arguments = dict(seed=options.seed, progress=not options.no_progress)
+        for mode in self.modes:
+            EngineConfig(model=model, **self._engine_arguments(mode, self.contexts[0]))
+        load_config(model)
 
-    def rows(self, mode: str) -> list[Row]:
-        """Measure all cases of a mode.
+    def _engine_arguments(self, mode: str, context: int) -> dict[str, Any]:
+        """Return the arguments of the LLM that runs every case of `mode` up to `context` tokens."""
+        output_len = max(self.options.output_len, TRACED_OUTPUT_LEN if self.options.profile else 0)
+        own = dict(max_model_len=context + output_len)
+        if self.options.max_num_seqs is None:
+            own["max_num_seqs"] = max(self.batches)
+        return ENGINE_MODES.get(mode, {}) | shared_engine_arguments(self.options) | own
 
-        Floors are measured before the mode's engine is made and after it is closed. Otherwise their buffers would take
+    def measure(self) -> tuple[list[Row], Floors]:
+        """Measure all cases of all modes. Return them with the floors at the start.
+
+        Floors are measured before a mode's engine is made and after it is closed. Otherwise their buffers would take
         memory that the engine has reserved for its activations.
         """
-        rows, spec = self._rows_of_transformers(mode) if mode in CACHES else self._rows_of_ours(mode)
-        before, self.floors = self.floors, measure_floors(self.device)
-        floors = (before, self.floors)
-        for row in rows:
-            lengths = [row.context] * row.batch
-            add_floor(row, spec, lengths, self.cases.output_len, floors, streams_all=mode in CACHES)
-        return rows
-
-    def _rows_of_ours(self, mode: str) -> tuple[list[Row], ModelSpec | None]:
-        llm, refused = self._open(mode)
-        spec = None if llm is None else llm.engine.runner.model.spec
-        output_len, arguments = self.cases.output_len, self.arguments
-        number = 1 + self.cases.modes.index(mode)
-
-        def add_trace(engine: LLMEngine) -> None:
-            self.traces += engine.stop_trace(mode, number)
-
-        def case(lengths: list[int]) -> Row:
-            if lengths[0] in refused:
-                raise ValueError(refused[lengths[0]])
-            row = measure(llm, lengths, output_len, **arguments)
-            row.mode = mode
-            if self.cases.check:
-                again = measure(llm, lengths, min(output_len, CHECKED_TOKENS), with_logprobs=True, **arguments)
-                row.outputs = again.outputs
-            if self.options.profile and lengths == self.cases.last:
-                measure(llm, lengths, max(output_len, TRACED_OUTPUT_LEN), trace=add_trace, **arguments)
-            return row
-
-        try:
-            return self._each(mode, case), spec
-        finally:
-            if llm is not None:
-                release(llm)
-
-    def _open(self, mode: str) -> tuple[LLM | None, dict[int, str]]:
-        """Return an engine for the longest context that fits, and by longer context the reason why it does not fit."""
-        refused: dict[int, str] = {}
-        for context in reversed(self.cases.contexts):
-            try:
-                llm = LLM(self.model, **engine_arguments(self.options, self.cases, mode, context))
-            except _DOES_NOT_FIT as error:
-                refused[context] = _reason(error)
-            else:
-                with suppress(*_DOES_NOT_FIT):  # the case itself will give the reason
-                    # Compiles the prefill kernels.
-                    measure(llm, [self.cases.contexts[0]], min(4, self.cases.output_len), seed=self.options.seed + 1)
-                return llm, refused
-            free_memory()  # not earlier: the error's traceback held what had been loaded
-        return None, refused
-
-    def _rows_of_transformers(self, mode: str) -> tuple[list[Row], ModelSpec | None]:
-        reference: Reference | None = None
-        load_format = "dummy" if is_dummy(self.options) else "auto"
-
-        def case(lengths: list[int]) -> Row:
-            nonlocal reference
-            reference = reference or load_reference(
-                self.model, dtype=self.options.dtype, device=self.device, load_format=load_format, **self.arguments
-            )
-            return measure_reference(mode, reference, lengths, self.cases.output_len, **self.arguments)
-
-        # Accept any error: a failure of transformers must not lose the figures of our own modes.
-        rows = self._each(mode, case, (Exception,))
-        spec = None if reference is None else reference.spec
-        reference = None
-        free_memory()
-        return rows, spec
-
-    def _each(
-        self, mode: str, case: Callable[[list[int]], Row], errors: tuple[type[Exception], ...] = _DOES_NOT_FIT
-    ) -> list[Row]:
-        """Runs all cases of a mode. A case that does not fit gives a row with the reason."""
+        first = before = measure_floors(self.device)
         rows = []
-        for context in self.cases.contexts:
-            for batch in self.cases.batches:
+        for mode in self.modes:
+            found = self._rows(mode)
+            after = measure_floors(self.device)
+            for row in found:
+                row.add_floor(before, after)
+            rows, before = rows + found, after
+        return rows, first
+
+    def _rows(self, mode: str) -> list[Row]:
+        """Run all cases of a mode. A case that does not fit gives a row with the reason."""
+        rows = []
+        # Accept any error of transformers: it must not lose the figures of our own modes.
+        errors = (Exception,) if mode in CACHES else _DOES_NOT_FIT
+        with self._transformers(mode) if mode in CACHES else self._ours(mode) as case:
+            for context, batch in product(self.contexts, self.batches):
                 try:
                     rows.append(case([context] * batch))
                 except errors as error:
@@ -136,38 +115,82 @@ class _Run:
                     free_memory()  # not earlier: the error's traceback held what had been loaded
         return rows
 
+    @contextmanager
+    def _ours(self, mode: str) -> Iterator[Callable[[list[int]], Row]]:
+        """Open an engine; yield what measures prompts of these lengths."""
+        llm, refused = self._open(mode)
+        output_len, last = self.options.output_len, [self.contexts[-1]] * self.batches[-1]
+
+        def add_trace(engine: LLMEngine) -> None:
+            self.traces += engine.stop_trace(mode, 1 + self.modes.index(mode))
+
+        def case(lengths: list[int]) -> Row:
+            if lengths[0] in refused:
+                raise ValueError(refused[lengths[0]])
+            row = measure(llm, lengths, output_len, **self._arguments)
+            row.mode = mode
+            if self.checks:
+                num_checked = min(output_len, CHECKED_TOKENS)
+                row.outputs = measure(llm, lengths, num_checked, with_logprobs=True, **self._arguments).outputs
+            if self.options.profile and lengths == last:
+                measure(llm, lengths, max(output_len, TRACED_OUTPUT_LEN), trace=add_trace, **self._arguments)
+            return row
+
+        try:
+            yield case
+        finally:
+            if llm is not None:
+                release(llm)
+
+    @contextmanager
+    def _transformers(self, mode: str) -> Iterator[Callable[[list[int]], Row]]:
+        """Yield what measures prompts of these lengths; the model is loaded for the first of them."""
+        load_format = shared_engine_arguments(self.options)["load_format"]
+
+        @cache
+        def reference() -> tuple[PreTrainedModel, ModelSpec]:
+            return load_reference(
+                self.model, dtype=self.options.dtype, device=self.device, load_format=load_format, **self._arguments
+            )
+
+        yield lambda lengths: measure_reference(mode, *reference(), lengths, self.options.output_len, **self._arguments)
+        reference.cache_clear()
+        free_memory()
+
+    def _open(self, mode: str) -> tuple[LLM | None, dict[int, str]]:
+        """Return an engine for the longest context that fits, and by longer context the reason why it does not fit."""
+        refused: dict[int, str] = {}
+        for context in reversed(self.contexts):
+            try:
+                llm = LLM(self.model, **self._engine_arguments(mode, context))
+            except _DOES_NOT_FIT as error:
+                refused[context] = _reason(error)
+            else:
+                with suppress(*_DOES_NOT_FIT):  # the case itself will give the reason
+                    # Compiles the prefill kernels.
+                    measure(llm, [self.contexts[0]], min(4, self.options.output_len), seed=self.options.seed + 1)
+                return llm, refused
+            free_memory()  # not earlier: the error's traceback held what had been loaded
+        return None, refused
+
 
 def _reason(error: Exception) -> str:
     """Return one line of an error's message; messages of torch have many lines."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def run(options: argparse.Namespace, command: str) -> list[Row]:
-    """Runs all cases and prints the table.
-
-    Args:
-        options: as defined by `add_arguments`.
-        command: how the benchmark was called, for the JSON.
-
-    Raises:
-        ValueError: an option cannot be used; nothing has run then.
-    """
+def run(options: argparse.Namespace) -> list[Row]:
+    """Run all cases and print the table."""
     device = resolve_device(options.device)
-    cases = read_cases(options, device.type == "cuda")
-    with model_directory(options, default_shape(device)) as model:
-        # A wrong option is refused here, once. Below, the only errors left are cases that do not fit.
-        for mode in cases.modes:
-            EngineConfig(model=model, **engine_arguments(options, cases, mode, cases.contexts[0]))
-        load_config(model)
-        floors = measure_floors(device)
-        this_run = _Run(model, options, cases, device, floors)
-        rows = [row for mode in cases.modes for row in this_run.rows(mode)]
-    if cases.check:
+    with open_model(options, device.type) as (model, _):
+        this_run = _Run(options, device, model)
+        rows, floors = this_run.measure()
+    if this_run.checks:
         compare(rows)
     print(in_options(table(rows), options.parser))
     print(explain(floors, device))
-    if options.json:
-        write_figures(options.json, {"rows": [row.figures() for row in rows]}, floors, device, command)
+    figures = {"rows": [row.figures() for row in rows]}
+    write_figures(options.json, figures, options.command_line, device, floors)
     if options.profile:
         write_trace(options.profile, this_run.traces)
     if options.plot:

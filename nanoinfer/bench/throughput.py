@@ -5,52 +5,27 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from dataclasses import dataclass
 
 from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import paragraph, write_figures
-from nanoinfer.measure.run import random_prompts
+from nanoinfer.measure.run import Load, random_prompts
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.memory.setup import spec_and_layout
+from nanoinfer.memory.setup import Setup
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
     bounds,
     check_at_least,
     check_can_write,
-    default_shape,
-    model_directory,
-    model_name,
+    open_model,
     shared_engine_arguments,
 )
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.weights.load import load_config
 
 # Prompts take the first ids of every vocabulary, so that the load is the same for all models.
 PROMPT_VOCABULARY = 2000
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests that all arrive at the start."""
-
-    prompts: list[list[int]]
-    params: list[SamplingParams]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(param.max_tokens for param in self.params)
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest request, prompt and output."""
-        return max(len(prompt) + param.max_tokens for prompt, param in zip(self.prompts, self.params, strict=True))
 
 
 def make_load(
@@ -124,32 +99,25 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
     }
 
 
-def run(options: argparse.Namespace, command: str) -> dict:
-    """Runs the load, prints the report and returns its figures (see `run_load`).
-
-    Raises:
-        ValueError: an option cannot be used, or a request does not fit.
-    """
+def run(options: argparse.Namespace) -> dict:
+    """Run the load, print the report and return its figures (see `run_load`)."""
     device = resolve_device(options.device)
     check_at_least(options, num_prompts=1)
     choose("--mode", options.mode, ENGINE_MODES)
     check_can_write(options.output_json)
     lengths = bounds(options.input_len, "--input-len"), bounds(options.output_len, "--output-len")
-    shape = default_shape(device)
     arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)
-    with model_directory(options, shape) as model:
-        config = EngineConfig(model=model, **arguments)
-        spec, _ = spec_and_layout(config, load_config(model))
+    with open_model(options, device.type) as (model, name):
+        spec = Setup(EngineConfig(model=model, **arguments), device).spec
         load = make_load(options.num_prompts, *lengths, options.temperature, options.seed, spec.vocab_size)
         with LLM(model, **arguments | dict(max_model_len=load.max_model_len)) as llm:
             figures = run_load(llm, load, progress=not options.no_progress)
     title = (
-        f"{model_name(options, shape)}, {figures['mode']} mode: {counted(options.num_prompts, 'request')} of "
+        f"{name}, {figures['mode']} mode: {counted(options.num_prompts, 'request')} of "
         f"{options.input_len} tokens in and {options.output_len} out, temperature {options.temperature:g}"
     )
     print(paragraph(title, _lines(figures)))
-    if options.output_json:
-        write_figures(options.output_json, figures, None, device, command)
+    write_figures(options.output_json, figures, options.command_line, device)
     return figures
 
 

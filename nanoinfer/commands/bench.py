@@ -1,41 +1,54 @@
-"""`nanoinfer bench`: the choice of the benchmark."""
+"""`nanoinfer bench` and `bench_offload.py`: the choice of the benchmark."""
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
+import shlex
+import sys
+from collections.abc import Sequence
 from importlib import import_module
 
-from nanoinfer.options import exactness, latency, offload, throughput
+from nanoinfer.options import bench, offload
+from nanoinfer.options.parser import Parser, run_command
 
-# Each benchmark's options. Its own module, such as `nanoinfer.bench.latency`, is imported only when it runs.
-BENCHMARKS = {"latency": latency, "throughput": throughput, "offload": offload, "exactness": exactness}
 DEFAULT = "offload"
-_HOMES = {"offload": "nanoinfer.commands.bench_offload"}  # modules of benchmarks that join more than one library
+# What a benchmark is for, and its options. Its own module, such as `nanoinfer.bench.latency`, is imported when it runs.
+BENCHMARKS = {
+    "latency": (
+        "seconds of one batch: to the first token, per token and in all, beside the floor",
+        bench.add_latency_arguments,
+    ),
+    "throughput": (
+        "requests and tokens per second of many requests, and where the time goes",
+        bench.add_throughput_arguments,
+    ),
+    DEFAULT: (
+        "decode with the KV cache in host memory against the GPU, with the floors of this machine",
+        offload.add_arguments,
+    ),
+    "exactness": (
+        "the same requests alone, in batches, in every mode and through a server: how many bits differ",
+        bench.add_exactness_arguments,
+    ),
+}
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Adds one command per benchmark, each with its options."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one command per benchmark, each with its options."""
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name, benchmark in BENCHMARKS.items():
-        summary = benchmark.SUMMARY + (" (also without this word)" if name == DEFAULT else "")
-        benchmark.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    for name, (summary, add_options) in BENCHMARKS.items():
+        summary += " (also without this word)" if name == DEFAULT else ""
+        add_options(commands.add_parser(name, help=summary, description=summary))
 
 
 def with_default(arguments: list[str]) -> list[str]:
     """Return the command line, with the default benchmark's name if `bench` is followed by none."""
-    if arguments[:1] != ["bench"] or arguments[1:2] in (["-h"], ["--help"]):
-        return arguments
-    if len(arguments) > 1 and not arguments[1].startswith("-"):
-        return arguments
-    return ["bench", DEFAULT, *arguments[1:]]
+    has_word = len(arguments) > 1 and (arguments[1] in ("-h", "--help") or not arguments[1].startswith("-"))
+    return arguments if arguments[:1] != ["bench"] or has_word else ["bench", DEFAULT, *arguments[1:]]
 
 
-def run(options: argparse.Namespace, command: str) -> int:
-    """Runs the benchmark that the options name, prints its report and returns the exit status: 1 where bits differ.
-
-    Args:
-        command: how the benchmark was called, for the JSON.
+def run(options: argparse.Namespace) -> int:
+    """Run the benchmark, which prints its report. Return the exit status: 1 where bits differ.
 
     Raises:
         ValueError: an option cannot be used; nothing has run then. Or the engine cannot run the benchmark as asked.
@@ -43,14 +56,26 @@ def run(options: argparse.Namespace, command: str) -> int:
     """
     import torch  # not at the top: reading the options must not import torch
 
-    run_benchmark = import_module(_HOMES.get(options.benchmark, f"nanoinfer.bench.{options.benchmark}")).run
-    if options.benchmark == "exactness":
-        from nanoinfer.serve.local import local_server
-
-        run_benchmark = partial(run_benchmark, local_server=local_server)
     try:
-        figures = run_benchmark(options, command)
+        if options.benchmark == "exactness":
+            from nanoinfer.bench import exactness
+            from nanoinfer.serve.local import local_server
+
+            return 0 if exactness.run(options, local_server)["identical"] else 1
+        if options.benchmark == "offload":
+            offload.take_task(options)
+        is_recall = options.benchmark == "offload" and options.task == "recall"
+        import_module("nanoinfer.commands.recall" if is_recall else f"nanoinfer.bench.{options.benchmark}").run(options)
     except torch.OutOfMemoryError as error:  # its message has many lines
         reason = str(error).splitlines()[0]
         raise MemoryError(f"{reason} Lower --gpu-memory, or end what else runs on the GPU") from error
-    return 1 if options.benchmark == "exactness" and not figures["identical"] else 0
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `python bench_offload.py`: the benchmark `offload` under another name."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = Parser(prog="bench_offload.py", description=BENCHMARKS["offload"][0])
+    offload.add_arguments(parser)
+    parser.set_defaults(benchmark="offload", command_line=f"python bench_offload.py {shlex.join(given)}".strip())
+    return run_command(parser, given, run)

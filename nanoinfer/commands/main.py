@@ -13,53 +13,48 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import nanoinfer
-from nanoinfer.commands import bench, quantize, serve, verify
-from nanoinfer.commands import plan as plan_command
+from nanoinfer.commands import bench, plan, quantize, serve, verify
 from nanoinfer.options import recall
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import Parser, length, run_command
 
-_COMMANDS = {"plan": plan_command, "quantize": quantize, "serve": serve, "verify": verify}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `nanoinfer ...` and returns its exit status; see `options.parser.run_command`.
-
-    `verify` and `bench exactness` return 1 if they find a difference, `plan` if something does not fit.
-    """
+    """Run `nanoinfer ...` and return its exit status; see `options.parser.run_command`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command(_parser(), bench.with_default(given), lambda options: _run(options, given))
+    parser = _parser()
+    parser.set_defaults(command_line=f"nanoinfer {shlex.join(given)}")
+    return run_command(parser, bench.with_default(given), lambda options: options.run(options))
 
 
 def _parser() -> Parser:
     parser = Parser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
     parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    bench.add_commands(
-        commands.add_parser("bench", help="measure latency, throughput, offload against resident decode, or exactness")
-    )
-    evaluations = commands.add_parser("eval", help="questions whose answers are known").add_subparsers(required=True)
-    recall.add_arguments(evaluations.add_parser("recall", help=recall.SUMMARY, description=recall.SUMMARY))
-    _add_generate_arguments(commands.add_parser("generate", help="complete a prompt"))
-    plan_command.add_arguments(
-        commands.add_parser("plan", help="what fits and how fast it can be, without GPU or weights")
-    )
-    quantize.add_arguments(commands.add_parser("quantize", help="write a checkpoint in fewer bits"))
-    serve.add_arguments(commands.add_parser("serve", help="an HTTP server with OpenAI's API"))
-    verify.add_arguments(commands.add_parser("verify", help="compare modes, batches and chunks, bit for bit"))
+    commands = parser.add_subparsers(required=True)
+    for name, summary, add_arguments, run in (
+        ("bench", "measure latency, throughput, offload against resident decode, or exactness",
+         bench.add_arguments, bench.run),
+        ("eval", "questions whose answers are known", _add_evaluations, _evaluate),
+        ("generate", "complete a prompt", _add_generate_arguments, _generate),
+        ("plan", "what fits and how fast it can be, without GPU or weights", plan.add_arguments, plan.run),
+        ("quantize", "write a checkpoint in fewer bits", quantize.add_arguments, quantize.run),
+        ("serve", "an HTTP server with OpenAI's API", serve.add_arguments, serve.run),
+        ("verify", "compare modes, batches and chunks, bit for bit", verify.add_arguments, verify.run),
+    ):  # fmt: skip
+        command = commands.add_parser(name, help=summary)
+        add_arguments(command)
+        command.set_defaults(run=run)
     return parser
 
 
-def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
-    command_line = f"nanoinfer {shlex.join(given)}"
-    if options.command in _COMMANDS:
-        return _COMMANDS[options.command].run(options)
-    if options.command == "bench":
-        return bench.run(options, command_line)
-    if options.command == "eval":
-        import_module("nanoinfer.commands.recall").run(options, command_line)
-    else:
-        _generate(options)
+def _add_evaluations(parser: argparse.ArgumentParser) -> None:
+    summary = "answers about facts planted in long contexts, by length and depth"
+    evaluations = parser.add_subparsers(required=True)
+    recall.add_arguments(evaluations.add_parser("recall", help=summary, description=summary))
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    import_module("nanoinfer.commands.recall").run(options)
     return 0
 
 
@@ -72,7 +67,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser, without=("seed", "skip_tokenizer_init"), defaults={"enable_cpu_offload": "auto"})
 
 
-def _generate(options: argparse.Namespace) -> None:
+def _generate(options: argparse.Namespace) -> int:
     """Print the completion as it is generated."""
     params = nanoinfer.SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed)
     with nanoinfer.LLM(
@@ -89,6 +84,7 @@ def _generate(options: argparse.Namespace) -> None:
             print()  # so that the message about the interrupt begins on a new line
             raise
     print()
+    return 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=f"checkpoint directory, hub id, or a shape: {', '.join(SHAPES)}")
     parser.add_argument("--context", type=length, help="tokens of each sequence, output included, such as 32k")
     parser.add_argument("--batch", type=int, default=1, help="sequences at once")
-    parser.add_argument("--link-gbps", type=float, help="host to GPU, GB/s (default 25)")
+    parser.add_argument("--link-gbps", type=float, default=25, help="host to GPU, GB/s (default %(default)s)")
     parser.add_argument("--device-gbps", type=float, help="the GPU's memory, GB/s")
     texts = {
         "gpu_memory_limit": 'such as "12GiB"; default: this machine\'s',
@@ -33,14 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the forecast; return 1 if something does not fit."""
     arguments = engine_arguments(options)
-    if options.link_gbps is not None:
-        arguments["link_gbps"] = options.link_gbps
     forecast = nanoinfer.plan(
         options.model,
         gpu_memory=arguments.pop("gpu_memory_limit"),
         host_memory=arguments.pop("host_memory_limit"),
         context=options.context,
         batch=options.batch,
+        link_gbps=options.link_gbps,
         device_gbps=options.device_gbps,
         **arguments,
     )

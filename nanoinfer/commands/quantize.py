@@ -24,11 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the checkpoint and say where it is.
-
-    Raises:
-        ValueError: an option cannot be used, or the checkpoint cannot be quantised; nothing is left in DIR then.
-    """
+    """Write the checkpoint and say where it is. On an error nothing is left there."""
     from nanoinfer.memory.machine import resolve_device
     from nanoinfer.weights.write import quantise_checkpoint
 

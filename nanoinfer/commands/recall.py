@@ -4,67 +4,142 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer
 
+from nanoinfer.config import EngineConfig
 from nanoinfer.llm import LLM
 from nanoinfer.measure.report import write_figures
 from nanoinfer.measure.run import free_memory
-from nanoinfer.recall.answers import Answers, EngineAnswers
-from nanoinfer.recall.evaluate import Exam, Scores, evaluate
-from nanoinfer.recall.formats import divergences, prompts_of
+from nanoinfer.memory.machine import resolve_device
+from nanoinfer.memory.setup import Setup
+from nanoinfer.options.measuring import (
+    ENGINE_MODES,
+    check_can_plot,
+    check_can_write,
+    counts,
+    mode_names,
+    shared_engine_arguments,
+)
+from nanoinfer.options.recall import MODES
+from nanoinfer.recall.answers import EngineAnswers
+from nanoinfer.recall.evaluate import Exam, Grid, Scores, evaluate
+from nanoinfer.recall.formats import AS_IT_IS, WeightFormat, divergences, prompts_of
 from nanoinfer.recall.reference import ReferenceAnswers
-from nanoinfer.recall.report import compare, compare_formats, figures, plot, table
-from nanoinfer.recall.settings import Evaluation, read_options
+from nanoinfer.recall.report import compare_formats, figures, plot, table
+from nanoinfer.weights.load import check_safetensors, find_model
+
+DEFAULT_LENGTHS = {"cuda": "1k,2k,4k,8k,16k,32k,64k", "cpu": "1k,2k"}
+ANSWER_ROOM = 64
+"""Tokens beyond a context: with another tokenizer than recall's own some answers are longer than those it is cut
+for."""
+DEFAULT_MAX_NUM_SEQS = 32
 
 
-def run(options: argparse.Namespace, command: str) -> dict[str, Scores]:
-    """Ask all questions in all modes and print the table. After each mode, write the files that the options name.
-
-    Raises:
-        ValueError: an option cannot be used; nothing has run then.
-    """
-    asked = read_options(options)
-    tokenizer = AutoTokenizer.from_pretrained(asked.model_dir)
-    exam = Exam(tokenizer, asked.grid)
-    checkpoint = {"model": asked.model_dir.name, "checkpoint_sha256": checkpoint_sha256(asked.model_dir)}
+def run(options: argparse.Namespace) -> dict[str, Scores]:
+    """Ask all questions in all modes and print the table. After each mode, write the files that the options name."""
+    if getattr(options, "shape", None):
+        raise ValueError(f"--shape {options.shape} has random weights, which answer nothing: give a model")
+    device = resolve_device(options.device)
+    modes = mode_names(options.mode, MODES)
+    check_can_write(options.json, options.plot)
+    check_can_plot(options.plot)
+    contexts = DEFAULT_LENGTHS[device.type] if options.context is None else options.context
+    grid = Grid(
+        lengths=tuple(counts(contexts, "--context")),
+        depths=_depths(options.depths),
+        num_questions=options.questions,
+        seed=options.seed,
+    )
+    model_dir = find_model(options.model or "recall")
+    check_safetensors(model_dir)
+    formats = _formats(options, model_dir, device, grid.lengths[-1])
+    runs = _runs(modes, formats, device)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    exam = Exam(tokenizer, grid)
+    checkpoint = {"model": model_dir.name, "checkpoint_sha256": checkpoint_sha256(model_dir)}
     prompts = prompts_of(exam)
     results: dict[str, Scores] = {}
     found: dict[str, float] = {}
     try:
-        for label, arguments in asked.runs.items():
-            with _open(arguments, asked, tokenizer.eos_token_id) as answers:
+        for label, arguments in runs.items():
+            with nullcontext() if arguments is None else LLM(**arguments) as llm:
+                end = tokenizer.eos_token_id
+                answers = ReferenceAnswers(model_dir, end, device=device) if llm is None else EngineAnswers(llm, end)
                 results[label] = evaluate(answers, exam, progress=not options.no_progress, label=label)
-            if options.json:
-                write_figures(options.json, checkpoint | figures(results, asked.grid), None, asked.device, command)
+            del llm, answers
+            free_memory()
+            content = figures(results, grid)
+            write_figures(options.json, checkpoint | content, options.command_line, device)
             if options.plot:
-                plot(options.plot, results, asked.grid)
-        if asked.compared:
-            found = divergences(asked.model_dir, asked.compared, prompts, asked.device)
-            if options.json:
-                content = checkpoint | figures(results, asked.grid) | {"mean_kl_nats": found}
-                write_figures(options.json, content, None, asked.device, command)
+                plot(options.plot, content)
+        asked = dict.fromkeys(weights for weights, _, _ in formats)
+        if AS_IT_IS in asked and len(asked) > 1:
+            found = divergences(model_dir, [weights for weights in asked if weights != AS_IT_IS], prompts, device)
+            write_figures(options.json, checkpoint | content | {"mean_kl_nats": found}, options.command_line, device)
     finally:  # an interrupted run shows the results that it has
         if results:
-            print("\n".join([table(results, asked.grid), *compare(results), *compare_formats(found, prompts)]))
+            print("\n".join([table(figures(results, grid)), *compare_formats(found, prompts)]))
     return results
 
 
-@contextmanager
-def _open(arguments: dict[str, Any] | None, asked: Evaluation, end_token_id: int) -> Iterator[Answers]:
-    """Open what answers the questions: the engine, or the reference. Free its memory afterwards."""
+def _depths(text: str) -> tuple[float, ...]:
     try:
-        if arguments is None:
-            yield ReferenceAnswers(asked.model_dir, end_token_id, device=asked.device)
-        else:
-            with LLM(**arguments) as llm:
-                yield EngineAnswers(llm, end_token_id)
-    finally:
-        free_memory()
+        return tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise ValueError(f"--depths {text!r} must be numbers from 0 to 1, such as 0,0.5,1") from error
+
+
+def _formats(
+    options: argparse.Namespace, model_dir: Path, device: torch.device, longest: int
+) -> list[tuple[WeightFormat, str, dict[str, Any]]]:
+    """Return each format of weights, each format of KV and the LLM's arguments for both, for `longest` tokens."""
+    common = shared_engine_arguments(options) | dict(
+        model=model_dir,
+        load_format="auto",
+        enable_prefix_caching=options.enable_prefix_caching is not False,  # a document is read once for its questions
+        max_model_len=longest + ANSWER_ROOM,
+        max_num_seqs=DEFAULT_MAX_NUM_SEQS if options.max_num_seqs is None else options.max_num_seqs,
+    )
+    texts = (options.quantization, options.head_quantization, options.kv_cache_dtype)
+    names = [["none"] if text is None else [name.strip() for name in text.split(",")] for text in texts]
+    formats = []
+    for *chosen, kv in product(*map(dict.fromkeys, names)):
+        quantization, head_quantization = (None if name == "none" else name for name in chosen)
+        weights = WeightFormat(quantization=quantization, head_quantization=head_quantization)
+        arguments = common | asdict(weights) | dict(kv_cache_dtype=kv)
+        # A wrong value is refused also where transformers alone answer.
+        spec = Setup(EngineConfig(**arguments), device).spec
+        if arguments["max_model_len"] > spec.max_position:
+            raise ValueError(
+                f"--context {longest} and {ANSWER_ROOM} tokens for longer answers are beyond the model's own "
+                f"limit of {spec.max_position} positions: lower --context"
+            )
+        formats.append((weights, kv, arguments))
+    return formats
+
+
+def _runs(
+    modes: list[str], formats: list[tuple[WeightFormat, str, dict[str, Any]]], device: torch.device
+) -> dict[str, dict[str, Any] | None]:
+    """Return for each mode in each format, by the report's name for it, the LLM's arguments; None for transformers."""
+    runs: dict[str, dict[str, Any] | None] = {}
+    for mode in modes:
+        if mode not in ENGINE_MODES:
+            runs[mode] = None
+            continue
+        for weights, kv, arguments in formats:
+            label = " ".join(filter(None, (mode, weights.name, "" if kv == "auto" else kv)))
+            runs[label] = ENGINE_MODES[mode] | arguments
+            # Raises where the engine would when it starts; the modes before it would have run in vain.
+            Setup(EngineConfig(**runs[label]), device).plan()
+    return runs
 
 
 def checkpoint_sha256(model_dir: Path) -> str | None:

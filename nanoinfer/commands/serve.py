@@ -45,28 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-queue-bytes", default="256MiB", metavar="SIZE",
         help="bytes of waiting requests beyond which the answer is 429 (%(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--body-timeout", type=float, default=60.0, metavar="SECONDS",
-        help="for the body of a request to arrive (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-step-seconds", type=float, default=120.0, metavar="SECONDS",
-        help="a step that runs for longer makes /health say 503 (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
-        help="for running requests to end after SIGTERM or SIGINT (%(default)s)",
-    )  # fmt: skip
+    for name, seconds, text in (
+        ("--body-timeout", 60.0, "for the body of a request to arrive"),
+        ("--max-step-seconds", 120.0, "a step that runs for longer makes /health say 503"),
+        ("--shutdown-timeout", 30.0, "for running requests to end after SIGTERM or SIGINT"),
+    ):
+        parser.add_argument(name, type=float, default=seconds, metavar="SECONDS", help=f"{text} (%(default)s)")
     add_engine_options(parser, defaults={"enable_cpu_offload": "auto"})
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM, and returns 0, or 1 if the engine failed.
-
-    Raises:
-        ValueError: an option cannot be used, or packages are missing.
-        OSError: the port cannot be used.
-    """
+    """Serve until SIGINT or SIGTERM; return 0, or 1 if the engine failed."""
     try:
         import uvicorn
 

@@ -8,7 +8,7 @@ import sys
 import nanoinfer.verify
 from nanoinfer.models.shapes import SHAPES
 from nanoinfer.options.engine import add_engine_options, engine_arguments
-from nanoinfer.options.measuring import model_directory
+from nanoinfer.options.measuring import open_model
 from nanoinfer.options.parser import in_options, length
 
 # The runs choose the other arguments of their engines.
@@ -32,14 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `nanoinfer verify`, prints the report line by line and returns the exit code: 0 if all is equal, else 1.
-
-    Raises:
-        ValueError: an option cannot be used.
-    """
+    """Print the report line by line; return 0 if all is equal, else 1."""
     if (options.model is None) == (options.shape is None):
         raise ValueError("give either a model (checkpoint directory or hub id) or --shape")
-    with model_directory(options, options.shape) as model:
+    with open_model(options, "cpu") as (model, _):
         verdict = nanoinfer.verify.verify(
             model,
             num_requests=options.requests,

@@ -93,13 +93,14 @@ def paragraph(title: str, lines: list[tuple[str, str]]) -> str:
 
 
 def write_figures(
-    path: str | Path, figures: dict, floors: Floors | None, device: torch.device | None, command: str
+    path: str | Path | None, figures: dict, command: str, device: torch.device | None, floors: Floors | None = None
 ) -> None:
     """Write figures by name, and what is needed to judge and repeat them: the command, versions and floors.
 
-    floors: None: not measured.
-    device: what the figures were measured on; None: not on this machine.
+    path: None: nowhere. device: what the figures were measured on; None: not on this machine.
     """
+    if path is None:
+        return
     content: dict = {"command": command}
     if device is not None:
         content["versions"] = versions(device)

@@ -14,16 +14,18 @@ from tqdm import tqdm
 
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.llm import LLM
-from nanoinfer.memory.floors import Floors, bytes_read_per_step, kv_bytes
-from nanoinfer.models.base import ModelSpec
-from nanoinfer.options.measuring import TRACED_STEPS, WARM_UP_STEPS
+from nanoinfer.memory.floors import Floors, bytes_read_per_step
 from nanoinfer.outputs import CompletionOutput
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
 # Progress bars appear if a case takes longer than this.
 PROGRESS_DELAY_S = 2.0
+WARM_UP_STEPS = 3
+# Decode steps in a trace: enough to see how steps follow each other, and few enough for a browser.
+TRACED_STEPS = 5
 TRACED_CHUNKS = 2  # traced in addition to TRACED_STEPS
+TRACED_OUTPUT_LEN = WARM_UP_STEPS + TRACED_STEPS + 4  # output tokens of a traced case
 
 
 @dataclass
@@ -53,10 +55,11 @@ class Row:
     problem: str | None = None
     outputs: list[tuple[list[int], list[float]]] = field(default_factory=list, repr=False)
     steps: list[float] = field(default_factory=list, repr=False)  # the steps that the median is computed from
+    least_bytes: tuple[float, float] | None = field(default=None, repr=False)  # streamed and read, for `add_floor`
 
     def figures(self) -> dict:
-        """Return all figures except the tokens and single steps, for JSON."""
-        return {name: value for name, value in vars(self).items() if name not in ("outputs", "steps")}
+        """Return what is written as JSON: no tokens, no single steps."""
+        return {name: value for name, value in vars(self).items() if name not in ("outputs", "steps", "least_bytes")}
 
     def take_steps(self, steps: list[float]) -> None:
         """Fill in the figures that follow from `steps`: seconds of the decode steps of the whole batch, in order."""
@@ -65,6 +68,41 @@ class Row:
         if self.steps:
             self.seconds_per_token = statistics.median(self.steps)
             self.tokens_per_second = self.batch / self.seconds_per_token
+
+    def add_floor(self, before: Floors, after: Floors) -> None:
+        """Compare the step with the better of the bandwidths measured before and after it."""
+        if self.seconds_per_token is None:
+            return
+        best = Floors(max(before.link, after.link), max(before.device, after.device))
+        self.floor_seconds = best.offload_step(*self.least_bytes)
+        self.ratio_to_floor = self.seconds_per_token / self.floor_seconds
+        self.link_floor_gbps = best.link / 1e9
+        self.link_moved = abs(before.link - after.link) / best.link
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests: token ids of each prompt, and its parameters."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(param.max_tokens for param in self.params)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each request, prompt and output."""
+        return [len(prompt) + param.max_tokens for prompt, param in zip(self.prompts, self.params, strict=True)]
+
+    @property
+    def max_model_len(self) -> int:
+        return max(self.lengths)
 
 
 def random_prompts(vocab_size: int, lengths: list[int], seed: int) -> list[list[int]]:
@@ -97,7 +135,7 @@ def measure(
     with_logprobs: bool = False,
     trace: Callable[[LLMEngine], None] | None = None,
 ) -> Row:
-    """Runs prompts of `lengths` tokens at once, greedily, `output_len` tokens each. `add_floor` fills in the floor.
+    """Run prompts of `lengths` tokens at once, greedily, `output_len` tokens each. `Row.add_floor` adds the floor.
 
     Args:
         with_logprobs: for `compare`. Each step is then read before the next is launched, so its times mean nothing.
@@ -116,12 +154,11 @@ def measure(
     prompts = random_prompts(engine.vocab_size, lengths, seed)
     names = [f"bench-{i}" for i in range(len(prompts))]
     row = Row(mode=llm.mode, batch=len(lengths), context=max(lengths))
-    tracer = None if trace is None else _Tracer(llm, sum(lengths), trace)
     before = engine.meter.snapshot()
     begin = time.perf_counter()
     try:
         requests = [engine.add_request(name, prompt, params) for name, prompt in zip(names, prompts, strict=True)]
-        steps, streamed = _run(llm, requests, sum(lengths) + output_len, progress, tracer)
+        steps, streamed = _run(llm, requests, sum(lengths) + output_len, progress, trace)
         row.total_seconds = time.perf_counter() - begin
     finally:
         for name in names:
@@ -132,6 +169,8 @@ def measure(
     if steps:
         row.streamed_bytes_per_step = statistics.median(streamed[WARM_UP_STEPS:] or streamed)
         row.link_gbps = row.streamed_bytes_per_step / row.seconds_per_token / 1e9
+        middle = [length + output_len // 2 for length in lengths]
+        row.least_bytes = row.streamed_bytes_per_step, bytes_read_per_step(engine.runner.model.spec, middle)
     else:
         row.problem = _why_no_step(llm, lengths, output_len)
     row.bound = engine.meter.times.since(before).bound
@@ -144,7 +183,7 @@ def measure(
 
 
 def _run(
-    llm: LLM, requests: list[Request], num_tokens: int, progress: bool, tracer: _Tracer | None
+    llm: LLM, requests: list[Request], num_tokens: int, progress: bool, trace: Callable[[LLMEngine], None] | None
 ) -> tuple[list[float], list[int]]:
     """Return seconds and streamed bytes of each decode step in which every request got a token.
 
@@ -153,13 +192,17 @@ def _run(
     """
     steps: list[float] = []
     streamed: list[int] = []
-    before = llm.stats()
+    engine, before = llm.engine, llm.stats()
     lengths = [len(request.prompt_token_ids) for request in requests]
+    untraced = sum(lengths) - TRACED_CHUNKS * engine.plan.max_num_batched_tokens  # prompt tokens before the trace
+    trace_from = before["num_prefill_tokens"] + untraced
     with tqdm(total=num_tokens, desc=f"{llm.mode}, {len(lengths)} x {max(lengths)}", unit="tok",
               disable=not progress, delay=PROGRESS_DELAY_S) as bar:  # fmt: skip
         last = time.perf_counter()
         while not all(request.is_finished for request in requests):
-            llm.engine.step()
+            if trace is not None and engine.meter.trace is None and before["num_prefill_tokens"] >= trace_from:
+                engine.start_trace()
+            engine.step()
             begin, last = last, time.perf_counter()
             after = llm.stats()
             is_decode = after["num_decode_steps"] > before["num_decode_steps"]
@@ -167,33 +210,11 @@ def _run(
                 steps.append(last - begin)
                 streamed.append(after["decode_streamed_bytes"] - before["decode_streamed_bytes"])
             bar.update(after["num_prefill_tokens"] - before["num_prefill_tokens"] + is_decode)
-            if tracer is not None:
-                tracer.after_step(after, len(steps))
+            if trace is not None and engine.meter.trace is not None and len(steps) >= WARM_UP_STEPS + TRACED_STEPS:
+                trace(engine)
+                trace = None
             before = after
     return steps, streamed
-
-
-class _Tracer:
-    """Traces the last prefill chunks of a case and its first decode steps of the whole batch."""
-
-    def __init__(self, llm: LLM, num_prompt_tokens: int, stop: Callable[[LLMEngine], None]) -> None:
-        self._engine, self._stop = llm.engine, stop
-        tokens = num_prompt_tokens - TRACED_CHUNKS * llm.engine.plan.max_num_batched_tokens
-        stats = llm.stats()
-        self._first = stats["num_prefill_tokens"] + tokens
-        self._is_done = False
-        self.after_step(stats, 0)
-
-    def after_step(self, stats: dict, num_steps: int) -> None:
-        """Start or end the trace; called after each step of the engine."""
-        if self._is_done:
-            return
-        if self._engine.meter.trace is None:
-            if stats["num_prefill_tokens"] >= self._first:
-                self._engine.start_trace()
-        elif num_steps >= WARM_UP_STEPS + TRACED_STEPS:
-            self._stop(self._engine)
-            self._is_done = True
 
 
 def _why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
@@ -210,27 +231,6 @@ def _why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
         return f"{batch} sequences never decode at once: they need {needed} KV blocks, {num_blocks} fit: raise the " \
                f"{limit} memory limit or lower the batch"  # fmt: skip
     return f"{batch} sequences never decode at once: the first had ended when the last one started, raise output_len"
-
-
-def add_floor(
-    row: Row, spec: ModelSpec | None, lengths: list[int], output_len: int, floors: tuple[Floors, Floors], *,
-    streams_all: bool = False,
-) -> None:  # fmt: skip
-    """Compares the row with the better of the bandwidths measured before and after it.
-
-    Args:
-        streams_all: each step brings all KV over the link, as transformers' offloaded caches do. Else the row says how
-            many bytes.
-    """
-    if row.seconds_per_token is None or spec is None:
-        return
-    best = Floors(max(f.link for f in floors), max(f.device for f in floors))
-    middle = [length + output_len // 2 for length in lengths]
-    streamed_bytes = kv_bytes(spec, middle) if streams_all else row.streamed_bytes_per_step
-    row.floor_seconds = best.offload_step(streamed_bytes, bytes_read_per_step(spec, middle))
-    row.ratio_to_floor = row.seconds_per_token / row.floor_seconds
-    row.link_floor_gbps = best.link / 1e9
-    row.link_moved = abs(floors[0].link - floors[1].link) / best.link
 
 
 def _tokens_and_logprobs(completion: CompletionOutput) -> tuple[list[int], list[float]]:
@@ -262,13 +262,12 @@ def _first_difference(row: Row, first: Row) -> str | None:
 
 
 def release(llm: LLM) -> None:
-    """Close an LLM and free its memory before the next one is built."""
     llm.close()
     free_memory()
 
 
 def free_memory() -> None:
-    """Free memory that is no longer referenced."""
+    """Free memory that is no longer referenced, before something else takes it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

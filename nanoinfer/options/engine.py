@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from nanoinfer.config import EngineConfig
@@ -39,13 +40,7 @@ def add_engine_options(
     defaults: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Add an option for each field of `EngineConfig`.
-
-    Args:
-        only, without: names of fields; None: all fields.
-        defaults: other defaults than the engine's.
-        texts: other help texts than the engine's.
-    """
+    """Add options for fields of `EngineConfig`, all by default; `defaults` and `texts` are others than the engine's."""
     help_of, defaults = field_help() | _HELP | dict(texts or {}), dict(defaults or {})
     known = [field for field in fields(EngineConfig) if field.name not in (*_NO_OPTIONS, *without)]
     wanted = [field for field in known if only is None or field.name in only]
@@ -73,13 +68,11 @@ def option_names(field: str) -> tuple[str, ...]:
 def field_help() -> dict[str, str]:
     """Return what the docstring of `EngineConfig` says about each field, in one line."""
     text = inspect.cleandoc(EngineConfig.__doc__ or "")  # none with python -OO
-    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    return {name: _in_words_of_a_command(" ".join(said.split())) for name, said in found}
-
-
-def _in_words_of_a_command(text: str) -> str:
-    text = re.sub(r"^True (\w+)s\b", r"\1", text).replace("None: ", "Default: ")
-    return re.sub(r"`(\w+)`", lambda match: option_names(match[1])[0], text)
+    found = {}
+    for name, said in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE):
+        said = re.sub(r"^True (\w+)s\b", r"\1", " ".join(said.split())).replace("None: ", "Default: ")
+        found[name] = re.sub(r"`(\w+)`", lambda match: option_names(match[1])[0], said)
+    return found
 
 
 def _kind(name: str, annotation: str, default: Any) -> dict[str, Any]:
@@ -91,7 +84,8 @@ def _kind(name: str, annotation: str, default: Any) -> dict[str, Any]:
     if name in ("max_model_len", "max_num_batched_tokens"):
         return dict(type=length, metavar="TOKENS")
     if "list" in annotation:
-        return dict(type=_batch_sizes if "str" in annotation else _counts, metavar="NUMBERS")
+        word, meaning = ("staged", "staged") if "str" in annotation else ("none", [])
+        return dict(type=partial(_numbers, word=word, meaning=meaning), metavar="NUMBERS")
     if "str" not in annotation:
         return dict(type=float if "float" in annotation else int, metavar="SHARE" if "float" in annotation else "N")
     return dict(type=_size, metavar="SIZE") if "int" in annotation else {}
@@ -109,16 +103,8 @@ def _size(text: str) -> int | float | str:
     return 0 if text == "0" else text
 
 
-def _batch_sizes(text: str) -> list[int] | str:
-    return text if text == "staged" else _numbers(text, '"staged"')
-
-
-def _counts(text: str) -> list[int]:
-    return [] if text == "none" else _numbers(text, '"none"')
-
-
-def _numbers(text: str, word: str) -> Any:
+def _numbers(text: str, word: str, meaning: Any) -> Any:
     try:
-        return [int(part) for part in text.split(",")]
+        return meaning if text == word else [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers, such as 16,64,256, or {word}") from None
+        raise argparse.ArgumentTypeError(f'{text!r} must be whole numbers, such as 16,64,256, or "{word}"') from None

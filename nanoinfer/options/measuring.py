@@ -8,15 +8,11 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nanoinfer.common.errors import choose
 from nanoinfer.models.shapes import SHAPES, refuse_shape, write_shape
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import length
-
-if TYPE_CHECKING:
-    import torch
 
 # The modes that are measured: engine arguments in which they differ.
 ENGINE_MODES: dict[str, dict] = {
@@ -25,13 +21,6 @@ ENGINE_MODES: dict[str, dict] = {
     "auto": dict(enable_cpu_offload="auto"),
     "resident": dict(enable_cpu_offload=False),
 }
-# Our modes for transformers' offloaded caches, and the names of the caches in transformers.
-CACHES = {"hf": "offloaded", "hf-static": "offloaded_static"}
-
-WARM_UP_STEPS = 3
-# Decode steps in a trace: enough to see how steps follow each other, and few enough for a browser.
-TRACED_STEPS = 5
-TRACED_OUTPUT_LEN = WARM_UP_STEPS + TRACED_STEPS + 4  # output tokens of a traced case
 
 # Arguments of engines that the benchmarks choose themselves.
 _CHOSEN = (
@@ -55,74 +44,37 @@ def add_model_arguments(
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, texts: Mapping[str, str] | None = None) -> None:
-    """Add the options of the engine that benchmarks leave to the user; --mode says where KV lies.
-
-    texts: other help texts than the engine's, by field.
-    """
+    """Add the options of the engine that benchmarks leave to the user; texts: other help texts than the engine's."""
     texts = {"max_num_seqs": "sequences that run at once; default: as the benchmark needs"} | dict(texts or {})
     # Prefix caching is off by default, so that each run computes all of its prompts; None: the benchmark decides.
     add_engine_options(parser, without=_CHOSEN, defaults={"enable_prefix_caching": None}, texts=texts)
     parser.add_argument("--no-progress", action="store_true")
 
 
-def add_mode_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --mode for benchmarks that run one mode."""
-    parser.add_argument(
-        "--mode",
-        default="resident",
-        help="where KV lies: resident = on the GPU, auto = in host memory, too, once the GPU is full, offload = from "
-        "the start, streamed = offload with every full block in host memory (default: %(default)s)",
-    )
-
-
 def shared_engine_arguments(options: argparse.Namespace) -> dict:
     """Return the arguments of an LLM that come from options shared by all benchmarks."""
     return engine_arguments(options) | dict(
-        load_format="dummy" if is_dummy(options) else "auto",
+        load_format="dummy" if options.model is None else "auto",
         skip_tokenizer_init=True,
         enable_prefix_caching=bool(options.enable_prefix_caching),
         progress_bar=not options.no_progress,
     )
 
 
-def is_dummy(options: argparse.Namespace) -> bool:
-    """Whether the weights are random."""
-    return options.model is None
-
-
-def default_shape(device: torch.device) -> str:
-    """Return the shape to use if neither a model nor a shape is given."""
-    return "qwen3-4b" if device.type == "cuda" else "tiny"
-
-
 @contextmanager
-def model_directory(options: argparse.Namespace, shape: str) -> Iterator[str]:
-    """Yield the checkpoint that the options name, else a directory with a config.
-
-    The config is that of the shape in the options, or of `shape` if they give none.
-
-    Raises:
-        ValueError: there is no such shape, or a shape is given as a checkpoint.
-    """
-    if not is_dummy(options):
+def open_model(options: argparse.Namespace, device_type: str) -> Iterator[tuple[str, str]]:
+    """Yield the checkpoint that the options name, else a directory with a shape's config, and its name in reports."""
+    if options.model is not None:
         refuse_shape(options.model)
-        yield options.model
+        yield options.model, options.model
         return
+    shape = options.shape or ("qwen3-4b" if device_type == "cuda" else "tiny")
     with tempfile.TemporaryDirectory() as directory:
-        yield str(write_shape(options.shape or shape, directory))
-
-
-def model_name(options: argparse.Namespace, shape: str) -> str:
-    """Return the name of the measured model for a report."""
-    return options.model or f"{options.shape or shape} shape, random weights"
+        yield str(write_shape(shape, directory)), f"{shape} shape, random weights"
 
 
 def mode_names(text: str, allowed: Collection[str]) -> list[str]:
-    """Parse modes such as "resident,offload"; return each mode once, in the given order.
-
-    Raises:
-        ValueError: there is no such mode, or the text names none.
-    """
+    """Parse modes such as "resident,offload"; return each mode once, in the given order, or raise ValueError."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         choose("--mode", name, allowed)
@@ -156,34 +108,26 @@ def check_at_least(options: argparse.Namespace, **minima: int) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {minimum}")
 
 
-def count(text: str) -> int | None:
-    """Parse a `length` of at least 1; None if the text is not such a number."""
-    try:
-        found = length(text)
-    except argparse.ArgumentTypeError:
-        return None
-    return found if found >= 1 else None
-
-
 def bounds(text: str, option: str) -> tuple[int, int]:
-    """Return the smallest and largest number of a range such as "100-1024"; a single number is both.
-
-    Raises:
-        ValueError: the text is not a range, or the end of the range is below its beginning.
-    """
-    found = [count(part) for part in text.split("-")]
-    if None in found or len(found) > 2 or found[0] > found[-1]:
+    """Return smallest and largest of a range such as "100-1024", or of a number; raise ValueError if it is neither."""
+    found = _lengths(text.split("-"))
+    if not 1 <= len(found) <= 2 or found[0] > found[-1]:
         raise ValueError(f"{option} {text!r} must be a number of at least 1 or a range, such as 512 or 100-1024")
     return found[0], found[-1]
 
 
 def counts(text: str, option: str) -> list[int]:
-    """Parse numbers such as "1,8" or "1k,32k". Return them ascending, each once, so that no case is measured twice.
-
-    Raises:
-        ValueError: a number is not a whole number of at least 1.
-    """
-    found = {count(part) for part in text.split(",")}
-    if None in found:
+    """Parse numbers such as "1,8" or "1k,32k", or raise ValueError. Return them ascending, each once."""
+    found = _lengths(text.split(","))
+    if not found:
         raise ValueError(f"{option} {text!r} must be whole numbers of at least 1, such as 1,8 or 1k,32k")
-    return sorted(found)
+    return sorted(set(found))
+
+
+def _lengths(texts: list[str]) -> list[int]:
+    """Parse each as a `length` of at least 1; none at all if one is not."""
+    try:
+        found = [length(text) for text in texts]
+    except argparse.ArgumentTypeError:
+        return []
+    return found if min(found) >= 1 else []

@@ -6,13 +6,8 @@ import argparse
 
 from nanoinfer.options.measuring import ENGINE_MODES, add_engine_arguments, add_model_arguments
 
-SUMMARY = "answers about facts planted in long contexts, by length and depth"
-REFERENCE = "hf"
-MODES = (REFERENCE, *ENGINE_MODES)
-DEFAULT_MODES = "hf,resident,offload"
-DEFAULT_DEPTHS = "0,0.25,0.5,0.75,1"
-DEFAULT_QUESTIONS = 20
-UNQUANTISED = "none"
+MODES = ("hf", *ENGINE_MODES)
+DEFAULTS = dict(mode="hf,resident,offload", depths="0,0.25,0.5,0.75,1", questions=20)
 # Options of the engine that take several values here: each engine mode is asked once with each.
 HELP_OF_LISTS = {
     "quantization": 'quantise the weights of a wide checkpoint while they are read; "none,int8,fp8,int4" asks each '
@@ -29,15 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         help=f"of {', '.join(MODES)}; hf = transformers in float32, the reference where it is the first "
-        f"(default: {DEFAULT_MODES})",
+        "(default: %(default)s)",
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--plot", metavar="FILE.png", help="draw accuracy over length and depth")
     add_grid_arguments(parser)
     add_engine_arguments(parser, HELP_OF_LISTS)
+    parser.set_defaults(**DEFAULTS)
 
 
 def add_grid_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the questions. They have no defaults, so that `bench_offload.py` knows which were given."""
-    parser.add_argument("--depths", help=f"where facts lie (default: {DEFAULT_DEPTHS})")
-    parser.add_argument("--questions", type=int, help=f"in each cell, a multiple of 5 (default: {DEFAULT_QUESTIONS})")
+    """Adds the options of the questions, without defaults."""
+    parser.add_argument("--depths", help=f"where facts lie (default: {DEFAULTS['depths']})")
+    parser.add_argument(
+        "--questions", type=int, help=f"in each cell, a multiple of 5 (default: {DEFAULTS['questions']})"
+    )

@@ -16,24 +16,17 @@ NUM_LOGPROBS = 5
 
 @dataclass
 class Answer:
-    """An answer.
-
-    Attributes:
-        token_ids: before the end-of-sequence token.
-        logprobs: for each of them the log-probabilities of the likeliest tokens, by id; None: not asked for.
-    """
+    """Token ids before the end-of-sequence token, and for each of them log-probabilities of the likeliest, by id."""
 
     token_ids: list[int]
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[dict[int, float]] | None = None  # None: not asked for
 
 
 class Answers(ABC):
     """Answers questions greedily."""
 
-    @property
-    def streamed_bytes(self) -> int:
-        """KV bytes that were brought from host memory since the start."""
-        return 0
+    streamed_bytes = 0
+    """KV bytes that were brought from host memory since the start."""
 
     @abstractmethod
     def __call__(

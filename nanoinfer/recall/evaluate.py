@@ -20,19 +20,12 @@ MIN_LENGTH = 768
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is asked.
+    """What is asked."""
 
-    Attributes:
-        lengths: tokens of a context, with question and answer, ascending.
-        depths: where the facts lie, from 0 (begin) to 1 (end), ascending.
-        num_questions: in each cell; a multiple of `FACTS_PER_PLACE`, which makes whole documents.
-        seed: of the documents; the same seed asks the same.
-    """
-
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    num_questions: int = 20
-    seed: int = 0
+    lengths: tuple[int, ...]  # tokens of a context, with question and answer, ascending
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)  # where the facts lie, from begin to end, ascending
+    num_questions: int = 20  # in each cell; a multiple of `FACTS_PER_PLACE`, which makes whole documents
+    seed: int = 0  # of the documents; the same seed asks the same
 
     def __post_init__(self) -> None:
         for length in self.lengths:
@@ -51,25 +44,17 @@ class Grid:
 
     @property
     def num_asked(self) -> int:
-        """Questions in all."""
         return len(self.lengths) * len(self.depths) * self.num_questions
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A document with its questions.
+    """A document with its questions."""
 
-    Attributes:
-        document: token ids.
-        questions: token ids of each question behind the document, in the order of the facts.
-        answers: the right ones, as text.
-        max_tokens: of an answer, with its end.
-    """
-
-    document: list[int]
-    questions: list[list[int]]
-    answers: list[str]
-    max_tokens: int
+    document: list[int]  # token ids
+    questions: list[list[int]]  # token ids of each question behind the document, in the order of the facts
+    answers: list[str]  # the right ones
+    max_tokens: int  # of an answer, with its end
 
 
 class Exam:
@@ -112,21 +97,13 @@ class Exam:
 
 @dataclass
 class Scores:
-    """What was answered.
+    """What was answered."""
 
-    Attributes:
-        right: [length][depth] number of questions with the right answer.
-        asked: number of questions in each cell.
-        answers: the text of each answer, in the order of the questions.
-        probes: [length] answers about the first document, with log-probabilities.
-        streamed_bytes: [length] KV bytes that were brought from host memory.
-    """
-
-    right: list[list[int]]
-    asked: int
-    answers: list[str] = field(default_factory=list, repr=False)
-    probes: list[list[Answer]] = field(default_factory=list, repr=False)
-    streamed_bytes: list[int] = field(default_factory=list)
+    right: list[list[int]]  # [length][depth] number of questions with the right answer
+    asked: int  # questions in each cell
+    answers: list[str] = field(default_factory=list, repr=False)  # the text of each, in the order of the questions
+    probes: list[list[Answer]] = field(default_factory=list, repr=False)  # [length] about the first document
+    streamed_bytes: list[int] = field(default_factory=list)  # [length] KV bytes that were brought from host memory
 
     @property
     def accuracy(self) -> list[list[float]]:
@@ -179,6 +156,6 @@ def ask(tokenizer: PreTrainedTokenizerBase, grid: Grid, length: int, number: int
         count,
         [(KIND, depth) for depth in grid.depths for _ in range(FACTS_PER_PLACE)],
     )
-    questions = document.questions((KIND,))
+    questions = document.questions()
     assert len(questions) == len(grid.depths) * FACTS_PER_PLACE
     return questions

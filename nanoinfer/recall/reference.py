@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
 from nanoinfer.recall.answers import NUM_LOGPROBS, Answer, Answers
@@ -29,6 +29,7 @@ class ReferenceAnswers(Answers):
 
     def __init__(self, model_dir: str | Path, end_token_id: int, *, device: torch.device | str = "cpu") -> None:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
+        model.generation_config = GenerationConfig()  # greedy, whatever the checkpoint recommends
         self._model, self._end, self._device = model.to(device).eval(), end_token_id, torch.device(device)
 
     @torch.inference_mode()
@@ -36,15 +37,29 @@ class ReferenceAnswers(Answers):
         self, document: list[int], questions: list[list[int]], max_tokens: int, *, with_logprobs: bool = False
     ) -> list[Answer]:
         cache = DynamicCache()  # of whole layers: without the config, those with a sliding window keep all tokens, too
-        for start in range(0, len(document), CHUNK_TOKENS):
-            self._forward([document[start : start + CHUNK_TOKENS]], cache)
+        for part in torch.tensor([document], device=self._device).split(CHUNK_TOKENS, dim=1):
+            self._model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
         found: dict[int, Answer] = {}
         for batch in self._batches(questions, cache):
-            rows = [questions[i] for i in batch]
             copies = DynamicCache()
-            copies.layers = [_Copies(layer, len(rows), room=len(rows[0]) + max_tokens) for layer in cache.layers]
-            answers = self._answer(rows, copies, max_tokens, with_logprobs)
-            found |= dict(zip(batch, answers, strict=True))
+            room = len(questions[batch[0]]) + max_tokens
+            copies.layers = [_Copies(layer, len(batch), room) for layer in cache.layers]
+            prompts = torch.tensor([document + questions[i] for i in batch], device=self._device)
+            output = self._model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                past_key_values=copies,
+                max_new_tokens=max_tokens,
+                eos_token_id=self._end,
+                pad_token_id=self._end,
+                return_dict_in_generate=True,
+                output_logits=with_logprobs,
+            )
+            written = output.sequences[:, prompts.shape[1] :].tolist()
+            steps = [_likeliest(logits) for logits in output.logits or ()]
+            for row, (i, ids) in enumerate(zip(batch, written, strict=True)):
+                ids = ids[: ids.index(self._end)] if self._end in ids else ids
+                found[i] = Answer(ids, [step[row] for step in steps[: len(ids)]] if with_logprobs else None)
         return [found[i] for i in range(len(questions))]
 
     def _batches(self, questions: list[list[int]], cache: DynamicCache) -> Iterator[list[int]]:
@@ -63,32 +78,6 @@ class ReferenceAnswers(Answers):
             return memory_available_bytes()
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return torch.cuda.mem_get_info(self._device)[0] + unused  # torch keeps what earlier batches have given back
-
-    def _answer(
-        self, questions: list[list[int]], cache: DynamicCache, max_tokens: int, with_logprobs: bool
-    ) -> list[Answer]:
-        """Answers behind a cache with a row for each question, which takes what is computed."""
-        answers = [Answer([], [] if with_logprobs else None) for _ in questions]
-        is_open, given = [True] * len(questions), questions
-        for _ in range(max_tokens):
-            logits = self._forward(given, cache)  # [questions, vocab]
-            tokens = logits.argmax(-1).tolist()
-            logprobs = _likeliest(logits) if with_logprobs else None
-            for i, token in enumerate(tokens):
-                is_open[i] = is_open[i] and token != self._end
-                if is_open[i]:
-                    answers[i].token_ids.append(token)
-                    if logprobs is not None:
-                        answers[i].logprobs.append(logprobs[i])
-            if not any(is_open):
-                break
-            given = [[token] for token in tokens]  # of a finished row whatever comes; nobody reads it
-        return answers
-
-    def _forward(self, token_ids: list[list[int]], cache: DynamicCache) -> Tensor:
-        """Logits behind each row of tokens, which the cache then holds."""
-        ids = torch.tensor(token_ids, device=self._device)
-        return self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 class _Copies(DynamicLayer):

@@ -11,7 +11,7 @@ only `Random.random` is called.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -208,12 +208,12 @@ class Document:
     num_tokens: int
     planted: list[Planted]
 
-    def questions(self, kinds: Iterable[str] = KINDS, *, wished: bool = True) -> list[Question]:
-        """All questions about facts of these kinds. wished: only about those that the caller wished for."""
+    def questions(self, *, wished: bool = True) -> list[Question]:
+        """All questions. wished: only about facts that the caller wished for."""
         return [
             Question(self.text + "".join(ask.question), "".join(ask.answer), at.fact.kind, at.start / self.num_tokens)
             for at in self.planted
-            if at.fact.kind in kinds and (at.wished or not wished)
+            if at.wished or not wished
             for ask in at.fact.asks
         ]
 

@@ -52,9 +52,8 @@ Heron Island Lantern Meadow Mountain Orchard Otter Palace Raven River Shield Spa
 
 # Singular and plural of what is counted.
 COUNTED = [
-    ("boat", "boats"), ("cart", "carts"), ("letter", "letters"), ("goat", "goats"), ("guest", "guests"),
-    ("parcel", "parcels"), ("swan", "swans"), ("tram", "trams"), ("pilgrim", "pilgrims"), ("crate", "crates"),
-    ("horse", "horses"), ("balloon", "balloons"),
+    (one, one + "s")
+    for one in "boat cart letter goat guest parcel swan tram pilgrim crate horse balloon".split()
 ]  # fmt: skip
 
 ADJECTIVES = """

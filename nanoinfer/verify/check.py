@@ -15,8 +15,7 @@ from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.memory.setup import Setup
 from nanoinfer.verify.play import attempt
-from nanoinfer.verify.record import Answer, compare
-from nanoinfer.verify.report import RunReport, Verdict
+from nanoinfer.verify.report import Answer, RunReport, Verdict, compare
 from nanoinfer.verify.runs import make_runs
 from nanoinfer.verify.workload import Workload, choose_workload
 from offload import CpuRuntime, CudaRuntime, Runtime
@@ -71,7 +70,7 @@ def verify(
     workload = choose_workload(setup, common, num_requests, context, output_len, seed)
     common |= workload.arguments
     plan = setup.plan(EngineConfig(**common | dict(enable_cpu_offload=True)))  # raises if not even this fits
-    check_can_keep(workload.num_tokens, setup.spec.vocab_size, "ask for fewer requests or a shorter output")
+    check_can_keep(workload.num_output_tokens, setup.spec.vocab_size, "ask for fewer requests or a shorter output")
     make_runtime = make_runtime or (
         lambda name: CudaRuntime(device, poison=True) if device.type == "cuda" else CpuRuntime(poison=True)
     )
@@ -119,8 +118,8 @@ def describe(setup: Setup, workload: Workload, plan: MemoryPlan) -> list[str]:
         f"{spec.architecture} ({weights}), {str(spec.dtype).removeprefix('torch.')}, {device}, "
         f"attention backend {setup.backend.name!r}, KV blocks of {config.block_size} tokens "
         f"({plan.block_bytes / 2**20:.2f} MiB)",
-        f"{counted(len(workload.prompts), 'request')}: prompts of {lengths} tokens, {workload.num_tokens} generated "
-        f"tokens, {num_greedy} greedy and {len(workload.params) - num_greedy} sampled with a seed",
+        f"{counted(len(workload.prompts), 'request')}: prompts of {lengths} tokens, {workload.num_output_tokens} "
+        f"generated tokens, {num_greedy} greedy and {len(workload.params) - num_greedy} sampled with a seed",
         f"compared: token ids and the raw logits of all {spec.vocab_size:,} tokens of the vocabulary, {how}",
         "varied: where KV blocks lie, the mode, who runs beside a request, rows of a step, the prefill chunk, CUDA "
         "graphs, prefix hits, preemption, n",

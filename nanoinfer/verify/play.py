@@ -16,8 +16,7 @@ from nanoinfer.measure.logits import LogitsRecorder
 from nanoinfer.measure.run import free_memory
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import SequenceState
-from nanoinfer.verify.record import Answer
-from nanoinfer.verify.report import RunReport
+from nanoinfer.verify.report import Answer, RunReport
 from nanoinfer.verify.runs import Run, Stats
 from nanoinfer.verify.workload import Workload
 from offload import Runtime
@@ -62,18 +61,20 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
         )
         return None
     recorder = LogitsRecorder(engine)
-    switches = _Switches(engine, workload.num_tokens) if run.switches else None
+    total = workload.num_output_tokens
+    modes = [(total // 4, "offload"), (total // 2, "resident"), (3 * total // 4, "offload")]
+    due = deque(modes if run.switches else [])
+    switches: list[str] = []
     num_passes, most_resident = 2 if run.asks_twice else 1, 0
     requests: list[Request] = []
-    num_tokens = workload.num_tokens * run.num_completions * num_passes
+    num_tokens = total * run.num_completions * num_passes
     with tqdm(total=num_tokens, desc=run.name, unit="tok", disable=not engine.config.progress_bar) as bar:
         for number in range(num_passes):
             requests = []
             recorder.rows.clear()  # keep the logits of the last pass only
             while len(requests) < len(workload.prompts) or not all(request.is_finished for request in requests):
                 _add_requests(engine, workload, requests, run.num_completions, f"verify-{number}")
-                if switches is not None:
-                    switches.before_step(requests)
+                _switch(engine, requests, due, switches)
                 bar.update(sum(len(output.token_ids_delta) for output in engine.step()))
                 recorder.collect(keep=1)
                 most_resident = max(most_resident, engine.kv_cache.copies.num_resident)
@@ -82,7 +83,7 @@ def _record(run: Run, engine: LLMEngine, workload: Workload, report: RunReport) 
     if not run.happened(stats):
         report.left_out = run.otherwise
         return None
-    report.facts += _facts(stats, most_resident, [] if switches is None else switches.done)
+    report.facts += _facts(stats, most_resident, switches)
     return _answers(requests, recorder)
 
 
@@ -126,23 +127,12 @@ def _add_requests(
         requests.append(engine.add_request(f"{name}-{number}", workload.prompts[number], params))
 
 
-class _Switches:
-    """Enters offload mode while a prompt is in prefill, or at a quarter of the tokens; leaves it at half of them, and
-    enters it again at three quarters."""
-
-    def __init__(self, engine: LLMEngine, num_tokens: int) -> None:
-        self._engine = engine
-        self._next = deque(
-            [(num_tokens // 4, "offload"), (num_tokens // 2, "resident"), (3 * num_tokens // 4, "offload")]
-        )
-        self.done: list[str] = []
-
-    def before_step(self, requests: list[Request]) -> None:
-        num_tokens = sum(sequence.num_generated for request in requests for sequence in request.sequences)
-        states = [sequence.state for sequence in self._engine.scheduler.running]
-        is_mixed = SequenceState.PREFILL in states and SequenceState.DECODE in states
-        if self._next and (num_tokens >= self._next[0][0] or (is_mixed and not self.done)):
-            mode = self._next.popleft()[1]
-            self._engine.switch_mode(mode)
-            in_prefill = states.count(SequenceState.PREFILL)
-            self.done.append(f"to {mode} after {num_tokens} tokens ({in_prefill} in prefill)")
+def _switch(engine: LLMEngine, requests: list[Request], due: deque[tuple[int, str]], done: list[str]) -> None:
+    """Enter the next mode that is due after so many tokens; the first also while a prompt is in prefill."""
+    num_tokens = sum(sequence.num_generated for request in requests for sequence in request.sequences)
+    states = [sequence.state for sequence in engine.scheduler.running]
+    is_mixed = SequenceState.PREFILL in states and SequenceState.DECODE in states
+    if due and (num_tokens >= due[0][0] or (is_mixed and not done)):
+        _, mode = due.popleft()
+        engine.switch_mode(mode)
+        done.append(f"to {mode} after {num_tokens} tokens ({states.count(SequenceState.PREFILL)} in prefill)")

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.measure.run import mixed_params, random_prompts
+from nanoinfer.measure.run import Load, mixed_params, random_prompts
 from nanoinfer.memory.setup import Setup
-from nanoinfer.sampling_params import SamplingParams
 
 # Prompt lengths as shares of the context. The first request decodes, and ends, while others are in prefill.
 LENGTH_SHARES = (0.25, 1.0, 0.5, 0.75)
@@ -18,25 +17,15 @@ MAX_PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Load):
     """Requests, in the order in which they come."""
 
-    prompts: list[list[int]]
-    params: list[SamplingParams]
     block_size: int
 
     @property
     def num_rows(self) -> int:
         """Requests that run at once: all but the last, which reuses the blocks of the first request that ends."""
         return max(1, len(self.prompts) - 1)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(params.max_tokens for params in self.params)
-
-    @property
-    def max_model_len(self) -> int:
-        return max(len(prompt) for prompt in self.prompts) + max(params.max_tokens for params in self.params)
 
     @property
     def prefill_tokens(self) -> int:
@@ -47,11 +36,7 @@ class Workload:
     @property
     def num_blocks(self) -> int:
         """KV blocks that the running requests can need at once."""
-        blocks = [
-            -(-(len(prompt) + params.max_tokens) // self.block_size)
-            for prompt, params in zip(self.prompts, self.params, strict=True)
-        ]
-        return sum(sorted(blocks)[-self.num_rows :])
+        return sum(-(-length // self.block_size) for length in sorted(self.lengths)[-self.num_rows :])
 
     @property
     def prompt_blocks(self) -> list[int]:

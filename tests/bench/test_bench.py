@@ -12,7 +12,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer.bench import offload
 from nanoinfer.commands import main as cli
-from nanoinfer.commands.bench_offload import main
+from nanoinfer.commands.bench import main
 from nanoinfer.measure.report import COLUMNS, table
 from nanoinfer.measure.run import Row, compare
 from nanoinfer.memory import floors
@@ -30,8 +30,11 @@ pytestmark = pytest.mark.usefixtures("quick_floors")
 def rows_of(*arguments):
     """The benchmark's rows, tokens included, by mode, batch and context."""
     parser = Parser()
+    parser.set_defaults(command_line="a test")
     offload_options.add_arguments(parser)
-    rows = offload.run(parser.parse_args([*TINY, *arguments]), "a test")
+    options = parser.parse_args([*TINY, *arguments])
+    offload_options.take_task(options)
+    rows = offload.run(options)
     return {(row.mode, row.batch, row.context): row for row in rows}
 
 

@@ -14,7 +14,7 @@ from nanoinfer.bench.hf import load_reference
 from nanoinfer.bench.throughput import make_load, run_load
 from nanoinfer.commands import main as cli
 from nanoinfer.measure.run import Row, random_prompts
-from nanoinfer.memory.floors import Floors
+from nanoinfer.memory.floors import Floors, bytes_read_per_step
 from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import load_config
@@ -48,19 +48,19 @@ def test_latency_times_every_iteration_and_step(tmp_path, capsys):
         first < total for first, total in zip(figures["times_to_first_token"], figures["latencies"], strict=True)
     )
     assert figures["streamed_bytes_per_step"] == 4 * 2 * 1 * (2 * 32 * 4 * 32 * 4), "layers, rows, full blocks, bytes"
+    assert figures["read_bytes_per_step"] == bytes_read_per_step(spec_of("tiny", tmp_path), [44, 44])
     assert figures["ratio_to_floor"] == pytest.approx(figures["seconds_per_token"] / figures["floor_seconds"])
 
 
-def test_latency_pools_the_steps_of_all_iterations(tmp_path):
+def test_latency_pools_the_steps_of_all_iterations():
     rows = []
     for number, steps in enumerate(([1.0, 1.0, 1.0], [3.0, 3.0, 100.0])):
         row = Row("resident", 1, 64, time_to_first_token=0.5 + number, total_seconds=4.0 + number)
-        row.steps, row.streamed_bytes_per_step = steps, 0
+        row.steps, row.streamed_bytes_per_step, row.least_bytes = steps, 0, (0, 3e6)
         rows.append(row)
-    spec = spec_of("tiny", tmp_path)
-    found = latency.summary(rows, spec, [64], 10, (Floors(1e9, 1e9), Floors(1e9, 2e9)))
+    found = latency.summary(rows, 10, Floors(1e9, 1e9), Floors(1e9, 2e9))
     assert found["seconds_per_token"] == 2 and found["num_steps"] == 6 and 90 < found["seconds_per_token_p99"] < 100
-    assert found["floor_seconds"] == found["read_bytes_per_step"] / 2e9, "the better of both bandwidths"
+    assert found["floor_seconds"] == found["read_bytes_per_step"] / 2e9 == 0.0015, "the better of both bandwidths"
     assert found["avg_latency"] == 4.5 and found["percentiles"]["50"] == 4.5 and found["time_to_first_token"] == 1.0
 
 

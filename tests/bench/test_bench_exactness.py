@@ -338,17 +338,18 @@ def test_bits_are_compared_and_missing_tokens_count():
 
 def test_requests_share_beginnings_and_crowds_hold_each_once():
     workload = make_workload(16, 1000, 16, 32, seed=0)
-    prompts = [asked.prompt for asked in workload.asked]
+    prompts = workload.prompts
     assert len({len(prompt) for prompt in prompts}) > 8 and max(map(len, prompts)) > 32
     for beginning in (prompts[2][:24], prompts[6][:32]):
         assert sum(prompt[: len(beginning)] == beginning for prompt in prompts) == 4
-    assert sum(asked.params.is_greedy for asked in workload.asked) == 8
+    assert sum(params.is_greedy for params in workload.params) == 8
     for size in (1, 2, 3, 16, 64):
         crowds = workload.crowds(size)
         assert all(len(crowd) == size for crowd in crowds)
-        assert sorted(number for crowd in crowds for number, _ in crowd if number is not None) == list(range(16))
+        assert sorted(number for crowd in crowds for number, *_ in crowd if number is not None) == list(range(16))
         assert workload.crowds(size) == crowds, "the same each time"
-        assert all(asked.num_tokens <= workload.max_model_len for crowd in crowds for _, asked in crowd)
+        requests = [request for crowd in crowds for _, *request in crowd]
+        assert all(len(prompt) + params.max_tokens <= workload.max_model_len for prompt, params in requests)
 
 
 # What cannot be used

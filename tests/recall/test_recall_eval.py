@@ -11,14 +11,14 @@ import torch
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLM
-from nanoinfer.commands import bench_offload as offload
+from nanoinfer.commands import bench as offload
 from nanoinfer.commands import main as cli
 from nanoinfer.commands import recall as command
 from nanoinfer.recall import reference
 from nanoinfer.recall.answers import Answer, Answers, EngineAnswers, largest_error
 from nanoinfer.recall.evaluate import FACTS_PER_PLACE, Exam, Grid, ask, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers
-from nanoinfer.recall.report import compare, figures, table
+from nanoinfer.recall.report import figures, table
 
 TOOLS = str(Path(__file__).resolve().parents[2] / "tools")
 if TOOLS not in sys.path:
@@ -75,10 +75,11 @@ def test_whoever_reads_all_is_right_everywhere_and_whoever_sees_half_is_wrong_be
     assert first.accuracy == [[1.0, 0.0, 0.0]] * 2
     last = evaluate(Reader(tokenizer, lambda text: text[len(text) // 3 :]), exam, progress=False)
     assert last.accuracy == [[0.0, 1.0, 1.0]] * 2
-    text = table({"all": scores, "half": last}, GRID)
+    found = figures({"all": scores, "half": last}, GRID)
+    text = table(found)
     assert "1,024" in text and "5 questions a cell" in text and text.count("1.00") == 10 and text.count("0.00") == 2
-    assert compare({"all": scores, "half": last}) == ["half against all: 20 of 30 answers equal, CELLS DIFFER"]
-    found = figures({"all": scores, "half": last}, GRID)["results"]
+    assert text.splitlines()[-1] == "half against all: 20 of 30 answers equal, CELLS DIFFER"
+    found = found["results"]
     assert found["half"]["lowest"] == 0 and [found[name]["equal_answers"] for name in ("all", "half")] == [30, 20]
 
 

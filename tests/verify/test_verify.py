@@ -19,7 +19,7 @@ from nanoinfer.measure.logits import LogitsRecorder
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.verify import RunReport, Verdict, check, verify
-from nanoinfer.verify.record import Answer, compare
+from nanoinfer.verify.report import Answer, compare
 from nanoinfer.verify.runs import WIDE_ROWS, make_runs
 from nanoinfer.verify.workload import make_workload
 from offload import CpuRuntime

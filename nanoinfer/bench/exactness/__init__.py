@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nanoinfer.bench.exactness.comparison import Answer, Condition, is_identical, table, verdict
-from nanoinfer.bench.exactness.engines import CROWD, check_finite, make_settings, open_engine
+from nanoinfer.bench.exactness.engines import CROWD, ask_setting, check_finite, make_settings, open_engine
 from nanoinfer.bench.exactness.servers import ServerAsker
 from nanoinfer.bench.exactness.workload import Workload, all_answers, make_workload
 from nanoinfer.common.errors import choose
@@ -27,40 +27,28 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.measure.report import write_figures
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.memory.setup import spec_and_layout
-from nanoinfer.options.exactness import CONDITIONS
+from nanoinfer.memory.setup import Setup
+from nanoinfer.options.bench import CONDITIONS
 from nanoinfer.options.measuring import (
     check_at_least,
     check_can_write,
     counts,
-    default_shape,
-    model_directory,
-    model_name,
+    open_model,
     shared_engine_arguments,
 )
 from nanoinfer.options.parser import in_options
-from nanoinfer.weights.load import load_config
 
 LocalServer = Callable[[dict[str, Any], int], AbstractContextManager[str]]
 """Opens a server in this process: (arguments of its engine, the most requests that may wait) -> its address."""
 DEFAULT_VOCAB_SIZE = 1000
-# Engine options that also apply to another server, or to the benchmark itself.
-_FOR_SERVERS = (
-    "api_key base_url batch benchmark block_size command model no_progress output_json output_len parser requests "
-    "seed vocab_size"
-).split()
 
 
-def run(options: argparse.Namespace, command: str, local_server: LocalServer) -> dict:
-    """Run the benchmark, print the report and return its figures; `identical` is the result.
-
-    Raises:
-        ValueError: an option cannot be used, a server does not answer, or nothing could be compared.
-    """
+def run(options: argparse.Namespace, local_server: LocalServer) -> dict:
+    """Run the benchmark, print the report and return its figures; `identical` is the result."""
     check_at_least(options, requests=1, output_len=1)
     check_can_write(options.output_json)
     sizes = counts(options.batch, "--batch")
-    names = list(CONDITIONS) if options.conditions is None else [name.strip() for name in options.conditions.split(",")]
+    names = [name.strip() for name in options.conditions.split(",")]
     for name in names:
         choose("--conditions", name, CONDITIONS)
     _check_options(options)
@@ -79,8 +67,7 @@ def run(options: argparse.Namespace, command: str, local_server: LocalServer) ->
         "title": title,
         "conditions": [asdict(condition) for condition in conditions],
     }
-    if options.output_json:
-        write_figures(options.output_json, figures, None, device, command)
+    write_figures(options.output_json, figures, options.command_line, device)
     return figures
 
 
@@ -93,8 +80,9 @@ def _check_options(options: argparse.Namespace) -> None:
         if options.enable_prefix_caching is not None:
             raise ValueError("enable_prefix_caching is a condition of its own: leave it out, give --conditions prefix")
         return
-    for name, value in vars(options).items():
-        if name not in _FOR_SERVERS and value != options.parser.get_default(name):
+    # The prompts depend on block size and seed, for a server too.
+    for name in ("shape", "conditions", *options.engine_options):
+        if name not in ("block_size", "seed") and getattr(options, name) != options.parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} is for an engine here, --base-url asks a server: leave it out")
     if options.vocab_size is not None and options.vocab_size < 4:
@@ -109,7 +97,7 @@ def _ask_server(options: argparse.Namespace, sizes: list[int]) -> tuple[str, lis
     asker = ServerAsker(options.base_url, options.model, api_key)
     vocab_size = options.vocab_size or DEFAULT_VOCAB_SIZE
     workload = make_workload(options.requests, vocab_size, options.block_size, options.output_len, options.seed)
-    asker.leave_out_what_is_refused(workload.asked[0])
+    asker.leave_out_what_is_refused(workload.prompts[0], workload.params[0])
     _progress(options, "alone")
     wanted, conditions = all_answers(workload, 1, asker.ask), []
     # Twice alone: a difference between these two does not come from other requests.
@@ -129,27 +117,25 @@ def _ask_server(options: argparse.Namespace, sizes: list[int]) -> tuple[str, lis
 def _ask_engines(
     options: argparse.Namespace, sizes: list[int], names: list[str], device: torch.device, local_server: LocalServer
 ) -> tuple[str, list[Condition]]:
-    shape = default_shape(device)
     common: dict[str, Any] = shared_engine_arguments(options) | dict(enable_cpu_offload=False)
     if options.max_num_seqs is None:
         common["max_num_seqs"] = max(*sizes, CROWD)
-    with model_directory(options, shape) as model:
+    with open_model(options, device.type) as (model, name):
         common["model"] = model
         config = EngineConfig(**common)
-        spec, _ = spec_and_layout(config, load_config(model))
+        spec = Setup(config, device).spec
         workload = make_workload(options.requests, spec.vocab_size, config.block_size, options.output_len, options.seed)
-        num_tokens = sum(asked.params.max_tokens for asked in workload.asked)
         # Two copies: the logits of the requests alone, and the logits that are compared with them.
-        check_can_keep(num_tokens, spec.vocab_size, "lower --requests or --output-len", copies=2)
+        check_can_keep(workload.num_output_tokens, spec.vocab_size, "lower --requests or --output-len", copies=2)
         common["max_model_len"] = workload.max_model_len
         wanted, conditions = _ask_base(options, common, workload, sizes, names)
-        for setting in make_settings(names, workload):
-            _progress(options, setting.name)
-            conditions += setting.conditions(common, workload, wanted)
+        for title, arguments in make_settings(names, workload).items():
+            _progress(options, title)
+            conditions += ask_setting(title, common | arguments, workload, wanted)
         if "server" in names:
             server = local_server(common | dict(enable_prefix_caching=True), max(1024, sizes[-1]))
             conditions += _ask_own_server(options, server, workload, sizes, wanted)
-    return f"{model_name(options, shape)}: {_describe(workload)}", conditions
+    return f"{name}: {_describe(workload)}", conditions
 
 
 def _ask_base(
@@ -206,8 +192,8 @@ def _ask_own_server(
 
 
 def _describe(workload: Workload) -> str:
-    lengths = [len(asked.prompt) for asked in workload.asked]
-    num_greedy = sum(asked.params.is_greedy for asked in workload.asked)
+    lengths = [len(prompt) for prompt in workload.prompts]
+    num_greedy = sum(params.is_greedy for params in workload.params)
     return (
         f"{counted(len(lengths), 'request')}, {num_greedy} greedy and {len(lengths) - num_greedy} with a seed; prompts "
         f"of {min(lengths)} to {max(lengths)} tokens, up to {workload.output_len} generated"

@@ -18,19 +18,12 @@ NUM_LOGPROBS = 5
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request. None: not requested, or not available.
+    """The answer to a request. None: not requested, or not available."""
 
-    Attributes:
-        tokens: generated token ids, or the tokens' texts if a server gives no ids.
-        text: the text of all tokens.
-        logits: for each token the raw logits that it was chosen from, [vocab_size] float32, CPU.
-        logprobs: for each token its own log-probability, then those of the most likely tokens.
-    """
-
-    tokens: list[int] | list[str] | None
+    tokens: list[int] | list[str] | None  # token ids, or the tokens' texts if a server gives no ids
     text: str | None = None
-    logits: list[Tensor] | None = None
-    logprobs: list[list[float]] | None = None
+    logits: list[Tensor] | None = None  # what each token was chosen from, [vocab_size] float32, CPU
+    logprobs: list[list[float]] | None = None  # of each token its own, then those of the most likely tokens
 
 
 def token_logprobs(own: float, others: Iterable[float]) -> list[float]:
@@ -58,26 +51,18 @@ class Count:
 
 @dataclass
 class Condition:
-    """One line of the table.
-
-    Attributes:
-        at_once: the most requests that ran at once in the engine, or were open at a server.
-        requests: a request differs if its text, tokens, logits or log-probabilities differ anywhere.
-        facts: what happened under this condition.
-        left_out: why the condition was left out, or proves nothing.
-        failure: what went wrong. The answers that came are compared all the same.
-    """
+    """One line of the table."""
 
     name: str
-    at_once: int = 1
-    requests: Count = field(default_factory=Count)
+    at_once: int = 1  # the most requests that ran at once in the engine, or were open at a server
+    requests: Count = field(default_factory=Count)  # a request differs if anything below differs anywhere
     texts: Count = field(default_factory=Count)
     tokens: Count = field(default_factory=Count)
     logits: Count = field(default_factory=Count)
     logprobs: Count = field(default_factory=Count)
-    facts: list[str] = field(default_factory=list)
-    left_out: str | None = None
-    failure: str | None = None
+    facts: list[str] = field(default_factory=list)  # what happened
+    left_out: str | None = None  # why, or why it proves nothing
+    failure: str | None = None  # what went wrong; the answers that came are compared all the same
 
     @property
     def is_wrong(self) -> bool:
@@ -86,41 +71,36 @@ class Condition:
     def compare(self, wanted: list[Answer], found: list[Answer]) -> None:
         """Count the differences, including those behind a differing token, where the context differs, too."""
         for one, other in zip(wanted, found, strict=True):
-            before = self._num_different()
-            if one.text is not None and other.text is not None:
-                self.texts.add(1, one.text != other.text)
-            _compare_lists(self.tokens, one.tokens, other.tokens)
-            _compare_logits(self.logits, one.logits, other.logits)
-            _compare_logprobs(self.logprobs, one.logprobs, other.logprobs)
-            self.requests.add(1, self._num_different() > before)
+            is_different = False
+            for count, a, b, differences in (
+                (self.texts, one.text, other.text, lambda a, b: (1, a != b)),
+                (self.tokens, one.tokens, other.tokens, _of_lists),
+                (self.logits, one.logits, other.logits, _of_logits),
+                (self.logprobs, one.logprobs, other.logprobs, _of_logprobs),
+            ):
+                if a is not None and b is not None:
+                    compared, different = differences(a, b)
+                    count.add(compared, different)
+                    is_different |= different > 0
+            self.requests.add(1, is_different)
 
-    def _num_different(self) -> int:
-        return sum(count.different for count in (self.texts, self.tokens, self.logits, self.logprobs))
 
-
-def _compare_lists(count: Count, wanted: list | None, found: list | None) -> None:
-    if wanted is None or found is None:
-        return
+def _of_lists(wanted: list, found: list) -> tuple[int, int]:
+    """Return how many items are compared, and how many of them differ."""
     length = max(len(wanted), len(found))
-    same = sum(a == b for a, b in zip(wanted, found, strict=False))
-    count.add(length, length - same)
+    return length, length - sum(a == b for a, b in zip(wanted, found, strict=False))
 
 
-def _compare_logits(count: Count, wanted: list[Tensor] | None, found: list[Tensor] | None) -> None:
-    if wanted is None or found is None:
-        return
-    length, size = max(len(wanted), len(found)), len(wanted[0])
+def _of_logits(wanted: list[Tensor], found: list[Tensor]) -> tuple[int, int]:
+    num_logits = max(len(wanted), len(found)) * len(wanted[0])
     # Compare as integers: bits count, so -0.0 is not 0.0.
     pairs = zip(wanted, found, strict=False)
-    same = sum(int((a.view(torch.int32) == b.view(torch.int32)).sum()) for a, b in pairs)
-    count.add(length * size, length * size - same)
+    return num_logits, num_logits - sum(int((a.view(torch.int32) == b.view(torch.int32)).sum()) for a, b in pairs)
 
 
-def _compare_logprobs(count: Count, wanted: list[list[float]] | None, found: list[list[float]] | None) -> None:
-    if wanted is None or found is None:
-        return
-    for one, other in zip_longest(wanted, found, fillvalue=[]):
-        _compare_lists(count, one, other)
+def _of_logprobs(wanted: list[list[float]], found: list[list[float]]) -> tuple[int, int]:
+    counts = [_of_lists(one, other) for one, other in zip_longest(wanted, found, fillvalue=[])]
+    return sum(compared for compared, _ in counts), sum(different for _, different in counts)
 
 
 _PARTS = {"texts": "texts", "tokens": "tokens", "logits": "logits", "logprobs": "log-probabilities"}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,18 +48,18 @@ class EngineAsker:
         """Run the requests of a crowd together. Return the answers to the compared requests, by request number."""
         self._num_asked += 1
         requests = []
-        for place, (number, asked) in enumerate(crowd):
+        for place, (number, prompt, params) in enumerate(crowd):
             name = f"{'other' if number is None else 'compared'}-{self._num_asked}-{place}"
-            is_told = with_logprobs and number is not None
-            params = replace(asked.params, logprobs=NUM_LOGPROBS) if is_told else asked.params
-            requests.append(self.engine.add_request(name, asked.prompt, params))
+            if with_logprobs and number is not None:
+                params = replace(params, logprobs=NUM_LOGPROBS)
+            requests.append(self.engine.add_request(name, prompt, params))
         while not all(request.is_finished for request in requests):
             self.engine.step()
             self.at_once = max(self.at_once, len(self.engine.scheduler.running))
             self._recorder.collect(keep=1)
         self._recorder.collect(keep=0)
         found = {}
-        for (number, _), request in zip(crowd, requests, strict=True):
+        for (number, *_), request in zip(crowd, requests, strict=True):
             if number is not None:
                 if request.error is not None:
                     self.failures.append(request.error)
@@ -88,45 +88,9 @@ def open_engine(arguments: dict[str, Any]) -> Iterator[EngineAsker]:
         free_memory()
 
 
-@dataclass(frozen=True)
-class Setting:
-    """An engine setting that is compared with the reference's engine.
-
-    Attributes:
-        arguments: engine arguments that differ from the reference.
-        times: how often the same requests are sent.
-        what_it_did: returns facts for the report, from the engine's statistics, and the reason why the setting proves
-            nothing; None: it does.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    times: int = 1
-    what_it_did: Callable[[LLMEngine], tuple[list[str], str | None]] = lambda engine: ([], None)
-
-    def conditions(self, common: dict[str, Any], workload: Workload, wanted: list[Answer]) -> list[Condition]:
-        """Send all requests, `CROWD` at once, `times` times; return one condition for each time."""
-        found: list[Condition] = []
-        name = self.name
-        try:
-            with open_engine(common | self.arguments) as asker:
-                for _ in range(self.times):
-                    condition, answers = asker.condition(name, workload, min(CROWD, len(workload.asked)))
-                    condition.facts, left_out = self.what_it_did(asker.engine)
-                    if left_out is None or condition.failure:
-                        condition.compare(wanted, answers)
-                    else:
-                        condition.left_out = left_out
-                    found.append(condition)
-                    name = f"{self.name}, again"
-        except (ValueError, MemoryError) as error:  # this setting does not fit on this machine; the reference did
-            found.append(Condition(name, left_out=str(error)))
-        return found
-
-
-def make_settings(names: list[str], workload: Workload) -> list[Setting]:
-    """Return the settings with the given names."""
-    rows = min(CROWD, len(workload.asked))
+def make_settings(names: list[str], workload: Workload) -> dict[str, dict[str, Any]]:
+    """Return the settings that are compared with the reference's engine: their engine arguments, by title."""
+    rows = min(CROWD, len(workload.prompts))
     block_size = workload.block_size
     # Prefill chunk: an odd number of tokens, so that the longest prompt has two or three chunks.
     chunk = max(block_size // 2, workload.longest_prompt // 3) | 1
@@ -137,32 +101,44 @@ def make_settings(names: list[str], workload: Workload) -> list[Setting]:
     pool = max(workload.num_blocks // 3, step + 2 + few)
     streams = dict(max_num_seqs=rows, max_num_batched_tokens=step * block_size, resident_kv_limit=0)
     settings = {
-        "chunk": Setting(f"prefill chunk of {chunk}", dict(max_num_seqs=rows, max_num_batched_tokens=chunk)),
-        "offload": Setting("offload", dict(enable_cpu_offload=True) | streams, what_it_did=_streamed),
-        "auto": Setting(
-            "auto",
-            streams | dict(enable_cpu_offload="auto", max_num_seqs=few, num_gpu_blocks_override=pool + 1),
-            what_it_did=_spilled,
+        "chunk": (f"prefill chunk of {chunk}", dict(max_num_seqs=rows, max_num_batched_tokens=chunk)),
+        "offload": ("offload", streams | dict(enable_cpu_offload=True)),
+        "auto": (
+            "auto", streams | dict(enable_cpu_offload="auto", max_num_seqs=few, num_gpu_blocks_override=pool + 1)
         ),
-        "prefix": Setting("prefix caching", dict(enable_prefix_caching=True), times=2, what_it_did=_hits),
-    }
-    return [setting for name, setting in settings.items() if name in names]
+        "prefix": ("prefix caching", dict(enable_prefix_caching=True)),
+    }  # fmt: skip
+    return dict(setting for name, setting in settings.items() if name in names)
 
 
-def _streamed(engine: LLMEngine) -> tuple[list[str], str | None]:
-    return [f"{engine.stats()['streamed_bytes'] / 2**20:,.1f} MiB streamed"], None
+def ask_setting(title: str, arguments: dict[str, Any], workload: Workload, wanted: list[Answer]) -> list[Condition]:
+    """Send all requests to an engine, `CROWD` at once, twice where it caches prefixes; a condition for each time."""
+    found: list[Condition] = []
+    try:
+        with open_engine(arguments) as asker:
+            for name in (title, f"{title}, again")[: 1 + asker.engine.config.enable_prefix_caching]:
+                condition, answers = asker.condition(name, workload, min(CROWD, len(workload.prompts)))
+                _note_facts(condition, asker.engine)
+                if condition.left_out is None:
+                    condition.compare(wanted, answers)
+                found.append(condition)
+    except (ValueError, MemoryError) as error:  # this setting does not fit on this machine; the reference did
+        found.append(Condition(f"{title}, again" if found else title, left_out=str(error)))
+    return found
 
 
-def _spilled(engine: LLMEngine) -> tuple[list[str], str | None]:
+def _note_facts(condition: Condition, engine: LLMEngine) -> None:
+    """Note what happened in the engine so far, and whether the condition proves nothing."""
+    stats, config = engine.stats(), engine.config
     if engine.mode == "offload":
-        return _streamed(engine)
-    return [], "the GPU pool did not fill up, so offload mode was never entered: give a longer --output-len"
-
-
-def _hits(engine: LLMEngine) -> tuple[list[str], str | None]:
-    stats = engine.stats()
-    found, queried = stats["prefix_cache_hit_tokens"], stats["prefix_cache_queried_tokens"]
-    return [f"{found:,} of {queried:,} prompt tokens so far were found"], None
+        condition.facts.append(f"{stats['streamed_bytes'] / 2**20:,.1f} MiB streamed")
+    elif config.enable_cpu_offload == "auto" and not condition.failure:
+        condition.left_out = (
+            "the GPU pool did not fill up, so offload mode was never entered: give a longer --output-len"
+        )
+    if config.enable_prefix_caching:
+        hits, queried = stats["prefix_cache_hit_tokens"], stats["prefix_cache_queried_tokens"]
+        condition.facts.append(f"{hits:,} of {queried:,} prompt tokens so far were found")
 
 
 def check_finite(answers: list[Answer]) -> None:

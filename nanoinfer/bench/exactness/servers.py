@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import socket
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+import asyncio
+import ssl
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from nanoinfer.bench.exactness.comparison import NUM_LOGPROBS, Answer, token_logprobs
-from nanoinfer.bench.exactness.workload import Asked, Crowd
+from nanoinfer.bench.exactness.workload import Crowd
 from nanoinfer.common.errors import did_you_mean, shown
+from nanoinfer.sampling_params import SamplingParams
 
 TIMEOUT_SECONDS = 600  # for one answer
 # Request fields that some servers do not know, in the order in which they are left out.
@@ -21,7 +20,7 @@ _REFUSED = (400, 422)
 
 
 class ServerAsker:
-    """Sends requests to a server; every request of a crowd has its own connection.
+    """Sends requests to a server.
 
     Args:
         base_url: with or without "/v1".
@@ -35,20 +34,21 @@ class ServerAsker:
     """
 
     def __init__(self, base_url: str, model: str | None = None, api_key: str | None = None) -> None:
-        parts = urlsplit(base_url)
         try:
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
-            self._host, self._port = parts.hostname, parts.port
-        except ValueError:  # an invalid port
-            is_address = False
-        if not is_address:
+            url = httpx.URL(base_url)
+        except httpx.InvalidURL:
+            url = httpx.URL()
+        if url.scheme not in ("http", "https") or not url.host:
             raise ValueError(f"--base-url {base_url!r} is no address: give one such as http://127.0.0.1:8000")
         self.base_url = base_url
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._settings: dict[str, Any] = dict(
+            base_url=url.copy_with(path=url.path.rstrip("/").removesuffix("/v1") + "/v1"),
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            limits=httpx.Limits(max_connections=None),
+            timeout=TIMEOUT_SECONDS,
+            trust_env=False,  # no proxy between
+            verify=ssl.create_default_context(),
+        )
         self.left_out: list[str] = []
         self.model = self._served(model)
 
@@ -58,45 +58,50 @@ class ServerAsker:
         Raises:
             ValueError: the server refused a request, or gave no answer.
         """
-        connections: list[http.client.HTTPConnection] = []
-        with ThreadPoolExecutor(len(crowd)) as pool:
-            try:
-                connections += (self._connect() for _ in crowd)
-                answers = list(pool.map(self._complete, connections, (asked for _, asked in crowd)))
-            except BaseException:
-                for connection in connections:  # the pool waits for requests that are under way: end their exchange
-                    sock = connection.sock  # None where it has ended; its own thread closes it
-                    with suppress(OSError):
-                        if sock is not None:
-                            sock.shutdown(socket.SHUT_RDWR)
-                raise
-        return {number: answer for (number, _), answer in zip(crowd, answers, strict=True) if number is not None}
+        responses = self._send("completions", [self._body(*request) for _, *request in crowd])
+        answers = [self._read(response) for response in responses]
+        return {number: answer for (number, *_), answer in zip(crowd, answers, strict=True) if number is not None}
 
-    def leave_out_what_is_refused(self, asked: Asked) -> None:
+    def leave_out_what_is_refused(self, prompt: list[int], params: SamplingParams) -> None:
         """Find out with one request which fields the server does not accept."""
         for name in (*_EXTRAS, None):
-            status, answer = self._send(self._connect(), "/completions", self._body(asked))
-            if status not in _REFUSED or name is None:
+            (response,) = self._send("completions", [self._body(prompt, params)])
+            if response.status_code not in _REFUSED or name is None:
                 break
             self.left_out.append(name)
-        if status != 200:
+        if response.status_code != 200:
             self.left_out.clear()
-            raise ValueError(self._refusal(status, answer))
+            raise ValueError(self._refusal(response))
 
-    def _complete(self, connection: http.client.HTTPConnection, asked: Asked) -> Answer:
-        status, answer = self._send(connection, "/completions", self._body(asked))
-        if status != 200:
-            raise ValueError(self._refusal(status, answer))
+    def _send(self, path: str, bodies: list[dict | None]) -> list[httpx.Response]:
+        """POST the bodies, or GET for None, all at once. An error without an answer, or Ctrl-C, ends all of them."""
+
+        async def exchange() -> list[httpx.Response]:
+            async with httpx.AsyncClient(**self._settings) as client:
+                requests = [client.request("GET" if body is None else "POST", path, json=body) for body in bodies]
+                return await asyncio.gather(*requests)
+
         try:
-            return _read(json.loads(answer))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{self.base_url} gave an answer of another shape: {shown(answer[:200])}") from error
+            return asyncio.run(exchange())
+        except httpx.ConnectError as error:
+            raise ValueError(f"{self.base_url} cannot be reached ({error}): start the server or correct it") from error
+        except httpx.HTTPError as error:
+            why = str(error) or type(error).__name__
+            raise ValueError(f"{self.base_url} gave no answer ({why}): look into the server's log") from error
 
-    def _body(self, asked: Asked) -> dict[str, Any]:
-        params = asked.params
+    def _read(self, response: httpx.Response) -> Answer:
+        if response.status_code != 200:
+            raise ValueError(self._refusal(response))
+        try:
+            return _answer(response.json()["choices"][0])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            said = shown(response.content[:200])
+            raise ValueError(f"{self.base_url} gave an answer of another shape: {said}") from error
+
+    def _body(self, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
         body = {
             "model": self.model,
-            "prompt": asked.prompt,
+            "prompt": prompt,
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -111,13 +116,13 @@ class ServerAsker:
         return {name: value for name, value in body.items() if name not in self.left_out}
 
     def _served(self, model: str | None) -> str:
-        status, answer = self._send(self._connect(), "/models")
+        (response,) = self._send("models", [None])
         try:
-            names = [card["id"] for card in json.loads(answer)["data"]] if status == 200 else []
+            names = [card["id"] for card in response.json()["data"]] if response.status_code == 200 else []
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{self.base_url} does not list its models: is it a server with OpenAI's API?") from error
-        if not names and status != 404:
-            raise ValueError(self._refusal(status, answer))
+        if not names and response.status_code != 404:
+            raise ValueError(self._refusal(response))
         if not names and model is None:
             raise ValueError(f"{self.base_url} does not list its models: give --model")
         if names and model is not None and model not in names:
@@ -125,50 +130,28 @@ class ServerAsker:
             raise ValueError(f"--model {model!r} is not served at {self.base_url}{guess}: {', '.join(names[:10])}")
         return model or names[0]
 
-    def _connect(self) -> http.client.HTTPConnection:
-        """Return an open connection. It is opened early, so that all requests of a crowd are sent at one time."""
-        connection = self._kind(self._host, self._port, timeout=TIMEOUT_SECONDS)
+    def _refusal(self, response: httpx.Response) -> str:
+        text = response.text
         try:
-            connection.connect()
-        except OSError as error:
-            raise ValueError(f"{self.base_url} cannot be reached ({error}): start the server or correct it") from error
-        return connection
-
-    def _send(self, connection: http.client.HTTPConnection, path: str, body: dict | None = None) -> tuple[int, bytes]:
-        """Return status and body of the answer to a POST of `body`, or to a GET without one."""
-        method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
-        with closing(connection):
-            try:
-                connection.request(method, self._path + path, content, self._headers)
-                response = connection.getresponse()
-                return response.status, response.read()
-            except (OSError, http.client.HTTPException) as error:
-                why = str(error) or type(error).__name__
-                raise ValueError(f"{self.base_url} gave no answer ({why}): look into the server's log") from error
-
-    def _refusal(self, status: int, answer: bytes) -> str:
-        text = answer.decode(errors="replace")
-        try:
-            found = json.loads(text)
+            found = response.json()
             found = found.get("error", found)
             text = found["message"] if isinstance(found, dict) else str(found)
         except (ValueError, LookupError, AttributeError):
             pass  # not JSON, or in another format: show the text as it is
-        return f"{self.base_url} answered with status {status}: {' '.join(text.split())[:300]}"
+        return f"{self.base_url} answered with status {response.status_code}: {' '.join(text.split())[:300]}"
 
 
-def _read(answer: dict) -> Answer:
-    choice = answer["choices"][0]
+def _answer(choice: dict) -> Answer:
     logprobs, tokens = choice.get("logprobs") or {}, choice.get("token_ids")
-    entries = logprobs.get("content")  # as in chats
-    if entries is not None:
+    if logprobs.get("content") is not None:  # as in chats
+        entries = logprobs["content"]
         tokens = tokens or [entry["token"] for entry in entries]
+        own = [entry["logprob"] for entry in entries]
         tops = [[one["logprob"] for one in entry.get("top_logprobs") or ()] for entry in entries]
-        values = [token_logprobs(entry["logprob"], top) for entry, top in zip(entries, tops, strict=True)]
-        return Answer(tokens, choice["text"], logprobs=values)
-    own = logprobs.get("token_logprobs")
-    if own is None:
+    elif logprobs.get("token_logprobs") is not None:
+        own, tokens = logprobs["token_logprobs"], tokens or logprobs.get("tokens")
+        tops = [(top or {}).values() for top in logprobs.get("top_logprobs") or [None] * len(own)]
+    else:
         return Answer(tokens, choice["text"])
-    top = logprobs.get("top_logprobs") or [None] * len(own)
-    values = [token_logprobs(one, (others or {}).values()) for one, others in zip(own, top, strict=True)]
-    return Answer(tokens or logprobs.get("tokens"), choice["text"], logprobs=values)
+    values = [token_logprobs(one, others) for one, others in zip(own, tops, strict=True)]
+    return Answer(tokens, choice["text"], logprobs=values)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanoinfer.measure.run import mixed_params
+from nanoinfer.measure.run import Load, mixed_params
 from nanoinfer.sampling_params import SamplingParams
 
 # The smallest token id in prompts: smaller ids are often special tokens.
@@ -14,28 +14,14 @@ _FIRST_ID = 3
 MAX_PROMPT_BLOCKS = 3
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A prompt and its sampling parameters."""
-
-    prompt: list[int]
-    params: SamplingParams
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt with its output."""
-        return len(self.prompt) + self.params.max_tokens
-
-
-# Requests that run at once: (number of a compared request, or None for other requests; the request).
-Crowd = list[tuple[int | None, Asked]]
+# Requests that run at once: the number of a compared request, or None for others, its prompt and its parameters.
+Crowd = list[tuple[int | None, list[int], SamplingParams]]
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Load):
     """The compared requests. Other requests are drawn as needed."""
 
-    asked: list[Asked]
     vocab_size: int
     block_size: int
     output_len: int
@@ -44,16 +30,16 @@ class Workload:
     @property
     def max_model_len(self) -> int:
         """Tokens of the longest possible request, compared or not."""
-        return max(*(asked.num_tokens for asked in self.asked), self.block_size + self.output_len)
+        return max(*self.lengths, self.block_size + self.output_len)
 
     @property
     def longest_prompt(self) -> int:
-        return max(len(asked.prompt) for asked in self.asked)
+        return max(map(len, self.prompts))
 
     @property
     def num_blocks(self) -> int:
         """KV blocks that all compared requests need at once."""
-        return sum(-(-asked.num_tokens // self.block_size) for asked in self.asked)
+        return sum(-(-length // self.block_size) for length in self.lengths)
 
     def crowds(self, size: int) -> list[Crowd]:
         """Divide all requests into crowds of `size` and fill the last one up with other requests.
@@ -61,21 +47,22 @@ class Workload:
         The order is random, but the same for the same size.
         """
         generator = random.Random(self.seed * 1_000_003 + size)
-        order = list(range(len(self.asked)))
+        order = list(range(len(self.prompts)))
         generator.shuffle(order)
         found: list[Crowd] = []
         for begin in range(0, len(order), size):
-            crowd: Crowd = [(number, self.asked[number]) for number in order[begin : begin + size]]
-            crowd += [(None, self._other(generator)) for _ in range(size - len(crowd))]
+            numbers = order[begin : begin + size]
+            crowd: Crowd = [(number, self.prompts[number], self.params[number]) for number in numbers]
+            crowd += [(None, *self._other(generator)) for _ in range(size - len(crowd))]
             generator.shuffle(crowd)
             found.append(crowd)
         return found
 
-    def _other(self, generator: random.Random) -> Asked:
+    def _other(self, generator: random.Random) -> tuple[list[int], SamplingParams]:
         prompt = _tokens(generator, self.vocab_size, generator.randint(1, self.block_size))
         max_tokens = generator.randint(1, self.output_len)
         temperature = generator.choice([0.0, 1.0])
-        return Asked(prompt, SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True))
+        return prompt, SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
 
 
 def make_workload(num_requests: int, vocab_size: int, block_size: int, output_len: int, seed: int) -> Workload:
@@ -86,13 +73,13 @@ def make_workload(num_requests: int, vocab_size: int, block_size: int, output_le
     generator = random.Random(seed)
     # One beginning ends inside a block, the other at a block edge.
     beginnings = [_tokens(generator, vocab_size, length) for length in (block_size + block_size // 2, 2 * block_size)]
-    asked = []
+    prompts, params = [], []
     for i in range(num_requests):
         begin = beginnings[i // 4 % 2] if i // 2 % 2 else []
         num_own = generator.randint(1, MAX_PROMPT_BLOCKS * block_size - len(begin))
-        params = mixed_params(i, seed, max(1, output_len - i % 4 * (output_len // 8)))
-        asked.append(Asked(begin + _tokens(generator, vocab_size, num_own), params))
-    return Workload(asked, vocab_size, block_size, output_len, seed)
+        prompts.append(begin + _tokens(generator, vocab_size, num_own))
+        params.append(mixed_params(i, seed, max(1, output_len - i % 4 * (output_len // 8))))
+    return Workload(prompts, params, vocab_size, block_size, output_len, seed)
 
 
 def _tokens(generator: random.Random, vocab_size: int, count: int) -> list[int]:
@@ -104,4 +91,4 @@ def all_answers(workload: Workload, size: int, ask: Callable[[Crowd], dict]) -> 
     found: dict = {}
     for crowd in workload.crowds(size):
         found |= ask(crowd)
-    return [found[number] for number in range(len(workload.asked))]
+    return [found[number] for number in range(len(workload.prompts))]

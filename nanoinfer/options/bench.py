@@ -1,0 +1,76 @@
+"""Options of `nanoinfer bench latency`, `throughput` and `exactness`; the first two have vLLM's names."""
+
+from __future__ import annotations
+
+import argparse
+
+from nanoinfer.options.measuring import add_engine_arguments, add_model_arguments
+from nanoinfer.options.parser import length
+
+# The conditions that `exactness` compares with each request alone, in this order.
+CONDITIONS = {
+    "batch": "beside others",
+    "logprobs": "with log-probabilities",
+    "chunk": "with another prefill chunk",
+    "offload": "every full block streams",
+    "auto": "a pool that fills up",
+    "prefix": "with prefix caching, asked twice",
+    "server": "through HTTP",
+}
+
+
+def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_arguments_of_one_mode(parser)
+    parser.add_argument("--input-len", type=length, default=1024, help="tokens of each prompt (default: %(default)s)")
+    parser.add_argument("--output-len", type=length, default=128, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1, help="sequences at once (default: %(default)s)")
+    parser.add_argument("--num-iters", type=int, default=5, help="times that the batch runs (default: %(default)s)")
+    parser.add_argument(
+        "--num-iters-warmup", type=int, default=1, help="times before, which do not count (default: %(default)s)"
+    )
+
+
+def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_arguments_of_one_mode(parser)
+    for name in ("input", "output"):
+        parser.add_argument(
+            f"--{name}-len", default="100-1024", help="tokens, a number or a range (default: %(default)s)"
+        )
+    parser.add_argument("--num-prompts", type=int, default=256, help="requests (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy (default: %(default)s)")
+
+
+def _add_arguments_of_one_mode(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    add_engine_arguments(parser)
+    parser.add_argument(
+        "--mode",
+        default="resident",
+        help="where KV lies: resident = on the GPU, auto = in host memory, too, once the GPU is full, offload = from "
+        "the start, streamed = offload with every full block in host memory (default: %(default)s)",
+    )
+    parser.add_argument("--output-json", metavar="FILE", help="write all figures")
+
+
+def add_exactness_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--base-url", metavar="URL",
+        help="ask this server with OpenAI's API, such as http://127.0.0.1:8000, and no engine here; --model is a name "
+        "that it serves (default: the first one)",
+    )  # fmt: skip
+    parser.add_argument("--api-key", help="bearer token for --base-url (default: $OPENAI_API_KEY, where it is set)")
+    parser.add_argument("--vocab-size", type=int, help="prompts for --base-url have token ids below it (default: 1000)")
+    parser.add_argument("--requests", type=int, default=16, help="that are compared (default: %(default)s)")
+    parser.add_argument(
+        "--batch", default="2,16,64,256",
+        help="requests at once, filled up with others that are not compared (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--output-len", type=length, default=32, help="tokens to generate (default: %(default)s)")
+    parser.add_argument(
+        "--conditions", default=",".join(CONDITIONS),
+        help="which of them, such as batch,server; default: all. "
+        + ", ".join(f"{name}: {what}" for name, what in CONDITIONS.items()),
+    )  # fmt: skip
+    parser.add_argument("--output-json", metavar="FILE", help="write all figures")
+    add_engine_arguments(parser)
