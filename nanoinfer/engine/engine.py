@@ -20,7 +20,6 @@ from nanoinfer.engine.recovery import Work
 from nanoinfer.engine.scheduler import Batch, Scheduler
 from nanoinfer.engine.start import BuiltEngine, build
 from nanoinfer.engine.trace import Trace
-from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
@@ -207,7 +206,8 @@ class LLMEngine:
                 self.work.requests.pop(request.request_id, None)
 
     def _launch(self, batch: Batch) -> LaunchedStep:
-        begin, streamed_before = time.perf_counter(), _streamed_bytes(self.runner)
+        begin, copied = time.perf_counter(), self.runner.offload.counters
+        streamed_before = copied.streamed_bytes
         is_decode, sampled = not batch.chunks, batch.sampled
         if not is_decode:  # a request's first step is never a decode step
             for sequence in batch.sequences:
@@ -222,7 +222,7 @@ class LLMEngine:
                 sequence.streamed_bytes += num_bytes
         self.meter.resident_share = stats.resident_share(self)
         self.meter.trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
-        return LaunchedStep(batch, sampled, tokens, begin, _streamed_bytes(self.runner) - streamed_before, timeline)
+        return LaunchedStep(batch, sampled, tokens, begin, copied.streamed_bytes - streamed_before, timeline)
 
     def _take(self, step: LaunchedStep, behind: LaunchedStep | None = None) -> None:
         """Waits for a step, hands out its tokens and frees the sequences that have ended.
@@ -304,10 +304,9 @@ class LLMEngine:
         wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help, and which
         settings had no effect.
         """
-        if self.runner.offload is not None:
-            with self._changing():
-                self.kv_cache.tables.lifetimes.reclaim()
-                self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
+        with self._changing():
+            self.kv_cache.tables.lifetimes.reclaim()
+            self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
         return stats.counters(self) | stats.report(self)
 
     def start_trace(self) -> None:
@@ -330,8 +329,3 @@ class LLMEngine:
         self.runner.close()
         self.modes.close()  # prompts can still be checked
         del self.work, self.runner, self.scheduler, self.planner, self.kv_cache, self.mover, self.admission
-
-
-def _streamed_bytes(runner: ModelRunner) -> int:
-    """Return the bytes of KV blocks that were streamed so far."""
-    return 0 if runner.offload is None else runner.offload.counters.streamed_bytes

@@ -130,7 +130,7 @@ class Modes:
 
     def _require_host_pool(self) -> None:
         """Begin to map and pin the host pool, if it is needed for the first time."""
-        self._runner.get_offload()
+        self._runner.open_host_pool()
         lifetimes = self._kv_cache.tables.lifetimes
         if not lifetimes.host_blocks.num_blocks:
             lifetimes.host_blocks = BlockPool(self._plan.num_host_blocks)

@@ -34,7 +34,7 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
     runner, meter, decoded = engine.runner, engine.meter, engine.runner.decode_program.counters
     decode, prefill = meter.times, engine.runner.prefill_program.pieces.counters
     gpu_blocks, host_blocks = engine.kv_cache.tables.gpu_blocks, engine.kv_cache.tables.lifetimes.host_blocks
-    kept, transfer = engine.mover.kept, None if runner.offload is None else runner.offload.counters
+    kept, transfer = engine.mover.kept, runner.offload.counters
     return {
         "mode": engine.mode,
         "num_waiting": len(engine.scheduler.waiting),
@@ -52,9 +52,9 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
         "prefix_cache_hit_tokens": engine.kv_cache.prefixes.num_hit_tokens,
         "kv_blocks_resident": engine.kv_cache.copies.num_resident,
         "kv_blocks_streamed": engine.kv_cache.copies.num_streamed,
-        "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
-        "discarded_prefetch_bytes": 0 if transfer is None else transfer.discarded_bytes,
-        "written_bytes": 0 if transfer is None else transfer.written_bytes,
+        "streamed_bytes": transfer.streamed_bytes,
+        "discarded_prefetch_bytes": transfer.discarded_bytes,
+        "written_bytes": transfer.written_bytes,
         "decode_streamed_bytes": decode.streamed_bytes,
         "link_gbps": decode.streamed_bytes / decode.streaming_seconds / 1e9 if decode.streamed_bytes else 0.0,
         "num_prefill_steps": meter.num_prefill_steps,
@@ -139,7 +139,7 @@ def notes(engine: Engine) -> list[str]:
         found.append('enable_cpu_offload="auto" has no effect: all that can run at once fits on the GPU')
     if config.enable_cpu_offload is True and engine.meter.times.num_steps and not offload.counters.streamed_bytes:
         found.append("enable_cpu_offload=True has had no effect so far: all KV fits on the GPU")
-    if not config.may_offload and offload is None:
+    if not config.may_offload and offload.host.arena is None:
         for name in ("resident_kv_limit", "num_ring_slots", "ring_slot_bytes", "pin_host_memory"):
             value = getattr(config, name)
             if value != type(config).__dataclass_fields__[name].default:

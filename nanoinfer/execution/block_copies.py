@@ -5,43 +5,32 @@ from __future__ import annotations
 import torch
 
 from nanoinfer.execution.recurrent import RecurrentStates
-from offload import KVLayout, OffloadEngine, Runtime, Stream
+from offload import OffloadEngine
 from offload.blocks import GPU, HOST, KEPT
 from offload.memory.pageable_pool import PageablePool
 
 
 class BlockCopies:
-    """Does to blocks and rows what the planning side asks for by their numbers.
-
-    What the methods do is said in `nanoinfer.kv.mover.BlockCopier` and `offload.lifetimes.Acknowledgements`.
+    """Does to blocks and rows what the planning side asks for by their numbers; see `nanoinfer.kv.mover.BlockCopier`.
 
     Args:
+        offload: has the host pool, and the streams.
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         kept: the pageable blocks.
         states: what rows keep besides blocks.
-
-    Attributes:
-        offload: the pinned blocks and their copies; set once offload mode is possible.
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        compute: Stream,
-        layout: KVLayout,
-        gpu_kv: torch.Tensor,
-        kept: PageablePool,
-        states: RecurrentStates,
+        self, offload: OffloadEngine, gpu_kv: torch.Tensor, kept: PageablePool, states: RecurrentStates
     ) -> None:
-        self._runtime, self._compute, self._layout = runtime, compute, layout
+        self._offload, self._runtime, self._layers = offload, offload.runtime, range(offload.layout.num_layers)
         self._gpu_kv, self._kept, self._states = gpu_kv, kept, states
-        self.offload: OffloadEngine | None = None
 
     def _block(self, pool: str, layer: int, block: int) -> torch.Tensor:
         """`[2, block_size, num_kv_heads, head_dim]` view of a block of the pool of this name."""
         if pool == GPU:
             return self._gpu_kv[layer, block]
-        return (self._kept if pool == KEPT else self.offload.host).block(layer, block)
+        return (self._kept if pool == KEPT else self._offload.host).block(layer, block)
 
     def reserve(self, num_blocks: int) -> None:
         self._kept.reserve(num_blocks)
@@ -57,7 +46,7 @@ class BlockCopies:
         torch waits for a copy between host and GPU that is not said to be `non_blocking`.
         """
         self._runtime.synchronize()
-        for layer in range(self._layout.num_layers):
+        for layer in self._layers:
             for read, written in pairs:
                 self._block(destination, layer, written).copy_(self._block(source, layer, read))
 
@@ -77,31 +66,9 @@ class BlockCopies:
         for sequence_id in self._states.kept.keys() - sequence_ids:
             self.forget_row(sequence_id)
 
-    def check_pool(self) -> None:
-        self.offload.host.check()
-
-    def store(self, pairs: list[tuple[int, int]], operation: int) -> None:
-        self.offload.store(pairs, operation)
-
-    def load(self, pairs: list[tuple[int, int]]) -> None:
-        self.offload.load(pairs)
-
-    def has_run(self, kind: str, operation: int, rule: str) -> bool:
-        return self.offload.has_run(kind, operation, rule)
-
-    def wait(self, kind: str, operation: int, rule: str) -> None:
-        self.offload.wait(kind, operation, rule)
-
-    def drain(self) -> None:
-        self.offload.drain()
-
-    def recover(self, operation: int) -> None:
-        if self.offload is not None:
-            self.offload.recover(operation)
-
     def poison(self, pool: str, blocks: list[int]) -> None:
         """Overwrite blocks of a pool that nobody holds any more, in runtimes that look for wrong reads."""
         for block in blocks if self._runtime.poisons else []:
-            stream = self.offload.write if pool == HOST else self._compute
-            for layer in range(self._layout.num_layers):
+            stream = self._offload.write if pool == HOST else self._offload.compute
+            for layer in self._layers:
                 self._runtime.poison(stream, self._block(pool, layer, block))

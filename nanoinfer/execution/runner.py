@@ -50,7 +50,7 @@ class ModelRunner:
     Attributes:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         kept: the KV of sequences that gave way.
-        offload: the offload engine, once it was needed for the first time.
+        offload: the offload engine. Its host pool has memory once it was needed for the first time.
     """
 
     def __init__(
@@ -80,10 +80,11 @@ class ModelRunner:
         self.gpu_kv = _zeros(layout.pool_shape(self.num_gpu_blocks), layout.dtype, runtime.device)
         self.kept = PageablePool(layout, _kept_limit(config, plan.max_num_seqs * model.spec.row_bytes))
         states = RecurrentStates(model.spec, plan.max_num_seqs, runtime.device)
-        self.block_copies = BlockCopies(runtime, self.compute, layout, self.gpu_kv, self.kept, states)
+        blocks_per_segment = max(1, min(plan.num_host_blocks, SEGMENT_BYTES // layout.block_bytes))
+        host = HostPool(layout, plan.num_host_blocks, blocks_per_segment)
+        self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute)
+        self.block_copies = BlockCopies(self.offload, self.gpu_kv, self.kept, states)
         self.sampling, self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
-        self.offload: OffloadEngine | None = None  # kept between switches, since graphs hold the ring's addresses
-        self._arena: HostArena | None = None
         self._are_logits_sound = False  # not known yet
         self._tokens_host = deque(
             (runtime.staging(self.decode_program.tokens.numel(), torch.int64), runtime.event()) for _ in range(2)
@@ -146,31 +147,26 @@ class ModelRunner:
 
     # Modes
 
-    def get_offload(self) -> OffloadEngine:
-        """Return the offload engine; the host pool is mapped and pinned when it is first needed.
+    def open_host_pool(self) -> None:
+        """Map the host pool and begin to pin it, if it is needed for the first time.
 
         Raises:
             ValueError: the attention backend cannot run offload mode.
         """
-        if self.offload is None:
-            type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
-            num_blocks, block_bytes = self.plan.num_host_blocks, self.layout.block_bytes
-            blocks_per_segment = min(num_blocks, max(1, SEGMENT_BYTES // block_bytes))
-            num_segments = -(-num_blocks // blocks_per_segment)
-            is_cuda = self.runtime.device.type == "cuda"
-            self._arena = HostArena(
-                num_segments,
-                blocks_per_segment * block_bytes,
-                last_segment_bytes=(num_blocks - (num_segments - 1) * blocks_per_segment) * block_bytes,
-                pin=is_cuda,
-                require_pin=self.config.pin_host_memory == "require",
-                progress=self._pinning_progress(num_segments) if is_cuda else None,
-            )
-            host = HostPool(self.layout, self._arena, num_blocks, blocks_per_segment)
-            offload = OffloadEngine(self.runtime, self.gpu_kv, host, self.ring, self.compute)
-            self.block_copies.offload = offload  # first: an interrupt must not leave half of it
-            self.offload = offload
-        return self.offload
+        host, is_cuda = self.offload.host, self.runtime.device.type == "cuda"
+        if host.arena is not None:
+            return
+        type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
+        num_segments = -(-host.num_blocks // host.blocks_per_segment)
+        num_last = host.num_blocks - (num_segments - 1) * host.blocks_per_segment
+        host.arena = HostArena(
+            num_segments,
+            host.blocks_per_segment * self.layout.block_bytes,
+            last_segment_bytes=num_last * self.layout.block_bytes,
+            pin=is_cuda,
+            require_pin=self.config.pin_host_memory == "require",
+            progress=self._pinning_progress(num_segments) if is_cuda else None,
+        )
 
     def _pinning_progress(self, num_segments: int) -> Callable[[int, int], None]:
         bar = tqdm(total=num_segments, desc="pinning host memory", unit="GiB", disable=not self.config.progress_bar)
@@ -344,12 +340,11 @@ class ModelRunner:
         self.runtime.synchronize()
         self.runtime.close()
         self.forget()  # a step that may be repeated refers to its program
+        arena = self.offload.host.arena
         del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
-        del self._activations, self.graphs
-        self.offload = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        del self._activations, self.graphs, self.offload
+        if arena is not None:
+            arena.close()
 
     def peak_bytes(self) -> int | None:
         """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""

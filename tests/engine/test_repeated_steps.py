@@ -117,12 +117,12 @@ def disturb(engine: LLMEngine, generator: random.Random, patch: pytest.MonkeyPat
         if generator.random() < 0.03:
             engine.stats()
             happened["stats"] += 1
-        if generator.random() < 0.03 and engine.runner.offload is not None:
+        if generator.random() < 0.03 and engine.runner.offload.host.num_bytes > 0:
             engine.runner.offload.drain()
             happened["the prefetch is dropped"] += 1
         if generator.random() < 0.03:
             engine.runner.graphs.captured.clear()
-            engine.runner.capture(may_offload=engine.runner.offload is not None)
+            engine.runner.capture(may_offload=engine.runner.offload.host.num_bytes > 0)
             happened["graphs are captured"] += 1
         if generator.random() < 0.03:
             left[0] = generator.randint(0, 15)
@@ -231,7 +231,7 @@ def fails_between_two_steps(engine):
 def captures(engine):
     engine.runner.graphs.captured.clear()
     with torch.inference_mode():
-        engine.runner.capture(may_offload=engine.runner.offload is not None)
+        engine.runner.capture(may_offload=engine.runner.offload.host.num_bytes > 0)
 
 
 def loses_a_copy(engine):
