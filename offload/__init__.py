@@ -10,7 +10,7 @@ from offload.lifetimes import BlockLifetimes
 from offload.memory.host_pool import HostPool
 from offload.plan import Chunk, StreamPlan, pack, pack_together
 from offload.ring import Ring, ring_schedule
-from offload.runtime.base import Event, Graph, Runtime, Stream
+from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.cpu import CpuRuntime
 from offload.runtime.cuda import CudaRuntime
 from offload.runtime.staging import Staging
@@ -24,7 +24,6 @@ __all__ = [
     "CpuRuntime",
     "CudaRuntime",
     "Event",
-    "Graph",
     "HostPool",
     "KVLayout",
     "NoTimeline",

@@ -30,17 +30,13 @@ class Event(ABC):
         """Blocks the host until the newest record has been reached; `rule` names what this protects."""
 
     @property
-    @abstractmethod
     def is_reached(self) -> bool:
         """Whether the newest record has been reached. For timed events, on which no order depends."""
+        return self.query("")
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:
         """Seconds between two timed events that have been reached."""
-
-
-class Graph(ABC):
-    """A captured sequence of device work, bound to the addresses it was captured with."""
 
 
 class Stream(ABC):
@@ -55,10 +51,6 @@ class Stream(ABC):
     @abstractmethod
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueues a copy between tensors of the same shape, asynchronous when the host side is pinned."""
-
-    @abstractmethod
-    def replay(self, graph: Graph) -> None:
-        """Enqueues a captured graph."""
 
     @abstractmethod
     def record(self, event: Event) -> None:
@@ -91,8 +83,11 @@ class Runtime(ABC):
         """A new event; `timed` ones can be subtracted, and cost a little more."""
 
     @abstractmethod
-    def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
-        """Captures `work` into a graph. On CUDA it runs `work` once first, so that nothing is compiled in capture."""
+    def capture(self, stream: Stream, work: Callable[[], None]) -> Callable[[], None]:
+        """Captures `work` into a graph, bound to the addresses it was captured with; returns what `Stream.run` replays.
+
+        On CUDA it runs `work` once first, so that nothing is compiled in capture.
+        """
 
     @abstractmethod
     def staging(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -33,16 +33,7 @@ class NoTimeline:
     def begin(self, stream: Stream, lane: str) -> None:
         pass
 
-    def lap(
-        self,
-        stream: Stream,
-        lane: str,
-        name: str,
-        *,
-        num_bytes: int = 0,
-        layer: int | None = None,
-        chunk: int | None = None,
-    ) -> None:
+    def lap(self, stream: Stream, lane: str, name: str, **details: int) -> None:
         pass
 
 
@@ -62,19 +53,10 @@ class Timeline(NoTimeline):
         """Marks where the next span of the lane begins."""
         self._marks[lane] = self._mark(stream)
 
-    def lap(
-        self,
-        stream: Stream,
-        lane: str,
-        name: str,
-        *,
-        num_bytes: int = 0,
-        layer: int | None = None,
-        chunk: int | None = None,
-    ) -> None:
-        """Ends a span here; the next one may begin at the same point."""
+    def lap(self, stream: Stream, lane: str, name: str, **details: int) -> None:
+        """Ends a span here; the next one may begin at the same point. details: as in `Span`."""
         end = self._mark(stream)
-        self.spans.append(Span(lane, name, self._marks[lane], end, num_bytes, layer, chunk))
+        self.spans.append(Span(lane, name, self._marks[lane], end, **details))
         self._marks[lane] = end
 
     def _mark(self, stream: Stream) -> Event:
