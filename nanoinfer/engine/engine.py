@@ -12,13 +12,12 @@ import torch
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine import stats
 from nanoinfer.engine.intake import Intake
-from nanoinfer.engine.launched import LaunchedStep
-from nanoinfer.engine.meter import StepMeter
+from nanoinfer.engine.meter import LaunchedStep, StepMeter
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.engine.recovery import Work
 from nanoinfer.engine.scheduler import Batch, Scheduler
-from nanoinfer.engine.start import BuiltEngine, build
+from nanoinfer.engine.start import build
 from nanoinfer.engine.trace import Trace
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
@@ -45,23 +44,21 @@ class LLMEngine:
 
     @torch.inference_mode()
     def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
-        built: BuiltEngine = build(config, runtime)
-        self.config, self.plan, self.tokenizer, self.runner = config, built.plan, built.tokenizer, built.runner
+        built = build(config, runtime)
+        self.config, self.plan, self.tokenizer, self.runner = config, built.runner.plan, built.tokenizer, built.runner
         self.kv_cache, self.mover, self.admission = built.kv_cache, built.mover, built.admission
         self.vocab_size = built.runner.model.spec.vocab_size
-        self.modes = Modes(config, built.plan, built.runner, built.kv_cache, built.admission, built.mover)
-        self.intake = Intake(
-            built.tokenizer, self.modes, self.vocab_size, built.plan.max_model_len, built.end_token_ids, config.seed
-        )
+        self.modes = Modes(built)
+        self.intake = Intake(built, self.modes)
         self.planner = StepPlanner(self.kv_cache, built.end_token_ids)
         self.on_logits: Callable[[list[Sequence], Callable[[], torch.Tensor]], None] | None = None
         self.scheduler = Scheduler(
             self.kv_cache,
             self.admission,
             self.mover,
-            built.plan.max_num_batched_tokens,
-            (lambda: self.modes.enter_offload(self.scheduler.running)) if self.modes.may_spill else None,
+            self.plan.max_num_batched_tokens,
             max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
+            (lambda: self.modes.enter_offload(self.scheduler.running)) if self.modes.may_spill else None,
             self._fail_sequence,
         )
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
@@ -249,8 +246,7 @@ class LLMEngine:
         read = time.perf_counter()
         self.meter.trace_host("wait for tokens", begin)
         self.meter.count(step, read, read - begin)
-        found = zip(step.sampled, sampled.tokens, sampled.logprobs, sampled.errors, strict=True)
-        for sequence, token_id, logprobs, error in found:
+        for sequence, (token_id, logprobs, error) in zip(step.sampled, sampled, strict=True):
             if sequence.finish_reason is not None:
                 sequence.num_tokens -= 1
                 continue

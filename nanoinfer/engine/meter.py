@@ -5,13 +5,32 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, fields
 
-from nanoinfer.engine.launched import LaunchedStep
+from nanoinfer.engine.scheduler import Batch
 from nanoinfer.engine.trace import Trace
+from nanoinfer.execution.read_back import PendingTokens
+from nanoinfer.requests.sequence import Sequence
 from offload import Runtime, Timeline
 
 SAMPLE_EVERY = 16  # decode steps; a mark costs the host a few microseconds, and there are several per ring slot
 LINK_BOUND = 0.85  # share of the time in which the link is busy
 CPU_BOUND = 0.9  # share of the time in which the host does not wait for the device
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that was launched and not read yet.
+
+    Attributes:
+        sampled: the sequences that get a token, in the order of `tokens`.
+        launched: `time.perf_counter` at the begin of the launch.
+    """
+
+    batch: Batch
+    sampled: list[Sequence]
+    tokens: PendingTokens
+    launched: float
+    streamed_bytes: int
+    timeline: Timeline | None
 
 
 @dataclass

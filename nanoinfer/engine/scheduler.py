@@ -60,7 +60,7 @@ class Scheduler:
         max_mixed_tokens: the most tokens of a mixed step (prompts and running sequences); 0: no mixed steps.
         enter_offload: switches to offload mode and returns True, or returns False if that is not possible; None: never
             switch.
-        fail: ends and removes a running sequence's request, for whose KV the host has no room; None: raise.
+        fail: ends and removes a running sequence's request, for whose KV the host has no room.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Scheduler:
         admission: Admission,
         mover: Mover,
         max_num_batched_tokens: int,
-        enter_offload: Callable[[], bool] | None = None,
-        max_mixed_tokens: int = 0,
-        fail: Callable[[Sequence, Exception], None] | None = None,
+        max_mixed_tokens: int,
+        enter_offload: Callable[[], bool] | None,
+        fail: Callable[[Sequence, Exception], None],
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # admitted, oldest first
@@ -177,8 +177,6 @@ class Scheduler:
         try:
             self._mover.give_way(victim)
         except MemoryError as error:  # nothing has changed
-            if self._fail is None:
-                raise
             self._fail(victim, error)
             return
         victim.state = SequenceState.WAITING

@@ -15,7 +15,6 @@ from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.tables import BlockTables
 from nanoinfer.memory.machine import reserved_bytes, resolve_device
-from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.memory.setup import Setup
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
@@ -26,7 +25,7 @@ from offload import BlockLifetimes, BlockPool, CpuRuntime, CudaRuntime, Runtime
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    plan: MemoryPlan
+    config: EngineConfig
     runner: ModelRunner
     kv_cache: KVCache
     admission: Admission
@@ -72,7 +71,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     model.spec = spec  # the spec with the KV cache's dtype, which the checkpoint does not contain
     runner = ModelRunner(config, plan, runtime, model, setup.backend, layout, memory_before)
     parts = kv_side(config, runner)
-    return BuiltEngine(plan, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **parts)
+    return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **parts)
 
 
 def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 from nanoinfer.common.units import GIB
-from nanoinfer.config import EngineConfig
-from nanoinfer.engine.meter import DecodeTimes, StepMeter
-from nanoinfer.engine.modes import Modes
-from nanoinfer.engine.scheduler import Scheduler
-from nanoinfer.execution.runner import ModelRunner
-from nanoinfer.kv.cache import KVCache
-from nanoinfer.kv.mover import Mover
-from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.engine.meter import DecodeTimes
 
-
-class Engine(Protocol):
-    """The attributes of an `LLMEngine` that this module reads."""
-
-    config: EngineConfig
-    mode: str
-    plan: MemoryPlan
-    runner: ModelRunner
-    kv_cache: KVCache
-    mover: Mover
-    modes: Modes
-    scheduler: Scheduler
-    meter: StepMeter
+Engine = Any  # an `LLMEngine`, whose file imports this one
 
 
 def counters(engine: Engine) -> dict[str, int | float | str | dict]:

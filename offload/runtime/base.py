@@ -22,17 +22,15 @@ class Event(ABC):
     """A point in a stream. Recording again moves it; a wait refers to the newest record at the time of the call."""
 
     @abstractmethod
-    def query(self, rule: str) -> bool:
-        """Whether all work before the newest record has run; True if nothing was recorded. `rule`: as in `wait`."""
+    def query(self, rule: str | None) -> bool:
+        """Whether all work before the newest record has run; True if nothing was recorded.
+
+        rule: as in `wait`; None for timed events, on which no order depends.
+        """
 
     @abstractmethod
     def synchronize(self, rule: str) -> None:
         """Blocks the host until the newest record has been reached; `rule` names what this protects."""
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether the newest record has been reached. For timed events, on which no order depends."""
-        return self.query("")
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:

@@ -17,7 +17,7 @@ class CpuEvent(Event):
     def __init__(self) -> None:
         self.moment = 0.0  # time.perf_counter of the newest record
 
-    def query(self, rule: str) -> bool:
+    def query(self, rule: str | None) -> bool:
         return True
 
     def synchronize(self, rule: str) -> None:

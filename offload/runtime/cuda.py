@@ -15,7 +15,7 @@ class CudaEvent(Event):
     def __init__(self, timed: bool) -> None:
         self.event = torch.cuda.Event(enable_timing=timed)
 
-    def query(self, rule: str) -> bool:
+    def query(self, rule: str | None) -> bool:
         return self.event.query()
 
     def synchronize(self, rule: str) -> None:

@@ -31,7 +31,7 @@ def execute_steps(connection, config: EngineConfig) -> None:
         built = build(config, None)
         runner, pending = built.runner, {}
         capture = runner.prefill_program.pieces.capture_num_tokens
-        connection.send((built.plan, runner.model.spec, runner.layout, runner.num_gpu_blocks, capture))
+        connection.send((runner.plan, runner.model.spec, runner.layout, runner.num_gpu_blocks, capture))
 
         def execute(plan):
             pending[plan.number] = runner.execute(plan)
@@ -114,7 +114,7 @@ def make_parted_engine(connection, config: EngineConfig, monkeypatch) -> LLMEngi
         runner = RemoteRunner(connection, config)
         parts = kv_side(config, runner)
         return SimpleNamespace(
-            plan=runner.plan, runner=runner, tokenizer=None, end_token_ids=frozenset(), sampling_defaults={}, **parts
+            config=config, runner=runner, tokenizer=None, end_token_ids=frozenset(), sampling_defaults={}, **parts
         )
 
     with monkeypatch.context() as patch:

@@ -57,8 +57,8 @@ class SimulatedEvent(Event):
         self.num_reached = 0
         self.moment = 0.0  # time.perf_counter of the newest record that was reached
 
-    def query(self, rule: str) -> bool:
-        return not self._runtime.enforces(rule) or self.num_reached >= self.num_recorded
+    def query(self, rule: str | None) -> bool:
+        return (rule is not None and not self._runtime.enforces(rule)) or self.is_reached
 
     def synchronize(self, rule: str) -> None:
         target = self.num_recorded
