@@ -10,6 +10,7 @@ from nanoinfer.engine.trace import Trace
 from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.requests.sequence import Sequence
 from offload import Runtime, Timeline
+from offload.runtime.timeline import COMPUTE, COPY
 
 SAMPLE_EVERY = 16  # decode steps; a mark costs the host a few microseconds, and there are several per ring slot
 LINK_BOUND = 0.85  # share of the time in which the link is busy
@@ -162,11 +163,10 @@ class StepMeter:
             self._open.append((step.timeline, seconds))
         while self._open and self._open[0][0].is_complete:
             timeline, seconds = self._open.pop(0)
-            found = timeline.summary()
             times.sampled_seconds += seconds
-            times.copy_seconds += found.copy_seconds
-            times.wait_seconds += found.wait_seconds
-            times.compute_seconds += found.compute_seconds
+            times.copy_seconds += timeline.seconds(COPY)
+            times.wait_seconds += timeline.seconds(COMPUTE, waiting=True)
+            times.compute_seconds += timeline.seconds(COMPUTE)
 
     def snapshot(self) -> DecodeTimes:
         """Begin a run and return the sums so far, for `DecodeTimes.since`. The run's second decode step is timed."""

@@ -69,7 +69,7 @@ class Activations:
         what = "compiling kernels, measuring memory"
         with tqdm(total=1, desc=what, delay=2, disable=not progress_bar) as bar, self._compute.current():
             self._run_prefill(padded_rows(plan.max_num_batched_tokens))
-            self._compute.synchronize()
+            torch.cuda.synchronize(device)
             bar.update()
         peak = self.peak_bytes()
         reserved_bytes(device)  # gives back the segment, and what came beside it

@@ -40,8 +40,6 @@ class Event(ABC):
 class Stream(ABC):
     """An in-order queue of device work."""
 
-    name: str
-
     @abstractmethod
     def run(self, work: Callable[[], None]) -> None:
         """Enqueues the device work that `work` launches."""
@@ -57,10 +55,6 @@ class Stream(ABC):
     @abstractmethod
     def wait(self, event: Event, rule: str) -> None:
         """Lets later work of this stream run only after the newest record of `event`; no wait if there is none."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Blocks the host until all work enqueued so far has run."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[None]:

@@ -30,9 +30,6 @@ class CpuEvent(Event):
 class CpuStream(Stream):
     """A queue that is always empty."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
     def run(self, work: Callable[[], None]) -> None:
         work()
 
@@ -44,9 +41,6 @@ class CpuStream(Stream):
         event.moment = time.perf_counter()
 
     def wait(self, event: Event, rule: str) -> None:
-        pass
-
-    def synchronize(self) -> None:
         pass
 
     @contextmanager
@@ -66,7 +60,7 @@ class CpuRuntime(Runtime):
         self.poisons = poison
 
     def stream(self, name: str) -> CpuStream:
-        return CpuStream(name)
+        return CpuStream()
 
     def event(self, timed: bool = False) -> CpuEvent:
         return CpuEvent()

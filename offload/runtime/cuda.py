@@ -54,7 +54,6 @@ class CudaStream(Stream):
     """
 
     def __init__(self, name: str, runtime: CudaRuntime) -> None:
-        self.name = name
         unused = _unused.setdefault((runtime.device, name), [])
         try:
             self.stream = unused.pop()
@@ -80,9 +79,6 @@ class CudaStream(Stream):
 
     def wait(self, event: CudaEvent, rule: str) -> None:
         self.stream.wait_event(event.event)
-
-    def synchronize(self) -> None:
-        self.stream.synchronize()
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -125,7 +121,7 @@ class CudaRuntime(Runtime):
 
     def capture(self, stream: CudaStream, work: Callable[[], None]) -> Callable[[], None]:
         stream.run(work)  # compiles kernels and creates library handles, which capture forbids
-        stream.synchronize()
+        stream.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that pins host memory calls the driver while graphs are captured, which the
         # default mode would count as a violation of this capture.

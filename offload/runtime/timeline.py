@@ -69,26 +69,9 @@ class Timeline(NoTimeline):
         """Whether everything marked has run, so that the spans have times."""
         return all(event.query(None) for event in self._marks.values())
 
-    def summary(self) -> StepTimes:
-        """Adds up a complete step."""
-        compute = [span for span in self.spans if span.lane == COMPUTE]
-        return StepTimes(
-            copy_seconds=sum(span.seconds for span in self.spans if span.lane == COPY),
-            wait_seconds=sum(span.seconds for span in compute if span.name == WAIT),
-            compute_seconds=sum(span.seconds for span in compute if span.name != WAIT),
-        )
+    def seconds(self, lane: str, *, waiting: bool = False) -> float:
+        """Returns how long a lane of a complete step was busy, or, with `waiting`, waited for fills.
 
-
-@dataclass(frozen=True)
-class StepTimes:
-    """What the streams did in a step, in seconds.
-
-    Attributes:
-        copy_seconds: time in which the link was busy with fills that the step enqueued.
-        wait_seconds: time in which compute waited for fills.
-        compute_seconds: time in which compute had work, including work that the host had not launched yet.
-    """
-
-    copy_seconds: float
-    wait_seconds: float
-    compute_seconds: float
+        Compute counts as busy also with work that the host had not launched yet.
+        """
+        return sum(span.seconds for span in self.spans if span.lane == lane and (span.name == WAIT) == waiting)
