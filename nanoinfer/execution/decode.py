@@ -38,35 +38,24 @@ class DecodeCounters:
 
 
 class DecodeProgram:
-    """Buffers, tables and pieces of decode.
-
-    Args:
-        max_batch: largest padded batch.
-        batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
-        max_blocks: as in `DecodeAttention`.
+    """Buffers, tables and pieces of decode, and the state of all rows.
 
     Attributes:
+        batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
         indices: of all pieces.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        rows: RowState,
-        sampling: SamplingState,
-        *,
-        max_batch: int,
-        batch_sizes: list[int],
-        max_blocks: int,
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
         spec, device, self._block_size = parts.model.spec, parts.runtime.device, parts.layout.block_size
-        self.parts, self.batch_sizes = parts, batch_sizes
+        self.parts, self._compute = parts, parts.compute
+        self.batch_sizes = parts.config.graph_batch_sizes(parts.plan.max_num_seqs)
+        max_batch = max(self.batch_sizes[-1], parts.plan.max_num_seqs)
+        self.rows = rows = RowState(parts.runtime, parts.plan.max_num_seqs, parts.max_blocks_per_seq)
+        self.sampling = SamplingState(parts.runtime, rows, spec.vocab_size, max_batch)
         self.indices = range(len(parts.segments))
         self.counters = DecodeCounters()
-        self.rows = rows
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self._compute, self._sampling = parts.compute, sampling
         self._buffers = FixedBuffers(spec, max_batch, device)
         self._next = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._positions = self._buffers.positions
@@ -74,7 +63,7 @@ class DecodeProgram:
         self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
         self._batch_rows = DeviceTable(parts.runtime, max_batch)
-        self.attention = DecodeAttention(parts, self._buffers.q, self._lengths, self._block_table, max_blocks)
+        self.attention = DecodeAttention(parts, self._buffers.q, self._lengths, self._block_table)
         self._last: DecodeStep | None = None  # the step whose lists the tables hold, if another may repeat it
 
     # Pieces
@@ -124,14 +113,14 @@ class DecodeProgram:
 
     def _finish(self, size: int, normed: torch.Tensor) -> None:
         logits = self.parts.model.logits(normed, self.logits[:size])
-        self._sampling.sample(logits, self._batch_rows.tensor[:size], self.tokens[:size])
+        self.sampling.sample(logits, self._batch_rows.tensor[:size], self.tokens[:size])
 
     # Graphs
 
     def run_each_kind(self) -> None:
         """Run pieces that together use every kernel of a step, for each kind of batch, on padding rows."""
         self._reset_tables()
-        kind = self.attention.lists.kind
+        kind = self.parts.kind
         layers = {kind.index(one) for one in kind}
         pieces = sorted({0, 1, len(kind)} | layers | {layer + 1 for layer in layers})
         beyond = [size for size in self.batch_sizes if size > MAX_ROWS]
@@ -151,7 +140,7 @@ class DecodeProgram:
         for size in sizes if may_offload else ():
             pieces = [partial(self.run_piece, index, size) for index in indices]
             yield Work(("pieces", size), f"layer graphs, batch {size}", prepare, pieces)
-        slots = product(range(len(self.attention.lists.windows)), range(self.parts.ring.num_ring_slots))
+        slots = product(range(len(self.parts.windows)), range(self.parts.ring.num_ring_slots))
         for slot in slots if may_offload else ():
             yield Work(("slot", *slot), "ring slot graphs", prepare, [partial(self.attention.attend_slot, *slot)])
 
@@ -302,7 +291,7 @@ class DecodeStep:
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         attention = self.program.attention
         if attention.load_record(layer, chunk, ring_slot):
-            slot = attention.lists.kind[layer], ring_slot
+            slot = self.program.parts.kind[layer], ring_slot
             self.program.enqueue(("slot", *slot), partial(attention.attend_slot, *slot))
         if self.promoted:
             self.program.keep(layer, chunk, ring_slot, self.promoted)

@@ -27,46 +27,26 @@ from offload.layout import runs
 
 
 class PrefillProgram:
-    """Runs prefill steps: the pieces of small steps from graphs, attention and larger steps eagerly.
+    """Runs prefill steps: the pieces of small steps from graphs, attention and larger steps eagerly."""
 
-    Args:
-        capture_num_tokens: padded token counts with graphs, ascending; none above `max_tokens`.
-        max_tokens: tokens of one step.
-        max_seqs: sequences of one step.
-        max_blocks_per_seq: logical blocks of one sequence.
-        max_blocks: blocks of all sequences together.
-    """
-
-    def __init__(
-        self,
-        parts: Parts,
-        *,
-        max_tokens: int,
-        max_seqs: int,
-        max_blocks_per_seq: int,
-        max_blocks: int,
-        capture_num_tokens: list[int],
-    ) -> None:
-        assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the tables"
-        runtime, states, spec = parts.runtime, parts.states, parts.model.spec
+    def __init__(self, parts: Parts) -> None:
+        runtime, states, plan = parts.runtime, parts.states, parts.plan
         self.parts, self.block_size = parts, parts.layout.block_size
-        self.windows = windows = spec.attention.windows
-        self.kind = [windows.index(window) for window in spec.windows]
         # Token id, position and slot of a padding token, and its row if a layer asks for it: the KV store skips
         # negative slots.
         self._padding = (0, 0, -1, states.padding_row) if states.of_layer else (0, 0, -1)
-        self.max_seqs = min(max_seqs, max_tokens)
+        max_tokens, max_seqs = plan.max_num_batched_tokens, min(plan.max_num_seqs, plan.max_num_batched_tokens)
         # The table holds tokens, positions, slots and rows; then per sequence the offsets and ranges; then block tables
         # and ring chunks. Every sequence of the step may have a history on the host (a shared prefix, a switch), with
         # each of its blocks in a separate ring slot.
-        blocks = min(max_blocks, self.max_seqs * max_blocks_per_seq)
+        blocks = min(plan.max_splits, max_seqs * parts.max_blocks_per_seq)
         num_rows = padded_rows(max_tokens) if runtime.device.type == "cuda" else max_tokens
-        size = len(self._padding) * num_rows + 1 + self.max_seqs * max_blocks_per_seq
-        size += (6 + bool(states.of_layer) + len(windows)) * self.max_seqs
-        size += 3 * (9 + 2 * bool(states.of_layer) + 2 * len(windows))  # each part begins at a multiple of 4
-        size += 3 * len(windows) * blocks
+        size = len(self._padding) * num_rows + 1 + max_seqs * parts.max_blocks_per_seq
+        size += (6 + bool(states.of_layer) + len(parts.windows)) * max_seqs
+        size += 3 * (9 + 2 * bool(states.of_layer) + 2 * len(parts.windows))  # each part begins at a multiple of 4
+        size += 3 * len(parts.windows) * blocks
         self._table = DeviceTable(runtime, size)
-        self.pieces = PrefillPieces(parts, self._table, self._padding, capture_num_tokens)
+        self.pieces = PrefillPieces(parts, self._table, self._padding)
         places = torch.arange(parts.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
         self._slot_places = places.view(1, -1)
 
@@ -96,7 +76,7 @@ class PrefillProgram:
             line[: count - first] = blocks[first:count]
         block_table = packer.add(table)
         load_state, histories = [], []
-        for window in self.windows:
+        for window in self.parts.windows:
             history = self._history(chunks, host_blocks, first_blocks, window, packer)
             load_state.append(packer.add([int(first < end) for first, end in zip(history.firsts, first_blocks)]))
             histories.append(history)
@@ -116,13 +96,13 @@ class PrefillProgram:
                 query_rows=(0, num_tokens),
                 store_state=False,
             )
-            for kind in range(len(self.windows))
+            for kind in range(len(self.parts.windows))
         ]
         return PrefillStep(
             program=self,
             num_chunks=len(chunks),
             write_through=step.write_through,
-            plan=StreamPlan(tuple(histories[kind].chunks for kind in self.kind)),
+            plan=StreamPlan(tuple(histories[kind].chunks for kind in self.parts.kind)),
             num_tokens=num_tokens,
             tensors=self.pieces.begin(num_tokens + num_decoding, inputs),
             begun=view(begun),
@@ -280,7 +260,7 @@ class PrefillStep:
         self.program.parts.compute.run(self._begin if index == 0 else lambda: self._attend_gpu(index - 1))
 
     def after(self, index: int, tensors: StepTensors) -> None:
-        if index == len(self.program.kind):
+        if index == len(self.program.parts.kind):
             self.program.parts.compute.run(self._finish)
 
     def _begin(self) -> None:
@@ -295,14 +275,14 @@ class PrefillStep:
         self.tensors = self._state = None
 
     def _attend_gpu(self, layer: int) -> None:
-        kv = self.program.parts.gpu_kv[layer]
-        self._attend(layer, self.gpu_pieces[self.program.kind[layer]], kv)
+        parts = self.program.parts
+        self._attend(layer, self.gpu_pieces[parts.kind[layer]], parts.gpu_kv[layer])
 
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
-        program, kind = self.program, self.program.kind[layer]
-        for piece in program.slot_pieces(self, kind, chunk):
-            self._attend(layer, piece, program.parts.ring.slots[ring_slot])
+        parts = self.program.parts
+        for piece in self.program.slot_pieces(self, parts.kind[layer], chunk):
+            self._attend(layer, piece, parts.ring.slots[ring_slot])
 
     def _attend(self, layer: int, piece: PrefillPiece, kv: torch.Tensor) -> None:
-        program, (q, out) = self.program, self.tensors.attention_rows(self.num_tokens)
-        program.parts.backend.prefill(q, kv, piece, self._state, out, program.windows[program.kind[layer]])
+        parts, (q, out) = self.program.parts, self.tensors.attention_rows(self.num_tokens)
+        parts.backend.prefill(q, kv, piece, self._state, out, parts.windows[parts.kind[layer]])

@@ -50,21 +50,18 @@ class PrefillPieces:
         table: the steps' table. What `padding` names is what each step packs first, so its places depend on the padded
             count alone, and graphs read it there.
         padding: what a step packs of each padding token.
+
+    Attributes:
         capture_num_tokens: padded token counts, ascending; a larger step runs eagerly.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        table: DeviceTable,
-        padding: tuple[int, ...],
-        capture_num_tokens: list[int],
-    ) -> None:
-        self.capture_num_tokens = capture_num_tokens
+    def __init__(self, parts: Parts, table: DeviceTable, padding: tuple[int, ...]) -> None:
+        device, max_tokens = parts.runtime.device, parts.plan.max_num_batched_tokens
+        self._pads = device.type == "cuda"
+        self.capture_num_tokens = capture_num_tokens = parts.config.graph_num_tokens(max_tokens, self._pads)
+        assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the table"
         self.counters = PrefillCounters()
         self._parts, self._table, self._padding = parts, table, padding
-        device = parts.runtime.device
-        self._pads = device.type == "cuda"
         self.buffers = FixedBuffers(parts.model.spec, max(capture_num_tokens, default=0), device)
         self._fixed = {
             count: FixedTensors(self._inputs(self._pack_padding(count)[1]), self.buffers)

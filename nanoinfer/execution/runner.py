@@ -24,10 +24,7 @@ from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
 from nanoinfer.execution.products import ProductCheck
 from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.execution.recurrent import RecurrentStates
-from nanoinfer.execution.sampling_state import SamplingState
-from nanoinfer.execution.segments import Segments
 from nanoinfer.execution.stream_shares import stream_shares
-from nanoinfer.execution.tables import RowState
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.sampling.reference import logprobs_of
@@ -84,7 +81,7 @@ class ModelRunner:
         host = HostPool(layout, plan.num_host_blocks, blocks_per_segment)
         self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute)
         self.block_copies = BlockCopies(self.offload, self.gpu_kv, self.kept, states)
-        self.sampling, self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
+        self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         self._are_logits_sound = False  # not known yet
         self._tokens_host = deque(
             (runtime.staging(self.decode_program.tokens.numel(), torch.int64), runtime.event()) for _ in range(2)
@@ -93,39 +90,21 @@ class ModelRunner:
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
-    def _programs(
-        self, gpu_kv: torch.Tensor, states: RecurrentStates
-    ) -> tuple[SamplingState, DecodeProgram, PrefillProgram]:
-        config, plan, runtime, layout = self.config, self.plan, self.runtime, self.layout
-        max_blocks = -(-plan.max_model_len // layout.block_size)
-        rows = RowState(runtime, plan.max_num_seqs, max_blocks)
-        sizes = config.graph_batch_sizes(plan.max_num_seqs)
-        max_batch = max(sizes[-1], plan.max_num_seqs)
-        sampling = SamplingState(runtime, rows, self.model.spec.vocab_size, max_batch)
+    def _programs(self, gpu_kv: torch.Tensor, states: RecurrentStates) -> tuple[DecodeProgram, PrefillProgram]:
         parts = Parts(
-            runtime=runtime,
+            config=self.config,
+            plan=self.plan,
+            runtime=self.runtime,
             compute=self.compute,
             model=self.model,
             backend=self.backend,
-            layout=layout,
+            layout=self.layout,
             ring=self.ring,
             gpu_kv=gpu_kv,
             states=states,
-            segments=Segments(self.model, gpu_kv, states),
             graphs=self.graphs,
         )
-        decode = DecodeProgram(
-            parts, rows, sampling, max_batch=max_batch, batch_sizes=sizes, max_blocks=plan.max_splits
-        )
-        prefill = PrefillProgram(
-            parts,
-            max_tokens=plan.max_num_batched_tokens,
-            max_seqs=plan.max_num_seqs,
-            max_blocks_per_seq=max_blocks,
-            max_blocks=plan.max_splits,
-            capture_num_tokens=config.graph_num_tokens(plan.max_num_batched_tokens, runtime.device.type == "cuda"),
-        )
-        return sampling, decode, prefill
+        return DecodeProgram(parts), PrefillProgram(parts)
 
     def _compile_kernels(self) -> None:
         """Compile the kernels of all steps.
@@ -141,7 +120,7 @@ class ModelRunner:
             if self._has_graphs:
                 kv = _zeros(self.layout.pool_shape(1), self.layout.dtype, self.runtime.device)
                 states = RecurrentStates(self.model.spec, self.plan.max_num_seqs, self.runtime.device)
-                _, decode, prefill = self._programs(kv, states)
+                decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
                 prefill.pieces.run_each_kind()
 
@@ -232,7 +211,7 @@ class ModelRunner:
         with self.compute.current():
             step, prefill = self._begin(plan)
             if prefill is None and plan.sampling:
-                self.sampling.update(self.compute, plan.sampling)
+                self.decode_program.sampling.update(self.compute, plan.sampling)
             if plan.may_stream:
                 self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
             else:
@@ -249,8 +228,8 @@ class ModelRunner:
                 pending = self._sample_prefill(plan, prefill, on_logits)
         if step.plan.transfers:
             if step.shares is None:
-                windows = self.model.spec.windows
-                step.shares = stream_shares(windows, self.layout, plan.num_parts, step.plan, step.readers)
+                kind = self.decode_program.parts.kind
+                step.shares = stream_shares(kind, self.layout, plan.num_parts, step.plan, step.readers)
             pending.streamed_bytes = step.shares
         return pending
 
@@ -270,14 +249,15 @@ class ModelRunner:
     ) -> PendingTokens:
         if not len(plan.sampled_rows):
             return self._read_back(plan, self._prefill_tokens, lambda: None, None)
-        self.sampling.update(self.compute, plan.sampling)
+        sampling = self.decode_program.sampling
+        sampling.update(self.compute, plan.sampling)
         logits: list[torch.Tensor] = []
 
         def choose() -> None:
             logits.append(self.model.logits(step.last_normed))
             tokens = self._prefill_tokens[: len(plan.sampled_rows)]
             # This also increments the rows' lengths. Those of prompts that end here are uploaded before they are read.
-            self.sampling.sample(logits[0], step.last_rows, tokens)
+            sampling.sample(logits[0], step.last_rows, tokens)
 
         self.compute.run(choose)
         if self._are_logits_sound:

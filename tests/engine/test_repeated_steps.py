@@ -17,7 +17,7 @@ from engines import (
 )
 from repeats import check_repeats
 from request_helpers import play_at_random
-from simulated import SimulatedRuntime, SimulatedStream
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
@@ -92,7 +92,7 @@ def disturb(engine: LLMEngine, generator: random.Random, patch: pytest.MonkeyPat
     left = [None]  # how many calls are left until one fails
     places = [
         (engine.planner, "begin_step"), (engine.planner, "end_step"), (program, "begin"), (engine.runner, "execute"),
-        (SimulatedStream, "replay"), (Staging, "upload"), (OffloadEngine, "_fill"), (OffloadEngine, "_note_writes"),
+        (engine.runner.graphs, "run"), (Staging, "upload"), (OffloadEngine, "_fill"), (OffloadEngine, "_note_writes"),
     ]  # fmt: skip
 
     def failing(name, method, *, after):
