@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from nanoinfer.execution.decode_attention import DecodeAttention
 from nanoinfer.execution.graphs import Work
 from nanoinfer.execution.parts import Parts
 from nanoinfer.execution.sampling_state import SamplingState
+from nanoinfer.execution.segments import Around
 from nanoinfer.execution.step_tensors import FixedBuffers, StepTensors
 from nanoinfer.execution.tables import DeviceTable, RowState
 from nanoinfer.kernels.linear.counts import MAX_ROWS
@@ -74,20 +76,40 @@ class DecodeProgram:
         Each piece may be a graph of its own, so what it leaves for the next piece lies at fixed addresses.
         """
         tensors = self._tensors(size)
-        self.parts.segments.piece(index, tensors, DecodeRows(self, whole_rows=False))
+        self.parts.segments.piece(index, tensors, self._around(whole_rows=False))
         if index == 0:
             self._buffers.x[:size].copy_(tensors.x)
 
     def run_pieces(self, indices: Iterable[int], size: int) -> None:
         """Run pieces of one padded batch, one after the other."""
-        tensors, around = self._tensors(size), DecodeRows(self, self.attention.whole_rows)
+        tensors, around = self._tensors(size), self._around(self.attention.whole_rows)
         for index in indices:
             self.parts.segments.piece(index, tensors, around)
 
+    def _around(self, whole_rows: bool) -> Around:
+        """Return what a step does around segments.
+
+        whole_rows: whether the attention is that over whole rows of the GPU pool.
+        """
+
+        def before(index: int, tensors: StepTensors) -> None:
+            if index == 0:
+                self._prepare(len(tensors), whole_rows)
+            else:
+                self.attention.end(index - 1, tensors.attention, whole_rows)
+
+        def after(index: int, tensors: StepTensors) -> None:
+            if index == len(self.parts.segments) - 1:
+                logits = self.parts.model.logits(tensors.x, self.logits[: len(tensors)])
+                self.sampling.sample(logits, self._batch_rows.tensor[: len(tensors)], self.tokens[: len(tensors)])
+            else:
+                self.attention.begin(index, tensors.q, tensors.attention, whole_rows)
+
+        return SimpleNamespace(before=before, after=after)
+
     def _tensors(self, size: int) -> StepTensors:
-        rows, buffers = self._batch_rows.tensor[:size], self._buffers
-        fixed = dict(x=buffers.x[:size], q=buffers.q[:size], attention=buffers.attention[:size])
-        return StepTensors(self._next[:size], self._positions[:size], self._slots[:size], rows, **fixed)
+        inputs = self._next, self._positions, self._slots, self._batch_rows.tensor
+        return StepTensors(*(values[:size] for values in inputs), **self._buffers.first(size))
 
     def copy_inputs(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, whole_rows: bool
@@ -110,10 +132,6 @@ class DecodeProgram:
             self._block_table[:size].copy_(state.block_table.index_select(0, rows))
         inputs = self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:size]
         state.operations.step_inputs(rows, state.tensors, inputs, block_size)
-
-    def _finish(self, size: int, normed: torch.Tensor) -> None:
-        logits = self.parts.model.logits(normed, self.logits[:size])
-        self.sampling.sample(logits, self._batch_rows.tensor[:size], self.tokens[:size])
 
     # Graphs
 
@@ -220,30 +238,6 @@ class DecodeProgram:
         pairs = [(promoted[block], place) for place, block in enumerate(chunk.blocks) if block in promoted]
         for gpu_block, place, count in runs(pairs):
             self._compute.copy(kv[gpu_block : gpu_block + count], slot[place : place + count])
-
-
-@dataclass(frozen=True)
-class DecodeRows:
-    """What a decode step does around segments (see `segments.Around`).
-
-    Attributes:
-        whole_rows: whether the attention is that over whole rows of the GPU pool.
-    """
-
-    program: DecodeProgram
-    whole_rows: bool
-
-    def before(self, index: int, tensors: StepTensors) -> None:
-        if index == 0:
-            self.program._prepare(len(tensors), self.whole_rows)
-        else:
-            self.program.attention.end(index - 1, tensors.attention, self.whole_rows)
-
-    def after(self, index: int, tensors: StepTensors) -> None:
-        if index == len(self.program.parts.segments) - 1:
-            self.program._finish(len(tensors), tensors.x)
-        else:
-            self.program.attention.begin(index, tensors.q, tensors.attention, self.whole_rows)
 
 
 @dataclass

@@ -55,7 +55,7 @@ class PrefillProgram:
 
         The last tokens of decoding rows follow the chunks' tokens; `MixedStep` fills them in and attends.
         """
-        packer, chunks, num_decoding, block_size = Packer(), step.chunks, len(step.rows), self.block_size
+        packer, chunks, num_decoding, block_size = Packer(self._table), step.chunks, len(step.rows), self.block_size
         gpu_blocks, host_blocks = step.gpu_blocks[: len(chunks)], step.host_blocks[: len(chunks)]
         inputs = [packer.add(values) for values in self._inputs(chunks, gpu_blocks, step.rows)]  # graphs read them
         begun = packer.add([chunk.row for chunk in chunks if self.parts.states.of_layer and chunk.begin == 0])
@@ -75,51 +75,44 @@ class PrefillProgram:
         for line, blocks, first, count in zip(table, gpu_blocks, first_blocks, num_blocks, strict=True):
             line[: count - first] = blocks[first:count]
         block_table = packer.add(table)
-        load_state, histories = [], []
-        for window in self.parts.windows:
-            history = self._history(chunks, host_blocks, first_blocks, window, packer)
-            load_state.append(packer.add([int(first < end) for first, end in zip(history.firsts, first_blocks)]))
-            histories.append(history)
-        packer.upload(self._table, self.parts.compute)
+        histories = [self._history(chunks, host_blocks, first_blocks, window, packer) for window in self.parts.windows]
+        passing, load_states, slot_tables, readers = zip(*histories, strict=True)
+        packer.upload(self.parts.compute)
         if num_decoding:
             self._table.forget()  # `MixedStep` writes there, too
-        view = self._view
         gpu_pieces = [
             PrefillPiece(
-                cu_seqlens_q=view(cu_seqlens),
-                query_pos=view(query_pos),
-                first_block=view(first_block),
-                kv_end=view(kv_end),
-                load_state=view(load_state[kind]),
-                block_table=view(block_table).view(len(chunks), width),
+                cu_seqlens_q=cu_seqlens,
+                query_pos=query_pos,
+                first_block=first_block,
+                kv_end=kv_end,
+                load_state=load_state,
+                block_table=block_table,
                 max_query_len=int(lengths.max()),
                 query_rows=(0, num_tokens),
                 store_state=False,
             )
-            for kind in range(len(self.parts.windows))
+            for load_state in load_states
         ]
         return PrefillStep(
             program=self,
             num_chunks=len(chunks),
             write_through=step.write_through,
-            plan=StreamPlan(tuple(histories[kind].chunks for kind in self.parts.kind)),
+            plan=StreamPlan(tuple(passing[kind] for kind in self.parts.kind)),
             num_tokens=num_tokens,
             tensors=self.pieces.begin(num_tokens + num_decoding, inputs),
-            begun=view(begun),
-            last=view(last),
-            last_rows=view(last_rows),
+            begun=begun,
+            last=last,
+            last_rows=last_rows,
             gpu_pieces=gpu_pieces,
-            slot_tables=[view(history.table).view(3, -1) for history in histories],
+            slot_tables=slot_tables,
             lengths=lengths,
-            readers=[history.readers for history in histories],
+            readers=readers,
         )
 
     def forget_tables(self) -> None:
         """Have the table uploaded again: after an exception, the one on the device may hold anything."""
         self._table.forget()
-
-    def _view(self, place: slice) -> torch.Tensor:
-        return self._table.tensor[place]
 
     def slot_pieces(self, step: PrefillStep, kind: int, chunk: Chunk) -> list[PrefillPiece]:
         """Return the pieces of a ring slot: one for each run of neighbouring sequences that read the chunk."""
@@ -170,8 +163,13 @@ class PrefillProgram:
         ends: list[int],
         window: int | None,
         packer: Packer,
-    ) -> _History:
-        """Return the host blocks before logical block `ends[i]` that a query of chunk i sees, as ring chunks."""
+    ) -> tuple[list[Chunk], torch.Tensor, torch.Tensor, tuple[np.ndarray, np.ndarray]]:
+        """Pack the host blocks before logical block `ends[i]` that a query of chunk i sees, for layers of one window.
+
+        Returns:
+            The ring chunks; [sequences] int32, whether each has any (the load state for the GPU pool); and what
+            `PrefillStep` has of them in `slot_tables` and `readers`.
+        """
         block_size = self.block_size
         firsts = [int(first_visible_block(np.array(chunk.begin), window, block_size)) for chunk in chunks]
         lists = [blocks[:end] for blocks, end in zip(host_blocks, ends, strict=True)]
@@ -188,29 +186,14 @@ class PrefillProgram:
             found.append(replace(chunk, tag=tuple(neighbours)))
         blocks = [blocks[first:] for blocks, first in zip(lists, firsts, strict=True)]
         readers = np.repeat(np.arange(len(blocks)), [len(part) for part in blocks]), np.concatenate(blocks)
-        return _History(found, firsts, readers, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T))
+        load_state = packer.add([first < end for first, end in zip(firsts, ends, strict=True)])
+        return found, load_state, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T), readers
 
 
 def _first_gpu_block(blocks: np.ndarray) -> int:
     """Return the place from which on all of a row's blocks lie on the GPU; the blocks before it lie on the host."""
     missing = np.flatnonzero(blocks == NO_BLOCK)
     return int(missing[-1]) + 1 if len(missing) else 0
-
-
-@dataclass(frozen=True)
-class _History:
-    """The ring chunks of one kind of layer.
-
-    Attributes:
-        firsts: for each sequence the first block that its queries see.
-        readers: as in `PrefillStep`.
-        table: place of [3, n] in the table: first block, end of the keys and load state of each (chunk, sequence).
-    """
-
-    chunks: list[Chunk]
-    firsts: list[int]
-    readers: tuple[np.ndarray, np.ndarray]
-    table: slice
 
 
 @dataclass
@@ -225,6 +208,9 @@ class PrefillStep:
             their prompt, then the tokens of decoding sequences.
         last_rows: [n] the rows of these tokens.
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
+        gpu_pieces: for each window what the chunks attend to in the GPU pool.
+        slot_tables: for each window [3, n] int32: first block, end of the keys and load state of each pair of a ring
+            chunk and a sequence that reads it.
         readers: for each window two parallel arrays, the number of a chunk and a host block that it reads.
     """
 
@@ -238,9 +224,9 @@ class PrefillStep:
     last: torch.Tensor
     last_rows: torch.Tensor
     gpu_pieces: list[PrefillPiece]
-    slot_tables: list[torch.Tensor]
+    slot_tables: Sequence[torch.Tensor]
     lengths: np.ndarray
-    readers: list[tuple[np.ndarray, np.ndarray]]
+    readers: Sequence[tuple[np.ndarray, np.ndarray]]
     shares: np.ndarray | None = None
     ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
     last_normed: torch.Tensor = field(init=False)

@@ -63,24 +63,21 @@ class PrefillPieces:
         self.counters = PrefillCounters()
         self._parts, self._table, self._padding = parts, table, padding
         self.buffers = FixedBuffers(parts.model.spec, max(capture_num_tokens, default=0), device)
-        self._fixed = {
-            count: FixedTensors(self._inputs(self._pack_padding(count)[1]), self.buffers)
-            for count in capture_num_tokens
-        }
+        self._fixed = {count: FixedTensors(self._pack_padding(count)[1], self.buffers) for count in capture_num_tokens}
 
     def padded_count(self, num_tokens: int) -> int:
         """Return the smallest captured count that holds `num_tokens`; beyond the largest, as products are padded."""
         captured = next((count for count in self.capture_num_tokens if count >= num_tokens), None)
         return captured or (padded_rows(num_tokens) if self._pads else num_tokens)
 
-    def begin(self, num_tokens: int, places: list[slice]) -> StepTensors:
-        """Return the tensors of a step of `num_tokens` tokens, whose padded inputs lie at `places` of the table."""
+    def begin(self, num_tokens: int, inputs: list[Tensor]) -> StepTensors:
+        """Return the tensors of a step of `num_tokens` tokens, whose padded inputs lie in the table."""
         count = self.padded_count(num_tokens)
         self.counters.padded_tokens += count - num_tokens
         is_captured = ("segments", count) in self._parts.graphs
         self.counters.graph_steps += is_captured
         self.counters.eager_steps += not is_captured
-        return self._fixed[count] if count in self._fixed else StepTensors(*self._inputs(places))
+        return self._fixed[count] if count in self._fixed else StepTensors(*inputs)
 
     def works(self) -> Iterator[Work]:
         """Yield what runs from graphs: each segment for each count, the largest first. It is the same in every mode."""
@@ -104,12 +101,9 @@ class PrefillPieces:
 
         It stores keys and values: with the slots of an earlier step it would overwrite those of running sequences.
         """
-        self._pack_padding(count)[0].upload(self._table, self._parts.compute)
+        self._pack_padding(count)[0].upload(self._parts.compute)
 
-    def _inputs(self, places: list[slice]) -> list[Tensor]:
-        return [self._table.tensor[place] for place in places]
-
-    def _pack_padding(self, count: int) -> tuple[Packer, list[slice]]:
-        """Pack a step of padding only, and return where its inputs lie."""
-        packer = Packer()
+    def _pack_padding(self, count: int) -> tuple[Packer, list[Tensor]]:
+        """Pack a step of padding only, and return its inputs."""
+        packer = Packer(self._table)
         return packer, [packer.add(np.full(count, value)) for value in self._padding]
