@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine import stats
 from nanoinfer.engine.intake import Intake
 from nanoinfer.engine.meter import LaunchedStep, StepMeter
 from nanoinfer.engine.modes import Modes
@@ -18,6 +17,7 @@ from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.engine.recovery import Work
 from nanoinfer.engine.scheduler import Batch, Scheduler
 from nanoinfer.engine.start import build
+from nanoinfer.engine.stats import statistics
 from nanoinfer.engine.trace import Trace
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
@@ -91,7 +91,7 @@ class LLMEngine:
         with self._changing():
             self.work.requests[request_id] = request
             for sequence in request.sequences:
-                self.scheduler.add(sequence)
+                self.scheduler.waiting.append(sequence)
         return request
 
     @torch.inference_mode()
@@ -217,7 +217,7 @@ class LLMEngine:
         if tokens.streamed_bytes is not None:
             for sequence, num_bytes in zip(batch.sequences, tokens.streamed_bytes.tolist(), strict=True):
                 sequence.streamed_bytes += num_bytes
-        self.meter.resident_share = stats.resident_share(self)
+        self.meter.resident_share = self.kv_cache.copies.resident_share
         self.meter.trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
         return LaunchedStep(batch, sampled, tokens, begin, copied.streamed_bytes - streamed_before, timeline)
 
@@ -303,17 +303,14 @@ class LLMEngine:
         with self._changing():
             self.kv_cache.tables.lifetimes.reclaim()
             self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
-        return stats.counters(self) | stats.report(self)
+        return statistics(self)
 
     def start_trace(self) -> None:
         """Time every stream in every step until `stop_trace`. This slows the steps down a little."""
         self.meter.trace = Trace(self.runner.runtime, self.runner.compute)
 
     def stop_trace(self, name: str, number: int = 1) -> list[dict]:
-        """Stop tracing and return the trace events since `start_trace`, as process `number` with the name `name`.
-
-        See `trace.write_trace`.
-        """
+        """Stop tracing and return its events, for `trace.write_trace`, as process `number` with the name `name`."""
         trace, self.meter.trace = self.meter.trace, None
         assert trace is not None, "start_trace comes first"
         return trace.events(name, number)

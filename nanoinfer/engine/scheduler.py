@@ -86,9 +86,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
-
     def remove(self, sequence: Sequence) -> None:
         """Remove a running or waiting sequence and free its row and blocks."""
         if sequence.row is not None:

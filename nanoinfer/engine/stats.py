@@ -10,8 +10,8 @@ from nanoinfer.engine.meter import DecodeTimes
 Engine = Any  # an `LLMEngine`, whose file imports this one
 
 
-def counters(engine: Engine) -> dict[str, int | float | str | dict]:
-    """Return counters since the engine was made, and the state of both pools; see `LLMEngine.stats`."""
+def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]]:
+    """Return what `LLMEngine.stats` describes."""
     runner, meter, decoded = engine.runner, engine.meter, engine.runner.decode_program.counters
     decode, prefill = meter.times, engine.runner.prefill_program.pieces.counters
     gpu_blocks, host_blocks = engine.kv_cache.tables.gpu_blocks, engine.kv_cache.tables.lifetimes.host_blocks
@@ -57,30 +57,15 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
         "products_in_own_tiles": {
             "x".join(map(str, check.shape)): list(check.differing) for check in runner.product_checks if check.differing
         },
-    }
-
-
-def report(engine: Engine) -> dict[str, int | float | str | list[str]]:
-    """Return the part of `stats()` that says where the time went and what would help."""
-    meter, times = engine.meter, engine.meter.times
-    return {
         "kv_resident_share": meter.resident_share,
-        "link_busy_fraction": times.link_busy_fraction,
-        "compute_busy_fraction": times.compute_busy_fraction,
-        "copy_wait_seconds": times.wait_fraction * times.seconds,
-        "host_seconds": times.host_seconds,
-        "bound": times.bound,
-        "advice": advice(engine, times),
+        "link_busy_fraction": decode.link_busy_fraction,
+        "compute_busy_fraction": decode.compute_busy_fraction,
+        "copy_wait_seconds": decode.wait_fraction * decode.seconds,
+        "host_seconds": decode.host_seconds,
+        "bound": decode.bound,
+        "advice": advice(engine, decode),
         "notes": notes(engine),
     }
-
-
-def resident_share(engine: Engine) -> float:
-    """Return the share of the full KV blocks of all running sequences that lies on the GPU."""
-    kv_cache = engine.kv_cache
-    num_resident = kv_cache.copies.num_resident
-    total = num_resident + kv_cache.copies.num_streamed
-    return num_resident / total if total else 1.0
 
 
 def advice(engine: Engine, times: DecodeTimes) -> str:

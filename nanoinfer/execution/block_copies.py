@@ -18,13 +18,17 @@ class BlockCopies:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         kept: the pageable blocks.
         states: what rows keep besides blocks.
+
+    Attributes:
+        kept_rows: sequence that gave way -> what its row had besides blocks, on the host.
     """
 
     def __init__(
         self, offload: OffloadEngine, gpu_kv: torch.Tensor, kept: PageablePool, states: RecurrentStates
     ) -> None:
         self._offload, self._runtime, self._layers = offload, offload.runtime, range(offload.layout.num_layers)
-        self._gpu_kv, self._kept, self._states = gpu_kv, kept, states
+        self._gpu_kv, self._kept, self._states = gpu_kv, kept, states.of_layer.values()
+        self.kept_rows: dict[int, list[torch.Tensor]] = {}
 
     def _block(self, pool: str, layer: int, block: int) -> torch.Tensor:
         """`[2, block_size, num_kv_heads, head_dim]` view of a block of the pool of this name."""
@@ -37,13 +41,13 @@ class BlockCopies:
 
     def trim(self) -> None:
         self._kept.trim()
-        self._states.kept.clear()
+        self.kept_rows.clear()
 
     def copy(self, source: str, destination: str, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks between two pools, given by name; `pairs` are (block of `source`, block of `destination`).
+        """Wait for all streams, then copy between two pools, one of which at least lies on the host.
 
-        At least one of the pools lies on the host. Wait for all streams before; the copies have run at the end, because
-        torch waits for a copy between host and GPU that is not said to be `non_blocking`.
+        The copies have run at the end, because torch waits for a copy between host and GPU that is not said to be
+        `non_blocking`.
         """
         self._runtime.synchronize()
         for layer in self._layers:
@@ -51,23 +55,22 @@ class BlockCopies:
                 self._block(destination, layer, written).copy_(self._block(source, layer, read))
 
     def keep_row(self, row: int, sequence_id: int) -> None:
-        """Copy what a row has besides blocks to the host. Nothing is in flight: the `copy` of its blocks has waited."""
-        self._states.keep(row, sequence_id)
+        self.kept_rows[sequence_id] = [states[row].to("cpu", copy=True) for states in self._states]
 
     def bring_row_back(self, row: int, sequence_id: int) -> None:
-        """Copy what `keep_row` has kept of a sequence to its new row. Waits for all streams before."""
         self._runtime.synchronize()
-        self._states.bring_back(row, sequence_id)
+        # Of a sequence that gave way before its first token nothing need be kept: its states are made zero.
+        for states, kept in zip(self._states, self.kept_rows.get(sequence_id, ())):
+            states[row].copy_(kept)
 
     def forget_row(self, sequence_id: int) -> None:
-        self._states.kept.pop(sequence_id, None)
+        self.kept_rows.pop(sequence_id, None)
 
     def forget_other_rows(self, sequence_ids: set[int]) -> None:
-        for sequence_id in self._states.kept.keys() - sequence_ids:
+        for sequence_id in self.kept_rows.keys() - sequence_ids:
             self.forget_row(sequence_id)
 
     def poison(self, pool: str, blocks: list[int]) -> None:
-        """Overwrite blocks of a pool that nobody holds any more, in runtimes that look for wrong reads."""
         for block in blocks if self._runtime.poisons else []:
             stream = self._offload.write if pool == HOST else self._offload.compute
             for layer in self._layers:
