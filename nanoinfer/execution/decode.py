@@ -21,6 +21,7 @@ from nanoinfer.execution.graphs import Work
 from nanoinfer.execution.parts import Parts
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.segments import Around
+from nanoinfer.execution.splits import NO_SPLITS
 from nanoinfer.execution.step_tensors import FixedBuffers, StepTensors
 from nanoinfer.execution.tables import DeviceTable, RowState
 from nanoinfer.kernels.linear.counts import MAX_ROWS
@@ -166,7 +167,7 @@ class DecodeProgram:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
         self._last = None
         self._batch_rows.set(self._compute, np.full(len(self.tokens), self.rows.padding_row, dtype=np.int32))
-        self.attention.upload_none()
+        self.attention.upload([NO_SPLITS] * len(self.parts.windows), [])
 
     def forget_tables(self) -> None:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""
@@ -175,10 +176,6 @@ class DecodeProgram:
         self.attention.forget_tables()
 
     # Steps
-
-    def padded_size(self, count: int) -> int:
-        """The smallest captured batch size that holds `count` rows, or `count` itself beyond the largest."""
-        return next((size for size in self.batch_sizes if size >= count), count)
 
     def begin(self, step: StepPlan, beside: StreamPlan | None = None) -> DecodeStep:
         """Upload what changed and plan what the rows that decode attend to.
@@ -192,7 +189,7 @@ class DecodeProgram:
         """
         assert np.all(step.ends - step.begins == 1), "a decoding row computes one token"
         rows, first = step.rows, len(step.chunks)
-        size = self.padded_size(len(rows))
+        size = next((size for size in self.batch_sizes if size >= len(rows)), len(rows))
         self.counters.num_rows += 0 if step.chunks else len(rows)
         self.counters.padded_rows += 0 if step.chunks else size - len(rows)
         may_repeat = beside is None and step.later_gpu_blocks is None and not step.write_through

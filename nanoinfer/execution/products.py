@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -97,7 +98,9 @@ def _ours(module: Linear, weight: Tensor, x: Tensor) -> Tensor:
     from nanoinfer.kernels.linear import rows as kernels  # triton comes with CUDA builds of torch only
 
     parts = module.weights.num_parts(module)
-    return kernels.linear(x, weight, module.bias) if parts == 1 else _sum(kernels.linear_parts(x, weight, parts))
+    if parts == 1:
+        return kernels.linear(x, weight, module.bias)
+    return reduce(torch.add, kernels.linear_parts(x, weight, parts))  # in the order in which `rms_norm` adds them up
 
 
 def agreeing_counts(
@@ -121,11 +124,3 @@ def agreeing_counts(
     return frozenset(
         count for count, is_other in zip(counts, torch.stack(differs).tolist(), strict=True) if not is_other
     )
-
-
-def _sum(parts: Tensor) -> Tensor:
-    """[parts, N, num_rows] -> [N, num_rows], in the order in which `rms_norm` adds them up."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
