@@ -236,7 +236,7 @@ class LLMEngine:
         self._remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
         for sequence in sequences:
             if sequence.row is not None:
-                self.kv_cache.publish(sequence)
+                self.kv_cache.prefixes.publish(sequence)
         self.meter.trace_host("give back and publish", begin)
 
     def _read_tokens(self, step: LaunchedStep) -> None:

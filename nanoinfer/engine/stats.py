@@ -46,7 +46,7 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
         "prefill_graph_steps": prefill.graph_steps,
         "prefill_eager_steps": prefill.eager_steps,
         "prefill_padded_tokens": prefill.padded_tokens,
-        "prefill_graph_hit_rate": prefill.graph_hit_rate,
+        "prefill_graph_hit_rate": prefill.graph_steps / max(1, prefill.graph_steps + prefill.eager_steps),
         "num_decode_steps": decode.num_steps,
         "num_decode_tokens": meter.num_decode_tokens,
         "decode_seconds": decode.seconds,

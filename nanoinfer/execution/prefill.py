@@ -48,7 +48,7 @@ class PrefillProgram:
         self._table = DeviceTable(runtime, size)
         self.pieces = PrefillPieces(parts, self._table, self._padding)
         places = torch.arange(parts.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
-        self._slot_places = places.view(1, -1)
+        self.slot_places = places.view(1, -1)
 
     def begin(self, step: StepPlan) -> PrefillStep:
         """Upload the tables of the step's chunks and plan what the chunks attend to.
@@ -113,27 +113,6 @@ class PrefillProgram:
     def forget_tables(self) -> None:
         """Have the table uploaded again: after an exception, the one on the device may hold anything."""
         self._table.forget()
-
-    def slot_pieces(self, step: PrefillStep, kind: int, chunk: Chunk) -> list[PrefillPiece]:
-        """Return the pieces of a ring slot: one for each run of neighbouring sequences that read the chunk."""
-        gpu_piece, table, pieces = step.gpu_pieces[kind], step.slot_tables[kind], []
-        for number, first, count in chunk.tag:
-            last = first + count
-            records = table[:, number : number + count]
-            pieces.append(
-                PrefillPiece(
-                    cu_seqlens_q=gpu_piece.cu_seqlens_q[first : last + 1],
-                    query_pos=gpu_piece.query_pos[first:last],
-                    first_block=records[0],
-                    kv_end=records[1],
-                    load_state=records[2],
-                    block_table=self._slot_places.expand(count, -1),
-                    max_query_len=int(step.lengths[first:last].max()),
-                    query_rows=(int(step.lengths[:first].sum()), int(step.lengths[:last].sum())),
-                    store_state=True,
-                )
-            )
-        return pieces
 
     def _inputs(
         self, chunks: Sequence[PromptChunk], gpu_blocks: np.ndarray, decoding: np.ndarray
@@ -265,8 +244,22 @@ class PrefillStep:
         self._attend(layer, self.gpu_pieces[parts.kind[layer]], parts.gpu_kv[layer])
 
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+        """Attend to a ring slot: once for each run of neighbouring sequences that read the chunk."""
         parts = self.program.parts
-        for piece in self.program.slot_pieces(self, parts.kind[layer], chunk):
+        gpu_piece, table = self.gpu_pieces[parts.kind[layer]], self.slot_tables[parts.kind[layer]]
+        for number, first, count in chunk.tag:
+            last, records = first + count, table[:, number : number + count]
+            piece = PrefillPiece(
+                cu_seqlens_q=gpu_piece.cu_seqlens_q[first : last + 1],
+                query_pos=gpu_piece.query_pos[first:last],
+                first_block=records[0],
+                kv_end=records[1],
+                load_state=records[2],
+                block_table=self.program.slot_places.expand(count, -1),
+                max_query_len=int(self.lengths[first:last].max()),
+                query_rows=(int(self.lengths[:first].sum()), int(self.lengths[:last].sum())),
+                store_state=True,
+            )
             self._attend(layer, piece, parts.ring.slots[ring_slot])
 
     def _attend(self, layer: int, piece: PrefillPiece, kv: torch.Tensor) -> None:

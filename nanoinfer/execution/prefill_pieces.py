@@ -37,11 +37,6 @@ class PrefillCounters:
     eager_steps: int = 0
     padded_tokens: int = 0
 
-    @property
-    def graph_hit_rate(self) -> float:
-        """The share of steps that ran from graphs; 0.0 before the first."""
-        return self.graph_steps / max(1, self.graph_steps + self.eager_steps)
-
 
 class PrefillPieces:
     """Pads and captures the segments of prefill steps.

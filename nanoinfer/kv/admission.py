@@ -7,7 +7,6 @@ from collections.abc import Callable
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
 from nanoinfer.requests.sequence import Sequence
-from offload import BlockPool
 
 
 def never(sequence: Sequence) -> bool:
@@ -49,7 +48,7 @@ class Admission:
         if sequence.kept_blocks is not None:
             admitted = self._admit_kept(sequence)
             if admitted:
-                self._cache.publish(sequence)  # under its new blocks; `commit` publishes later ones
+                self._cache.prefixes.publish(sequence)  # under its new blocks; `commit` publishes later ones
             return admitted
         if self._is_refused(sequence):
             return False
@@ -63,10 +62,10 @@ class Admission:
 
     def _admit_resident(self, sequence: Sequence) -> list[int] | None:
         """Return the blocks of the sequence's prefix that were found, or None if there is no room."""
-        hits = self._cache.prefixes.find(sequence, self._tables.gpu_blocks)
+        hits = self._cache.prefixes.find(sequence)
         missing = self._tables.num_blocks(sequence.num_tokens) - len(hits)
         if missing > self._tables.gpu_blocks.num_free:
-            self._refuse(sequence, hits, self._tables.gpu_blocks, missing - self._tables.gpu_blocks.num_free)
+            self._refuse(sequence, hits, missing - self._tables.gpu_blocks.num_free)
             return None
         row = self._cache.take_row(sequence)
         blocks = hits + self._tables.gpu_blocks.allocate(missing)
@@ -80,12 +79,11 @@ class Admission:
         """
         if self._cache.copies.num_obtainable < 1:
             return None
-        host = self._tables.lifetimes.host_blocks
-        hits = self._cache.prefixes.find(sequence, host)
+        hits = self._cache.prefixes.find(sequence)
         reserve = sequence.max_num_tokens // self._tables.block_size - len(hits)
         num_short, num_own = reserve - self._cache.num_unpromised_host, self._num_own_blocks(sequence, hits)
         if num_short > 0 or not self._keeps_throughput(num_own):
-            self._refuse(sequence, hits, host, max(1, num_short), num_own if num_short <= 0 else None)
+            self._refuse(sequence, hits, max(1, num_short), num_own if num_short <= 0 else None)
             return None
         row = self._cache.take_row(sequence)
         self._tables.host[row, : len(hits)] = hits
@@ -97,18 +95,16 @@ class Admission:
         self._cache.copies.limit()
         return hits
 
-    def _refuse(
-        self, sequence: Sequence, hits: list[int], pool: BlockPool, num_short: int, num_own: int | None = None
-    ) -> None:
+    def _refuse(self, sequence: Sequence, hits: list[int], num_short: int, num_own: int | None = None) -> None:
         """Give back the prefix that was found. Remember what must change first: looking the prefix up takes long.
 
         Args:
-            pool: the pool in which the prefix was looked up.
             num_short: how many blocks must be given back for there to be room.
             num_own: number of the sequence's blocks that no running sequence had, if there was room but the sequence
                 would have slowed the running ones; None if there was no room.
         """
         cache, next_key = self._cache, self._cache.prefixes.key_behind(sequence, len(hits))
+        _, pool = self._tables.home()
         pool.release(hits)
         room_from = cache.num_given_back + num_short
 

@@ -200,7 +200,7 @@ class Mover:
         for sequence in sequences:
             if self._copies.lacks_tail(sequence):
                 self._copies.promise_tail(sequence.row)
-            self._cache.publish(sequence)
+            self._cache.prefixes.publish(sequence)
         self._copies.limit()
 
     def check_offload(self, sequences: list[Sequence]) -> None:
@@ -269,7 +269,7 @@ class Mover:
         self._tables.rows_without_tail.clear()
         self._drain()
         for sequence in sequences:
-            self._cache.publish(sequence)
+            self._cache.prefixes.publish(sequence)
 
     def _drain(self) -> None:
         """Wait until no copy is in flight, and reclaim every released block."""
@@ -331,7 +331,7 @@ class Mover:
         lifetimes.host_blocks.rebuild(present(self._tables.host), lambda key: keeps_prefixes)
         for sequence in sequences:
             sequence.num_published = 0
-            self._cache.publish(sequence)
+            self._cache.prefixes.publish(sequence)
         self._copies.drop(-self._copies.gpu_room)
         self._copies.limit()
 
