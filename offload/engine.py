@@ -69,14 +69,7 @@ class OffloadEngine:
         compute: the stream on which the steps' work is enqueued.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        gpu_kv: torch.Tensor,
-        host: HostPool,
-        ring: Ring,
-        compute: Stream,
-    ) -> None:
+    def __init__(self, runtime: Runtime, gpu_kv: torch.Tensor, host: HostPool, ring: Ring, compute: Stream) -> None:
         self.runtime = runtime
         self.layout = host.layout
         self.host = host

@@ -100,8 +100,9 @@ class Scheduler:
         """Return the next step, with the blocks that it writes to already allocated; None when nothing can run."""
         wanting = [sequence for sequence in self.running if _wants_token(sequence)]
         if not (wanting and self._last_was_prefill):
-            wants_prefill = self.waiting or any(one.state is SequenceState.PREFILL for one in self.running)
-            may_mix = 0 < len(wanting) < self.max_mixed_tokens and wants_prefill
+            may_mix = 0 < len(wanting) < self.max_mixed_tokens and (
+                self.waiting or any(sequence.state is SequenceState.PREFILL for sequence in self.running)
+            )
             num_preemptions, num_running = self.num_preemptions, len(self.running)
             # Running sequences get their blocks before new ones are admitted. A sequence that was preempted must not be
             # admitted again in this step, because the host has not read all of its tokens.

@@ -109,8 +109,8 @@ class DecodeProgram:
         return SimpleNamespace(before=before, after=after)
 
     def _tensors(self, size: int) -> StepTensors:
-        inputs = self._next, self._positions, self._slots, self._batch_rows.tensor
-        return StepTensors(*(values[:size] for values in inputs), **self._buffers.first(size))
+        rows, fixed = self._batch_rows.tensor[:size], self._buffers.first(size)
+        return StepTensors(self._next[:size], self._positions[:size], self._slots[:size], rows, **fixed)
 
     def copy_inputs(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, whole_rows: bool
