@@ -54,9 +54,7 @@ def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]
         "eager_steps": decoded.eager_steps,
         "padded_rows": decoded.padded_rows,
         "graph_bytes": 0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
-        "products_in_own_tiles": {
-            "x".join(map(str, check.shape)): list(check.differing) for check in runner.product_checks if check.differing
-        },
+        "products_in_own_tiles": {shape: counts for shape, counts in runner.product_checks.items() if counts},
         "kv_resident_share": meter.resident_share,
         "link_busy_fraction": decode.link_busy_fraction,
         "compute_busy_fraction": decode.compute_busy_fraction,

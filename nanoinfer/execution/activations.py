@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend, PrefillPiece
 from nanoinfer.common.units import GIB
-from nanoinfer.execution.products import ProductCheck, check_products, run_ours
+from nanoinfer.execution.products import check_products, run_ours
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.segments import Around, Segments
 from nanoinfer.execution.step_tensors import StepTensors
@@ -44,14 +44,13 @@ class Activations:
             return None
         return torch.cuda.max_memory_reserved(self.device) - self.memory_before
 
-    def measure(self, progress_bar: bool) -> tuple[int, list[ProductCheck]]:
+    def measure(self, progress_bar: bool) -> tuple[int, dict[str, list[int]]]:
         """Run the largest prefill step once and measure its memory.
 
         The plan is a formula over the config, but libraries may take workspaces of their own, and the allocator rounds.
 
         Returns:
-            How many GPU blocks to give up because the step took more than was planned, and which products the library
-            may compute.
+            How many GPU blocks to give up because the step took more than was planned, and what `check_products` found.
         """
         device, plan = self.device, self.plan
         with self.compute.current():

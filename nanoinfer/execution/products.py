@@ -10,7 +10,6 @@ compute the product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -22,35 +21,22 @@ from nanoinfer.layers.linear import Head, Linear
 from nanoinfer.models.decoder import Decoder
 
 
-@dataclass(frozen=True)
-class ProductCheck:
-    """What was found for the products of one shape.
-
-    Attributes:
-        shape: of the weight, [num_rows, size].
-        num_modules: how many of the model's projections have it.
-        agreeing, differing: numbers of rows at which the library has, or has not, the bits of our kernels.
-    """
-
-    shape: tuple[int, int]
-    num_modules: int
-    agreeing: tuple[int, ...]
-    differing: tuple[int, ...]
-
-
-def check_products(model: Decoder, max_rows: int) -> list[ProductCheck]:
+def check_products(model: Decoder, max_rows: int) -> dict[str, list[int]]:
     """Compares the library's products with ours, to the bit, and tells each `Linear` at which counts it may use them.
 
     Args:
         max_rows: the most rows that a step computes.
+
+    Returns:
+        For each shape of weights, such as "4096x1024" ([num_rows, size]), the numbers of rows at which bits differ.
     """
-    counts, found = padded_counts(max_rows), []
+    counts, found = padded_counts(max_rows), {}
     for (num_rows, size, _), modules in _by_shape(model).items():
         agreeing = _agreeing(modules[0], counts)
         for module in modules:
             module.library_counts = agreeing
-        differing = tuple(count for count in counts if count not in agreeing)
-        found.append(ProductCheck((num_rows, size), len(modules), tuple(sorted(agreeing)), differing))
+        shape = f"{num_rows}x{size}"
+        found[shape] = sorted((set(counts) - agreeing).union(found.get(shape, ())))
     return found
 
 

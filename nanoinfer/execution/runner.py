@@ -21,7 +21,6 @@ from nanoinfer.execution.graphs import Graphs, Work
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.parts import Parts
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
-from nanoinfer.execution.products import ProductCheck
 from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.stream_shares import stream_shares
@@ -66,7 +65,7 @@ class ModelRunner:
         self.ring = Ring(runtime, layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
         self._activations = Activations(self.compute, model, backend, layout, plan, runtime.device, memory_before)
-        self.product_checks: list[ProductCheck] = []
+        self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
         self.graphs = Graphs(runtime, self.compute)
         is_cuda = runtime.device.type == "cuda"
         self._has_graphs = not config.enforce_eager and (not is_cuda or backend.graph_safe)
