@@ -24,14 +24,12 @@ class DecodeAttention:
 
     Attributes:
         lists: makes the lists of what is attended to.
-        whole_rows: whether decode attends to whole rows of the GPU pool, because the backend has no fixed splits.
     """
 
     def __init__(self, parts: Parts, q: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> None:
         runtime, ring = parts.runtime, parts.ring
         self._compute, self._backend, self._ring, self._gpu_kv = parts.compute, parts.backend, ring, parts.gpu_kv
         self._windows, self._kind, self.lists = parts.windows, parts.kind, DecodeLists(parts)
-        self.whole_rows = not parts.backend.exact_splits
         self._q, self._lengths, self._block_table = q, lengths, block_table
         # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial, and a block that
         # several rows share has one for each.
@@ -41,6 +39,11 @@ class DecodeAttention:
         self._splits = [SplitTables(runtime, len(q), most) for _ in parts.windows]
         self._records = [ChunkRecords(runtime, most) for _ in parts.windows]
         self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=runtime.device)
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether decode attends to whole rows of the GPU pool, because the backend has no fixed splits."""
+        return not self._backend.exact_splits
 
     def upload(self, found: list[SplitLists], plans: Sequence[StreamPlan]) -> None:
         """Upload the lists of splits, one for each window, and the records of all ring chunks of these plans."""
