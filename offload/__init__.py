@@ -8,39 +8,10 @@ from offload.engine import OffloadCounters, OffloadEngine, OffloadStep
 from offload.layout import KVLayout
 from offload.lifetimes import BlockLifetimes
 from offload.memory.host_pool import HostPool
-from offload.plan import Chunk, StreamPlan, pack, pack_together
+from offload.plan import Chunk, StreamPlan, Transfer, pack, pack_together
 from offload.ring import Ring, ring_schedule
-from offload.runtime.base import Event, Graph, Runtime, Stream
+from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.cpu import CpuRuntime
 from offload.runtime.cuda import CudaRuntime
 from offload.runtime.staging import Staging
-from offload.runtime.timeline import NoTimeline, Span, StepTimes, Timeline
-from offload.transfer import Transfer
-
-__all__ = [
-    "BlockLifetimes",
-    "BlockPool",
-    "Chunk",
-    "CpuRuntime",
-    "CudaRuntime",
-    "Event",
-    "Graph",
-    "HostPool",
-    "KVLayout",
-    "NoTimeline",
-    "OffloadCounters",
-    "OffloadEngine",
-    "OffloadStep",
-    "Ring",
-    "Runtime",
-    "Span",
-    "Staging",
-    "StepTimes",
-    "Stream",
-    "StreamPlan",
-    "Timeline",
-    "Transfer",
-    "pack",
-    "pack_together",
-    "ring_schedule",
-]
+from offload.runtime.timeline import NoTimeline, Span, Timeline

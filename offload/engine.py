@@ -22,11 +22,10 @@ import torch
 from offload.layout import runs
 from offload.lifetimes import FILLS, GPU_RULE, HOST_RULE, WRITES
 from offload.memory.host_pool import HostPool
-from offload.plan import StreamPlan, host_runs
+from offload.plan import StreamPlan, Transfer, host_runs
 from offload.ring import Attend, Compute, Fill, Ring, ring_schedule
 from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
-from offload.transfer import Transfer
 
 MAX_UNREAD = 32
 """Events of operations that nobody asked about; of more than these, those that were reached are forgotten."""
@@ -70,14 +69,7 @@ class OffloadEngine:
         compute: the stream on which the steps' work is enqueued.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        gpu_kv: torch.Tensor,
-        host: HostPool,
-        ring: Ring,
-        compute: Stream,
-    ) -> None:
+    def __init__(self, runtime: Runtime, gpu_kv: torch.Tensor, host: HostPool, ring: Ring, compute: Stream) -> None:
         self.runtime = runtime
         self.layout = host.layout
         self.host = host
@@ -213,7 +205,7 @@ class OffloadEngine:
             for on_gpu, on_host in self._pair_runs(layer, pairs):
                 self.copy.copy(on_gpu, on_host)
                 self.counters.streamed_bytes += on_host.nbytes
-        self.copy.synchronize()
+        self.runtime.synchronize()
 
     def drain(self) -> None:
         """Wait until no copy is in flight, and drop the prefetch."""

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from offload.layout import KVLayout, runs
 from offload.memory.host_pool import HostPool
-from offload.transfer import Transfer
+
+
+class Transfer(Protocol):
+    """Bytes in host memory, of whatever kind, that pass through one ring slot together.
+
+    Equal transfers bring the same bytes: a transfer that was prefetched for the next step is kept if it equals the one
+    that the step wants.
+
+    Attributes:
+        host_blocks: blocks of the host pool that are among these bytes. A prefetched transfer is dropped when one of
+            them is released.
+    """
+
+    @property
+    def host_blocks(self) -> tuple[int, ...]: ...
+
+    def num_bytes(self, layout: KVLayout) -> int:
+        """Return the number of bytes, no more than a ring slot has."""
+
+    def copies(
+        self, slot: torch.Tensor, host: HostPool
+    ) -> Iterable[tuple[torch.Tensor, Sequence[torch.Tensor] | Mapping[int, torch.Tensor]]]:
+        """Return (destination, sources) of each copy. slot: the ring slot, [bytes] uint8.
+
+        `sources[layer]`, of the destination's shape, is what the copy for this layer brings.
+        """
 
 
 @dataclass(frozen=True)
@@ -54,12 +80,11 @@ def host_runs(blocks: tuple[int, ...], blocks_per_segment: int) -> list[tuple[in
     return result
 
 
-def pack(host_blocks: Sequence[int] | np.ndarray, blocks_per_slot: int, tag: object = None) -> list[Chunk]:
+def pack(host_blocks: Sequence[int] | np.ndarray, blocks_per_slot: int) -> list[Chunk]:
     """Cuts a list of host blocks into chunks of at most `blocks_per_slot`, in order."""
     blocks = [int(block) for block in host_blocks]
     return [
-        Chunk(tuple(blocks[begin : begin + blocks_per_slot]), begin, tag)
-        for begin in range(0, len(blocks), blocks_per_slot)
+        Chunk(tuple(blocks[begin : begin + blocks_per_slot]), begin) for begin in range(0, len(blocks), blocks_per_slot)
     ]
 
 

@@ -99,8 +99,3 @@ class Ring:
         self.bytes = self.slots.view(num_ring_slots, -1).view(torch.uint8)
         self.copied = [runtime.event() for _ in range(num_ring_slots)]
         self.attended = [runtime.event() for _ in range(num_ring_slots)]
-
-    @property
-    def num_bytes(self) -> int:
-        """GPU memory that the ring takes, whatever the context length."""
-        return self.slots.nbytes

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the ground up. Files at the root of the package count singly.
 LAYERS = (
     "offload offload.blocks offload.engine offload.layout offload.lifetimes offload.memory offload.plan offload.ring "
-    "offload.runtime offload.transfer",
+    "offload.runtime",
     "nanoinfer.common",
     "nanoinfer.outputs nanoinfer.sampling_params nanoinfer.config",
     "nanoinfer.requests nanoinfer.sampling",

@@ -57,7 +57,7 @@ class Bench:
 
     def release(self, llm: LLM) -> list[dict]:
         """Closes the engine and returns what it measured, beside the floors before it was made and now."""
-        ring_bytes = llm.engine.runner.ring.num_bytes
+        ring_bytes = llm.engine.runner.ring.slots.nbytes
         release(llm)
         before, self._before = self._before, measure_floors(self.device)
         found = []

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -298,10 +299,7 @@ def _sum_of_splits(x: Tensor) -> Tensor:
     Every `MERGED_SPLITS` splits are summed as one row of memory. These sums are added in ascending order.
     """
     parts = x.movedim(1, -1).contiguous().unflatten(-1, (-1, MERGED_SPLITS)).sum(-1)  # [b, ..., width / MERGED_SPLITS]
-    first, *others = parts.unbind(-1)
-    for part in others:
-        first = first + part
-    return first
+    return reduce(torch.add, parts.unbind(-1))
 
 
 def _at_once(item_elements: int) -> int:

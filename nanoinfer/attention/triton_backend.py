@@ -7,14 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import (
-    AttentionBackend,
-    AttentionSpec,
-    DecodeWork,
-    Partials,
-    PrefillPiece,
-    PrefillState,
-)
+from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, Partials, PrefillPiece, PrefillState
 from nanoinfer.kernels.attention.decode_partial import decode_partial
 from nanoinfer.kernels.attention.merge import merge
 from nanoinfer.kernels.attention.prefill import prefill

@@ -10,17 +10,15 @@ from functools import partial
 import torch
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine import stats
 from nanoinfer.engine.intake import Intake
-from nanoinfer.engine.launched import LaunchedStep
-from nanoinfer.engine.meter import StepMeter
+from nanoinfer.engine.meter import LaunchedStep, StepMeter
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.engine.recovery import Work
 from nanoinfer.engine.scheduler import Batch, Scheduler
-from nanoinfer.engine.start import BuiltEngine, build
+from nanoinfer.engine.start import build
+from nanoinfer.engine.stats import statistics
 from nanoinfer.engine.trace import Trace
-from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
@@ -46,23 +44,21 @@ class LLMEngine:
 
     @torch.inference_mode()
     def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
-        built: BuiltEngine = build(config, runtime)
-        self.config, self.plan, self.tokenizer, self.runner = config, built.plan, built.tokenizer, built.runner
+        built = build(config, runtime)
+        self.config, self.plan, self.tokenizer, self.runner = config, built.runner.plan, built.tokenizer, built.runner
         self.kv_cache, self.mover, self.admission = built.kv_cache, built.mover, built.admission
         self.vocab_size = built.runner.model.spec.vocab_size
-        self.modes = Modes(config, built.plan, built.runner, built.kv_cache, built.admission, built.mover)
-        self.intake = Intake(
-            built.tokenizer, self.modes, self.vocab_size, built.plan.max_model_len, built.end_token_ids, config.seed
-        )
+        self.modes = Modes(built)
+        self.intake = Intake(built, self.modes)
         self.planner = StepPlanner(self.kv_cache, built.end_token_ids)
         self.on_logits: Callable[[list[Sequence], Callable[[], torch.Tensor]], None] | None = None
         self.scheduler = Scheduler(
             self.kv_cache,
             self.admission,
             self.mover,
-            built.plan.max_num_batched_tokens,
-            (lambda: self.modes.enter_offload(self.scheduler.running)) if self.modes.may_spill else None,
+            self.plan.max_num_batched_tokens,
             max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
+            (lambda: self.modes.enter_offload(self.scheduler.running)) if self.modes.may_spill else None,
             self._fail_sequence,
         )
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
@@ -95,7 +91,7 @@ class LLMEngine:
         with self._changing():
             self.work.requests[request_id] = request
             for sequence in request.sequences:
-                self.scheduler.add(sequence)
+                self.scheduler.waiting.append(sequence)
         return request
 
     @torch.inference_mode()
@@ -207,7 +203,8 @@ class LLMEngine:
                 self.work.requests.pop(request.request_id, None)
 
     def _launch(self, batch: Batch) -> LaunchedStep:
-        begin, streamed_before = time.perf_counter(), _streamed_bytes(self.runner)
+        begin, copied = time.perf_counter(), self.runner.offload.counters
+        streamed_before = copied.streamed_bytes
         is_decode, sampled = not batch.chunks, batch.sampled
         if not is_decode:  # a request's first step is never a decode step
             for sequence in batch.sequences:
@@ -220,9 +217,9 @@ class LLMEngine:
         if tokens.streamed_bytes is not None:
             for sequence, num_bytes in zip(batch.sequences, tokens.streamed_bytes.tolist(), strict=True):
                 sequence.streamed_bytes += num_bytes
-        self.meter.resident_share = stats.resident_share(self)
+        self.meter.resident_share = self.kv_cache.copies.resident_share
         self.meter.trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
-        return LaunchedStep(batch, sampled, tokens, begin, _streamed_bytes(self.runner) - streamed_before, timeline)
+        return LaunchedStep(batch, sampled, tokens, begin, copied.streamed_bytes - streamed_before, timeline)
 
     def _take(self, step: LaunchedStep, behind: LaunchedStep | None = None) -> None:
         """Waits for a step, hands out its tokens and frees the sequences that have ended.
@@ -239,7 +236,7 @@ class LLMEngine:
         self._remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
         for sequence in sequences:
             if sequence.row is not None:
-                self.kv_cache.publish(sequence)
+                self.kv_cache.prefixes.publish(sequence)
         self.meter.trace_host("give back and publish", begin)
 
     def _read_tokens(self, step: LaunchedStep) -> None:
@@ -249,8 +246,7 @@ class LLMEngine:
         read = time.perf_counter()
         self.meter.trace_host("wait for tokens", begin)
         self.meter.count(step, read, read - begin)
-        found = zip(step.sampled, sampled.tokens, sampled.logprobs, sampled.errors, strict=True)
-        for sequence, token_id, logprobs, error in found:
+        for sequence, (token_id, logprobs, error) in zip(step.sampled, sampled, strict=True):
             if sequence.finish_reason is not None:
                 sequence.num_tokens -= 1
                 continue
@@ -304,21 +300,17 @@ class LLMEngine:
         wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help, and which
         settings had no effect.
         """
-        if self.runner.offload is not None:
-            with self._changing():
-                self.kv_cache.tables.lifetimes.reclaim()
-                self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
-        return stats.counters(self) | stats.report(self)
+        with self._changing():
+            self.kv_cache.tables.lifetimes.reclaim()
+            self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
+        return statistics(self)
 
     def start_trace(self) -> None:
         """Time every stream in every step until `stop_trace`. This slows the steps down a little."""
         self.meter.trace = Trace(self.runner.runtime, self.runner.compute)
 
     def stop_trace(self, name: str, number: int = 1) -> list[dict]:
-        """Stop tracing and return the trace events since `start_trace`, as process `number` with the name `name`.
-
-        See `trace.write_trace`.
-        """
+        """Stop tracing and return its events, for `trace.write_trace`, as process `number` with the name `name`."""
         trace, self.meter.trace = self.meter.trace, None
         assert trace is not None, "start_trace comes first"
         return trace.events(name, number)
@@ -330,8 +322,3 @@ class LLMEngine:
         self.runner.close()
         self.modes.close()  # prompts can still be checked
         del self.work, self.runner, self.scheduler, self.planner, self.kv_cache, self.mover, self.admission
-
-
-def _streamed_bytes(runner: ModelRunner) -> int:
-    """Return the bytes of KV blocks that were streamed so far."""
-    return 0 if runner.offload is None else runner.offload.counters.streamed_bytes

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
-from transformers import PreTrainedTokenizerBase
-
 from nanoinfer.common.errors import RequestError
 from nanoinfer.engine.modes import Modes
+from nanoinfer.engine.start import BuiltEngine
 from nanoinfer.requests.prompts import Prompt, encode, too_long, unpack
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence
@@ -16,26 +15,14 @@ from nanoinfer.sampling_params import Advised, SamplingParams
 
 
 class Intake:
-    """Makes requests.
+    """Makes requests."""
 
-    Args:
-        end_token_ids: the model's own end tokens.
-        seed: of the seeds of requests that give none.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        modes: Modes,
-        vocab_size: int,
-        max_model_len: int,
-        end_token_ids: frozenset[int],
-        seed: int,
-    ) -> None:
+    def __init__(self, built: BuiltEngine, modes: Modes) -> None:
         self.num_sequences = 0  # made so far; the next one's number
-        self._tokenizer, self._modes = tokenizer, modes
-        self._vocab_size, self._max_model_len, self._end_token_ids = vocab_size, max_model_len, end_token_ids
-        self._random = random.Random(seed)
+        self._tokenizer, self._end_token_ids, self._modes = built.tokenizer, built.end_token_ids, modes
+        self._vocab_size = built.runner.model.spec.vocab_size
+        self._max_model_len = built.runner.plan.max_model_len
+        self._random = random.Random(built.config.seed)  # seeds of requests that give none
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the checked token ids of a prompt.

@@ -5,13 +5,33 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, fields
 
-from nanoinfer.engine.launched import LaunchedStep
+from nanoinfer.engine.scheduler import Batch
 from nanoinfer.engine.trace import Trace
+from nanoinfer.execution.read_back import PendingTokens
+from nanoinfer.requests.sequence import Sequence
 from offload import Runtime, Timeline
+from offload.runtime.timeline import COMPUTE, COPY
 
 SAMPLE_EVERY = 16  # decode steps; a mark costs the host a few microseconds, and there are several per ring slot
 LINK_BOUND = 0.85  # share of the time in which the link is busy
 CPU_BOUND = 0.9  # share of the time in which the host does not wait for the device
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that was launched and not read yet.
+
+    Attributes:
+        sampled: the sequences that get a token, in the order of `tokens`.
+        launched: `time.perf_counter` at the begin of the launch.
+    """
+
+    batch: Batch
+    sampled: list[Sequence]
+    tokens: PendingTokens
+    launched: float
+    streamed_bytes: int
+    timeline: Timeline | None
 
 
 @dataclass
@@ -124,17 +144,11 @@ class StepMeter:
             self.num_mixed_steps += bool(batch.decoding)
             self.num_mixed_tokens += len(batch.decoding)
             return
-        self.num_decode_tokens += len(batch.decoding)
-        self._count_decode(step, seconds, seconds - wait_seconds)
-        copy_wait = seconds * self.times.wait_fraction
-        for sequence in batch.decoding if copy_wait else ():
-            sequence.copy_wait_seconds += copy_wait
-
-    def _count_decode(self, step: LaunchedStep, seconds: float, host_seconds: float) -> None:
         times = self.times
+        self.num_decode_tokens += len(batch.decoding)
         times.num_steps += 1
         times.seconds += seconds
-        times.host_seconds += host_seconds
+        times.host_seconds += seconds - wait_seconds
         if step.streamed_bytes:
             times.num_streaming_steps += 1
             times.streaming_seconds += seconds
@@ -142,12 +156,14 @@ class StepMeter:
         if step.timeline is not None:
             self._open.append((step.timeline, seconds))
         while self._open and self._open[0][0].is_complete:
-            timeline, seconds = self._open.pop(0)
-            found = timeline.summary()
-            times.sampled_seconds += seconds
-            times.copy_seconds += found.copy_seconds
-            times.wait_seconds += found.wait_seconds
-            times.compute_seconds += found.compute_seconds
+            timeline, sampled_seconds = self._open.pop(0)
+            times.sampled_seconds += sampled_seconds
+            times.copy_seconds += timeline.seconds(COPY)
+            times.wait_seconds += timeline.seconds(COMPUTE, waiting=True)
+            times.compute_seconds += timeline.seconds(COMPUTE)
+        copy_wait = seconds * times.wait_fraction
+        for sequence in batch.decoding if copy_wait else ():
+            sequence.copy_wait_seconds += copy_wait
 
     def snapshot(self) -> DecodeTimes:
         """Begin a run and return the sums so far, for `DecodeTimes.since`. The run's second decode step is timed."""

@@ -5,12 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 
-from nanoinfer.config import EngineConfig
-from nanoinfer.execution.runner import ModelRunner
-from nanoinfer.kv.admission import Admission
-from nanoinfer.kv.cache import KVCache
-from nanoinfer.kv.mover import Mover
-from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.engine.start import BuiltEngine
 from nanoinfer.requests.sequence import Sequence
 from offload import BlockPool
 from offload.memory.pinned import PinError
@@ -26,29 +21,20 @@ class Modes:
         error: why "auto" could not enter offload mode.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        plan: MemoryPlan,
-        runner: ModelRunner,
-        kv_cache: KVCache,
-        admission: Admission,
-        mover: Mover,
-    ) -> None:
+    def __init__(self, built: BuiltEngine) -> None:
         self.error: Exception | None = None
-        self._config, self._plan, self._runner = config, plan, runner
-        self._kv_cache, self._admission, self._mover = kv_cache, admission, mover
-        rows, blocks_per_row = kv_cache.tables.gpu.shape
-        fits = rows * blocks_per_row <= kv_cache.tables.gpu_blocks.num_blocks
-        self.may_spill = config.enable_cpu_offload == "auto" and not fits
+        self._config, self._runner, self._tables = built.config, built.runner, built.kv_cache.tables
+        self._admission, self._mover = built.admission, built.mover
+        fits = self._tables.gpu.size <= self._tables.gpu_blocks.num_blocks
+        self.may_spill = built.config.enable_cpu_offload == "auto" and not fits
 
     def close(self) -> None:
         """Let go of everything that holds memory. The modes cannot be used afterwards."""
-        del self._runner, self._kv_cache, self._admission, self._mover
+        del self._runner, self._admission, self._mover, self._tables
 
     @property
     def current(self) -> str:
-        return "offload" if self._kv_cache.tables.is_offload else "resident"
+        return "offload" if self._tables.is_offload else "resident"
 
     @property
     def possible(self) -> list[str]:
@@ -59,8 +45,8 @@ class Modes:
         """Return the most tokens that one sequence can have in `mode`. A longer sequence would wait for ever."""
         block_size = self._config.block_size
         if mode == "offload":
-            return self._plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
-        return self._kv_cache.tables.gpu_blocks.num_blocks * block_size
+            return self._runner.plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
+        return self._tables.gpu_blocks.num_blocks * block_size
 
     def start(self) -> None:
         """Enter the first mode, and capture the graphs of every mode that the engine may enter by itself."""
@@ -88,7 +74,11 @@ class Modes:
                 f"mode's pool holds {capacity}: raise "
                 f"{'host_memory_limit' if mode == 'offload' else 'gpu_memory_limit'} or wait until it has ended"
             )
-        self._check_room(mode, running)
+        if mode == "offload":
+            self._require_host_pool()
+            self._mover.check_offload(running)
+        else:
+            self._mover.check_resident(running)
 
     def switch(self, mode: str, running: list[Sequence]) -> None:
         """Move the blocks of the running sequences and go on in `mode`, which is another one.
@@ -96,7 +86,8 @@ class Modes:
         Raises:
             ValueError, MemoryError, PinError: the other pool cannot hold or be used for them; nothing changes.
         """
-        self._check_room(mode, running)
+        if mode == "offload":
+            self._require_host_pool()
         with self._runner.compute.current():
             if mode == "offload":
                 self._mover.switch_to_offload(running)
@@ -121,16 +112,9 @@ class Modes:
             warnings.warn(f"offload mode cannot be entered, so requests are preempted: {error}", stacklevel=2)
         self.error = error
 
-    def _check_room(self, mode: str, running: list[Sequence]) -> None:
-        if mode == "offload":
-            self._require_host_pool()
-            self._mover.check_offload(running)
-        else:
-            self._mover.check_resident(running)
-
     def _require_host_pool(self) -> None:
         """Begin to map and pin the host pool, if it is needed for the first time."""
-        self._runner.get_offload()
-        lifetimes = self._kv_cache.tables.lifetimes
+        self._runner.open_host_pool()
+        lifetimes = self._tables.lifetimes
         if not lifetimes.host_blocks.num_blocks:
-            lifetimes.host_blocks = BlockPool(self._plan.num_host_blocks)
+            lifetimes.host_blocks = BlockPool(self._runner.plan.num_host_blocks)

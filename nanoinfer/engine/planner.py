@@ -152,21 +152,18 @@ class StepPlanner:
         for sequence in sequences:
             if self._settings_of[sequence.row] != sequence.sequence_id:
                 assert not sequence.num_pending, "a token that only the device knows is missing in what is uploaded"
-                found.append((sequence.row, self.row_sampling(sequence)))
+                params = sequence.params
+                settings = RowSampling.from_params(
+                    params,
+                    seed=sequence.seed,
+                    step=sequence.num_sampled,
+                    penalty_token_ids=tuple(sequence.token_ids) if params.repetition_penalty != 1 else (),
+                    output_token_ids=sequence.output_token_ids,
+                    end_token_ids=self._end_token_ids.union(params.stop_token_ids or ()),
+                )
+                found.append((sequence.row, settings))
                 self._settings_of[sequence.row] = sequence.sequence_id
         return tuple(found)
-
-    def row_sampling(self, sequence: Sequence) -> RowSampling:
-        """Return how the sequence is sampled from here on."""
-        params = sequence.params
-        return RowSampling.from_params(
-            params,
-            seed=sequence.seed,
-            step=sequence.num_sampled,
-            penalty_token_ids=tuple(sequence.token_ids) if params.repetition_penalty != 1 else (),
-            output_token_ids=sequence.output_token_ids,
-            end_token_ids=self._end_token_ids.union(params.stop_token_ids or ()),
-        )
 
     def _count_blocks_read(self, sequences: list[Sequence]) -> None:
         """Add to each sequence's counts how many full blocks the step reads, and how many of them lie on the GPU."""

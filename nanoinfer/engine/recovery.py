@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nanoinfer.engine.launched import LaunchedStep
+from nanoinfer.engine.meter import LaunchedStep
 from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import BuiltEngine

@@ -60,7 +60,7 @@ class Scheduler:
         max_mixed_tokens: the most tokens of a mixed step (prompts and running sequences); 0: no mixed steps.
         enter_offload: switches to offload mode and returns True, or returns False if that is not possible; None: never
             switch.
-        fail: ends and removes a running sequence's request, for whose KV the host has no room; None: raise.
+        fail: ends and removes a running sequence's request, for whose KV the host has no room.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Scheduler:
         admission: Admission,
         mover: Mover,
         max_num_batched_tokens: int,
-        enter_offload: Callable[[], bool] | None = None,
-        max_mixed_tokens: int = 0,
-        fail: Callable[[Sequence, Exception], None] | None = None,
+        max_mixed_tokens: int,
+        enter_offload: Callable[[], bool] | None,
+        fail: Callable[[Sequence, Exception], None],
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # admitted, oldest first
@@ -85,9 +85,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
-
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a running or waiting sequence and free its row and blocks."""
@@ -103,7 +100,9 @@ class Scheduler:
         """Return the next step, with the blocks that it writes to already allocated; None when nothing can run."""
         wanting = [sequence for sequence in self.running if _wants_token(sequence)]
         if not (wanting and self._last_was_prefill):
-            may_mix = 0 < len(wanting) < self.max_mixed_tokens and self._wants_prefill
+            may_mix = 0 < len(wanting) < self.max_mixed_tokens and (
+                self.waiting or any(sequence.state is SequenceState.PREFILL for sequence in self.running)
+            )
             num_preemptions, num_running = self.num_preemptions, len(self.running)
             # Running sequences get their blocks before new ones are admitted. A sequence that was preempted must not be
             # admitted again in this step, because the host has not read all of its tokens.
@@ -119,10 +118,6 @@ class Scheduler:
         self._last_was_prefill = False
         sequences = self._make_room(wanting)
         return Batch([], sequences) if sequences else None
-
-    @property
-    def _wants_prefill(self) -> bool:
-        return bool(self.waiting) or any(sequence.state is SequenceState.PREFILL for sequence in self.running)
 
     def _schedule_prefill(self) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
@@ -177,8 +172,6 @@ class Scheduler:
         try:
             self._mover.give_way(victim)
         except MemoryError as error:  # nothing has changed
-            if self._fail is None:
-                raise
             self._fail(victim, error)
             return
         victim.state = SequenceState.WAITING

@@ -8,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
@@ -16,18 +15,17 @@ from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.tables import BlockTables
 from nanoinfer.memory.machine import reserved_bytes, resolve_device
-from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.memory.setup import Setup
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import check_safetensors, find_model, load_model
 from nanoinfer.weights.tokenizer_files import load_tokenizer
-from offload import BlockLifetimes, BlockPool, CpuRuntime, CudaRuntime, KVLayout, Runtime
+from offload import BlockLifetimes, BlockPool, CpuRuntime, CudaRuntime, Runtime
 
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    plan: MemoryPlan
+    config: EngineConfig
     runner: ModelRunner
     kv_cache: KVCache
     admission: Admission
@@ -72,31 +70,21 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     )
     model.spec = spec  # the spec with the KV cache's dtype, which the checkpoint does not contain
     runner = ModelRunner(config, plan, runtime, model, setup.backend, layout, memory_before)
-    parts = kv_side(config, plan, spec.windows, layout, runner.num_gpu_blocks, runner.block_copies)
-    return BuiltEngine(plan, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **parts)
+    parts = kv_side(config, runner)
+    return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **parts)
 
 
-def kv_side(
-    config: EngineConfig,
-    plan: MemoryPlan,
-    windows: tuple[int | None, ...],
-    layout: KVLayout,
-    num_gpu_blocks: int,
-    copies: BlockCopies,
-) -> dict[str, Any]:
-    """Return the parts that know who holds which block, as arguments of `BuiltEngine`. They hold no tensor.
-
-    Args:
-        windows: the window of each layer.
-        copies: copies blocks, given by their numbers.
-    """
+def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
+    """Return the parts that know who holds which block, as arguments of `BuiltEngine`. They hold no tensor."""
+    plan, layout, copies, windows = runner.plan, runner.layout, runner.block_copies, runner.model.spec.windows
     # Block 0 of the GPU pool is scratch: padding rows write there.
-    lifetimes = BlockLifetimes(BlockPool(num_gpu_blocks, first=1), BlockPool(0), copies, copies.poison)
+    gpu_blocks = BlockPool(runner.num_gpu_blocks, first=1)
+    lifetimes = BlockLifetimes(gpu_blocks, BlockPool(0), runner.offload, copies.poison)
     tables = BlockTables(layout.block_size, lifetimes, plan.max_num_seqs, -(-plan.max_model_len // layout.block_size))
     window = max((window for window in windows if window is not None), default=None)
     gpu_copies = GPUCopies(tables, plan.max_resident_blocks, window)
     kv_cache = KVCache(tables, gpu_copies, enable_prefix_caching=config.enable_prefix_caching)
-    mover = Mover(kv_cache, copies, layout.block_bytes)
+    mover = Mover(kv_cache, copies, runner.offload, layout.block_bytes)
     only_if_faster = config.enable_cpu_offload == "auto"
     admission = Admission(kv_cache, mover, max_splits=plan.max_splits, only_if_faster=only_if_faster)
     return dict(kv_cache=kv_cache, admission=admission, mover=mover)

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 from nanoinfer.common.units import GIB
-from nanoinfer.config import EngineConfig
-from nanoinfer.engine.meter import DecodeTimes, StepMeter
-from nanoinfer.engine.modes import Modes
-from nanoinfer.engine.scheduler import Scheduler
-from nanoinfer.execution.runner import ModelRunner
-from nanoinfer.kv.cache import KVCache
-from nanoinfer.kv.mover import Mover
-from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.engine.meter import DecodeTimes
+
+Engine = Any  # an `LLMEngine`, whose file imports this one
 
 
-class Engine(Protocol):
-    """The attributes of an `LLMEngine` that this module reads."""
-
-    config: EngineConfig
-    mode: str
-    plan: MemoryPlan
-    runner: ModelRunner
-    kv_cache: KVCache
-    mover: Mover
-    modes: Modes
-    scheduler: Scheduler
-    meter: StepMeter
-
-
-def counters(engine: Engine) -> dict[str, int | float | str | dict]:
-    """Return counters since the engine was made, and the state of both pools; see `LLMEngine.stats`."""
+def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]]:
+    """Return what `LLMEngine.stats` describes."""
     runner, meter, decoded = engine.runner, engine.meter, engine.runner.decode_program.counters
     decode, prefill = meter.times, engine.runner.prefill_program.pieces.counters
     gpu_blocks, host_blocks = engine.kv_cache.tables.gpu_blocks, engine.kv_cache.tables.lifetimes.host_blocks
-    kept, transfer = engine.mover.kept, None if runner.offload is None else runner.offload.counters
+    kept, transfer = engine.mover.kept, runner.offload.counters
     return {
         "mode": engine.mode,
         "num_waiting": len(engine.scheduler.waiting),
@@ -52,9 +33,9 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
         "prefix_cache_hit_tokens": engine.kv_cache.prefixes.num_hit_tokens,
         "kv_blocks_resident": engine.kv_cache.copies.num_resident,
         "kv_blocks_streamed": engine.kv_cache.copies.num_streamed,
-        "streamed_bytes": 0 if transfer is None else transfer.streamed_bytes,
-        "discarded_prefetch_bytes": 0 if transfer is None else transfer.discarded_bytes,
-        "written_bytes": 0 if transfer is None else transfer.written_bytes,
+        "streamed_bytes": transfer.streamed_bytes,
+        "discarded_prefetch_bytes": transfer.discarded_bytes,
+        "written_bytes": transfer.written_bytes,
         "decode_streamed_bytes": decode.streamed_bytes,
         "link_gbps": decode.streamed_bytes / decode.streaming_seconds / 1e9 if decode.streamed_bytes else 0.0,
         "num_prefill_steps": meter.num_prefill_steps,
@@ -65,7 +46,7 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
         "prefill_graph_steps": prefill.graph_steps,
         "prefill_eager_steps": prefill.eager_steps,
         "prefill_padded_tokens": prefill.padded_tokens,
-        "prefill_graph_hit_rate": prefill.graph_hit_rate,
+        "prefill_graph_hit_rate": prefill.graph_steps / max(1, prefill.graph_steps + prefill.eager_steps),
         "num_decode_steps": decode.num_steps,
         "num_decode_tokens": meter.num_decode_tokens,
         "decode_seconds": decode.seconds,
@@ -73,33 +54,16 @@ def counters(engine: Engine) -> dict[str, int | float | str | dict]:
         "eager_steps": decoded.eager_steps,
         "padded_rows": decoded.padded_rows,
         "graph_bytes": 0 if runner.graph_memory is None else runner.graph_memory[1] - runner.graph_memory[0],
-        "products_in_own_tiles": {
-            "x".join(map(str, check.shape)): list(check.differing) for check in runner.product_checks if check.differing
-        },
-    }
-
-
-def report(engine: Engine) -> dict[str, int | float | str | list[str]]:
-    """Return the part of `stats()` that says where the time went and what would help."""
-    meter, times = engine.meter, engine.meter.times
-    return {
+        "products_in_own_tiles": {shape: counts for shape, counts in runner.product_checks.items() if counts},
         "kv_resident_share": meter.resident_share,
-        "link_busy_fraction": times.link_busy_fraction,
-        "compute_busy_fraction": times.compute_busy_fraction,
-        "copy_wait_seconds": times.wait_fraction * times.seconds,
-        "host_seconds": times.host_seconds,
-        "bound": times.bound,
-        "advice": advice(engine, times),
+        "link_busy_fraction": decode.link_busy_fraction,
+        "compute_busy_fraction": decode.compute_busy_fraction,
+        "copy_wait_seconds": decode.wait_fraction * decode.seconds,
+        "host_seconds": decode.host_seconds,
+        "bound": decode.bound,
+        "advice": advice(engine, decode),
         "notes": notes(engine),
     }
-
-
-def resident_share(engine: Engine) -> float:
-    """Return the share of the full KV blocks of all running sequences that lies on the GPU."""
-    kv_cache = engine.kv_cache
-    num_resident = kv_cache.copies.num_resident
-    total = num_resident + kv_cache.copies.num_streamed
-    return num_resident / total if total else 1.0
 
 
 def advice(engine: Engine, times: DecodeTimes) -> str:
@@ -139,7 +103,7 @@ def notes(engine: Engine) -> list[str]:
         found.append('enable_cpu_offload="auto" has no effect: all that can run at once fits on the GPU')
     if config.enable_cpu_offload is True and engine.meter.times.num_steps and not offload.counters.streamed_bytes:
         found.append("enable_cpu_offload=True has had no effect so far: all KV fits on the GPU")
-    if not config.may_offload and offload is None:
+    if not config.may_offload and offload.host.arena is None:
         for name in ("resident_kv_limit", "num_ring_slots", "ring_slot_bytes", "pin_host_memory"):
             value = getattr(config, name)
             if value != type(config).__dataclass_fields__[name].default:

@@ -38,28 +38,20 @@ class Trace:
         """Return everything recorded so far as trace events of one process. Waits until the device is idle."""
         self.runtime.synchronize()
         lanes = {"CPU": 0}
-        spans = []
-        for name, begin, end in self.host_spans:
-            spans.append(_span(name, number, 0, begin - self._base_moment, end - begin, {}))
+        spans = [(name, 0, begin - self._base_moment, end - begin, {}) for name, begin, end in self.host_spans]
         for step, timeline in enumerate(self.timelines):
             for span in timeline.spans:
                 lane = lanes.setdefault(span.lane, len(lanes))
                 arguments = {"step": step, "layer": span.layer, "chunk": span.chunk, "bytes": span.num_bytes or None}
-                begin = span.begin.seconds_since(self._base)
-                spans.append(_span(span.name, number, lane, begin, span.seconds, arguments))
-        names = [_meta("process_name", number, 0, process)]
-        return names + [_meta("thread_name", number, lane, name) for name, lane in lanes.items()] + spans
+                known = {key: value for key, value in arguments.items() if value is not None}
+                spans.append((span.name, lane, span.begin.seconds_since(self._base), span.seconds, known))
+        names = [("process_name", 0, process), *(("thread_name", lane, name) for name, lane in lanes.items())]
+        return [dict(ph="M", name=kind, pid=number, tid=lane, args={"name": name}) for kind, lane, name in names] + [
+            dict(ph="X", name=name, pid=number, tid=lane, ts=begin * 1e6, dur=seconds * 1e6, args=known)
+            for name, lane, begin, seconds, known in spans
+        ]
 
 
 def write_trace(path: str | Path, events: list[dict]) -> None:
     """Writes trace events of one or more processes for https://ui.perfetto.dev."""
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def _span(name: str, process: int, lane: int, begin: float, seconds: float, arguments: dict) -> dict:
-    known = {key: value for key, value in arguments.items() if value is not None}
-    return dict(ph="X", name=name, pid=process, tid=lane, ts=begin * 1e6, dur=seconds * 1e6, args=known)
-
-
-def _meta(kind: str, process: int, lane: int, name: str) -> dict:
-    return dict(ph="M", name=kind, pid=process, tid=lane, args={"name": name})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -10,7 +11,7 @@ from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend, PrefillPiece
 from nanoinfer.common.units import GIB
-from nanoinfer.execution.products import ProductCheck, check_products, run_ours
+from nanoinfer.execution.products import check_products, run_ours
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.segments import Around, Segments
 from nanoinfer.execution.step_tensors import StepTensors
@@ -21,60 +22,55 @@ from nanoinfer.models.decoder import Decoder
 from offload import KVLayout, Stream
 
 
+@dataclass(frozen=True)
 class Activations:
     """Memory of prefill steps.
 
-    Args:
+    Attributes:
         memory_before: bytes that the allocator held before the engine allocated any.
     """
 
-    def __init__(
-        self,
-        compute: Stream,
-        model: Decoder,
-        backend: AttentionBackend,
-        layout: KVLayout,
-        plan: MemoryPlan,
-        device: torch.device,
-        memory_before: int,
-    ) -> None:
-        self._compute, self._model, self._backend, self._layout = compute, model, backend, layout
-        self._plan, self._device, self._memory_before = plan, device, memory_before
+    compute: Stream
+    model: Decoder
+    backend: AttentionBackend
+    layout: KVLayout
+    plan: MemoryPlan
+    device: torch.device
+    memory_before: int
 
     def peak_bytes(self) -> int | None:
         """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return None
-        return torch.cuda.max_memory_reserved(self._device) - self._memory_before
+        return torch.cuda.max_memory_reserved(self.device) - self.memory_before
 
-    def measure(self, progress_bar: bool) -> tuple[int, list[ProductCheck]]:
+    def measure(self, progress_bar: bool) -> tuple[int, dict[str, list[int]]]:
         """Run the largest prefill step once and measure its memory.
 
         The plan is a formula over the config, but libraries may take workspaces of their own, and the allocator rounds.
 
         Returns:
-            How many GPU blocks to give up because the step took more than was planned, and which products the library
-            may compute.
+            How many GPU blocks to give up because the step took more than was planned, and what `check_products` found.
         """
-        device, plan = self._device, self._plan
-        with self._compute.current():
+        device, plan = self.device, self.plan
+        with self.compute.current():
             # Make the matrix library take the stream's workspace now. Later it would take it out of the segment of the
             # activations, which could then never be given back.
-            some = torch.ones(16, 16, dtype=self._model.spec.dtype, device=device)
+            some = torch.ones(16, 16, dtype=self.model.spec.dtype, device=device)
             torch.nn.functional.linear(some, some)
-            checks = check_products(self._model, plan.max_num_batched_tokens)
-        held = reserved_bytes(device) - self._memory_before  # weights, ring and workspace
+            checks = check_products(self.model, plan.max_num_batched_tokens)
+        held = reserved_bytes(device) - self.memory_before  # weights, ring and workspace
         self.reserve()
         torch.cuda.reset_peak_memory_stats(device)
         what = "compiling kernels, measuring memory"
-        with tqdm(total=1, desc=what, delay=2, disable=not progress_bar) as bar, self._compute.current():
+        with tqdm(total=1, desc=what, delay=2, disable=not progress_bar) as bar, self.compute.current():
             self._run_prefill(padded_rows(plan.max_num_batched_tokens))
-            self._compute.synchronize()
+            torch.cuda.synchronize(device)
             bar.update()
         peak = self.peak_bytes()
         reserved_bytes(device)  # gives back the segment, and what came beside it
         over = peak - (plan.weight_bytes + plan.ring_bytes + plan.activation_bytes + plan.library_bytes)
-        blocks = max(0, -(-over // self._layout.block_bytes))
+        blocks = max(0, -(-over // self.layout.block_bytes))
         if blocks:
             warnings.warn(
                 f"memory use is {over / GIB:.3f} GiB above the plan (weights and ring {held / GIB:.3f} instead of "
@@ -86,43 +82,43 @@ class Activations:
 
     def run_each_kind(self) -> None:
         """Run prefill steps that together use the kernels of larger ones, and what the library is compared with."""
-        for tokens in sorted({min(count, self._plan.max_num_batched_tokens) for count in (128, MAX_ROWS)}):
+        for tokens in sorted({min(count, self.plan.max_num_batched_tokens) for count in (128, MAX_ROWS)}):
             self._run_prefill(tokens)
-        if self._plan.max_num_batched_tokens > MAX_ROWS:
-            run_ours(self._model)
+        if self.plan.max_num_batched_tokens > MAX_ROWS:
+            run_ours(self.model)
 
     def reserve(self) -> None:
         """Leave one free segment in the allocator, from which all activations are cut.
 
         In segments of their own sizes the activations would take up to 40 % more.
         """
-        with self._compute.current():
-            torch.empty(self._plan.activation_bytes, dtype=torch.uint8, device=self._device)
+        with self.compute.current():
+            torch.empty(self.plan.activation_bytes, dtype=torch.uint8, device=self.device)
 
     def _run_prefill(self, tokens: int) -> None:
         """Run one layer of each kind of a prefill step, and its head, on a pool of one block that all tokens share."""
-        device, spec, layout = self._device, self._model.spec, self._layout
+        device, spec, layout = self.device, self.model.spec, self.layout
         kv = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
-        segments = Segments(self._model, [kv] * layout.num_layers, RecurrentStates(spec, 1, device))
+        segments = Segments(self.model, [kv] * layout.num_layers, RecurrentStates(spec, 1, device))
         numbers = torch.arange(tokens, device=device)
-        inputs = torch.zeros_like(numbers), numbers % self._plan.max_model_len, numbers % layout.block_size
+        inputs = torch.zeros_like(numbers), numbers % self.plan.max_model_len, numbers % layout.block_size
         tensors = StepTensors(*inputs, torch.ones_like(numbers, dtype=torch.int32))
         around = self._around(kv, tokens)
         tensors.reserve(spec)
         for index in sorted({0, 1, layout.num_layers}):
             segments.piece(index, tensors, around)
-        normed = tensors.x[: min(self._plan.max_num_seqs, tokens)]
+        normed = tensors.x[: min(self.plan.max_num_seqs, tokens)]
         del tensors, around
-        self._model.logits(normed).argmax(dim=-1)
+        self.model.logits(normed).argmax(dim=-1)
 
     def _around(self, kv: torch.Tensor, tokens: int) -> Around:
         """Return what the step does around segments: one sequence of `tokens` tokens attends to one block."""
         table = torch.zeros(1, -(-tokens // kv.shape[2]), dtype=torch.int32, device=kv.device)
         piece = PrefillPiece.of_one(tokens, table)
-        state, window = self._backend.prefill_state(tokens), self._model.spec.windows[0]
+        state, window = self.backend.prefill_state(tokens), self.model.spec.windows[0]
 
         def before(index: int, tensors: StepTensors) -> None:
             if index > 0:
-                self._backend.prefill(tensors.q, kv, piece, state, tensors.attention, window)
+                self.backend.prefill(tensors.q, kv, piece, state, tensors.attention, window)
 
         return SimpleNamespace(before=before, after=lambda index, tensors: None)

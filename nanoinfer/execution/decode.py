@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from nanoinfer.execution.decode_attention import DecodeAttention
 from nanoinfer.execution.graphs import Work
 from nanoinfer.execution.parts import Parts
 from nanoinfer.execution.sampling_state import SamplingState
+from nanoinfer.execution.segments import Around
+from nanoinfer.execution.splits import NO_SPLITS
 from nanoinfer.execution.step_tensors import FixedBuffers, StepTensors
 from nanoinfer.execution.tables import DeviceTable, RowState
 from nanoinfer.kernels.linear.counts import MAX_ROWS
@@ -38,35 +41,24 @@ class DecodeCounters:
 
 
 class DecodeProgram:
-    """Buffers, tables and pieces of decode.
-
-    Args:
-        max_batch: largest padded batch.
-        batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
-        max_blocks: as in `DecodeAttention`.
+    """Buffers, tables and pieces of decode, and the state of all rows.
 
     Attributes:
+        batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
         indices: of all pieces.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        rows: RowState,
-        sampling: SamplingState,
-        *,
-        max_batch: int,
-        batch_sizes: list[int],
-        max_blocks: int,
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
         spec, device, self._block_size = parts.model.spec, parts.runtime.device, parts.layout.block_size
-        self.parts, self.batch_sizes = parts, batch_sizes
+        self.parts, self._compute = parts, parts.compute
+        self.batch_sizes = parts.config.graph_batch_sizes(parts.plan.max_num_seqs)
+        max_batch = max(self.batch_sizes[-1], parts.plan.max_num_seqs)
+        self.rows = rows = RowState(parts.runtime, parts.plan.max_num_seqs, parts.max_blocks_per_seq)
+        self.sampling = SamplingState(parts.runtime, rows, spec.vocab_size, max_batch)
         self.indices = range(len(parts.segments))
         self.counters = DecodeCounters()
-        self.rows = rows
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self._compute, self._sampling = parts.compute, sampling
         self._buffers = FixedBuffers(spec, max_batch, device)
         self._next = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._positions = self._buffers.positions
@@ -74,7 +66,7 @@ class DecodeProgram:
         self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
         self._batch_rows = DeviceTable(parts.runtime, max_batch)
-        self.attention = DecodeAttention(parts, self._buffers.q, self._lengths, self._block_table, max_blocks)
+        self.attention = DecodeAttention(parts, self._buffers.q, self._lengths, self._block_table)
         self._last: DecodeStep | None = None  # the step whose lists the tables hold, if another may repeat it
 
     # Pieces
@@ -85,19 +77,39 @@ class DecodeProgram:
         Each piece may be a graph of its own, so what it leaves for the next piece lies at fixed addresses.
         """
         tensors = self._tensors(size)
-        self.parts.segments.piece(index, tensors, DecodeRows(self, whole_rows=False))
+        self.parts.segments.piece(index, tensors, self._around(whole_rows=False))
         if index == 0:
             self._buffers.x[:size].copy_(tensors.x)
 
     def run_pieces(self, indices: Iterable[int], size: int) -> None:
         """Run pieces of one padded batch, one after the other."""
-        tensors, around = self._tensors(size), DecodeRows(self, self.attention.whole_rows)
+        tensors, around = self._tensors(size), self._around(self.attention.whole_rows)
         for index in indices:
             self.parts.segments.piece(index, tensors, around)
 
+    def _around(self, whole_rows: bool) -> Around:
+        """Return what a step does around segments.
+
+        whole_rows: whether the attention is that over whole rows of the GPU pool.
+        """
+
+        def before(index: int, tensors: StepTensors) -> None:
+            if index == 0:
+                self._prepare(len(tensors), whole_rows)
+            else:
+                self.attention.end(index - 1, tensors.attention, whole_rows)
+
+        def after(index: int, tensors: StepTensors) -> None:
+            if index == len(self.parts.segments) - 1:
+                logits = self.parts.model.logits(tensors.x, self.logits[: len(tensors)])
+                self.sampling.sample(logits, self._batch_rows.tensor[: len(tensors)], self.tokens[: len(tensors)])
+            else:
+                self.attention.begin(index, tensors.q, tensors.attention, whole_rows)
+
+        return SimpleNamespace(before=before, after=after)
+
     def _tensors(self, size: int) -> StepTensors:
-        rows, buffers = self._batch_rows.tensor[:size], self._buffers
-        fixed = dict(x=buffers.x[:size], q=buffers.q[:size], attention=buffers.attention[:size])
+        rows, fixed = self._batch_rows.tensor[:size], self._buffers.first(size)
         return StepTensors(self._next[:size], self._positions[:size], self._slots[:size], rows, **fixed)
 
     def copy_inputs(
@@ -122,16 +134,12 @@ class DecodeProgram:
         inputs = self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:size]
         state.operations.step_inputs(rows, state.tensors, inputs, block_size)
 
-    def _finish(self, size: int, normed: torch.Tensor) -> None:
-        logits = self.parts.model.logits(normed, self.logits[:size])
-        self._sampling.sample(logits, self._batch_rows.tensor[:size], self.tokens[:size])
-
     # Graphs
 
     def run_each_kind(self) -> None:
         """Run pieces that together use every kernel of a step, for each kind of batch, on padding rows."""
         self._reset_tables()
-        kind = self.attention.lists.kind
+        kind = self.parts.kind
         layers = {kind.index(one) for one in kind}
         pieces = sorted({0, 1, len(kind)} | layers | {layer + 1 for layer in layers})
         beyond = [size for size in self.batch_sizes if size > MAX_ROWS]
@@ -151,7 +159,7 @@ class DecodeProgram:
         for size in sizes if may_offload else ():
             pieces = [partial(self.run_piece, index, size) for index in indices]
             yield Work(("pieces", size), f"layer graphs, batch {size}", prepare, pieces)
-        slots = product(range(len(self.attention.lists.windows)), range(self.parts.ring.num_ring_slots))
+        slots = product(range(len(self.parts.windows)), range(self.parts.ring.num_ring_slots))
         for slot in slots if may_offload else ():
             yield Work(("slot", *slot), "ring slot graphs", prepare, [partial(self.attention.attend_slot, *slot)])
 
@@ -159,7 +167,7 @@ class DecodeProgram:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
         self._last = None
         self._batch_rows.set(self._compute, np.full(len(self.tokens), self.rows.padding_row, dtype=np.int32))
-        self.attention.upload_none()
+        self.attention.upload([NO_SPLITS] * len(self.parts.windows), [])
 
     def forget_tables(self) -> None:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""
@@ -168,10 +176,6 @@ class DecodeProgram:
         self.attention.forget_tables()
 
     # Steps
-
-    def padded_size(self, count: int) -> int:
-        """The smallest captured batch size that holds `count` rows, or `count` itself beyond the largest."""
-        return next((size for size in self.batch_sizes if size >= count), count)
 
     def begin(self, step: StepPlan, beside: StreamPlan | None = None) -> DecodeStep:
         """Upload what changed and plan what the rows that decode attend to.
@@ -185,7 +189,7 @@ class DecodeProgram:
         """
         assert np.all(step.ends - step.begins == 1), "a decoding row computes one token"
         rows, first = step.rows, len(step.chunks)
-        size = self.padded_size(len(rows))
+        size = next((size for size in self.batch_sizes if size >= len(rows)), len(rows))
         self.counters.num_rows += 0 if step.chunks else len(rows)
         self.counters.padded_rows += 0 if step.chunks else size - len(rows)
         may_repeat = beside is None and step.later_gpu_blocks is None and not step.write_through
@@ -233,30 +237,6 @@ class DecodeProgram:
             self._compute.copy(kv[gpu_block : gpu_block + count], slot[place : place + count])
 
 
-@dataclass(frozen=True)
-class DecodeRows:
-    """What a decode step does around segments (see `segments.Around`).
-
-    Attributes:
-        whole_rows: whether the attention is that over whole rows of the GPU pool.
-    """
-
-    program: DecodeProgram
-    whole_rows: bool
-
-    def before(self, index: int, tensors: StepTensors) -> None:
-        if index == 0:
-            self.program._prepare(len(tensors), self.whole_rows)
-        else:
-            self.program.attention.end(index - 1, tensors.attention, self.whole_rows)
-
-    def after(self, index: int, tensors: StepTensors) -> None:
-        if index == len(self.program.parts.segments) - 1:
-            self.program._finish(len(tensors), tensors.x)
-        else:
-            self.program.attention.begin(index, tensors.q, tensors.attention, self.whole_rows)
-
-
 @dataclass
 class DecodeStep:
     """One decode step as the offload engine runs it (see `offload.OffloadStep`).
@@ -302,7 +282,7 @@ class DecodeStep:
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         attention = self.program.attention
         if attention.load_record(layer, chunk, ring_slot):
-            slot = attention.lists.kind[layer], ring_slot
+            slot = self.program.parts.kind[layer], ring_slot
             self.program.enqueue(("slot", *slot), partial(attention.attend_slot, *slot))
         if self.promoted:
             self.program.keep(layer, chunk, ring_slot, self.promoted)

@@ -8,7 +8,7 @@ import torch
 
 from nanoinfer.attention.base import DecodeWork, Partials
 from nanoinfer.execution.parts import Parts
-from nanoinfer.execution.splits import NO_SPLITS, DecodeLists, SplitLists
+from nanoinfer.execution.splits import DecodeLists, SplitLists
 from nanoinfer.execution.tables import ChunkRecords, SplitTables
 from nanoinfer.kernels.attention.limits import MAX_TILES_APART
 from offload import Chunk, StreamPlan
@@ -21,25 +21,23 @@ class DecodeAttention:
         q: [max_batch, num_q_heads, head_dim], where attention over ring slots reads the queries.
         lengths: [max_batch] int32, the rows' tokens.
         block_table: [max_batch, max_blocks_per_seq] int32, the rows' GPU blocks, for backends without fixed splits.
-        max_blocks: blocks that all rows together may attend to; a block that several rows share counts once per row.
 
     Attributes:
         lists: makes the lists of what is attended to.
     """
 
-    def __init__(
-        self, parts: Parts, q: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor, max_blocks: int
-    ) -> None:
+    def __init__(self, parts: Parts, q: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> None:
         runtime, ring = parts.runtime, parts.ring
         self._compute, self._backend, self._ring, self._gpu_kv = parts.compute, parts.backend, ring, parts.gpu_kv
-        self.lists = lists = DecodeLists(parts)
+        self._windows, self._kind, self.lists = parts.windows, parts.kind, DecodeLists(parts)
         self._q, self._lengths, self._block_table = q, lengths, block_table
-        # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial.
-        self._max_splits = most = max_blocks + MAX_TILES_APART
+        # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial, and a block that
+        # several rows share has one for each.
+        self._max_splits = most = parts.plan.max_splits + MAX_TILES_APART
         self._partials: Partials = parts.backend.partials(most)
         # The host's tables, one set per window.
-        self._splits = [SplitTables(runtime, len(q), most) for _ in lists.windows]
-        self._records = [ChunkRecords(runtime, most) for _ in lists.windows]
+        self._splits = [SplitTables(runtime, len(q), most) for _ in parts.windows]
+        self._records = [ChunkRecords(runtime, most) for _ in parts.windows]
         self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=runtime.device)
 
     @property
@@ -53,13 +51,8 @@ class DecodeAttention:
             num_splits = lists.ranges[-1]
             assert num_splits <= self._max_splits, f"{num_splits} splits in a workspace of {self._max_splits}"
             self._splits[index].set(self._compute, lists)
-            chunks = [chunk for plan in plans for chunk in plan.chunks[self.lists.kind.index(index)]]
+            chunks = [chunk for plan in plans for chunk in plan.chunks[self._kind.index(index)]]
             self._records[index].set(self._compute, lists, chunks)
-
-    def upload_none(self) -> None:
-        """Upload lists without splits."""
-        for splits in self._splits:
-            splits.set(self._compute, NO_SPLITS)
 
     def forget_tables(self) -> None:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""
@@ -73,8 +66,8 @@ class DecodeAttention:
             q, out: [rows, num_q_heads, head_dim], for the first rows of the batch. With `whole_rows` this method writes
                 `out`, otherwise `end` does.
         """
-        kind, kv, lengths = self.lists.kind[layer], self._gpu_kv[layer], self._lengths[: len(q)]
-        window = self.lists.windows[kind]
+        kind, kv, lengths = self._kind[layer], self._gpu_kv[layer], self._lengths[: len(q)]
+        window = self._windows[kind]
         if whole_rows:
             self._backend.decode_rows(q, kv, self._block_table[: len(q)], lengths, out, window)
         else:
@@ -84,7 +77,7 @@ class DecodeAttention:
     def end(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
         """Merge the partials of the GPU pool and of ring slots into `out`; arguments as in `begin`."""
         if not whole_rows:
-            splits = self._splits[self.lists.kind[layer]]
+            splits = self._splits[self._kind[layer]]
             self._backend.merge(
                 self._partials,
                 splits.ranges[: len(out) + 1],
@@ -95,7 +88,7 @@ class DecodeAttention:
 
     def load_record(self, layer: int, chunk: Chunk, ring_slot: int) -> bool:
         """Enqueue the upload of what `attend_slot` attends to. Return False if no row attends to the chunk."""
-        records = self._records[self.lists.kind[layer]]
+        records = self._records[self._kind[layer]]
         return records.copy(self._compute, chunk, self._slot_records[ring_slot])
 
     def attend_slot(self, kind: int, ring_slot: int) -> None:
@@ -109,7 +102,7 @@ class DecodeAttention:
             self._work(self._slot_records[ring_slot], kind),
             self._lengths,
             self._partials,
-            self.lists.windows[kind],
+            self._windows[kind],
         )
 
     def _work(self, table: torch.Tensor, kind: int) -> DecodeWork:

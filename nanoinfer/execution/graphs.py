@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from offload import Graph, Runtime, Stream
+from offload import Runtime, Stream
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Graphs:
     """All graphs of one engine, which run on one stream.
 
     Attributes:
-        captured: for each key its graphs, in the order of `Work.pieces`.
+        captured: for each key what replays its graphs, in the order of `Work.pieces`.
     """
 
     def __init__(self, runtime: Runtime, compute: Stream) -> None:
-        self.captured: dict[Hashable, list[Graph]] = {}
+        self.captured: dict[Hashable, list[Callable[[], None]]] = {}
         self._runtime, self._compute = runtime, compute
 
     def __contains__(self, key: Hashable) -> bool:
@@ -46,8 +46,5 @@ class Graphs:
     def run(self, key: Hashable, work: Callable[[], None], number: int = 0) -> bool:
         """Enqueue graph `number` of the key, or `work` if nothing is captured. Return whether it was a graph."""
         graphs = self.captured.get(key)
-        if graphs is None:
-            self._compute.run(work)
-            return False
-        self._compute.replay(graphs[number])
-        return True
+        self._compute.run(work if graphs is None else graphs[number])
+        return graphs is not None

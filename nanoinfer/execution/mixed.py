@@ -23,7 +23,7 @@ class MixedStep:
         prefill: planned with the sequences of `decode` after the chunks, and with the write-through of all sequences.
         decode: planned for its sequences, beside what the prefill step streams.
         count: number of sequences of `decode`.
-        whole_rows: as in `DecodeRows`.
+        whole_rows: whether the decode rows attend to whole rows of the GPU pool.
     """
 
     def __init__(self, prefill: PrefillStep, decode: DecodeStep, count: int, whole_rows: bool) -> None:

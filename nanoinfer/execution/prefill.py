@@ -27,55 +27,35 @@ from offload.layout import runs
 
 
 class PrefillProgram:
-    """Runs prefill steps: the pieces of small steps from graphs, attention and larger steps eagerly.
+    """Runs prefill steps: the pieces of small steps from graphs, attention and larger steps eagerly."""
 
-    Args:
-        capture_num_tokens: padded token counts with graphs, ascending; none above `max_tokens`.
-        max_tokens: tokens of one step.
-        max_seqs: sequences of one step.
-        max_blocks_per_seq: logical blocks of one sequence.
-        max_blocks: blocks of all sequences together.
-    """
-
-    def __init__(
-        self,
-        parts: Parts,
-        *,
-        max_tokens: int,
-        max_seqs: int,
-        max_blocks_per_seq: int,
-        max_blocks: int,
-        capture_num_tokens: list[int],
-    ) -> None:
-        assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the tables"
-        runtime, states, spec = parts.runtime, parts.states, parts.model.spec
+    def __init__(self, parts: Parts) -> None:
+        runtime, states, plan = parts.runtime, parts.states, parts.plan
         self.parts, self.block_size = parts, parts.layout.block_size
-        self.windows = windows = spec.attention.windows
-        self.kind = [windows.index(window) for window in spec.windows]
         # Token id, position and slot of a padding token, and its row if a layer asks for it: the KV store skips
         # negative slots.
         self._padding = (0, 0, -1, states.padding_row) if states.of_layer else (0, 0, -1)
-        self.max_seqs = min(max_seqs, max_tokens)
+        max_tokens, max_seqs = plan.max_num_batched_tokens, min(plan.max_num_seqs, plan.max_num_batched_tokens)
         # The table holds tokens, positions, slots and rows; then per sequence the offsets and ranges; then block tables
         # and ring chunks. Every sequence of the step may have a history on the host (a shared prefix, a switch), with
         # each of its blocks in a separate ring slot.
-        blocks = min(max_blocks, self.max_seqs * max_blocks_per_seq)
+        blocks = min(plan.max_splits, max_seqs * parts.max_blocks_per_seq)
         num_rows = padded_rows(max_tokens) if runtime.device.type == "cuda" else max_tokens
-        size = len(self._padding) * num_rows + 1 + self.max_seqs * max_blocks_per_seq
-        size += (6 + bool(states.of_layer) + len(windows)) * self.max_seqs
-        size += 3 * (9 + 2 * bool(states.of_layer) + 2 * len(windows))  # each part begins at a multiple of 4
-        size += 3 * len(windows) * blocks
+        size = len(self._padding) * num_rows + 1 + max_seqs * parts.max_blocks_per_seq
+        size += (6 + bool(states.of_layer) + len(parts.windows)) * max_seqs
+        size += 3 * (9 + 2 * bool(states.of_layer) + 2 * len(parts.windows))  # each part begins at a multiple of 4
+        size += 3 * len(parts.windows) * blocks
         self._table = DeviceTable(runtime, size)
-        self.pieces = PrefillPieces(parts, self._table, self._padding, capture_num_tokens)
+        self.pieces = PrefillPieces(parts, self._table, self._padding)
         places = torch.arange(parts.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
-        self._slot_places = places.view(1, -1)
+        self.slot_places = places.view(1, -1)
 
     def begin(self, step: StepPlan) -> PrefillStep:
         """Upload the tables of the step's chunks and plan what the chunks attend to.
 
         The last tokens of decoding rows follow the chunks' tokens; `MixedStep` fills them in and attends.
         """
-        packer, chunks, num_decoding, block_size = Packer(), step.chunks, len(step.rows), self.block_size
+        packer, chunks, num_decoding, block_size = Packer(self._table), step.chunks, len(step.rows), self.block_size
         gpu_blocks, host_blocks = step.gpu_blocks[: len(chunks)], step.host_blocks[: len(chunks)]
         inputs = [packer.add(values) for values in self._inputs(chunks, gpu_blocks, step.rows)]  # graphs read them
         begun = packer.add([chunk.row for chunk in chunks if self.parts.states.of_layer and chunk.begin == 0])
@@ -95,72 +75,44 @@ class PrefillProgram:
         for line, blocks, first, count in zip(table, gpu_blocks, first_blocks, num_blocks, strict=True):
             line[: count - first] = blocks[first:count]
         block_table = packer.add(table)
-        load_state, histories = [], []
-        for window in self.windows:
-            history = self._history(chunks, host_blocks, first_blocks, window, packer)
-            load_state.append(packer.add([int(first < end) for first, end in zip(history.firsts, first_blocks)]))
-            histories.append(history)
-        packer.upload(self._table, self.parts.compute)
+        histories = [self._history(chunks, host_blocks, first_blocks, window, packer) for window in self.parts.windows]
+        passing, load_states, slot_tables, readers = zip(*histories, strict=True)
+        packer.upload(self.parts.compute)
         if num_decoding:
             self._table.forget()  # `MixedStep` writes there, too
-        view = self._view
         gpu_pieces = [
             PrefillPiece(
-                cu_seqlens_q=view(cu_seqlens),
-                query_pos=view(query_pos),
-                first_block=view(first_block),
-                kv_end=view(kv_end),
-                load_state=view(load_state[kind]),
-                block_table=view(block_table).view(len(chunks), width),
+                cu_seqlens_q=cu_seqlens,
+                query_pos=query_pos,
+                first_block=first_block,
+                kv_end=kv_end,
+                load_state=load_state,
+                block_table=block_table,
                 max_query_len=int(lengths.max()),
                 query_rows=(0, num_tokens),
                 store_state=False,
             )
-            for kind in range(len(self.windows))
+            for load_state in load_states
         ]
         return PrefillStep(
             program=self,
             num_chunks=len(chunks),
             write_through=step.write_through,
-            plan=StreamPlan(tuple(histories[kind].chunks for kind in self.kind)),
+            plan=StreamPlan(tuple(passing[kind] for kind in self.parts.kind)),
             num_tokens=num_tokens,
             tensors=self.pieces.begin(num_tokens + num_decoding, inputs),
-            begun=view(begun),
-            last=view(last),
-            last_rows=view(last_rows),
+            begun=begun,
+            last=last,
+            last_rows=last_rows,
             gpu_pieces=gpu_pieces,
-            slot_tables=[view(history.table).view(3, -1) for history in histories],
+            slot_tables=slot_tables,
             lengths=lengths,
-            readers=[history.readers for history in histories],
+            readers=readers,
         )
 
     def forget_tables(self) -> None:
         """Have the table uploaded again: after an exception, the one on the device may hold anything."""
         self._table.forget()
-
-    def _view(self, place: slice) -> torch.Tensor:
-        return self._table.tensor[place]
-
-    def slot_pieces(self, step: PrefillStep, kind: int, chunk: Chunk) -> list[PrefillPiece]:
-        """Return the pieces of a ring slot: one for each run of neighbouring sequences that read the chunk."""
-        gpu_piece, table, pieces = step.gpu_pieces[kind], step.slot_tables[kind], []
-        for number, first, count in chunk.tag:
-            last = first + count
-            records = table[:, number : number + count]
-            pieces.append(
-                PrefillPiece(
-                    cu_seqlens_q=gpu_piece.cu_seqlens_q[first : last + 1],
-                    query_pos=gpu_piece.query_pos[first:last],
-                    first_block=records[0],
-                    kv_end=records[1],
-                    load_state=records[2],
-                    block_table=self._slot_places.expand(count, -1),
-                    max_query_len=int(step.lengths[first:last].max()),
-                    query_rows=(int(step.lengths[:first].sum()), int(step.lengths[:last].sum())),
-                    store_state=True,
-                )
-            )
-        return pieces
 
     def _inputs(
         self, chunks: Sequence[PromptChunk], gpu_blocks: np.ndarray, decoding: np.ndarray
@@ -190,8 +142,13 @@ class PrefillProgram:
         ends: list[int],
         window: int | None,
         packer: Packer,
-    ) -> _History:
-        """Return the host blocks before logical block `ends[i]` that a query of chunk i sees, as ring chunks."""
+    ) -> tuple[list[Chunk], torch.Tensor, torch.Tensor, tuple[np.ndarray, np.ndarray]]:
+        """Pack the host blocks before logical block `ends[i]` that a query of chunk i sees, for layers of one window.
+
+        Returns:
+            The ring chunks; [sequences] int32, whether each has any (the load state for the GPU pool); and what
+            `PrefillStep` has of them in `slot_tables` and `readers`.
+        """
         block_size = self.block_size
         firsts = [int(first_visible_block(np.array(chunk.begin), window, block_size)) for chunk in chunks]
         lists = [blocks[:end] for blocks, end in zip(host_blocks, ends, strict=True)]
@@ -208,29 +165,14 @@ class PrefillProgram:
             found.append(replace(chunk, tag=tuple(neighbours)))
         blocks = [blocks[first:] for blocks, first in zip(lists, firsts, strict=True)]
         readers = np.repeat(np.arange(len(blocks)), [len(part) for part in blocks]), np.concatenate(blocks)
-        return _History(found, firsts, readers, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T))
+        load_state = packer.add([first < end for first, end in zip(firsts, ends, strict=True)])
+        return found, load_state, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T), readers
 
 
 def _first_gpu_block(blocks: np.ndarray) -> int:
     """Return the place from which on all of a row's blocks lie on the GPU; the blocks before it lie on the host."""
     missing = np.flatnonzero(blocks == NO_BLOCK)
     return int(missing[-1]) + 1 if len(missing) else 0
-
-
-@dataclass(frozen=True)
-class _History:
-    """The ring chunks of one kind of layer.
-
-    Attributes:
-        firsts: for each sequence the first block that its queries see.
-        readers: as in `PrefillStep`.
-        table: place of [3, n] in the table: first block, end of the keys and load state of each (chunk, sequence).
-    """
-
-    chunks: list[Chunk]
-    firsts: list[int]
-    readers: tuple[np.ndarray, np.ndarray]
-    table: slice
 
 
 @dataclass
@@ -245,6 +187,9 @@ class PrefillStep:
             their prompt, then the tokens of decoding sequences.
         last_rows: [n] the rows of these tokens.
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
+        gpu_pieces: for each window what the chunks attend to in the GPU pool.
+        slot_tables: for each window [3, n] int32: first block, end of the keys and load state of each pair of a ring
+            chunk and a sequence that reads it.
         readers: for each window two parallel arrays, the number of a chunk and a host block that it reads.
     """
 
@@ -258,9 +203,9 @@ class PrefillStep:
     last: torch.Tensor
     last_rows: torch.Tensor
     gpu_pieces: list[PrefillPiece]
-    slot_tables: list[torch.Tensor]
+    slot_tables: Sequence[torch.Tensor]
     lengths: np.ndarray
-    readers: list[tuple[np.ndarray, np.ndarray]]
+    readers: Sequence[tuple[np.ndarray, np.ndarray]]
     shares: np.ndarray | None = None
     ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
     last_normed: torch.Tensor = field(init=False)
@@ -280,7 +225,7 @@ class PrefillStep:
         self.program.parts.compute.run(self._begin if index == 0 else lambda: self._attend_gpu(index - 1))
 
     def after(self, index: int, tensors: StepTensors) -> None:
-        if index == len(self.program.kind):
+        if index == len(self.program.parts.kind):
             self.program.parts.compute.run(self._finish)
 
     def _begin(self) -> None:
@@ -295,14 +240,28 @@ class PrefillStep:
         self.tensors = self._state = None
 
     def _attend_gpu(self, layer: int) -> None:
-        kv = self.program.parts.gpu_kv[layer]
-        self._attend(layer, self.gpu_pieces[self.program.kind[layer]], kv)
+        parts = self.program.parts
+        self._attend(layer, self.gpu_pieces[parts.kind[layer]], parts.gpu_kv[layer])
 
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
-        program, kind = self.program, self.program.kind[layer]
-        for piece in program.slot_pieces(self, kind, chunk):
-            self._attend(layer, piece, program.parts.ring.slots[ring_slot])
+        """Attend to a ring slot: once for each run of neighbouring sequences that read the chunk."""
+        parts = self.program.parts
+        gpu_piece, table = self.gpu_pieces[parts.kind[layer]], self.slot_tables[parts.kind[layer]]
+        for number, first, count in chunk.tag:
+            last, records = first + count, table[:, number : number + count]
+            piece = PrefillPiece(
+                cu_seqlens_q=gpu_piece.cu_seqlens_q[first : last + 1],
+                query_pos=gpu_piece.query_pos[first:last],
+                first_block=records[0],
+                kv_end=records[1],
+                load_state=records[2],
+                block_table=self.program.slot_places.expand(count, -1),
+                max_query_len=int(self.lengths[first:last].max()),
+                query_rows=(int(self.lengths[:first].sum()), int(self.lengths[:last].sum())),
+                store_state=True,
+            )
+            self._attend(layer, piece, parts.ring.slots[ring_slot])
 
     def _attend(self, layer: int, piece: PrefillPiece, kv: torch.Tensor) -> None:
-        program, (q, out) = self.program, self.tensors.attention_rows(self.num_tokens)
-        program.parts.backend.prefill(q, kv, piece, self._state, out, program.windows[program.kind[layer]])
+        parts, (q, out) = self.program.parts, self.tensors.attention_rows(self.num_tokens)
+        parts.backend.prefill(q, kv, piece, self._state, out, parts.windows[parts.kind[layer]])

@@ -37,11 +37,6 @@ class PrefillCounters:
     eager_steps: int = 0
     padded_tokens: int = 0
 
-    @property
-    def graph_hit_rate(self) -> float:
-        """The share of steps that ran from graphs; 0.0 before the first."""
-        return self.graph_steps / max(1, self.graph_steps + self.eager_steps)
-
 
 class PrefillPieces:
     """Pads and captures the segments of prefill steps.
@@ -50,40 +45,34 @@ class PrefillPieces:
         table: the steps' table. What `padding` names is what each step packs first, so its places depend on the padded
             count alone, and graphs read it there.
         padding: what a step packs of each padding token.
+
+    Attributes:
         capture_num_tokens: padded token counts, ascending; a larger step runs eagerly.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        table: DeviceTable,
-        padding: tuple[int, ...],
-        capture_num_tokens: list[int],
-    ) -> None:
-        self.capture_num_tokens = capture_num_tokens
+    def __init__(self, parts: Parts, table: DeviceTable, padding: tuple[int, ...]) -> None:
+        device, max_tokens = parts.runtime.device, parts.plan.max_num_batched_tokens
+        self._pads = device.type == "cuda"
+        self.capture_num_tokens = capture_num_tokens = parts.config.graph_num_tokens(max_tokens, self._pads)
+        assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the table"
         self.counters = PrefillCounters()
         self._parts, self._table, self._padding = parts, table, padding
-        device = parts.runtime.device
-        self._pads = device.type == "cuda"
         self.buffers = FixedBuffers(parts.model.spec, max(capture_num_tokens, default=0), device)
-        self._fixed = {
-            count: FixedTensors(self._inputs(self._pack_padding(count)[1]), self.buffers)
-            for count in capture_num_tokens
-        }
+        self._fixed = {count: FixedTensors(self._pack_padding(count)[1], self.buffers) for count in capture_num_tokens}
 
     def padded_count(self, num_tokens: int) -> int:
         """Return the smallest captured count that holds `num_tokens`; beyond the largest, as products are padded."""
         captured = next((count for count in self.capture_num_tokens if count >= num_tokens), None)
         return captured or (padded_rows(num_tokens) if self._pads else num_tokens)
 
-    def begin(self, num_tokens: int, places: list[slice]) -> StepTensors:
-        """Return the tensors of a step of `num_tokens` tokens, whose padded inputs lie at `places` of the table."""
+    def begin(self, num_tokens: int, inputs: list[Tensor]) -> StepTensors:
+        """Return the tensors of a step of `num_tokens` tokens, whose padded inputs lie in the table."""
         count = self.padded_count(num_tokens)
         self.counters.padded_tokens += count - num_tokens
         is_captured = ("segments", count) in self._parts.graphs
         self.counters.graph_steps += is_captured
         self.counters.eager_steps += not is_captured
-        return self._fixed[count] if count in self._fixed else StepTensors(*self._inputs(places))
+        return self._fixed[count] if count in self._fixed else StepTensors(*inputs)
 
     def works(self) -> Iterator[Work]:
         """Yield what runs from graphs: each segment for each count, the largest first. It is the same in every mode."""
@@ -107,12 +96,9 @@ class PrefillPieces:
 
         It stores keys and values: with the slots of an earlier step it would overwrite those of running sequences.
         """
-        self._pack_padding(count)[0].upload(self._table, self._parts.compute)
+        self._pack_padding(count)[0].upload(self._parts.compute)
 
-    def _inputs(self, places: list[slice]) -> list[Tensor]:
-        return [self._table.tensor[place] for place in places]
-
-    def _pack_padding(self, count: int) -> tuple[Packer, list[slice]]:
-        """Pack a step of padding only, and return where its inputs lie."""
-        packer = Packer()
+    def _pack_padding(self, count: int) -> tuple[Packer, list[Tensor]]:
+        """Pack a step of padding only, and return its inputs."""
+        packer = Packer(self._table)
         return packer, [packer.add(np.full(count, value)) for value in self._padding]

@@ -10,7 +10,7 @@ compute the product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -21,35 +21,22 @@ from nanoinfer.layers.linear import Head, Linear
 from nanoinfer.models.decoder import Decoder
 
 
-@dataclass(frozen=True)
-class ProductCheck:
-    """What was found for the products of one shape.
-
-    Attributes:
-        shape: of the weight, [num_rows, size].
-        num_modules: how many of the model's projections have it.
-        agreeing, differing: numbers of rows at which the library has, or has not, the bits of our kernels.
-    """
-
-    shape: tuple[int, int]
-    num_modules: int
-    agreeing: tuple[int, ...]
-    differing: tuple[int, ...]
-
-
-def check_products(model: Decoder, max_rows: int) -> list[ProductCheck]:
+def check_products(model: Decoder, max_rows: int) -> dict[str, list[int]]:
     """Compares the library's products with ours, to the bit, and tells each `Linear` at which counts it may use them.
 
     Args:
         max_rows: the most rows that a step computes.
+
+    Returns:
+        For each shape of weights, such as "4096x1024" ([num_rows, size]), the numbers of rows at which bits differ.
     """
-    counts, found = padded_counts(max_rows), []
+    counts, found = padded_counts(max_rows), {}
     for (num_rows, size, _), modules in _by_shape(model).items():
         agreeing = _agreeing(modules[0], counts)
         for module in modules:
             module.library_counts = agreeing
-        differing = tuple(count for count in counts if count not in agreeing)
-        found.append(ProductCheck((num_rows, size), len(modules), tuple(sorted(agreeing)), differing))
+        shape = f"{num_rows}x{size}"
+        found[shape] = sorted((set(counts) - agreeing).union(found.get(shape, ())))
     return found
 
 
@@ -97,7 +84,9 @@ def _ours(module: Linear, weight: Tensor, x: Tensor) -> Tensor:
     from nanoinfer.kernels.linear import rows as kernels  # triton comes with CUDA builds of torch only
 
     parts = module.weights.num_parts(module)
-    return kernels.linear(x, weight, module.bias) if parts == 1 else _sum(kernels.linear_parts(x, weight, parts))
+    if parts == 1:
+        return kernels.linear(x, weight, module.bias)
+    return reduce(torch.add, kernels.linear_parts(x, weight, parts))  # in the order in which `rms_norm` adds them up
 
 
 def agreeing_counts(
@@ -121,11 +110,3 @@ def agreeing_counts(
     return frozenset(
         count for count, is_other in zip(counts, torch.stack(differs).tolist(), strict=True) if not is_other
     )
-
-
-def _sum(parts: Tensor) -> Tensor:
-    """[parts, N, num_rows] -> [N, num_rows], in the order in which `rms_norm` adds them up."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,25 +30,16 @@ class PendingTokens:
         self.check: Callable[[], list[Exception | None]] = lambda: [None] * count
         self.streamed_bytes: np.ndarray | None = None
 
-    def read(self) -> SampledTokens:
-        """Wait until the step has run, and return what it sampled."""
+    def read(self) -> list[tuple[int, tuple[float, int, list[float], list[int]] | None, Exception | None]]:
+        """Wait until the step has run, and return what it sampled.
+
+        Returns:
+            For each sampled row its token; None, or the token's log-probability, its rank, top values and top ids; and
+            None, or why the token is unusable.
+        """
         self._done.synchronize("host.read_after_step")
         logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * self._count
         if self._wanted:
             for place, *values in zip(self._wanted, *(tensor.tolist() for tensor in self._logprobs), strict=True):
                 logprobs[place] = tuple(values)
-        return SampledTokens(self._tokens[: self._count].tolist(), logprobs, self.check())
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    """What a step sampled, one entry for each sampled row.
-
-    Attributes:
-        logprobs: per row, None or (log-probability of the token, its rank, top values, top ids).
-        errors: per row, why its token is unusable, or None.
-    """
-
-    tokens: list[int]
-    logprobs: list[tuple[float, int, list[float], list[int]] | None]
-    errors: list[Exception | None]
+        return list(zip(self._tokens[: self._count].tolist(), logprobs, self.check(), strict=True))

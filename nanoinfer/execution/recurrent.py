@@ -8,19 +8,17 @@ from nanoinfer.models.base import ModelSpec, RecurrentState
 
 
 class RecurrentStates:
-    """The recurrent states of all rows, and those of sequences that gave way.
+    """The recurrent states of all rows.
 
     They stay on the device in every mode: a state has a fixed size, and every step of its sequence reads it whole.
 
     Attributes:
         of_layer: layer -> [max_num_seqs + 1, *shape]; empty for most models.
         padding_row: the last row, which padding tokens read and write.
-        kept: sequence -> its states, on the host.
     """
 
     def __init__(self, spec: ModelSpec, max_num_seqs: int, device: torch.device) -> None:
         self.padding_row = max_num_seqs
-        self.kept: dict[int, list[torch.Tensor]] = {}
         self.of_layer = {
             layer: torch.zeros(max_num_seqs + 1, *state.shape, dtype=state.dtype, device=device)
             for layer, state in enumerate(spec.layers)
@@ -31,15 +29,3 @@ class RecurrentStates:
         """Make the states zero of rows whose sequence begins, [n] int32 on the device, on the current stream."""
         for states in self.of_layer.values():
             states.index_fill_(0, rows.long(), 0)
-
-    def keep(self, row: int, sequence_id: int) -> None:
-        """Copy the states of a row, whose sequence gives way, to the host. Nothing is in flight."""
-        self.kept[sequence_id] = [states[row].to("cpu", copy=True) for states in self.of_layer.values()]
-
-    def bring_back(self, row: int, sequence_id: int) -> None:
-        """Copy what was kept of a sequence to its new row. Nothing is in flight.
-
-        Of a sequence that gave way before its first token nothing need be kept: its states are made zero.
-        """
-        for states, kept in zip(self.of_layer.values(), self.kept.get(sequence_id, ())):
-            states[row].copy_(kept)

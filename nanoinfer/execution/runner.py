@@ -21,13 +21,9 @@ from nanoinfer.execution.graphs import Graphs, Work
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.parts import Parts
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
-from nanoinfer.execution.products import ProductCheck
 from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.execution.recurrent import RecurrentStates
-from nanoinfer.execution.sampling_state import SamplingState
-from nanoinfer.execution.segments import Segments
 from nanoinfer.execution.stream_shares import stream_shares
-from nanoinfer.execution.tables import RowState
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.sampling.reference import logprobs_of
@@ -50,7 +46,7 @@ class ModelRunner:
     Attributes:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         kept: the KV of sequences that gave way.
-        offload: the offload engine, once it was needed for the first time.
+        offload: the offload engine. Its host pool has memory once it was needed for the first time.
     """
 
     def __init__(
@@ -69,7 +65,7 @@ class ModelRunner:
         self.ring = Ring(runtime, layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
         self._activations = Activations(self.compute, model, backend, layout, plan, runtime.device, memory_before)
-        self.product_checks: list[ProductCheck] = []
+        self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
         self.graphs = Graphs(runtime, self.compute)
         is_cuda = runtime.device.type == "cuda"
         self._has_graphs = not config.enforce_eager and (not is_cuda or backend.graph_safe)
@@ -80,10 +76,11 @@ class ModelRunner:
         self.gpu_kv = _zeros(layout.pool_shape(self.num_gpu_blocks), layout.dtype, runtime.device)
         self.kept = PageablePool(layout, _kept_limit(config, plan.max_num_seqs * model.spec.row_bytes))
         states = RecurrentStates(model.spec, plan.max_num_seqs, runtime.device)
-        self.block_copies = BlockCopies(runtime, self.compute, layout, self.gpu_kv, self.kept, states)
-        self.sampling, self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
-        self.offload: OffloadEngine | None = None  # kept between switches, since graphs hold the ring's addresses
-        self._arena: HostArena | None = None
+        blocks_per_segment = max(1, min(plan.num_host_blocks, SEGMENT_BYTES // layout.block_bytes))
+        host = HostPool(layout, plan.num_host_blocks, blocks_per_segment)
+        self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute)
+        self.block_copies = BlockCopies(self.offload, self.gpu_kv, self.kept, states)
+        self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         self._are_logits_sound = False  # not known yet
         self._tokens_host = deque(
             (runtime.staging(self.decode_program.tokens.numel(), torch.int64), runtime.event()) for _ in range(2)
@@ -92,39 +89,21 @@ class ModelRunner:
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
-    def _programs(
-        self, gpu_kv: torch.Tensor, states: RecurrentStates
-    ) -> tuple[SamplingState, DecodeProgram, PrefillProgram]:
-        config, plan, runtime, layout = self.config, self.plan, self.runtime, self.layout
-        max_blocks = -(-plan.max_model_len // layout.block_size)
-        rows = RowState(runtime, plan.max_num_seqs, max_blocks)
-        sizes = config.graph_batch_sizes(plan.max_num_seqs)
-        max_batch = max(sizes[-1], plan.max_num_seqs)
-        sampling = SamplingState(runtime, rows, self.model.spec.vocab_size, max_batch)
+    def _programs(self, gpu_kv: torch.Tensor, states: RecurrentStates) -> tuple[DecodeProgram, PrefillProgram]:
         parts = Parts(
-            runtime=runtime,
+            config=self.config,
+            plan=self.plan,
+            runtime=self.runtime,
             compute=self.compute,
             model=self.model,
             backend=self.backend,
-            layout=layout,
+            layout=self.layout,
             ring=self.ring,
             gpu_kv=gpu_kv,
             states=states,
-            segments=Segments(self.model, gpu_kv, states),
             graphs=self.graphs,
         )
-        decode = DecodeProgram(
-            parts, rows, sampling, max_batch=max_batch, batch_sizes=sizes, max_blocks=plan.max_splits
-        )
-        prefill = PrefillProgram(
-            parts,
-            max_tokens=plan.max_num_batched_tokens,
-            max_seqs=plan.max_num_seqs,
-            max_blocks_per_seq=max_blocks,
-            max_blocks=plan.max_splits,
-            capture_num_tokens=config.graph_num_tokens(plan.max_num_batched_tokens, runtime.device.type == "cuda"),
-        )
-        return sampling, decode, prefill
+        return DecodeProgram(parts), PrefillProgram(parts)
 
     def _compile_kernels(self) -> None:
         """Compile the kernels of all steps.
@@ -140,37 +119,32 @@ class ModelRunner:
             if self._has_graphs:
                 kv = _zeros(self.layout.pool_shape(1), self.layout.dtype, self.runtime.device)
                 states = RecurrentStates(self.model.spec, self.plan.max_num_seqs, self.runtime.device)
-                _, decode, prefill = self._programs(kv, states)
+                decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
                 prefill.pieces.run_each_kind()
 
     # Modes
 
-    def get_offload(self) -> OffloadEngine:
-        """Return the offload engine; the host pool is mapped and pinned when it is first needed.
+    def open_host_pool(self) -> None:
+        """Map the host pool and begin to pin it, if it is needed for the first time.
 
         Raises:
             ValueError: the attention backend cannot run offload mode.
         """
-        if self.offload is None:
-            type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
-            num_blocks, block_bytes = self.plan.num_host_blocks, self.layout.block_bytes
-            blocks_per_segment = min(num_blocks, max(1, SEGMENT_BYTES // block_bytes))
-            num_segments = -(-num_blocks // blocks_per_segment)
-            is_cuda = self.runtime.device.type == "cuda"
-            self._arena = HostArena(
-                num_segments,
-                blocks_per_segment * block_bytes,
-                last_segment_bytes=(num_blocks - (num_segments - 1) * blocks_per_segment) * block_bytes,
-                pin=is_cuda,
-                require_pin=self.config.pin_host_memory == "require",
-                progress=self._pinning_progress(num_segments) if is_cuda else None,
-            )
-            host = HostPool(self.layout, self._arena, num_blocks, blocks_per_segment)
-            offload = OffloadEngine(self.runtime, self.gpu_kv, host, self.ring, self.compute)
-            self.block_copies.offload = offload  # first: an interrupt must not leave half of it
-            self.offload = offload
-        return self.offload
+        host, is_cuda = self.offload.host, self.runtime.device.type == "cuda"
+        if host.arena is not None:
+            return
+        type(self.backend).check(self.backend.spec, self.runtime.device, offload=True)
+        num_segments = -(-host.num_blocks // host.blocks_per_segment)
+        num_last = host.num_blocks - (num_segments - 1) * host.blocks_per_segment
+        host.arena = HostArena(
+            num_segments,
+            host.blocks_per_segment * self.layout.block_bytes,
+            last_segment_bytes=num_last * self.layout.block_bytes,
+            pin=is_cuda,
+            require_pin=self.config.pin_host_memory == "require",
+            progress=self._pinning_progress(num_segments) if is_cuda else None,
+        )
 
     def _pinning_progress(self, num_segments: int) -> Callable[[int, int], None]:
         bar = tqdm(total=num_segments, desc="pinning host memory", unit="GiB", disable=not self.config.progress_bar)
@@ -236,7 +210,7 @@ class ModelRunner:
         with self.compute.current():
             step, prefill = self._begin(plan)
             if prefill is None and plan.sampling:
-                self.sampling.update(self.compute, plan.sampling)
+                self.decode_program.sampling.update(self.compute, plan.sampling)
             if plan.may_stream:
                 self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
             else:
@@ -253,8 +227,8 @@ class ModelRunner:
                 pending = self._sample_prefill(plan, prefill, on_logits)
         if step.plan.transfers:
             if step.shares is None:
-                windows = self.model.spec.windows
-                step.shares = stream_shares(windows, self.layout, plan.num_parts, step.plan, step.readers)
+                kind = self.decode_program.parts.kind
+                step.shares = stream_shares(kind, self.layout, plan.num_parts, step.plan, step.readers)
             pending.streamed_bytes = step.shares
         return pending
 
@@ -274,14 +248,15 @@ class ModelRunner:
     ) -> PendingTokens:
         if not len(plan.sampled_rows):
             return self._read_back(plan, self._prefill_tokens, lambda: None, None)
-        self.sampling.update(self.compute, plan.sampling)
+        sampling = self.decode_program.sampling
+        sampling.update(self.compute, plan.sampling)
         logits: list[torch.Tensor] = []
 
         def choose() -> None:
             logits.append(self.model.logits(step.last_normed))
             tokens = self._prefill_tokens[: len(plan.sampled_rows)]
             # This also increments the rows' lengths. Those of prompts that end here are uploaded before they are read.
-            self.sampling.sample(logits[0], step.last_rows, tokens)
+            sampling.sample(logits[0], step.last_rows, tokens)
 
         self.compute.run(choose)
         if self._are_logits_sound:
@@ -344,12 +319,11 @@ class ModelRunner:
         self.runtime.synchronize()
         self.runtime.close()
         self.forget()  # a step that may be repeated refers to its program
+        arena = self.offload.host.arena
         del self.decode_program, self.prefill_program, self.gpu_kv, self.kept, self.block_copies, self.ring, self.model
-        del self._activations, self.graphs
-        self.offload = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        del self._activations, self.graphs, self.offload
+        if arena is not None:
+            arena.close()
 
     def peak_bytes(self) -> int | None:
         """Peak bytes of torch's allocator, less what it held before this engine; None on the CPU."""

@@ -9,13 +9,7 @@ import numpy as np
 import torch
 
 from nanoinfer.execution.tables import RowState
-from nanoinfer.sampling.settings import (
-    MAX_COUNT,
-    ROW,
-    ROW_WORDS,
-    RowSampling,
-    SettingsTable,
-)
+from nanoinfer.sampling.settings import MAX_COUNT, ROW, ROW_WORDS, RowSampling, SettingsTable
 from offload import Runtime, Staging, Stream
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -38,13 +32,7 @@ class SamplingState:
         space: what the kernels pass to each other.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        rows: RowState,
-        vocab_size: int,
-        max_batch: int,
-    ) -> None:
+    def __init__(self, runtime: Runtime, rows: RowState, vocab_size: int, max_batch: int) -> None:
         num_rows, device = len(rows.token), runtime.device
         self.vocab_size = vocab_size
         self.rows = rows

@@ -146,17 +146,10 @@ def slot_records(on_host: np.ndarray, chunks: list[Chunk]) -> list[np.ndarray]:
 
 
 class DecodeLists:
-    """Makes the lists of decode steps.
-
-    Attributes:
-        windows: the distinct windows of layers with attention; None: full attention.
-        kind: layer -> index into `windows`.
-    """
+    """Makes the lists of decode steps."""
 
     def __init__(self, parts: Parts) -> None:
-        spec = parts.model.spec
-        self.windows = spec.attention.windows
-        self.kind = [self.windows.index(window) for window in spec.windows]
+        self._windows, self._kind = parts.windows, parts.kind
         self._backend, self._block_size = parts.backend, parts.layout.block_size
         self._blocks_per_slot = parts.ring.blocks_per_slot
 
@@ -173,13 +166,13 @@ class DecodeLists:
         partials_per_block = partial(self.partials_per_block, size)
         return [
             split_lists(gpu_blocks, host_blocks, lengths, window, self._block_size, partials_per_block)
-            for window in self.windows
+            for window in self._windows
         ]
 
     def until(self, size: int, lengths: np.ndarray) -> np.ndarray:
         """Return the length, [rows], up to which each row's splits stay those of `lengths`, if its blocks do."""
         ends = []
-        for window in self.windows:
+        for window in self._windows:
             first, counts = visible_blocks(lengths, window, self._block_size)
             span = self._block_size // self.partials_per_block(size, counts)
             ends.append(-(-lengths // span) * span)
@@ -205,7 +198,7 @@ class DecodeLists:
         chunks = []
         for index, found in enumerate(lists):
             blocks = found.host_blocks
-            if beside is not None and (passing := beside.blocks(self.kind.index(index))):
+            if beside is not None and (passing := beside.blocks(self._kind.index(index))):
                 blocks = np.setdiff1d(blocks, passing)
             chunks.append(pack(blocks, self._blocks_per_slot))
-        return StreamPlan(tuple(chunks[kind] for kind in self.kind))
+        return StreamPlan(tuple(chunks[kind] for kind in self._kind))

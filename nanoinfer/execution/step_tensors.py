@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from nanoinfer.models.base import ModelSpec
 
 
+@dataclass(eq=False)
 class StepTensors:
     """The tensors of one step, dropped when no longer needed. Its N rows are tokens, then padding.
 
-    Args:
-        x, q, attention: where these lie, if that is fixed.
+    If x, q and attention are given, that is where they lie.
 
     Attributes:
         token_ids, given_positions: [N] int32 or int64.
@@ -24,21 +26,16 @@ class StepTensors:
         attention: [N, num_q_heads, head_dim], which the attention fills; padding rows hold anything.
     """
 
-    def __init__(
-        self,
-        token_ids: Tensor,
-        given_positions: Tensor,
-        slots: Tensor,
-        rows: Tensor | None = None,
-        *,
-        x: Tensor | None = None,
-        q: Tensor | None = None,
-        attention: Tensor | None = None,
-    ) -> None:
-        self.token_ids, self.given_positions, self.slots, self.rows = token_ids, given_positions, slots, rows
-        self.positions = given_positions
-        self.x, self.q, self.attention = x, q, attention
-        self._fixed_q = q
+    token_ids: Tensor
+    given_positions: Tensor
+    slots: Tensor
+    rows: Tensor | None = None
+    x: Tensor | None = None
+    q: Tensor | None = None
+    attention: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.positions, self._fixed_q = self.given_positions, self.q
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -82,6 +79,10 @@ class FixedBuffers:
         self.q = torch.zeros(heads, dtype=spec.dtype, device=device)
         self.attention = torch.zeros(heads, dtype=spec.dtype, device=device)
 
+    def first(self, count: int) -> dict[str, Tensor]:
+        """Return the first rows, as arguments of `StepTensors`."""
+        return dict(x=self.x[:count], q=self.q[:count], attention=self.attention[:count])
+
 
 class FixedTensors(StepTensors):
     """`StepTensors` at addresses that graphs hold: the first rows of buffers that all captured token counts share.
@@ -91,9 +92,8 @@ class FixedTensors(StepTensors):
     """
 
     def __init__(self, inputs: list[Tensor], buffers: FixedBuffers) -> None:
-        count = len(inputs[0])
-        super().__init__(*inputs, x=buffers.x[:count], q=buffers.q[:count], attention=buffers.attention[:count])
-        self.positions = buffers.positions[:count]
+        super().__init__(*inputs, **buffers.first(len(inputs[0])))
+        self.positions = buffers.positions[: len(self)]
 
     def widen_positions(self) -> None:
         self.positions.copy_(self.given_positions)

@@ -8,25 +8,18 @@ from offload import KVLayout, StreamPlan
 
 
 def stream_shares(
-    windows: tuple[int | None, ...], layout: KVLayout, num_parts: int, plan: StreamPlan, readers: list[tuple]
-) -> np.ndarray | None:
+    kind: list[int], layout: KVLayout, num_parts: int, plan: StreamPlan, readers: list[tuple]
+) -> np.ndarray:
     """Return each part's share of the bytes, [num_parts] int64; readers of one block share it equally.
 
     Args:
-        windows: the window of each layer.
-        readers: for each window two parallel arrays, the number of a part and a host block that it reads.
-
-    Returns:
-        None if nothing streams.
+        kind: as in `Parts`.
+        readers: for each kind two parallel arrays, the number of a part and a host block that it reads.
     """
-    total = None
-    for window, (numbers, blocks) in zip(dict.fromkeys(windows), readers, strict=True):
-        streamed = plan.blocks(windows.index(window))
-        if streamed:
-            block_bytes = windows.count(window) * layout.layer_block_bytes
-            found = shares(streamed, numbers, blocks, num_parts, block_bytes)
-            total = found if total is None else total + found
-    return total
+    return sum(
+        shares(plan.blocks(kind.index(index)), numbers, blocks, num_parts, kind.count(index) * layout.layer_block_bytes)
+        for index, (numbers, blocks) in enumerate(readers)
+    )
 
 
 def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: int, block_bytes: int) -> np.ndarray:

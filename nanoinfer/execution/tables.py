@@ -128,21 +128,21 @@ class RowState:
 
 
 class Packer:
-    """Collects int32 arrays for one upload and says where each lies. Each begins at a multiple of 4 elements."""
+    """Collects int32 arrays for one upload of a table. Each begins at a multiple of 4 elements."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: DeviceTable) -> None:
+        self._table, self._size = table, 0
         self._arrays: list[np.ndarray] = []
-        self._size = 0
 
-    def add(self, values: np.ndarray | list[int]) -> slice:
-        """Add `values` (any shape, whole numbers) and return their place in the table."""
-        array = np.asarray(values, dtype=np.int32).reshape(-1)
-        place = slice(self._size, self._size + len(array))
-        padding = np.zeros(-len(array) % 4, dtype=np.int32)
-        self._arrays += [array, padding]
-        self._size += len(array) + len(padding)
+    def add(self, values: np.ndarray | list[int]) -> torch.Tensor:
+        """Add `values` (any shape, whole numbers) and return where they will lie, in their shape."""
+        array = np.asarray(values, dtype=np.int32)
+        place = self._table.tensor[self._size : self._size + array.size].view(array.shape)
+        padding = np.zeros(-array.size % 4, dtype=np.int32)
+        self._arrays += [array.reshape(-1), padding]
+        self._size += array.size + len(padding)
         return place
 
-    def upload(self, table: DeviceTable, stream: Stream) -> None:
+    def upload(self, stream: Stream) -> None:
         """Puts all arrays into the table for work enqueued on `stream` from here on."""
-        table.set(stream, np.concatenate(self._arrays))
+        self._table.set(stream, np.concatenate(self._arrays))

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
 from nanoinfer.requests.sequence import Sequence
-from offload import BlockPool
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """Why a sequence was not admitted. Holds until enough blocks were given back, or more of the prefix is known.
-
-    Attributes:
-        pool: the pool in which the prefix was looked up.
-        next_key: key of the first block that was not found; None where every block that may be shared was found.
-        num_given_back: value of `KVCache.num_given_back` from which on there may be room.
-        num_own: number of the sequence's blocks that no running sequence had, if there was room but the sequence would
-            have slowed the running ones; None if there was no room.
-    """
-
-    sequence: Sequence
-    pool: BlockPool
-    next_key: bytes | None
-    num_given_back: int
-    num_own: int | None
-
-    def holds(self, sequence: Sequence, pool: BlockPool, num_given_back: int) -> bool:
-        """Whether `sequence` need not be tried again."""
-        if sequence is not self.sequence or pool is not self.pool or num_given_back >= self.num_given_back:
-            return False
-        return self.next_key is None or pool.published(self.next_key) is None
+def never(sequence: Sequence) -> bool:
+    return False
 
 
 class Admission:
@@ -48,11 +26,12 @@ class Admission:
         self.max_splits = max_splits
         self._cache, self._tables, self._mover = cache, cache.tables, mover
         self._only_if_faster = only_if_faster
-        self._refusal: _Refusal | None = None  # of the newest sequence that found no room
+        # Says whether a sequence is the newest that was refused, and need not be tried again.
+        self._is_refused: Callable[[Sequence], bool] = never
 
     def forget(self) -> None:
         """Forget the last refusal: the mode or the pools have changed."""
-        self._refusal = None
+        self._is_refused = never
 
     def admit(self, sequence: Sequence) -> bool:
         """Give the sequence a row and its blocks (resident) or a promise of them (offload), if there is room.
@@ -69,9 +48,9 @@ class Admission:
         if sequence.kept_blocks is not None:
             admitted = self._admit_kept(sequence)
             if admitted:
-                self._cache.publish(sequence)  # under its new blocks; `commit` publishes later ones
+                self._cache.prefixes.publish(sequence)  # under its new blocks; `commit` publishes later ones
             return admitted
-        if self._is_refused_again(sequence):
+        if self._is_refused(sequence):
             return False
         hits = self._admit_resident(sequence) if not self._tables.is_offload else self._admit_offload(sequence)
         if hits is None:
@@ -83,10 +62,10 @@ class Admission:
 
     def _admit_resident(self, sequence: Sequence) -> list[int] | None:
         """Return the blocks of the sequence's prefix that were found, or None if there is no room."""
-        hits = self._cache.prefixes.find(sequence, self._tables.gpu_blocks)
+        hits = self._cache.prefixes.find(sequence)
         missing = self._tables.num_blocks(sequence.num_tokens) - len(hits)
         if missing > self._tables.gpu_blocks.num_free:
-            self._refuse(sequence, hits, self._tables.gpu_blocks, missing - self._tables.gpu_blocks.num_free)
+            self._refuse(sequence, hits, missing - self._tables.gpu_blocks.num_free)
             return None
         row = self._cache.take_row(sequence)
         blocks = hits + self._tables.gpu_blocks.allocate(missing)
@@ -100,12 +79,11 @@ class Admission:
         """
         if self._cache.copies.num_obtainable < 1:
             return None
-        host = self._tables.lifetimes.host_blocks
-        hits = self._cache.prefixes.find(sequence, host)
+        hits = self._cache.prefixes.find(sequence)
         reserve = sequence.max_num_tokens // self._tables.block_size - len(hits)
         num_short, num_own = reserve - self._cache.num_unpromised_host, self._num_own_blocks(sequence, hits)
         if num_short > 0 or not self._keeps_throughput(num_own):
-            self._refuse(sequence, hits, host, max(1, num_short), num_own if num_short <= 0 else None)
+            self._refuse(sequence, hits, max(1, num_short), num_own if num_short <= 0 else None)
             return None
         row = self._cache.take_row(sequence)
         self._tables.host[row, : len(hits)] = hits
@@ -117,20 +95,27 @@ class Admission:
         self._cache.copies.limit()
         return hits
 
-    def _refuse(
-        self, sequence: Sequence, hits: list[int], pool: BlockPool, num_short: int, num_own: int | None = None
-    ) -> None:
-        """Give back the prefix that was found. Remember what must change first: looking the prefix up takes long."""
-        next_key = self._cache.prefixes.key_behind(sequence, len(hits))
-        pool.release(hits)
-        self._refusal = _Refusal(sequence, pool, next_key, self._cache.num_given_back + num_short, num_own)
+    def _refuse(self, sequence: Sequence, hits: list[int], num_short: int, num_own: int | None = None) -> None:
+        """Give back the prefix that was found. Remember what must change first: looking the prefix up takes long.
 
-    def _is_refused_again(self, sequence: Sequence) -> bool:
-        """Whether the sequence would be refused for the same reason as before."""
-        refusal, (_, pool) = self._refusal, self._tables.home()
-        if refusal is None or not refusal.holds(sequence, pool, self._cache.num_given_back):
-            return False
-        return refusal.num_own is None or not self._keeps_throughput(refusal.num_own)
+        Args:
+            num_short: how many blocks must be given back for there to be room.
+            num_own: number of the sequence's blocks that no running sequence had, if there was room but the sequence
+                would have slowed the running ones; None if there was no room.
+        """
+        cache, next_key = self._cache, self._cache.prefixes.key_behind(sequence, len(hits))
+        _, pool = self._tables.home()
+        pool.release(hits)
+        room_from = cache.num_given_back + num_short
+
+        def is_refused(other: Sequence) -> bool:
+            if other is not sequence or pool is not self._tables.home()[1] or cache.num_given_back >= room_from:
+                return False
+            if next_key is not None and pool.published(next_key) is not None:
+                return False  # more of the prefix is known
+            return num_own is None or not self._keeps_throughput(num_own)
+
+        self._is_refused = is_refused
 
     def _num_own_blocks(self, sequence: Sequence, hits: list[int]) -> int:
         """Number of the sequence's blocks that no running one has.

@@ -43,7 +43,7 @@ class KVCache:
 
     def __init__(self, tables: BlockTables, copies: GPUCopies, *, enable_prefix_caching: bool) -> None:
         self.tables, self.copies = tables, copies
-        self.prefixes = PrefixCache(tables.block_size, enable_prefix_caching)
+        self.prefixes = PrefixCache(tables, enable_prefix_caching)
         self.free_rows = list(range(len(tables.gpu) - 1, -1, -1))
         self.num_reserved_host = self.num_reserved_splits = self.num_given_back = 0
 
@@ -125,7 +125,7 @@ class KVCache:
         sequence.num_computed = end
         if was_full == is_full:
             return
-        self.publish(sequence)
+        self.prefixes.publish(sequence)
         if self.tables.host[row, was_full] == NO_BLOCK:
             return  # the GPU's block is the only one, so it is no copy that can be dropped
         self.copies.note(row, int(self.copies.residency.first[row]), end)
@@ -158,9 +158,3 @@ class KVCache:
         self.tables.rows_without_tail.discard(row)
         self.copies.residency.clear(row)
         self.free_rows.append(row)
-
-    def publish(self, sequence: Sequence) -> None:
-        """Publish the full blocks of an admitted sequence whose tokens are known, for equal beginnings to share."""
-        if self.prefixes.has_new(sequence):
-            table, pool = self.tables.home()
-            self.prefixes.publish(sequence, table[sequence.row], pool)

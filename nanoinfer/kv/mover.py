@@ -12,7 +12,7 @@ from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.tables import present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
-from offload import BlockPool
+from offload import BlockPool, OffloadEngine
 from offload.blocks import GPU, HOST, KEPT
 
 # Blocks that go to the host in one operation, so that a wait for a few blocks does not wait for the whole pool.
@@ -43,34 +43,22 @@ class BlockCopier(Protocol):
     def forget_other_rows(self, sequence_ids: set[int]) -> None:
         """Forget what `keep_row` has kept of any other sequence."""
 
-    def check_pool(self) -> None:
-        """Raise PinError if the host pool cannot be used."""
-
-    def store(self, pairs: list[tuple[int, int]], operation: int) -> None:
-        """Begin to copy (GPU block, block of the host pool) pairs to the host, as this operation."""
-
-    def load(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy (GPU block, block of the host pool) pairs to the GPU."""
-
-    def drain(self) -> None:
-        """Wait until no copy is in flight, and drop what was prefetched."""
-
-    def recover(self, operation: int) -> None:
-        """Forget every copy up to this operation. Nothing is in flight."""
-
 
 class Mover:
     """Moves the blocks of sequences.
+
+    Args:
+        offload: copies between the GPU pool and the host pool.
 
     Attributes:
         kept: who holds which pageable block, in which the KV of sequences that gave way lies. A full block is published
             under the name of the content of the GPU block that it equals (`BlockPool.stamped`).
     """
 
-    def __init__(self, cache: KVCache, copier: BlockCopier, block_bytes: int) -> None:
+    def __init__(self, cache: KVCache, copier: BlockCopier, offload: OffloadEngine, block_bytes: int) -> None:
         self.kept = BlockPool(0)
         self._cache, self._tables, self._copies = cache, cache.tables, cache.copies
-        self._copier, self._block_bytes = copier, block_bytes
+        self._copier, self._offload, self._block_bytes = copier, offload, block_bytes
 
     # Giving way and coming back
 
@@ -189,10 +177,10 @@ class Mover:
         try:
             for begin in range(0, len(pairs), STORE_GROUP):
                 group = pairs[begin : begin + STORE_GROUP]
-                self._copier.store(group, lifetimes.begin([gpu_block for gpu_block, _ in group]))
+                self._offload.store(group, lifetimes.begin([gpu_block for gpu_block, _ in group]))
         except BaseException:
-            self._copier.drain()
-            self._copier.recover(lifetimes.operation)
+            self._offload.drain()
+            self._offload.recover(lifetimes.operation)
             lifetimes.host_blocks.release(host_block for _, host_block in pairs)
             raise
         host_blocks = dict(pairs)
@@ -212,12 +200,12 @@ class Mover:
         for sequence in sequences:
             if self._copies.lacks_tail(sequence):
                 self._copies.promise_tail(sequence.row)
-            self._cache.publish(sequence)
+            self._cache.prefixes.publish(sequence)
         self._copies.limit()
 
     def check_offload(self, sequences: list[Sequence]) -> None:
         """Raise what `switch_to_offload` would raise, without changing anything or waiting for copies."""
-        self._copier.check_pool()  # with nothing to store, only the first step would notice, and fail
+        self._offload.host.check()  # with nothing to store, only the first step would notice, and fail
         needed = sum(sequence.max_num_tokens // self._tables.block_size for sequence in sequences)
         self._check_room("offload", "can grow to", needed, "host", self._tables.lifetimes.host_blocks)
 
@@ -266,7 +254,7 @@ class Mover:
                 on_host = np.intersect1d(on_host, missing, assume_unique=True)
             # else: blocks that came back through the ring lack the layers whose window had moved on
             pairs += zip(tables[row][on_host].tolist(), self._tables.host[row, on_host].tolist(), strict=True)
-        self._copier.load(pairs)
+        self._offload.load(pairs)
         for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
             self._tables.gpu[row] = table
             self._tables.versions[row] += 1
@@ -281,11 +269,11 @@ class Mover:
         self._tables.rows_without_tail.clear()
         self._drain()
         for sequence in sequences:
-            self._cache.publish(sequence)
+            self._cache.prefixes.publish(sequence)
 
     def _drain(self) -> None:
         """Wait until no copy is in flight, and reclaim every released block."""
-        self._copier.drain()
+        self._offload.drain()
         self._tables.lifetimes.reclaim()
 
     def check_resident(self, sequences: list[Sequence]) -> None:
@@ -339,11 +327,11 @@ class Mover:
         )
         lifetimes = self._tables.lifetimes
         lifetimes.recover()
-        self._copier.recover(lifetimes.operation)
+        self._offload.recover(lifetimes.operation)
         lifetimes.host_blocks.rebuild(present(self._tables.host), lambda key: keeps_prefixes)
         for sequence in sequences:
             sequence.num_published = 0
-            self._cache.publish(sequence)
+            self._cache.prefixes.publish(sequence)
         self._copies.drop(-self._copies.gpu_room)
         self._copies.limit()
 

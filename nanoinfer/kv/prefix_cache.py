@@ -6,15 +6,14 @@ import hashlib
 
 import numpy as np
 
+from nanoinfer.kv.tables import BlockTables
 from nanoinfer.requests.sequence import Sequence
-from offload import BlockPool
 
 
 class PrefixCache:
-    """Finds and publishes the full blocks of sequences in the pool in which they lie.
+    """Finds and publishes the full blocks of sequences in the pool in which they lie (`BlockTables.home`).
 
     Args:
-        block_size: tokens of a block.
         is_enabled: if False, nothing is published, and so nothing is found.
 
     Attributes:
@@ -22,16 +21,15 @@ class PrefixCache:
         num_hit_tokens: those of them that were found.
     """
 
-    def __init__(self, block_size: int, is_enabled: bool) -> None:
-        self._block_size = block_size
-        self._is_enabled = is_enabled
+    def __init__(self, tables: BlockTables, is_enabled: bool) -> None:
+        self._tables, self._block_size, self._is_enabled = tables, tables.block_size, is_enabled
         self.num_queried_tokens = self.num_hit_tokens = 0
 
-    def find(self, sequence: Sequence, pool: BlockPool) -> list[int]:
+    def find(self, sequence: Sequence) -> list[int]:
         """Take up and return the published blocks of the longest known prefix. At least one token stays to compute."""
         if not self._is_enabled:
             return []
-        hits = []
+        hits, (_, pool) = [], self._tables.home()
         for key in self._keys(sequence, (sequence.num_tokens - 1) // self._block_size):
             block = pool.lookup(key)
             if block is None:
@@ -51,24 +49,14 @@ class PrefixCache:
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += num_hits * self._block_size
 
-    def has_new(self, sequence: Sequence) -> bool:
-        """Whether the sequence has full blocks to publish."""
-        return self._is_enabled and self._num_known(sequence) > sequence.num_published
-
-    def _num_known(self, sequence: Sequence) -> int:
-        """Number of full blocks that are computed and whose tokens the host has read."""
-        return min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
-
-    def publish(self, sequence: Sequence, table_row: np.ndarray, pool: BlockPool) -> None:
-        """Publish the new full blocks of a sequence that has some (`has_new`), for equal beginnings to share.
-
-        Args:
-            table_row: [blocks of a row] int32, where the sequence's logical blocks lie in `pool`.
-        """
-        known = self._num_known(sequence)
-        keys = self._keys(sequence, known)
+    def publish(self, sequence: Sequence) -> None:
+        """Publish the full blocks of an admitted sequence whose tokens are known, for equal beginnings to share."""
+        known = min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
+        if not self._is_enabled or known <= sequence.num_published:
+            return
+        (table, pool), keys = self._tables.home(), self._keys(sequence, known)
         for s in range(sequence.num_published, known):
-            pool.publish(int(table_row[s]), keys[s])
+            pool.publish(int(table[sequence.row, s]), keys[s])
         sequence.num_published = known
 
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:

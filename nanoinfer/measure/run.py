@@ -176,8 +176,7 @@ def measure(
     row.bound = engine.meter.times.since(before).bound
     row.kv_resident_share = engine.meter.resident_share
     row.peak_gpu_bytes = engine.runner.peak_bytes()
-    offload = engine.runner.offload
-    row.host_bytes = offload.host.num_bytes if offload is not None else 0
+    row.host_bytes = engine.runner.offload.host.num_bytes
     row.outputs = [_tokens_and_logprobs(request.output().outputs[0]) for request in requests]
     return row
 

@@ -256,10 +256,11 @@ class _Readers:
 def _host_buffers(count: int, num_bytes: int, device: torch.device) -> Iterator[list[Tensor]]:
     """Make `count` host buffers [num_bytes] uint8: pinned for CUDA, or pageable if the system refuses to pin."""
     # The available memory is not checked: the buffers are too small to be worth a refusal.
-    sizes = dict(num_segments=count, segment_bytes=num_bytes, background=False, available_bytes=2**62)
+    sizes = dict(num_segments=count, segment_bytes=num_bytes, available_bytes=2**62)
     with torch.cuda.device(device) if _has_streams(device) else nullcontext():
         try:
             arena = HostArena(**sizes, pin=_has_streams(device), require_pin=True)
+            arena.wait()
         except PinError:  # slower, but equally correct
             arena = HostArena(**sizes, pin=False)
     with arena:

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from offload.layout import KVLayout
-
-
-class Arena(Protocol):
-    """Host memory in equal segments, such as `offload.memory.pinned.HostArena`."""
-
-    def segment(self, index: int) -> torch.Tensor: ...
-
-    def wait(self, num_segments: int | None = None) -> None: ...
+from offload.memory.pinned import HostArena
 
 
 class HostPool:
@@ -24,19 +15,24 @@ class HostPool:
     `[num_layers, blocks_per_segment, 2, block_size, num_kv_heads, head_dim]`. Within a segment, neighbouring blocks of
     a layer are one contiguous range, so one copy moves a run of them. The last segment may hold fewer blocks than the
     others. A segment is usable as soon as it is pinned, even while later segments are not.
+
+    Attributes:
+        arena: the memory; None until the pool is needed for the first time.
     """
 
-    def __init__(self, layout: KVLayout, arena: Arena, num_blocks: int, blocks_per_segment: int) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, blocks_per_segment: int, arena: HostArena | None = None
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.blocks_per_segment = blocks_per_segment
-        self._arena = arena
+        self.arena = arena
         self._segments: list[torch.Tensor] = []
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.num_blocks * self.layout.block_bytes
+        """Bytes of all blocks; 0 until there is memory."""
+        return 0 if self.arena is None else self.num_blocks * self.layout.block_bytes
 
     def check(self) -> None:
         """Waits until the first segment is pinned.
@@ -53,9 +49,9 @@ class HostPool:
         """
         while len(self._segments) <= segment:
             index = len(self._segments)
-            self._arena.wait(index + 1)
+            self.arena.wait(index + 1)
             num_blocks = min(self.blocks_per_segment, self.num_blocks - index * self.blocks_per_segment)
-            memory = self._arena.segment(index)[: num_blocks * self.layout.block_bytes]
+            memory = self.arena.segment(index)[: num_blocks * self.layout.block_bytes]
             self._segments.append(memory.view(self.layout.dtype).view(self.layout.pool_shape(num_blocks)))
         return self._segments[segment][:, begin : begin + count]
 

@@ -48,14 +48,12 @@ class HostArena:
         require_pin: raise where the system refuses to pin, instead of going on with pageable memory.
         num_register_threads: threads that register; the driver serialises part of the work.
         progress: called from the background with (segments ready, segments in all).
-        background: False returns only when everything is ready.
         available_bytes: host memory that may be taken; None asks the system.
         register: pins (address, bytes) and returns None or what went wrong.
         unregister: unpins an address.
 
     Raises:
         MemoryError: more than is available, or than the system maps; nothing was mapped.
-        PinError: with `require_pin` and without `background`, the system refused. In the background, `wait` raises it.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class HostArena:
         require_pin: bool = False,
         num_register_threads: int = 2,
         progress: Callable[[int, int], None] | None = None,
-        background: bool = True,
         available_bytes: int | None = None,
         register: Register | None = None,
         unregister: Callable[[int], None] | None = None,
@@ -119,8 +116,6 @@ class HostArena:
                 target=self._pin_all, args=(cores, num_register_threads, device), name="pin-host-memory", daemon=True
             )
             self._thread.start()
-            if not background:
-                self.wait()
 
     @property
     def mapped_bytes(self) -> int:
@@ -153,7 +148,12 @@ class HostArena:
         return self._buffer[index * self._stride : index * self._stride + num_bytes]
 
     def wait(self, num_segments: int | None = None) -> None:
-        """Blocks until that many segments (None: all) are ready; raises what went wrong in the background."""
+        """Blocks until that many segments (None: all) are ready.
+
+        Raises:
+            PinError: with `require_pin`, the system refused.
+            Exception: whatever else went wrong in the background.
+        """
         wanted = self.num_segments if num_segments is None else num_segments
         with self._changed:
             self._changed.wait_for(lambda: self.num_ready >= wanted or self._failure is not None)

@@ -22,31 +22,23 @@ class Event(ABC):
     """A point in a stream. Recording again moves it; a wait refers to the newest record at the time of the call."""
 
     @abstractmethod
-    def query(self, rule: str) -> bool:
-        """Whether all work before the newest record has run; True if nothing was recorded. `rule`: as in `wait`."""
+    def query(self, rule: str | None) -> bool:
+        """Whether all work before the newest record has run; True if nothing was recorded.
+
+        rule: as in `wait`; None for timed events, on which no order depends.
+        """
 
     @abstractmethod
     def synchronize(self, rule: str) -> None:
         """Blocks the host until the newest record has been reached; `rule` names what this protects."""
-
-    @property
-    @abstractmethod
-    def is_reached(self) -> bool:
-        """Whether the newest record has been reached. For timed events, on which no order depends."""
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:
         """Seconds between two timed events that have been reached."""
 
 
-class Graph(ABC):
-    """A captured sequence of device work, bound to the addresses it was captured with."""
-
-
 class Stream(ABC):
     """An in-order queue of device work."""
-
-    name: str
 
     @abstractmethod
     def run(self, work: Callable[[], None]) -> None:
@@ -57,20 +49,12 @@ class Stream(ABC):
         """Enqueues a copy between tensors of the same shape, asynchronous when the host side is pinned."""
 
     @abstractmethod
-    def replay(self, graph: Graph) -> None:
-        """Enqueues a captured graph."""
-
-    @abstractmethod
     def record(self, event: Event) -> None:
         """Moves the event to this point of the stream."""
 
     @abstractmethod
     def wait(self, event: Event, rule: str) -> None:
         """Lets later work of this stream run only after the newest record of `event`; no wait if there is none."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Blocks the host until all work enqueued so far has run."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[None]:
@@ -91,8 +75,11 @@ class Runtime(ABC):
         """A new event; `timed` ones can be subtracted, and cost a little more."""
 
     @abstractmethod
-    def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
-        """Captures `work` into a graph. On CUDA it runs `work` once first, so that nothing is compiled in capture."""
+    def capture(self, stream: Stream, work: Callable[[], None]) -> Callable[[], None]:
+        """Captures `work` into a graph, bound to the addresses it was captured with; returns what `Stream.run` replays.
+
+        On CUDA it runs `work` once first, so that nothing is compiled in capture.
+        """
 
     @abstractmethod
     def staging(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:

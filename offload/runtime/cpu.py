@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offload.runtime.base import Event, Graph, Runtime, Stream
+from offload.runtime.base import Event, Runtime, Stream
 
 
 class CpuEvent(Event):
@@ -17,33 +17,18 @@ class CpuEvent(Event):
     def __init__(self) -> None:
         self.moment = 0.0  # time.perf_counter of the newest record
 
-    def query(self, rule: str) -> bool:
+    def query(self, rule: str | None) -> bool:
         return True
 
     def synchronize(self, rule: str) -> None:
         pass
 
-    @property
-    def is_reached(self) -> bool:
-        return True
-
-    def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, CpuEvent)
+    def seconds_since(self, earlier: CpuEvent) -> float:
         return self.moment - earlier.moment
-
-
-class CpuGraph(Graph):
-    """Work that is called again."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.work = work
 
 
 class CpuStream(Stream):
     """A queue that is always empty."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
     def run(self, work: Callable[[], None]) -> None:
         work()
@@ -52,18 +37,10 @@ class CpuStream(Stream):
         assert destination.shape == source.shape, f"copy of {tuple(source.shape)} into {tuple(destination.shape)}"
         destination.copy_(source)
 
-    def replay(self, graph: Graph) -> None:
-        assert isinstance(graph, CpuGraph)
-        graph.work()
-
-    def record(self, event: Event) -> None:
-        assert isinstance(event, CpuEvent)
+    def record(self, event: CpuEvent) -> None:
         event.moment = time.perf_counter()
 
     def wait(self, event: Event, rule: str) -> None:
-        pass
-
-    def synchronize(self) -> None:
         pass
 
     @contextmanager
@@ -83,13 +60,13 @@ class CpuRuntime(Runtime):
         self.poisons = poison
 
     def stream(self, name: str) -> CpuStream:
-        return CpuStream(name)
+        return CpuStream()
 
     def event(self, timed: bool = False) -> CpuEvent:
         return CpuEvent()
 
-    def capture(self, stream: Stream, work: Callable[[], None]) -> CpuGraph:
-        return CpuGraph(work)
+    def capture(self, stream: Stream, work: Callable[[], None]) -> Callable[[], None]:
+        return work
 
     def staging(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_elements, dtype=dtype)

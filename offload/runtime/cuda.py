@@ -8,31 +8,21 @@ from contextlib import contextmanager
 
 import torch
 
-from offload.runtime.base import Event, Graph, Runtime, Stream
+from offload.runtime.base import Event, Runtime, Stream
 
 
 class CudaEvent(Event):
     def __init__(self, timed: bool) -> None:
         self.event = torch.cuda.Event(enable_timing=timed)
 
-    def query(self, rule: str) -> bool:
+    def query(self, rule: str | None) -> bool:
         return self.event.query()
 
     def synchronize(self, rule: str) -> None:
         self.event.synchronize()
 
-    @property
-    def is_reached(self) -> bool:
-        return self.event.query()
-
-    def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, CudaEvent)
+    def seconds_since(self, earlier: CudaEvent) -> float:
         return earlier.event.elapsed_time(self.event) / 1e3
-
-
-class CudaGraph(Graph):
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self.graph = graph
 
 
 _unused: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = {}
@@ -64,7 +54,6 @@ class CudaStream(Stream):
     """
 
     def __init__(self, name: str, runtime: CudaRuntime) -> None:
-        self.name = name
         unused = _unused.setdefault((runtime.device, name), [])
         try:
             self.stream = unused.pop()
@@ -85,20 +74,11 @@ class CudaStream(Stream):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self.run(lambda: destination.copy_(source, non_blocking=True))
 
-    def replay(self, graph: Graph) -> None:
-        assert isinstance(graph, CudaGraph)
-        self.run(graph.graph.replay)
-
-    def record(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
+    def record(self, event: CudaEvent) -> None:
         event.event.record(self.stream)
 
-    def wait(self, event: Event, rule: str) -> None:
-        assert isinstance(event, CudaEvent)
+    def wait(self, event: CudaEvent, rule: str) -> None:
         self.stream.wait_event(event.event)
-
-    def synchronize(self) -> None:
-        self.stream.synchronize()
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -139,25 +119,23 @@ class CudaRuntime(Runtime):
     def event(self, timed: bool = False) -> CudaEvent:
         return CudaEvent(timed)
 
-    def capture(self, stream: Stream, work: Callable[[], None]) -> CudaGraph:
-        assert isinstance(stream, CudaStream)
+    def capture(self, stream: CudaStream, work: Callable[[], None]) -> Callable[[], None]:
         stream.run(work)  # compiles kernels and creates library handles, which capture forbids
-        stream.synchronize()
+        stream.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that pins host memory calls the driver while graphs are captured, which the
         # default mode would count as a violation of this capture.
         with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream.stream, capture_error_mode="thread_local"):
             work()
-        return CudaGraph(graph)
+        return graph.replay
 
     def staging(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_elements, dtype=dtype, pin_memory=True)
 
     @torch.inference_mode()  # released blocks may be reclaimed outside of a step
-    def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
+    def poison(self, stream: CudaStream, tensor: torch.Tensor) -> None:
         if not self.poisons:
             return
-        assert isinstance(stream, CudaStream)
         assert tensor.is_floating_point(), f"a {tensor.dtype} buffer cannot hold NaN"
         if tensor.is_cuda:
             stream.run(lambda: tensor.fill_(torch.nan))

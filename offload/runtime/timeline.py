@@ -33,16 +33,7 @@ class NoTimeline:
     def begin(self, stream: Stream, lane: str) -> None:
         pass
 
-    def lap(
-        self,
-        stream: Stream,
-        lane: str,
-        name: str,
-        *,
-        num_bytes: int = 0,
-        layer: int | None = None,
-        chunk: int | None = None,
-    ) -> None:
+    def lap(self, stream: Stream, lane: str, name: str, **details: int) -> None:
         pass
 
 
@@ -62,19 +53,10 @@ class Timeline(NoTimeline):
         """Marks where the next span of the lane begins."""
         self._marks[lane] = self._mark(stream)
 
-    def lap(
-        self,
-        stream: Stream,
-        lane: str,
-        name: str,
-        *,
-        num_bytes: int = 0,
-        layer: int | None = None,
-        chunk: int | None = None,
-    ) -> None:
-        """Ends a span here; the next one may begin at the same point."""
+    def lap(self, stream: Stream, lane: str, name: str, **details: int) -> None:
+        """Ends a span here; the next one may begin at the same point. details: as in `Span`."""
         end = self._mark(stream)
-        self.spans.append(Span(lane, name, self._marks[lane], end, num_bytes, layer, chunk))
+        self.spans.append(Span(lane, name, self._marks[lane], end, **details))
         self._marks[lane] = end
 
     def _mark(self, stream: Stream) -> Event:
@@ -85,28 +67,11 @@ class Timeline(NoTimeline):
     @property
     def is_complete(self) -> bool:
         """Whether everything marked has run, so that the spans have times."""
-        return all(event.is_reached for event in self._marks.values())
+        return all(event.query(None) for event in self._marks.values())
 
-    def summary(self) -> StepTimes:
-        """Adds up a complete step."""
-        compute = [span for span in self.spans if span.lane == COMPUTE]
-        return StepTimes(
-            copy_seconds=sum(span.seconds for span in self.spans if span.lane == COPY),
-            wait_seconds=sum(span.seconds for span in compute if span.name == WAIT),
-            compute_seconds=sum(span.seconds for span in compute if span.name != WAIT),
-        )
+    def seconds(self, lane: str, *, waiting: bool = False) -> float:
+        """Returns how long a lane of a complete step was busy, or, with `waiting`, waited for fills.
 
-
-@dataclass(frozen=True)
-class StepTimes:
-    """What the streams did in a step, in seconds.
-
-    Attributes:
-        copy_seconds: time in which the link was busy with fills that the step enqueued.
-        wait_seconds: time in which compute waited for fills.
-        compute_seconds: time in which compute had work, including work that the host had not launched yet.
-    """
-
-    copy_seconds: float
-    wait_seconds: float
-    compute_seconds: float
+        Compute counts as busy also with work that the host had not launched yet.
+        """
+        return sum(span.seconds for span in self.spans if span.lane == lane and (span.name == WAIT) == waiting)

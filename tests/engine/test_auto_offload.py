@@ -257,10 +257,10 @@ def test_a_released_host_block_that_is_taken_up_again_is_not_promised_to_others(
 def test_nothing_is_prepared_where_everything_fits(path, grown):
     engine = make_engine(path, **ARGUMENTS, enable_cpu_offload="auto")
     captured = count_captures(engine)
-    assert not engine.modes.may_spill and engine.runner.offload is None
+    assert not engine.modes.may_spill and not engine.runner.offload.host.num_bytes
     wanted = grown[0]
     assert run(engine, GROWING, GROWING_PARAMS) == wanted and engine.mode == "resident" and not captured
-    assert engine.runner.offload is None
+    assert not engine.runner.offload.host.num_bytes
     engine.switch_mode("offload")
     assert run(engine, GROWING, GROWING_PARAMS) == wanted, "it can be asked for all the same"
     assert_pools_as_before(engine)

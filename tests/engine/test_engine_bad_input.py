@@ -287,8 +287,8 @@ def test_memory_that_cannot_be_pinned_is_an_error_where_it_is_required(path, mon
         make_engine(path, enable_cpu_offload=True, pin_host_memory="require")
     with pytest.warns(UserWarning, match="refused to pin"):
         engine = make_engine(path, enable_cpu_offload=True)
-        engine.runner._arena.wait()
-        engine.runner._arena._thread.join()
+        engine.runner.offload.host.arena.wait()
+        engine.runner.offload.host.arena._thread.join()
         request = engine.add_request("r", [5] * 40, SamplingParams(max_tokens=2, ignore_eos=True))
         while engine.has_work:
             engine.step()

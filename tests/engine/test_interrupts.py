@@ -242,13 +242,13 @@ def test_an_interrupted_recovery_is_work_that_the_next_step_does(path, monkeypat
 
 
 def test_an_interrupt_between_two_lines_that_make_the_host_pool_leaves_offload_mode_possible(path):
-    lines, first = inspect.getsourcelines(ModelRunner.get_offload)
+    lines, first = inspect.getsourcelines(ModelRunner.open_host_pool)
     num_tried = 0
     for number in range(first + 1, first + len(lines)):
         engine = make_engine(path)
 
         def trace(frame, event, argument, number=number):
-            if frame.f_code is not ModelRunner.get_offload.__code__:
+            if frame.f_code is not ModelRunner.open_host_pool.__code__:
                 return None
             if event == "line" and frame.f_lineno == number:
                 raise KeyboardInterrupt

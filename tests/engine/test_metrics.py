@@ -33,9 +33,9 @@ def test_spans_of_a_lane_follow_each_other():
     assert timeline.is_complete and [span.name for span in timeline.spans] == ["layer", WAIT, "attention"]
     for before, after in zip(timeline.spans, timeline.spans[1:], strict=False):
         assert after.begin is before.end
-    times = timeline.summary()
-    assert times.copy_seconds == 0 and times.wait_seconds == timeline.spans[1].seconds > 0
-    assert times.compute_seconds == pytest.approx(timeline.spans[0].seconds + timeline.spans[2].seconds)
+    assert timeline.seconds(COPY) == 0
+    assert timeline.seconds(COMPUTE, waiting=True) == timeline.spans[1].seconds > 0
+    assert timeline.seconds(COMPUTE) == pytest.approx(timeline.spans[0].seconds + timeline.spans[2].seconds)
 
 
 def test_a_timeline_is_complete_only_when_its_work_has_run():

@@ -17,7 +17,7 @@ from engines import (
 )
 from repeats import check_repeats
 from request_helpers import play_at_random
-from simulated import SimulatedRuntime, SimulatedStream
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
@@ -92,7 +92,7 @@ def disturb(engine: LLMEngine, generator: random.Random, patch: pytest.MonkeyPat
     left = [None]  # how many calls are left until one fails
     places = [
         (engine.planner, "begin_step"), (engine.planner, "end_step"), (program, "begin"), (engine.runner, "execute"),
-        (SimulatedStream, "replay"), (Staging, "upload"), (OffloadEngine, "_fill"), (OffloadEngine, "_note_writes"),
+        (engine.runner.graphs, "run"), (Staging, "upload"), (OffloadEngine, "_fill"), (OffloadEngine, "_note_writes"),
     ]  # fmt: skip
 
     def failing(name, method, *, after):
@@ -117,12 +117,12 @@ def disturb(engine: LLMEngine, generator: random.Random, patch: pytest.MonkeyPat
         if generator.random() < 0.03:
             engine.stats()
             happened["stats"] += 1
-        if generator.random() < 0.03 and engine.runner.offload is not None:
+        if generator.random() < 0.03 and engine.runner.offload.host.num_bytes > 0:
             engine.runner.offload.drain()
             happened["the prefetch is dropped"] += 1
         if generator.random() < 0.03:
             engine.runner.graphs.captured.clear()
-            engine.runner.capture(may_offload=engine.runner.offload is not None)
+            engine.runner.capture(may_offload=engine.runner.offload.host.num_bytes > 0)
             happened["graphs are captured"] += 1
         if generator.random() < 0.03:
             left[0] = generator.randint(0, 15)
@@ -231,7 +231,7 @@ def fails_between_two_steps(engine):
 def captures(engine):
     engine.runner.graphs.captured.clear()
     with torch.inference_mode():
-        engine.runner.capture(may_offload=engine.runner.offload is not None)
+        engine.runner.capture(may_offload=engine.runner.offload.host.num_bytes > 0)
 
 
 def loses_a_copy(engine):

@@ -338,15 +338,15 @@ def test_an_exception_inside_a_graph_ends_its_requests_only(path, enable_cpu_off
     def broken():
         raise RuntimeError("out of luck")
 
-    graphs = [captured[piece] for captured in segments_of(engine).values()]
-    intact = [graph.work for graph in graphs]
-    for graph in graphs:
-        graph.work = broken
+    graphs = segments_of(engine).values()
+    intact = [captured[piece] for captured in graphs]
+    for captured in graphs:
+        captured[piece] = broken
     with pytest.raises(RuntimeError, match="out of luck"):
         while engine.has_work:
             engine.step()
-    for graph, work in zip(graphs, intact, strict=True):
-        graph.work = work
+    for captured, work in zip(graphs, intact, strict=True):
+        captured[piece] = work
     assert [request.is_finished for request in requests] == [True, True, False]
     assert engine.abort("r2")
     assert_pools_as_before(engine)

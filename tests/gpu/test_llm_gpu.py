@@ -388,5 +388,5 @@ def test_offload_from_pageable_memory_gives_the_same_bits(model, expected, monke
 
     monkeypatch.setattr("nanoinfer.execution.runner.HostArena", RefusedArena)
     with pytest.warns(UserWarning, match="refused to pin"), LLM(model, **COMMON, enable_cpu_offload=True) as llm:
-        llm.engine.runner._arena._thread.join()
+        llm.engine.runner.offload.host.arena._thread.join()
         assert run(llm) == expected

@@ -31,14 +31,16 @@ def test_segments_are_pinned_and_copy_asynchronously():
 
 
 def test_odd_sizes_are_mapped_to_the_page_and_no_further():
-    with HostArena(3, 5 * MIB + 1, pin=True, background=False) as arena:
+    with HostArena(3, 5 * MIB + 1, pin=True) as arena:
+        arena.wait()
         assert arena.mapped_bytes == 3 * (5 * MIB + 4096)
         assert arena.segment(2).numel() == 5 * MIB + 1 and arena.segment(2).is_pinned()
 
 
 def test_memory_can_be_pinned_again_after_close():
     for _ in range(3):
-        arena = HostArena(2, 32 * MIB, pin=True, background=False)
+        arena = HostArena(2, 32 * MIB, pin=True)
+        arena.wait()
         arena.close()
 
 

@@ -108,9 +108,8 @@ def test_who_waits_is_looked_up_again_when_more_of_its_prefix_is_known(path):
     engine.add_request("B", prompt[:96] + [7] * 20, greedy(3))
     engine.step()
     engine.step()
-    assert engine.admission._refusal is not None and [sequence.request_id for sequence in engine.scheduler.running] == [
-        "A"
-    ]
+    assert [sequence.request_id for sequence in engine.scheduler.running] == ["A"]
+    assert engine.admission._is_refused is not admission.never
     step_until_running(engine, "AB")
     finish(engine)
 
@@ -173,13 +172,14 @@ def test_what_is_not_looked_up_again_would_have_been_refused_again(path, fuzz, m
         batches = []
         for remembers in (True, False):
             with monkeypatch.context() as patch:
-                held = []
-                holds = admission._Refusal.holds
-                patch.setattr(
-                    admission._Refusal,
-                    "holds",
-                    lambda *given: remembers and (holds(*given) and not held.append(1)),
-                )
+                held, refuse = [], admission.Admission._refuse
+
+                def refuse_and_count(self, *given, remembers=remembers, held=held, refuse=refuse):
+                    refuse(self, *given)
+                    holds = self._is_refused
+                    self._is_refused = lambda other: remembers and holds(other) and not held.append(1)
+
+                patch.setattr(admission.Admission, "_refuse", refuse_and_count)
                 engine = make_engine(path, **ARGUMENTS, **arguments)
                 if not arguments:
                     shrink_gpu_pool(engine, 14)

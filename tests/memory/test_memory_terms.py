@@ -73,7 +73,7 @@ def test_ring_and_pools(engine_of, num_ring_slots, ring_slot_bytes, kv_cache_dty
 def buffers(engine: LLMEngine) -> tuple[int, int]:
     """Bytes of all else that the engine holds, and what is planned for it."""
     runner, plan = engine.runner, engine.plan
-    kv = [runner.ring, *runner.ring.slots, runner.gpu_kv, runner.offload, runner._arena]
+    kv = [runner.ring, *runner.ring.slots, runner.gpu_kv, runner.offload, runner.offload.host.arena]
     on_host = [buffer for buffer, _ in runner._tokens_host]
     kernels = sampling_workspace(len(runner.decode_program.logits), runner.model.spec.vocab_size, torch.device("cpu"))
     held = held_bytes(runner, kernels, without=[runner.model, *kv, *on_host])

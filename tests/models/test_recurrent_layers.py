@@ -21,6 +21,7 @@ from simulated import SimulatedRuntime
 from tiny_models import tiny_config
 
 from nanoinfer import SamplingParams
+from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models import registry
@@ -170,13 +171,14 @@ def test_a_state_comes_back_to_a_row_only_behind_the_step_of_who_had_the_row_bef
     assert_pools_as_before(engine)
 
 
-@pytest.mark.parametrize("name", ["reset", "keep", "bring_back"])
-@pytest.mark.sampled("reset", "bring_back")
+@pytest.mark.parametrize("name", ["reset", "keep_row", "bring_row_back"])
+@pytest.mark.sampled("reset", "bring_row_back")
 def test_an_interrupt_harms_no_other_sequence(path, name, monkeypatch):
+    owner = RecurrentStates if name == "reset" else BlockCopies
     prompts, params = random_prompts(8, 20, 99), some_params(8, max_tokens=30)
     wanted = [run(toy_engine(path), [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     several_give_way = dict(num_gpu_blocks_override=19, max_model_len=140, max_num_seqs=6)
-    engine, calls, original = toy_engine(path, **several_give_way), [], getattr(RecurrentStates, name)
+    engine, calls, original = toy_engine(path, **several_give_way), [], getattr(owner, name)
 
     def interrupted(*arguments):
         calls.append(name)
@@ -184,21 +186,21 @@ def test_an_interrupt_harms_no_other_sequence(path, name, monkeypatch):
             raise KeyboardInterrupt
         original(*arguments)
 
-    monkeypatch.setattr(RecurrentStates, name, interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
-    num_interrupts, states = 0, engine.runner.decode_program.parts.states
+    num_interrupts, copies = 0, engine.runner.block_copies
     while engine.has_work:
         try:
             engine.step()
         except KeyboardInterrupt:
             num_interrupts += 1
         gave_way = {sequence.sequence_id for sequence in engine.scheduler.waiting if sequence.kept_blocks is not None}
-        assert num_interrupts or states.kept.keys() == gave_way
+        assert num_interrupts or copies.kept_rows.keys() == gave_way
     found = [outcome(request) for request in requests]
     harmed = [i for i, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other]
     assert num_interrupts == 1 and len(harmed) < 7 and all(found[i][0][2] == "abort" for i in harmed)
     assert_pools_as_before(engine)
-    assert not states.kept
+    assert not copies.kept_rows
 
 
 @pytest.mark.parametrize("place", ["a step that fails", "giving way"])
@@ -210,7 +212,7 @@ def test_after_an_exception_only_the_states_of_those_that_gave_way_are_kept(path
         engine.add_request(str(number), random_prompts(3, 40, 40)[number], params)
     while not all(sequence.num_generated > 2 for sequence in engine.work.sequences):
         engine.step()
-    states = engine.runner.decode_program.parts.states
+    copies = engine.runner.block_copies
     preempt = torch.inference_mode()(engine.scheduler._preempt_youngest)
     preempt()
     if place == "giving way":
@@ -225,7 +227,7 @@ def test_after_an_exception_only_the_states_of_those_that_gave_way_are_kept(path
             engine.step()
     monkeypatch.undo()
     gave_way = {sequence.sequence_id for sequence in engine.scheduler.waiting if sequence.kept_blocks is not None}
-    assert len(gave_way) == 1 and states.kept.keys() == gave_way
+    assert len(gave_way) == 1 and copies.kept_rows.keys() == gave_way
     while engine.has_work:
         engine.step()
     assert_pools_as_before(engine)

@@ -56,7 +56,7 @@ class Toy:
         self.compute_stream = self.runtime.stream("compute")
         self.gpu_kv = torch.zeros(LAYOUT.pool_shape(6))
         self.gpu_blocks = BlockPool(6, first=1)
-        host = HostPool(LAYOUT, PlainArena(4, 3 * LAYOUT.block_bytes), num_blocks=12, blocks_per_segment=3)
+        host = HostPool(LAYOUT, num_blocks=12, blocks_per_segment=3, arena=PlainArena(4, 3 * LAYOUT.block_bytes))
         ring = Ring(self.runtime, LAYOUT, num_ring_slots, blocks_per_slot)
         self.engine = OffloadEngine(self.runtime, self.gpu_kv, host, ring, self.compute_stream)
         self.lifetimes = BlockLifetimes(self.gpu_blocks, BlockPool(host.num_blocks), self.engine, self._poison)

@@ -111,7 +111,7 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
     kv_cache, offload = engine.kv_cache, engine.runner.offload
     tables, lifetimes = kv_cache.tables, kv_cache.tables.lifetimes
     assert not engine.scheduler.running and not engine.scheduler.waiting and not engine.work.requests
-    if offload is not None:
+    if offload.host.num_bytes:
         offload.drain()
         lifetimes.reclaim()
         assert lifetimes.host_blocks.num_blocks == offload.host.num_blocks

@@ -19,14 +19,12 @@ class WarmUpRuntime(SimulatedRuntime):
         stream.run(work)
         stream.synchronize()
         self.num_captures += 1
-        graph = super().capture(stream, work)
 
         def replayed():
             self.num_replays += 1
             work()
 
-        graph.work = replayed
-        return graph
+        return replayed
 
 
 def engine_with_graphs(path, runtime=None, **arguments):

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from types import SimpleNamespace
 
 import torch
@@ -29,9 +30,8 @@ def execute_steps(connection, config: EngineConfig) -> None:
     with torch.inference_mode():
         built = build(config, None)
         runner, pending = built.runner, {}
-        spec = built.runner.model.spec
         capture = runner.prefill_program.pieces.capture_num_tokens
-        connection.send((built.plan, spec.vocab_size, spec.windows, runner.layout, runner.num_gpu_blocks, capture))
+        connection.send((runner.plan, runner.model.spec, runner.layout, runner.num_gpu_blocks, capture))
 
         def execute(plan):
             pending[plan.number] = runner.execute(plan)
@@ -41,15 +41,13 @@ def execute_steps(connection, config: EngineConfig) -> None:
             return sum(isinstance(one, Sequence) for one in gc.get_objects())
 
         own = dict(execute=execute, read=lambda number: pending.pop(number).read(), num_sequences=num_sequences)
-        own["get_offload"] = lambda: bool(runner.get_offload())
         while (message := connection.recv()) is not None:
             name, arguments = message
             try:
                 if name in own:
                     found = own[name](*arguments)
                 else:
-                    part, _, method = name.rpartition(".")
-                    found = getattr(getattr(runner, part) if part else runner, method)(*arguments)
+                    found = attrgetter(name)(runner)(*arguments)
                 connection.send((found, None))
             except Exception as error:
                 connection.send((None, error))
@@ -86,11 +84,11 @@ class RemoteRunner(Remote):
     def __init__(self, connection, config: EngineConfig) -> None:
         self._connection = connection
         self._connection.send(config)
-        self.plan, vocab_size, self.windows, self.layout, self.num_gpu_blocks, capture = self._connection.recv()
-        super().__init__(
-            self._ask, "", runtime=CpuRuntime(), compute=SimpleNamespace(current=nullcontext), offload=None
-        )
-        self.model = SimpleNamespace(spec=SimpleNamespace(vocab_size=vocab_size))
+        self.plan, spec, self.layout, self.num_gpu_blocks, capture = self._connection.recv()
+        super().__init__(self._ask, "", runtime=CpuRuntime(), compute=SimpleNamespace(current=nullcontext))
+        self.model = SimpleNamespace(spec=spec)
+        counters, host = SimpleNamespace(streamed_bytes=0), Remote(self._ask, "offload.host")
+        self.offload = Remote(self._ask, "offload", counters=counters, host=host)
         self.prefill_program = SimpleNamespace(pieces=SimpleNamespace(capture_num_tokens=capture))
         self.block_copies = Remote(self._ask, "block_copies")
 
@@ -100,12 +98,6 @@ class RemoteRunner(Remote):
         if error is not None:
             raise error
         return found
-
-    def get_offload(self):
-        if self.offload is None:
-            self._ask("get_offload")
-            self.offload = Remote(self._ask, "offload", counters=SimpleNamespace(streamed_bytes=0))
-        return self.offload
 
     def execute(self, plan, timeline=None, on_logits=None):
         streamed = self._ask("execute", plan)
@@ -120,9 +112,9 @@ def make_parted_engine(connection, config: EngineConfig, monkeypatch) -> LLMEngi
 
     def build_parts(config, runtime):
         runner = RemoteRunner(connection, config)
-        parts = kv_side(config, runner.plan, runner.windows, runner.layout, runner.num_gpu_blocks, runner.block_copies)
+        parts = kv_side(config, runner)
         return SimpleNamespace(
-            plan=runner.plan, runner=runner, tokenizer=None, end_token_ids=frozenset(), sampling_defaults={}, **parts
+            config=config, runner=runner, tokenizer=None, end_token_ids=frozenset(), sampling_defaults={}, **parts
         )
 
     with monkeypatch.context() as patch:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.runtime.base import Event, Graph, Runtime, Stream
+from offload.runtime.base import Event, Runtime, Stream
 
 
 class RaceError(RuntimeError):
@@ -57,8 +57,8 @@ class SimulatedEvent(Event):
         self.num_reached = 0
         self.moment = 0.0  # time.perf_counter of the newest record that was reached
 
-    def query(self, rule: str) -> bool:
-        return not self._runtime.enforces(rule) or self.num_reached >= self.num_recorded
+    def query(self, rule: str | None) -> bool:
+        return (rule is not None and not self._runtime.enforces(rule)) or self.is_reached
 
     def synchronize(self, rule: str) -> None:
         target = self.num_recorded
@@ -72,11 +72,6 @@ class SimulatedEvent(Event):
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, SimulatedEvent)
         return self.moment - earlier.moment
-
-
-class SimulatedGraph(Graph):
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.work = work
 
 
 class SimulatedStream(Stream):
@@ -99,10 +94,6 @@ class SimulatedStream(Stream):
             reads=_Range.of(source),
             writes=_Range.of(destination),
         )
-
-    def replay(self, graph: Graph) -> None:
-        assert isinstance(graph, SimulatedGraph)
-        self.run(graph.work)
 
     def record(self, event: Event) -> None:
         assert isinstance(event, SimulatedEvent)
@@ -162,8 +153,8 @@ class SimulatedRuntime(Runtime):
         self._events.add(event)
         return event
 
-    def capture(self, stream: Stream, work: Callable[[], None]) -> SimulatedGraph:
-        return SimulatedGraph(work)
+    def capture(self, stream: Stream, work: Callable[[], None]) -> Callable[[], None]:
+        return work
 
     def staging(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_elements, dtype=dtype)
