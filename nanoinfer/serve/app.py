@@ -32,7 +32,6 @@ from nanoinfer.serve.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from nanoinfer.serve.queue_limits import Charge
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
@@ -140,8 +139,8 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
         request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, tuple[Answer, SamplingParams]]]
     ) -> Response:
         arrival = time.perf_counter()
-        with Charge(engine.waiting) as charge:
-            body = await read(request, charge)
+        with contextlib.ExitStack() as charge:
+            body = await read(request, engine.waiting, charge)
             answer, params = await while_client_stays(request.receive, prepare(body))
             del body  # the answer may take long
             asked = answer.request
@@ -171,8 +170,8 @@ def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
             with _refusing(asked):
                 return await engine.prompts.aside(lambda: work(asked, engine.prompts))
 
-        with Charge(engine.waiting) as charge:
-            body = await read(request, charge, max_bytes=MAX_TOKENIZING_BYTES)
+        with contextlib.ExitStack() as charge:
+            body = await read(request, engine.waiting, charge, max_bytes=MAX_TOKENIZING_BYTES)
             content = await while_client_stays(request.receive, answer(body))
         return Response(content, media_type="application/json")
 

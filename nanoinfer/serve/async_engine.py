@@ -101,7 +101,7 @@ class AsyncEngine:
     # Requests, from the loop
 
     async def submit(self, stream: RequestStream) -> None:
-        """Queues all prompts of a stream, as `self.prompts` returned them, or none. The stream releases its charge.
+        """Queues all prompts of a stream, as `self.prompts` returned them, or none. The stream closes its charge.
 
         Raises:
             RequestError: the engine refuses a prompt or its parameters, or the queue could never hold all prompts.
@@ -112,7 +112,7 @@ class AsyncEngine:
         self._limit.check(stream.num_sequences)  # checked again on the engine's thread; this saves work
         self._loop = asyncio.get_running_loop()
         stream.on_end, stream.on_close = self._streams.discard, self._abort_later
-        stream.charge.is_handed_over = True
+        stream.charge = stream.charge.pop_all()
         self._streams.add(stream)
         try:
             await asyncio.wrap_future(self._call(lambda engine: self.requests.add(stream)))

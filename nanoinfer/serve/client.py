@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -13,18 +14,20 @@ from starlette.types import Message, Receive, Scope, Send
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.serve.answers import DONE, Answer
 from nanoinfer.serve.errors import ApiError, BadRequestError
-from nanoinfer.serve.queue_limits import MAX_BODY_BYTES, Charge
+from nanoinfer.serve.queue_limits import MAX_BODY_BYTES, WaitingBytes
 from nanoinfer.serve.request_stream import RequestStream
 
 T = TypeVar("T")
 DEFAULT_BODY_SECONDS = 60.0
 
 
-async def read_body(request: Request, charge: Charge, *, timeout: float, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+async def read_body(
+    request: Request, waiting: WaitingBytes, charge: ExitStack, *, timeout: float, max_bytes: int = MAX_BODY_BYTES
+) -> bytes:
     """Return the request's body.
 
     Args:
-        charge: counts the bytes of the body as they arrive.
+        waiting: counts the bytes of the body as they arrive, until `charge` is closed.
         timeout: seconds for the whole body.
 
     Raises:
@@ -32,7 +35,12 @@ async def read_body(request: Request, charge: Charge, *, timeout: float, max_byt
         OverloadedError: too many bytes wait.
         ClientDisconnect: the client has disconnected.
     """
-    body = bytearray()
+    body, num_bytes = bytearray(), 0
+
+    def release() -> None:
+        waiting.num_bytes -= num_bytes
+
+    charge.callback(release)
     try:
         async with asyncio.timeout(timeout):
             async for part in request.stream():
@@ -42,7 +50,8 @@ async def read_body(request: Request, charge: Charge, *, timeout: float, max_byt
                         status=413,
                         closes=True,
                     )
-                charge.add(len(part))
+                waiting.add(len(part))
+                num_bytes += len(part)
                 body += part
     except TimeoutError as error:
         raise BadRequestError(

@@ -69,43 +69,18 @@ class WaitingBytes:
     def __init__(self, limit: int) -> None:
         if limit < MAX_BODY_BYTES:
             raise ValueError(f"max_queue_bytes is {limit}, it must be at least {MAX_BODY_BYTES}: a body may be as long")
-        self.limit, self.num_bytes = limit, 0
-
-
-class Charge:
-    """The bytes of one request among those of all, to be used in a `with` block.
-
-    The end of the block releases them, unless `is_handed_over` is set and no exception is raised.
-    """
-
-    def __init__(self, waiting: WaitingBytes) -> None:
-        self._waiting, self.num_bytes = waiting, 0
-        self.is_handed_over = False
+        self._limit, self.num_bytes = limit, 0
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes that have arrived.
+        """Count bytes that have arrived.
 
         Raises:
             OverloadedError: too many bytes wait.
         """
-        waiting = self._waiting
-        if waiting.num_bytes + num_bytes > waiting.limit:
+        if self.num_bytes + num_bytes > self._limit:
             raise OverloadedError(
-                f"{waiting.num_bytes} bytes of requests wait, and the server lets at most {waiting.limit} wait: try "
+                f"{self.num_bytes} bytes of requests wait, and the server lets at most {self._limit} wait: try "
                 "again later, or start the server with a larger --max-queue-bytes",
                 closes=True,
             )
-        waiting.num_bytes += num_bytes
         self.num_bytes += num_bytes
-
-    def release(self) -> None:
-        """Release the bytes of this request. May be called again."""
-        self._waiting.num_bytes -= self.num_bytes
-        self.num_bytes = 0
-
-    def __enter__(self) -> Charge:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None or not self.is_handed_over:
-            self.release()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from starlette.requests import ClientDisconnect
 
 from nanoinfer.outputs import RequestOutput, StreamOutput
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.serve.queue_limits import Charge
 from nanoinfer.serve.tokenizing import Prompt
 
 Item = tuple[int, StreamOutput | RequestOutput]
@@ -23,7 +23,7 @@ class RequestStream:
         wants_deltas: True: the items are `StreamOutput`s, token by token. False: the items are `RequestOutput`s, one
             for each prompt, at its end.
         arrival: `time.perf_counter` at the arrival of the HTTP request.
-        charge: counts the bytes of the HTTP request until its first token.
+        charge: the bytes of the HTTP request among those that wait; closed at its first token.
         has_started: whether the first token was read; used on the engine's thread.
         on_end, on_close: called when the stream has ended, and when its running requests must be aborted; set by
             `AsyncEngine.submit`.
@@ -33,7 +33,7 @@ class RequestStream:
     on_close: Callable[[RequestStream], None]
 
     def __init__(
-        self, prompts: list[Prompt], params: SamplingParams, *, wants_deltas: bool, arrival: float, charge: Charge
+        self, prompts: list[Prompt], params: SamplingParams, *, wants_deltas: bool, arrival: float, charge: ExitStack
     ) -> None:
         self.prompts, self.params, self.wants_deltas = prompts, params, wants_deltas
         self.arrival, self.charge, self.has_started = arrival, charge, False
@@ -75,7 +75,7 @@ class RequestStream:
             return
         self._num_running -= 1
         if self._num_running == 0:
-            self.charge.release()
+            self.charge.close()
             self.on_end(self)
         self._wake()
 
@@ -84,7 +84,7 @@ class RequestStream:
         if self.has_ended:
             return
         self._error = error
-        self.charge.release()
+        self.charge.close()
         self.on_end(self)
         self.on_close(self)
         self._wake()

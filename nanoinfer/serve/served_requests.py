@@ -116,7 +116,7 @@ class ServedRequests:
                 continue
             if not tracked.stream.has_started:
                 tracked.stream.has_started = True
-                self.calls.append((tracked.stream.charge.release,))
+                self.calls.append((tracked.stream.charge.close,))
             self.num_generated_tokens += len(output.token_ids_delta)
             if tracked.stream.wants_deltas:
                 self.calls.append((tracked.stream.put, tracked.place, output))
