@@ -141,10 +141,11 @@ class Request:
             stop_reason=sequence.stop_reason,
         )
 
-    def stream_output(self, sequence: Sequence) -> StreamOutput:
-        """Return what the completion gained since the last call."""
-        begin, sequence.num_streamed = sequence.num_streamed, sequence.num_generated
-        delta, sequence.text_delta = sequence.text_delta, ""
+    def stream_output(self, sequence: Sequence, *, is_whole: bool = False) -> StreamOutput:
+        """Return what the completion gained since the last call, or all of it."""
+        begin = 0 if is_whole else sequence.num_streamed
+        delta = sequence.detokenizer.text if is_whole else sequence.text_delta
+        sequence.num_streamed, sequence.text_delta = sequence.num_generated, ""
         finished = sequence.finish_reason is not None
         return StreamOutput(
             request_id=self.request_id,

@@ -125,7 +125,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
         with _refusing(asked):
             prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
         echoed = [await engine.prompts.text_of(prompt) for prompt in prompts] if asked.echo else None
-        return CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed=echoed), params
+        return CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed), params
 
     async def chat_answer(body: bytes) -> tuple[Answer, SamplingParams]:
         asked = await _parsed(engine, ChatRequest, body)

@@ -11,7 +11,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from nanoinfer.outputs import RequestOutput
 from nanoinfer.serve.answers import DONE, Answer
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.queue_limits import MAX_BODY_BYTES, WaitingBytes
@@ -97,10 +96,9 @@ async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) 
     """
 
     async def body() -> bytes:
-        outputs: list[RequestOutput | None] = [None] * len(stream.prompts)
+        outputs = []
         while items := await stream.next():
-            for place, output in items:
-                outputs[place] = output
+            outputs += items
         return answer.whole(outputs)
 
     try:

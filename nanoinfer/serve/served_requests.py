@@ -124,7 +124,9 @@ class ServedRequests:
                 ended[output.request_id] = tracked
         for request_id, tracked in ended.items():
             if not tracked.stream.wants_deltas:
-                self.calls.append((tracked.stream.put, tracked.place, tracked.request.output()))
+                for sequence in tracked.request.sequences:
+                    whole = tracked.request.stream_output(sequence, is_whole=True)
+                    self.calls.append((tracked.stream.put, tracked.place, whole))
             self._finish(request_id)
 
     def _fail_step(self, error: Exception) -> None:
