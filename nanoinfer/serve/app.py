@@ -21,7 +21,7 @@ from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, EventStream, read_body, while_client_stays, whole_answer
 from nanoinfer.serve.errors import ApiError, BadRequestError
-from nanoinfer.serve.gate import ApiGate, Counting, OriginGate
+from nanoinfer.serve.gate import Counting, Gate, check_origin, check_request
 from nanoinfer.serve.metrics import ServerMetrics
 from nanoinfer.serve.parsing import parse
 from nanoinfer.serve.protocol import (
@@ -64,7 +64,7 @@ def create_app(
     app = FastAPI(title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None)
     # A request passes the middleware added last first. CORS comes before the API key, because a browser's preflight
     # request has no key, and browsers must be able to read errors, too.
-    app.add_middleware(ApiGate, api_key=api_key)
+    app.add_middleware(Gate, refusal=partial(check_request, api_key=api_key))
     if allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -73,7 +73,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.add_middleware(OriginGate, allowed=allowed_origins)
+    app.add_middleware(Gate, refusal=partial(check_origin, allowed=allowed_origins))
     app.add_middleware(Counting, metrics=metrics)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(ClientDisconnect, _client_left)
