@@ -23,7 +23,6 @@ from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, EventStream, read_body,
 from nanoinfer.serve.errors import ApiError, BadRequestError
 from nanoinfer.serve.gate import Counting, Gate, check_origin, check_request
 from nanoinfer.serve.metrics import ServerMetrics
-from nanoinfer.serve.parsing import parse
 from nanoinfer.serve.protocol import (
     Body,
     ChatRequest,
@@ -31,6 +30,7 @@ from nanoinfer.serve.protocol import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
+    parse,
 )
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized

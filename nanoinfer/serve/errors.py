@@ -96,19 +96,15 @@ def shown(value: Any) -> str:
 
 
 def _repr_parts(value: Any) -> Iterator[str]:
-    if isinstance(value, list):
-        yield "["
+    if isinstance(value, list | dict):
+        brackets = "[]" if isinstance(value, list) else "{}"
+        yield brackets[0]
         for place, one in enumerate(value):
             yield ", " if place else ""
             yield from _repr_parts(one)
-        yield "]"
-    elif isinstance(value, dict):
-        yield "{"
-        for place, (name, one) in enumerate(value.items()):
-            yield ", " if place else ""
-            yield from _repr_parts(name)
-            yield ": "
-            yield from _repr_parts(one)
-        yield "}"
+            if isinstance(value, dict):
+                yield ": "
+                yield from _repr_parts(value[one])
+        yield brackets[1]
     else:
         yield repr(value[: SHOWN_CHARS + 1] if isinstance(value, str) else value)

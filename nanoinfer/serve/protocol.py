@@ -1,15 +1,19 @@
-"""The requests of OpenAI's API, with vLLM's extensions, and which of their fields are supported."""
+"""The requests of OpenAI's API, with vLLM's extensions: which of their fields are supported, and how they are read."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from nanoinfer.common.unsupported import FIRST_COME, LEAVE_OUT, SAMPLING, by_advice
+from nanoinfer.common.errors import unknown
+from nanoinfer.common.unsupported import FIRST_COME, LEAVE_OUT, SAMPLING, by_advice, refusal
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.serve.errors import BadRequestError, shown
+from nanoinfer.serve import json_body
+from nanoinfer.serve.errors import SHOWN_CHARS, BadRequestError, shown
 
 MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
 MAX_STOP_STRINGS = 64  # every token's text is searched for each of them
@@ -86,7 +90,7 @@ class GenerationRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Any = None
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -110,9 +114,22 @@ class GenerationRequest(Body):
                 param="stream_options",
                 code="unsupported_parameter",
             )
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if any(len(stop) > MAX_STOP_CHARS for stop in stops):
-            raise too_many_stops(stops)
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: Any) -> Any:
+        stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        texts = [one for one in stops if isinstance(one, str)]
+        longest = max(map(len, texts), default=0)
+        if len(stops) > MAX_STOP_STRINGS or longest > MAX_STOP_CHARS:
+            raise BadRequestError(
+                f"stop holds {len(stops)} strings, the longest of {longest} characters: give at most "
+                f"{MAX_STOP_STRINGS} of at most {MAX_STOP_CHARS} characters",
+                param="stop",
+            )
+        if len(texts) < len(stops):
+            raise BadRequestError(f"stop is {shown(stop)}: give a string or a list of strings", param="stop")
+        return stop
 
     @property
     def num_logprobs(self) -> int | None:
@@ -294,10 +311,49 @@ class DetokenizeRequest(Body):
     tokens: list[int]
 
 
-def too_many_stops(stops: list) -> BadRequestError:
-    longest = max((len(stop) for stop in stops if isinstance(stop, str)), default=0)
-    return BadRequestError(
-        f"stop holds {len(stops)} strings, the longest of {longest} characters: give at most {MAX_STOP_STRINGS} of "
-        f"at most {MAX_STOP_CHARS} characters",
-        param="stop",
-    )
+B = TypeVar("B", bound=Body)
+
+
+def parse(kind: type[B], body: bytes, is_wanted: Callable[[], bool] = lambda: True) -> B:
+    """Return a checked request from the body of an HTTP request.
+
+    Args:
+        is_wanted: as for `json_body.load`.
+
+    Raises:
+        BadRequestError: the body is not a JSON object, or a field is unknown, not supported or has a wrong value.
+    """
+    try:
+        given = json_body.load(body, is_wanted)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is no valid JSON: {shown(str(error))}", code="invalid_json") from error
+    if not isinstance(given, dict):
+        raise BadRequestError("the body is no JSON object: send {...}", code="invalid_json")
+    for name, value in given.items():
+        if name in kind.model_fields or name in IGNORED:
+            continue
+        if name not in UNSUPPORTED:
+            _refuse_unknown(name, kind, "the request")
+        if message := refusal(name, value, UNSUPPORTED, shown, json.dumps):
+            raise BadRequestError(message, param=name, code="unsupported_parameter")
+    options = given.get("stream_options")
+    for name in options if isinstance(options, dict) else ():
+        if name not in StreamOptions.model_fields:
+            _refuse_unknown(name, StreamOptions, "stream_options")
+    try:
+        request = kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name, path = str(first["loc"][0]), ".".join(map(str, first["loc"]))
+        message = f"{path} is {shown(first['input'])}: {first['msg']}"
+        if first["type"] == "missing":
+            message = f"{name} is missing: it is required"
+        raise BadRequestError(message, param=name) from error
+    request.check()
+    return request
+
+
+def _refuse_unknown(name: str, kind: type[BaseModel], where: str) -> None:
+    name = name[:SHOWN_CHARS]
+    message = unknown(f"{where} has an unknown field", name, sorted(kind.model_fields))
+    raise BadRequestError(message, param=name, code="unknown_parameter")
