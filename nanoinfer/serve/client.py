@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from nanoinfer.serve.answers import DONE, Answer
 from nanoinfer.serve.errors import ApiError, BadRequestError
@@ -107,35 +107,29 @@ async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) 
         stream.close()
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events: each output is sent as soon as it is known. Outputs that came together share one write."""
 
     def __init__(self, stream: RequestStream, answer: Answer) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._stream, self._answer = stream, answer
+        super().__init__(_events(stream, answer), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
+        self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_client_stays(receive, self._send_all(send))
+            await while_client_stays(receive, self.stream_response(send))
         except ClientDisconnect:
             pass  # nobody reads any more
         finally:
             self._stream.close()
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            if first := self._answer.first_events():
-                await send(_part(first))
-            while items := await self._stream.next():
-                if events := self._answer.events(items):
-                    await send(_part(events))
-            await send(_part(self._answer.last_events()))
-        except ApiError as error:
-            await send(_part(b"data: " + error.body() + b"\n\n" + DONE))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-def _part(body: bytes) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": True}
+async def _events(stream: RequestStream, answer: Answer) -> AsyncIterator[bytes]:
+    try:
+        if first := answer.first_events():
+            yield first
+        while outputs := await stream.next():
+            if events := answer.events(outputs):
+                yield events
+        yield answer.last_events()
+    except ApiError as error:
+        yield b"data: " + error.body() + b"\n\n" + DONE
