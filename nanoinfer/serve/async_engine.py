@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.serve.client import DEFAULT_QUEUE_BYTES, WaitingBytes
 from nanoinfer.serve.errors import UnavailableError
-from nanoinfer.serve.queue_limits import DEFAULT_QUEUE_BYTES, QueueLimit, WaitingBytes
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.served_requests import ServedRequests
 from nanoinfer.serve.tokenizing import PromptTokenizer
@@ -45,11 +45,13 @@ class AsyncEngine:
         max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
         max_step_seconds: float = DEFAULT_STEP_SECONDS,
     ) -> None:
+        if max_queue < 1:
+            raise ValueError(f"max_queue is {max_queue}, it must be at least 1: else nothing is ever taken")
         if not max_step_seconds > 0:
             raise ValueError(f"max_step_seconds is {max_step_seconds}, it must be above 0")
         self.max_step_seconds = max_step_seconds
         self.waiting = WaitingBytes(max_queue_bytes)
-        self._limit = QueueLimit(max_queue)
+        self._max_queue = max_queue
         self.prompts: PromptTokenizer | None = None
         """Set by `start`, as are `requests` and the engine's `mode`, `plan`, `config` and `sampling_defaults`."""
         self._make_engine = make_engine
@@ -109,7 +111,7 @@ class AsyncEngine:
             UnavailableError: the server is shutting down or the engine is dead.
         """
         self._check_open()
-        self._limit.check(stream.num_sequences)  # checked again on the engine's thread; this saves work
+        self.requests.check_queue(stream.num_sequences)  # checked again on the engine's thread; this saves work
         self._loop = asyncio.get_running_loop()
         stream.on_end, stream.on_close = self._streams.discard, self._abort_later
         stream.charge = stream.charge.pop_all()
@@ -186,13 +188,13 @@ class AsyncEngine:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        requests = ServedRequests(engine, self._limit)
+        requests = ServedRequests(engine, self._max_queue)
         self._started.set_result((engine, requests))
         try:
             while self._take_inbox(engine, requests):
                 if requests.has_work:
                     requests.step()
-                self._limit.count(engine)
+                requests.count_queued()
                 self._send(requests)
         except BaseException as error:
             logger.exception("the engine is dead")

@@ -1,4 +1,4 @@
-"""The connection with a client: read its request, work while it stays connected, and answer, whole or as a stream."""
+"""The connection with a client: read its request, within limits; work while it stays; answer, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -12,12 +12,43 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from nanoinfer.serve.answers import DONE, Answer
-from nanoinfer.serve.errors import ApiError, BadRequestError
-from nanoinfer.serve.queue_limits import MAX_BODY_BYTES, WaitingBytes
+from nanoinfer.serve.errors import ApiError, BadRequestError, OverloadedError
 from nanoinfer.serve.request_stream import RequestStream
 
 T = TypeVar("T")
 DEFAULT_BODY_SECONDS = 60.0
+MAX_BODY_BYTES = 32 * 2**20
+DEFAULT_QUEUE_BYTES = 8 * MAX_BODY_BYTES
+
+
+class WaitingBytes:
+    """The bytes of all waiting requests together, with a limit. Used only on the event loop.
+
+    Args:
+        limit: in bytes.
+
+    Raises:
+        ValueError: the limit is smaller than the longest allowed body.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < MAX_BODY_BYTES:
+            raise ValueError(f"max_queue_bytes is {limit}, it must be at least {MAX_BODY_BYTES}: a body may be as long")
+        self._limit, self.num_bytes = limit, 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have arrived.
+
+        Raises:
+            OverloadedError: too many bytes wait.
+        """
+        if self.num_bytes + num_bytes > self._limit:
+            raise OverloadedError(
+                f"{self.num_bytes} bytes of requests wait, and the server lets at most {self._limit} wait: try "
+                "again later, or start the server with a larger --max-queue-bytes",
+                closes=True,
+            )
+        self.num_bytes += num_bytes
 
 
 async def read_body(

@@ -8,11 +8,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nanoinfer.common.errors import RequestError
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.request import Request
-from nanoinfer.serve.errors import ApiError, EngineStepError
-from nanoinfer.serve.queue_limits import QueueLimit
+from nanoinfer.serve.errors import ApiError, EngineStepError, OverloadedError
 from nanoinfer.serve.request_stream import RequestStream
 
 logger = logging.getLogger("nanoinfer.serve")
@@ -30,19 +30,18 @@ class _Tracked:
 class ServedRequests:
     """Adds requests to the engine, runs its steps and hands out what they give. Used on the engine's thread only.
 
-    Args:
-        limit: checked for each new request.
-
     Attributes:
+        num_queued: sequences that lack a place even after the next step, as of the last `count_queued`; a negative
+            number counts free places.
         calls: functions with their arguments, for the event loop to call after this step.
         on_finished: called on the event loop for each prompt that has ended, as `ServerMetrics.observe`.
         num_prompt_tokens: prompt tokens of all accepted requests.
         step_began: `time.monotonic` at the start of the running step.
     """
 
-    def __init__(self, engine: LLMEngine, limit: QueueLimit) -> None:
-        self._engine, self._limit = engine, limit
-        limit.count(engine)
+    def __init__(self, engine: LLMEngine, max_queue: int) -> None:
+        self._engine, self._max_queue, self._num_places = engine, max_queue, engine.plan.max_num_seqs
+        self.count_queued()
         self.calls: list[tuple] = []
         self.on_finished: Callable[..., None] = lambda *ended: None
         self.num_prompt_tokens = self.num_generated_tokens = 0
@@ -58,12 +57,12 @@ class ServedRequests:
         """Add all prompts of a stream to the engine, or none.
 
         Raises:
-            RequestError, OverloadedError: as for `QueueLimit.check` and `LLMEngine.add_request`.
+            RequestError, OverloadedError: as for `check_queue` and `LLMEngine.add_request`.
         """
         if stream.has_ended:
             return  # the reader has left meanwhile
-        self._limit.count(self._engine)
-        self._limit.check(stream.num_sequences)
+        self.count_queued()
+        self.check_queue(stream.num_sequences)
         name = uuid.uuid4().hex
         added = {}
         try:
@@ -78,6 +77,33 @@ class ServedRequests:
             raise
         self._tracked.update(added)
         self.num_prompt_tokens += sum(len(token_ids) for _, token_ids in stream.prompts)
+
+    def count_queued(self) -> None:
+        scheduler = self._engine.scheduler
+        self.num_queued = len(scheduler.waiting) + len(scheduler.running) - self._num_places
+
+    def check_queue(self, num_new: int) -> None:
+        """Refuse `num_new` sequences if more than `max_queue` would wait with them. May be called on any thread.
+
+        Raises:
+            RequestError: the server could never accept so many sequences at once.
+            OverloadedError: too many sequences wait at the moment.
+        """
+        num_queued = self.num_queued  # once: the engine's thread may count meanwhile
+        if num_queued + num_new <= self._max_queue:
+            return
+        possible = self._max_queue + self._num_places
+        if num_new > possible:
+            raise RequestError(
+                f"the request has {num_new} completions (prompts times n), the server runs {self._num_places} at once "
+                f"and queues {self._max_queue}: send at most {possible} in one request, or start the server with "
+                "a larger --max-queue",
+                field="prompt",
+            )
+        raise OverloadedError(
+            f"{max(0, num_queued)} sequences wait, the request has {num_new} and the server queues at most "
+            f"{self._max_queue}: try again later"
+        )
 
     def abort(self, stream: RequestStream) -> None:
         """End those requests of a stream that still run."""
