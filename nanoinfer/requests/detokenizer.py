@@ -1,7 +1,8 @@
 """Token ids to text, piece by piece: characters that span tokens, and stop strings that span tokens."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
 
 # What a decoder writes for bytes that are not (yet) a complete UTF-8 character.
 REPLACEMENT_CHARACTER = "\ufffd"
@@ -12,14 +13,8 @@ NUM_PROMPT_CONTEXT_TOKENS = 5
 MAX_WAITING_TOKENS = 16
 
 
-class Tokenizer(Protocol):
-    """The one method of a transformers tokenizer that is used here."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
-
-
-def token_text(tokenizer: Tokenizer | None, token_id: int) -> str | None:
-    """Return the text of a single token, for Logprob.decoded_token; None without a tokenizer."""
+def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> str | None:
+    """Return the text of a single token; None without a tokenizer."""
     if tokenizer is None:
         return None
     return tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -42,7 +37,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        tokenizer: PreTrainedTokenizerBase | None,
         stop: Iterable[str] = (),
         prompt_token_ids: Sequence[int] = (),
         *,

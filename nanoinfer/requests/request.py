@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
+from transformers import PreTrainedTokenizerBase
+
 from nanoinfer.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, StreamOutput
-from nanoinfer.requests.detokenizer import Detokenizer, Tokenizer, token_text
+from nanoinfer.requests.detokenizer import Detokenizer, token_text
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling_params import SamplingParams
 
@@ -22,7 +24,7 @@ class Request:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    tokenizer: Tokenizer | None
+    tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: frozenset[int]
     arrival: float = field(default_factory=time.perf_counter)
     arrival_time: float = field(default_factory=time.time)
