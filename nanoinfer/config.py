@@ -145,11 +145,11 @@ class EngineConfig:
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
         self._check("gpu_memory_utilization", is_number and 0 < share <= 1, "above 0 and at most 1, such as 0.9")
         sizes, counts, limit = self.cuda_graph_batch_sizes, self.capture_num_tokens, self.max_num_batched_tokens
-        is_list = sizes is None or sizes == "staged" or sizes and _are_counts(sizes)
+        is_right = sizes is None or sizes == "staged" or sizes and _are_counts(sizes)
         what = "list of whole numbers of at least 1"
-        self._check("cuda_graph_batch_sizes", is_list, f'None, "staged" or a {what}')
-        is_list = counts is None or _are_counts(counts)
-        self._check("capture_num_tokens", is_list, f"None, [] for none, or a {what}, such as [16, 64, 256]")
+        self._check("cuda_graph_batch_sizes", is_right, f'None, "staged" or a {what}')
+        is_right = counts is None or _are_counts(counts)
+        self._check("capture_num_tokens", is_right, f"None, [] for none, or a {what}, such as [16, 64, 256]")
         if counts and limit is not None and max(counts) > limit:
             raise ValueError(
                 f"capture_num_tokens={counts!r} holds {max(counts)}, and a prefill step has at most "

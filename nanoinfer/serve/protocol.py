@@ -71,7 +71,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(Body):
-    """The fields that both generation endpoints accept. None: the default."""
+    """The fields that both generation endpoints accept, beside `logprobs`. None: the default."""
 
     _sampling: ClassVar[tuple[str, ...]] = (
         "n temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens seed stop "
@@ -134,7 +134,7 @@ class GenerationRequest(Body):
     @property
     def num_logprobs(self) -> int | None:
         """Number of most likely tokens to return with each token; None: no log-probabilities."""
-        raise NotImplementedError
+        return self.logprobs
 
     @property
     def token_limit(self) -> int | None:
@@ -177,10 +177,6 @@ class CompletionRequest(GenerationRequest):
                 f"may have {MAX_COMPLETIONS}: send several requests",
                 param="prompt",
             )
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
