@@ -67,11 +67,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="nanoinfer-engine", daemon=True)
 
     def start(self) -> None:
-        """Makes the engine and returns when it is ready.
-
-        Raises:
-            Exception: what the engine's constructor raised.
-        """
+        """Make the engine and return when it is ready; raise what its constructor raised."""
         self._thread.start()
         # Other threads read only those attributes of the engine that never change after start-up.
         engine, self.requests = self._started.result()
@@ -97,7 +93,6 @@ class AsyncEngine:
 
     @property
     def num_streams(self) -> int:
-        """Number of HTTP requests that wait or run."""
         return len(self._streams)
 
     # Requests, from the loop
@@ -162,13 +157,8 @@ class AsyncEngine:
         deadline = time.monotonic() + timeout_seconds
         while self._streams and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        for stream in list(self._streams):
-            stream.fail(
-                UnavailableError(
-                    f"the server shut down, and the request had not ended within {timeout_seconds:g} s",
-                    code="shutting_down",
-                )
-            )
+        message = f"the server shut down, and the request had not ended within {timeout_seconds:g} s"
+        self._fail_all(UnavailableError(message, code="shutting_down"))
 
     def close(self) -> None:
         """End the thread and free the engine's memory. Requests that still run end with an error. Blocks."""
@@ -236,16 +226,16 @@ class AsyncEngine:
                 call = self._inbox.get()
                 if call is not None and call[1].set_running_or_notify_cancel():
                     call[1].set_exception(self._dead())
-        requests.calls.append((self._fail_all,))
+        requests.calls.append((self._fail_all, self._dead()))
         self._send(requests)
         try:
             engine.close()
         except Exception:
             logger.exception("the engine could not be closed")
 
-    def _fail_all(self) -> None:
+    def _fail_all(self, error: UnavailableError) -> None:
         for stream in list(self._streams):
-            stream.fail(self._dead())
+            stream.fail(error)
 
 
 def _call_all(calls: list[tuple]) -> None:

@@ -22,14 +22,7 @@ DEFAULT_QUEUE_BYTES = 8 * MAX_BODY_BYTES
 
 
 class WaitingBytes:
-    """The bytes of all waiting requests together, with a limit. Used only on the event loop.
-
-    Args:
-        limit: in bytes.
-
-    Raises:
-        ValueError: the limit is smaller than the longest allowed body.
-    """
+    """The bytes of all waiting requests together, with a limit. Used only on the event loop."""
 
     def __init__(self, limit: int) -> None:
         if limit < MAX_BODY_BYTES:
@@ -37,11 +30,7 @@ class WaitingBytes:
         self._limit, self.num_bytes = limit, 0
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that have arrived.
-
-        Raises:
-            OverloadedError: too many bytes wait.
-        """
+        """Count bytes that have arrived; raise OverloadedError if too many wait."""
         if self.num_bytes + num_bytes > self._limit:
             raise OverloadedError(
                 f"{self.num_bytes} bytes of requests wait, and the server lets at most {self._limit} wait: try "
@@ -95,11 +84,7 @@ async def read_body(
 
 
 async def while_client_stays(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. Cancel `work` as soon as the client disconnects.
-
-    Raises:
-        ClientDisconnect: the client has disconnected.
-    """
+    """Return the result of `work`. As soon as the client disconnects, cancel `work` and raise ClientDisconnect."""
     working = asyncio.create_task(work)
     listener = asyncio.create_task(_client_left(receive))
     try:
@@ -119,12 +104,7 @@ async def _client_left(receive: Receive) -> None:
 
 
 async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) -> Response:
-    """Wait for the last token and return the whole answer.
-
-    Raises:
-        ApiError: as for `RequestStream.next`.
-        ClientDisconnect: the client has disconnected.
-    """
+    """Wait for the last token and return the whole answer. Raises as `RequestStream.next` and `while_client_stays`."""
 
     async def body() -> bytes:
         outputs = []

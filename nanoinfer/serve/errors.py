@@ -49,15 +49,11 @@ class ApiError(Exception):
 
 
 class BadRequestError(ApiError):
-    """The request cannot be used as it is; sending it again does not help."""
-
     status = 400
     type = "invalid_request_error"
 
 
 class OverloadedError(ApiError):
-    """More requests wait than the server allows."""
-
     status = 429
     type = "overloaded_error"
 
@@ -67,8 +63,6 @@ class OverloadedError(ApiError):
 
 
 class UnavailableError(ApiError):
-    """The server is shutting down, or its engine is dead or hangs."""
-
     status = 503
     type = "service_unavailable_error"
 

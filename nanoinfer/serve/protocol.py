@@ -142,11 +142,7 @@ class GenerationRequest(Body):
         return self.max_tokens
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """Return the client's sampling parameters, with `defaults` for fields that the client left out.
-
-        Raises:
-            BadRequestError: a value is out of its range.
-        """
+        """Return the client's sampling parameters, with `defaults` for fields that the client left out."""
         given = {name: value for name in self._sampling if (value := getattr(self, name)) is not None}
         if self.token_limit is not None:
             given["max_tokens"] = self.token_limit
@@ -180,11 +176,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts as a list. Token ids are checked later, when the vocabulary is known.
-
-        Raises:
-            BadRequestError: the prompt is neither text nor token ids, nor a list of these.
-        """
+        """Return the prompts as a list. Token ids are checked later, when the vocabulary is known."""
         prompt = self.prompt
         prompts = prompt if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else [prompt]
         if not prompts:
@@ -238,12 +230,7 @@ class _Conversation(Body):
         }
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for the chat template.
-
-        Raises:
-            BadRequestError: a message has content other than text.
-            RequestError: as `prompts.conversation`.
-        """
+        """Return the messages for the chat template. Raises as `prompts.conversation`, or BadRequestError."""
         for place, message in enumerate(self.messages):
             for name in ("tool_calls", "function_call", "audio"):
                 if message.get(name):

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.engine.engine import LLMEngine
@@ -18,10 +18,7 @@ from nanoinfer.serve.request_stream import RequestStream
 logger = logging.getLogger("nanoinfer.serve")
 
 
-@dataclass(frozen=True)
-class _Tracked:
-    """A request in the engine, and the stream that reads its outputs."""
-
+class _Tracked(NamedTuple):
     request: Request
     stream: RequestStream
     place: int
@@ -54,11 +51,7 @@ class ServedRequests:
         return self._engine.has_work or self._must_flush
 
     def add(self, stream: RequestStream) -> None:
-        """Add all prompts of a stream to the engine, or none.
-
-        Raises:
-            RequestError, OverloadedError: as for `check_queue` and `LLMEngine.add_request`.
-        """
+        """Add all prompts of a stream to the engine, or none. Raises as `check_queue` and `LLMEngine.add_request`."""
         if stream.has_ended:
             return  # the reader has left meanwhile
         self.count_queued()

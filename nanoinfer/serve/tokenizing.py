@@ -55,11 +55,7 @@ class PromptTokenizer:
         return self.tokenizer is not None
 
     async def tokenize(self, prompt: str | list[int]) -> Prompt:
-        """Return the prompt with its checked token ids.
-
-        Raises:
-            RequestError: as for `Intake.tokenize`.
-        """
+        """Return the prompt with its checked token ids. Raises as `Intake.tokenize`."""
         if isinstance(prompt, str):
             return prompt, await self._tokenize_text(prompt)
         return None, await self._on(_lane(len(prompt)), lambda: self.intake.tokenize(prompt))
@@ -74,8 +70,7 @@ class PromptTokenizer:
             template_arguments: arguments for `encode_chat`.
             num_bytes: size of the conversation as it was received.
 
-        Raises:
-            RequestError: as for `encode_chat` and `Intake.tokenize`.
+        Raises as `encode_chat` and `Intake.tokenize`.
         """
 
         def templated(**how: bool) -> list[int] | str:
@@ -115,10 +110,9 @@ class PromptTokenizer:
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def _tokenize_text(self, text: str, *, is_bare: bool = False) -> list[int]:
-        """Return the checked token ids of a text. Stop as soon as it is clear that the text is too long.
+        """Return the checked token ids of a text, with special tokens around them unless it `is_bare`.
 
-        Args:
-            is_bare: True: without special tokens around the text.
+        Stop as soon as it is clear that the text is too long.
         """
         if (num_tokens := self._known.num_tokens_at_least(text)) >= self.max_model_len:
             raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", self.max_model_len)
