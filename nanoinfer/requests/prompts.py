@@ -41,7 +41,15 @@ def unpack(prompt: Prompt) -> str | list[int]:
         RequestError: the prompt has none of these forms.
     """
     if isinstance(prompt, Mapping):
-        return _unpack_mapping(prompt)
+        given = {name: value for name, value in prompt.items() if value is not None}
+        if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
+            raise RequestError(f"the prompt is a dict with {shown(list(given))}: give {_FORMS}", field="prompt")
+        if "prompt_token_ids" in given:
+            prompt = _plain_ids(given["prompt_token_ids"])
+            if not isinstance(prompt, list | tuple):
+                raise RequestError(f"prompt_token_ids is {shown(prompt)}: give a list of token ids", field="prompt")
+        elif not isinstance(prompt := given["prompt"], str):
+            raise RequestError(f"the prompt's text is {shown(prompt)}: give {_FORMS}", field="prompt")
     plain = _plain_ids(prompt)
     if isinstance(plain, str):
         return plain
@@ -93,11 +101,7 @@ def encode_chat(
 
 
 def too_long(what: str, max_model_len: int) -> RequestError:
-    """Return the error for a prompt that is too long.
-
-    Args:
-        what: the prompt's length, such as "9000 tokens".
-    """
+    """Return the error for a prompt that has `what`, such as "9000 tokens"."""
     return RequestError(
         f"the prompt has {what}, max_model_len is {max_model_len} and at least one token is generated: shorten the "
         "prompt or raise max_model_len",
@@ -153,20 +157,6 @@ def _plain_message(where: str, message: Any) -> dict[str, Any]:
 
 def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str)
-
-
-def _unpack_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
-    given = {name: value for name, value in prompt.items() if value is not None}
-    if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
-        raise RequestError(f"the prompt is a dict with {shown(list(given))}: give {_FORMS}", field="prompt")
-    if "prompt_token_ids" not in given:
-        if not isinstance(given["prompt"], str):
-            raise RequestError(f"the prompt's text is {shown(given['prompt'])}: give {_FORMS}", field="prompt")
-        return given["prompt"]
-    plain = _plain_ids(given["prompt_token_ids"])
-    if not isinstance(plain, list | tuple):
-        raise RequestError(f"prompt_token_ids is {shown(plain)}: give a list of token ids", field="prompt")
-    return list(plain)
 
 
 def _plain_ids(ids: Any) -> Any:

@@ -67,18 +67,6 @@ class UnavailableError(ApiError):
     type = "service_unavailable_error"
 
 
-class EngineStepError(ApiError):
-    """The engine failed in a step of this request; other requests are not affected."""
-
-    def __init__(self, error: BaseException | str) -> None:
-        why = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        super().__init__(
-            f"the engine failed while it computed this request ({why}): send it again, and look into the server's "
-            "log if it happens again",
-            code="engine_error",
-        )
-
-
 def shown(value: Any) -> str:
     """Return the beginning of a long text, or of the value's `repr`; all of a large value's would take seconds."""
     text = ""

@@ -12,7 +12,7 @@ from nanoinfer.common.errors import RequestError
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.request import Request
-from nanoinfer.serve.errors import ApiError, EngineStepError, OverloadedError
+from nanoinfer.serve.errors import ApiError, OverloadedError
 from nanoinfer.serve.request_stream import RequestStream
 
 logger = logging.getLogger("nanoinfer.serve")
@@ -120,7 +120,7 @@ class ServedRequests:
         if self._must_flush:
             self._must_flush = False
             for request_id in [name for name, tracked in self._tracked.items() if tracked.request.is_finished]:
-                self._finish(request_id, EngineStepError(RuntimeError("outputs were lost in a failed step")))
+                self._finish(request_id, "outputs were lost in a failed step")
 
     def _hand_out(self, outputs: list[StreamOutput]) -> None:
         ended = {}
@@ -131,7 +131,7 @@ class ServedRequests:
             if output.finish_reason == "error":
                 self._engine.abort(output.request_id)  # aborts the request's other completions, if any
                 ended.pop(output.request_id, None)
-                self._finish(output.request_id, EngineStepError(output.error or "it says no more"))
+                self._finish(output.request_id, output.error or "it says no more")
                 continue
             if not tracked.stream.has_started:
                 tracked.stream.has_started = True
@@ -164,14 +164,21 @@ class ServedRequests:
                 self._engine.abort(victim.request_id)
                 failed = [victim.request_id] if victim.request_id in self._tracked else []
         for request_id in failed:
-            self._finish(request_id, EngineStepError(error))
+            self._finish(request_id, f"{type(error).__name__}: {error}")
 
-    def _finish(self, request_id: str, error: ApiError | None = None) -> None:
-        """Forget a request that has ended, and tell its reader."""
+    def _finish(self, request_id: str, error: str | None = None) -> None:
+        """Forget a request that has ended, by itself or because of an error of the engine, and tell its reader."""
         tracked = self._tracked.pop(request_id)
         request, stream = tracked.request, tracked.stream
         reasons = ["error" if error is not None else sequence.finish_reason for sequence in request.sequences]
         first = None if request.first_token is None else request.first_token - stream.arrival
         total = time.perf_counter() - stream.arrival
         self.calls.append((self.on_finished, reasons, first, total, request.metrics().time_per_output_token))
-        self.calls.append((stream.end_one,) if error is None else (stream.fail, error))
+        if error is None:
+            self.calls.append((stream.end_one,))
+        else:
+            message = (
+                f"the engine failed while it computed this request ({error}): send it again, and look into the "
+                "server's log if it happens again"
+            )
+            self.calls.append((stream.fail, ApiError(message, code="engine_error")))

@@ -86,9 +86,8 @@ class TextPieces:
 
 def examine(tokenizer: PreTrainedTokenizerBase | None) -> TextPieces:
     """Find out what is known about a tokenizer. Takes about half a second for a large vocabulary."""
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return TextPieces()
-    if any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in _NOT_OVERRIDDEN):
+    own, fast = type(tokenizer), PreTrainedTokenizerFast
+    if not issubclass(own, fast) or any(getattr(own, name) is not getattr(fast, name) for name in _NOT_OVERRIDDEN):
         return TextPieces()
     described = _Description(json.loads(tokenizer.backend_tokenizer.to_str()))
     added = [token["content"] for token in described.added_tokens]
