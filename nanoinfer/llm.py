@@ -22,7 +22,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.stats import run_line
 from nanoinfer.outputs import RequestOutput, StreamOutput
-from nanoinfer.requests.prompts import Prompt, as_list, check_chat, conversation, encode_chat
+from nanoinfer.requests.prompts import Prompt, as_list, conversation, encode_chat
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
@@ -186,7 +186,6 @@ class LLM:
             ValueError: there is no tokenizer, it has no chat template, or the template refuses the messages.
         """
         _refuse(unsupported, CHAT, LLM.chat)
-        check_chat(self.engine.tokenizer)
         are_many = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         prompts = [
             encode_chat(self.engine.tokenizer, conversation(one), add_generation_prompt=add_generation_prompt)

@@ -143,24 +143,12 @@ class Detokenizer:
 
     def _find_stop(self, text: str) -> tuple[int, str] | None:
         """Return (start, stop string) of the match that ends first in `text`; of several, the longest."""
-        num_old = len(self._held)
-        matches = []
-        for stop in self._stop:
-            # A match that ends in the old text was complete within min_tokens; otherwise it was found before.
-            start = text.find(stop, max(0, num_old + 1 - len(stop)))
-            if start >= 0:
-                matches.append((start + len(stop), start, stop))
-        if not matches:
-            return None
-        _, start, stop = min(matches)
-        return start, stop
+        # A match that ends in the old text was complete within min_tokens; otherwise it was found before.
+        found = ((text.find(stop, max(0, len(self._held) + 1 - len(stop))), stop) for stop in self._stop)
+        matches = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        return min(matches)[1:] if matches else None
 
     def _num_chars_to_hold(self, text: str) -> int:
         """Return the length of the longest end of `text` that is a proper beginning of a stop string."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        lengths = ((stop, length) for stop in self._stop for length in range(1, min(len(stop), len(text) + 1)))
+        return max((length for stop, length in lengths if text.endswith(stop[:length])), default=0)

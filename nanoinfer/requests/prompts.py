@@ -91,7 +91,13 @@ def encode_chat(
     Raises:
         RequestError: there is no template, or it refuses the messages.
     """
-    check_chat(tokenizer)
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
+        raise RequestError(
+            f"chat needs a chat template, but {missing}: complete a finished prompt instead "
+            "(generate(), /v1/completions)",
+            field="messages",
+        )
     wanted = dict(add_generation_prompt=add_generation_prompt, tokenize=tokenize, return_dict=False)
     try:
         found = tokenizer.apply_chat_template(messages, **wanted, **(variables or {}))
@@ -108,17 +114,6 @@ def too_long(what: str, max_model_len: int) -> RequestError:
         field="prompt",
         is_too_long=True,
     )
-
-
-def check_chat(tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raises RequestError if there is no chat template."""
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
-        raise RequestError(
-            f"chat needs a chat template, but {missing}: complete a finished prompt instead "
-            "(generate(), /v1/completions)",
-            field="messages",
-        )
 
 
 def conversation(messages: Any) -> list[dict[str, Any]]:
