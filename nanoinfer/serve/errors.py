@@ -1,14 +1,10 @@
-"""The errors that clients get when a request cannot be answered, in OpenAI's format, and what they show of a value."""
+"""The errors that clients get when a request cannot be answered, in OpenAI's format."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
 
 from starlette.responses import Response
-
-SHOWN_CHARS = 80
 
 
 class ApiError(Exception):
@@ -65,28 +61,3 @@ class OverloadedError(ApiError):
 class UnavailableError(ApiError):
     status = 503
     type = "service_unavailable_error"
-
-
-def shown(value: Any) -> str:
-    """Return the beginning of a long text, or of the value's `repr`; all of a large value's would take seconds."""
-    text = ""
-    for part in [value] if isinstance(value, str) and len(value) > SHOWN_CHARS else _repr_parts(value):
-        text += part
-        if len(text) > SHOWN_CHARS:
-            return text[:SHOWN_CHARS] + "..."
-    return text
-
-
-def _repr_parts(value: Any) -> Iterator[str]:
-    if isinstance(value, list | dict):
-        brackets = "[]" if isinstance(value, list) else "{}"
-        yield brackets[0]
-        for place, one in enumerate(value):
-            yield ", " if place else ""
-            yield from _repr_parts(one)
-            if isinstance(value, dict):
-                yield ": "
-                yield from _repr_parts(value[one])
-        yield brackets[1]
-    else:
-        yield repr(value[: SHOWN_CHARS + 1] if isinstance(value, str) else value)

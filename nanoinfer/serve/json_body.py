@@ -70,7 +70,7 @@ class _Decoder(json.JSONDecoder):
     def _object(self, place: tuple[str, int], strict: bool, _: Callable, *hooks: Any) -> tuple[dict[str, Any], int]:
         return JSONObject(place, strict, self._value, *hooks)
 
-    def _array(self, place: tuple[str, int], _: Callable) -> tuple[list, int]:
+    def _array(self, place: tuple[str, int], *_: Any) -> tuple[list, int]:
         (text, at), numbers = place, []
         while found := _NUMBERS.match(text, at, at + _PIECE_CHARS):
             self._ask()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from nanoinfer.common.errors import unknown
+from nanoinfer.common.errors import SHOWN_CHARS, shown, unknown
 from nanoinfer.common.unsupported import FIRST_COME, LEAVE_OUT, SAMPLING, by_advice, refusal
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.serve import json_body
-from nanoinfer.serve.errors import SHOWN_CHARS, BadRequestError, shown
+from nanoinfer.serve.errors import BadRequestError
 
 MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
 MAX_STOP_STRINGS = 64  # every token's text is searched for each of them
@@ -72,11 +73,6 @@ class StreamOptions(BaseModel):
 
 class GenerationRequest(Body):
     """The fields that both generation endpoints accept, beside `logprobs`. None: the default."""
-
-    _sampling: ClassVar[tuple[str, ...]] = (
-        "n temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens seed stop "
-        "stop_token_ids ignore_eos skip_special_tokens".split()
-    )
 
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
     best_of: int | None = None
@@ -143,11 +139,10 @@ class GenerationRequest(Body):
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Return the client's sampling parameters, with `defaults` for fields that the client left out."""
-        given = {name: value for name in self._sampling if (value := getattr(self, name)) is not None}
-        if self.token_limit is not None:
-            given["max_tokens"] = self.token_limit
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingParams)}
+        fields |= {"max_tokens": self.token_limit, "logprobs": self.num_logprobs}
         try:
-            return SamplingParams(**{**defaults, **given, "logprobs": self.num_logprobs})
+            return SamplingParams(**defaults | {name: value for name, value in fields.items() if value is not None})
         except ValueError as error:
             message = str(error)
             name = message.split(" ", 1)[0]

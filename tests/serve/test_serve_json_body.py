@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from nanoinfer.common.errors import shown
 from nanoinfer.serve import json_body
-from nanoinfer.serve.errors import shown
 
 ATOMS = [
     '"', "\\", '\\"', "\\u", "\\ud83d", "\\ude00", "d83d", "{", "}", "[", "]", ",", ":", " ", "\n", "5", "-", "1.5e3",
@@ -135,7 +135,7 @@ def test_reading_ends_when_nobody_wants_it():
 def test_what_is_shown_of_a_large_value_is_its_beginning():
     some = (None, 5, "x", "x" * 80, "x" * 81, [], {}, [1, ["a", {"b": None}]], {"a": [1.5, True], "b": {}}, "'\"é\n")
     for value in some:
-        whole = value if isinstance(value, str) and len(value) > 80 else repr(value)
+        whole = repr(value)
         assert shown(value) == (whole if len(whole) <= 80 else whole[:80] + "...")
     for value in ([5] * 10**5, {"a": ["x" * 10**6] * 3}, {str(i): i for i in range(10**4)}, ["y" * 100]):
         text = shown(value)
