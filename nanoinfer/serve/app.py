@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
 _LARGE_BODY_BYTES = 65_536  # parsing takes about a millisecond
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 TOO_LONG = "context_length_exceeded"
+_PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/detokenize": "tokens"}  # elsewhere the prompt is in "prompt"
 B = TypeVar("B", bound=Body)
 ReadBody = Callable[..., Coroutine[Any, Any, bytes]]  # `read_body` with its timeout
 
@@ -76,6 +77,7 @@ def create_app(
     app.add_middleware(Gate, refusal=partial(check_origin, allowed=allowed_origins))
     app.add_middleware(Counting, metrics=metrics)
     app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(ClientDisconnect, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
@@ -122,8 +124,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
         asked = await _parsed(engine, CompletionRequest, body)
         model = _model_name(asked.model, names)
         params = asked.sampling_params(engine.sampling_defaults | {"max_tokens": DEFAULT_MAX_TOKENS})
-        with _refusing(asked):
-            prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
+        prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
         echoed = [await engine.prompts.text_of(prompt) for prompt in prompts] if asked.echo else None
         return CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed), params
 
@@ -131,15 +132,14 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
         asked = await _parsed(engine, ChatRequest, body)
         model = _model_name(asked.model, names)
         params = asked.sampling_params({"max_tokens": None} | engine.sampling_defaults)  # None: what the prompt leaves
-        with _refusing(asked):
-            prompt = await engine.prompts.tokenize_chat(asked.conversation, asked.template_arguments, len(body))
+        prompt = await engine.prompts.tokenize_chat(asked.conversation, asked.template_arguments, len(body))
         return ChatAnswer(asked, model, [prompt], engine.prompts.has_text), params
 
     async def respond(
         request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, tuple[Answer, SamplingParams]]]
     ) -> Response:
         arrival = time.perf_counter()
-        with contextlib.ExitStack() as charge:
+        with ExitStack() as charge:
             body = await read(request, engine.waiting, charge)
             answer, params = await while_client_stays(request.receive, prepare(body))
             del body  # the answer may take long
@@ -147,8 +147,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
             _check_length(asked, answer.prompts, engine.plan.max_model_len)
             wants_deltas = bool(asked.stream)
             stream = RequestStream(answer.prompts, params, wants_deltas=wants_deltas, arrival=arrival, charge=charge)
-            with _refusing(asked):
-                await engine.submit(stream)
+            await engine.submit(stream)
             if wants_deltas:
                 return EventStream(stream, answer)
             return await whole_answer(stream, answer, request.receive)
@@ -167,10 +166,9 @@ def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
         async def answer(body: bytes) -> bytes:
             asked = await _parsed(engine, kind, body)
             _model_name(asked.model, names)
-            with _refusing(asked):
-                return await engine.prompts.aside(lambda: work(asked, engine.prompts))
+            return await engine.prompts.aside(lambda: work(asked, engine.prompts))
 
-        with contextlib.ExitStack() as charge:
+        with ExitStack() as charge:
             body = await read(request, engine.waiting, charge, max_bytes=MAX_TOKENIZING_BYTES)
             content = await while_client_stays(request.receive, answer(body))
         return Response(content, media_type="application/json")
@@ -224,24 +222,17 @@ def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -
         )
 
 
-@contextlib.contextmanager
-def _refusing(asked: Body):
-    """Turn a refusal by the engine into an error that blames the client's request."""
-    try:
-        yield
-    except RequestError as error:
-        raise BadRequestError(
-            str(error),
-            param=asked.prompt_field if error.field == "prompt" else error.field,
-            code=TOO_LONG if error.is_too_long else None,
-        ) from error
-
-
 # Errors
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:
     return error.response()
+
+
+async def _request_error(request: Request, error: RequestError) -> Response:
+    """Blame the client's request for a refusal by the engine."""
+    field = _PROMPT_FIELDS.get(request.url.path, "prompt") if error.field == "prompt" else error.field
+    return BadRequestError(str(error), param=field, code=TOO_LONG if error.is_too_long else None).response()
 
 
 async def _client_left(*_: Any) -> Response:

@@ -55,7 +55,6 @@ class Body(BaseModel):
     """A request's body."""
 
     model_config = _STRICT
-    prompt_field: ClassVar[str] = "prompt"  # the field with the prompt
 
     model: str | None = None
 
@@ -234,8 +233,6 @@ class _Conversation(Body):
 
 
 class ChatRequest(_Conversation, GenerationRequest):
-    prompt_field: ClassVar[str] = "messages"
-
     max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -284,8 +281,6 @@ class TokenizeRequest(_Conversation):
 
 
 class DetokenizeRequest(Body):
-    prompt_field: ClassVar[str] = "tokens"
-
     tokens: list[int]
 
 
