@@ -111,14 +111,13 @@ class EngineConfig:
     progress_bar: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str | Path) or not str(self.model):
-            raise ValueError(f"model={self.model!r} must be a checkpoint's directory or a hub id")
-        if not isinstance(self.device, str):
-            raise ValueError(f'device={self.device!r} must be text: "auto", "cuda", "cuda:1" or "cpu"')
+        self._check(
+            "model", isinstance(self.model, str | Path) and str(self.model), "a checkpoint's directory or a hub id"
+        )
+        self._check("device", isinstance(self.device, str), 'text: "auto", "cuda", "cuda:1" or "cpu"')
         self._one_of("dtype", ("auto", "bfloat16", "float16", "float32", "half", "float"))
         self._one_of("kv_cache_dtype", ("auto", "fp8"))
-        if self.quantization is not None and not isinstance(self.quantization, str):
-            raise ValueError(f'quantization={self.quantization!r} must be None or text, such as "int4" or "awq"')
+        self._check("quantization", isinstance(self.quantization, str | None), 'None or text, such as "int4" or "awq"')
         if self.head_quantization is not None:
             self._one_of("head_quantization", ("int8",))
         self._one_of("generation_config", ("auto", "vllm"))
@@ -126,28 +125,36 @@ class EngineConfig:
         self._one_of("attention_backend", ("auto", "triton", "torch", "flash_attn"))
         self._one_of("pin_host_memory", ("auto", "require"))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"):
-            self._count(name, minimum=1, optional=True)
+            if getattr(self, name) is not None:
+                self._count(name, minimum=1)
         self._count("block_size", minimum=16)
-        if self.block_size % 16:
-            raise ValueError(f"block_size={self.block_size} must be a multiple of 16, such as 256")
+        self._check("block_size", self.block_size % 16 == 0, "a multiple of 16, such as 256")
         self._count("num_ring_slots", minimum=2, reason=": one slot is filled while another is read")
         self._count("seed", minimum=0)
-        if not isinstance(self.enable_cpu_offload, bool) and self.enable_cpu_offload != "auto":
-            raise ValueError(f'enable_cpu_offload={self.enable_cpu_offload!r} must be True, False or "auto"')
+        offloads = isinstance(self.enable_cpu_offload, bool) or self.enable_cpu_offload == "auto"
+        self._check("enable_cpu_offload", offloads, 'True, False or "auto"')
         for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("gpu_memory_limit", "host_memory_limit", "ring_slot_bytes", "resident_kv_limit"):
             value = getattr(self, name)
             if value is None or is_share(value) and name == "gpu_memory_limit":
                 continue
             if name != "resident_kv_limit" or value != 0 or isinstance(value, bool):
                 parse_bytes(value, name)
-        utilization = self.gpu_memory_utilization
-        if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization={utilization!r} must be above 0 and at most 1, such as 0.9")
-        self._check_batch_sizes()
-        self._check_capture_num_tokens()
+        share = self.gpu_memory_utilization
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        self._check("gpu_memory_utilization", is_number and 0 < share <= 1, "above 0 and at most 1, such as 0.9")
+        sizes, counts, limit = self.cuda_graph_batch_sizes, self.capture_num_tokens, self.max_num_batched_tokens
+        is_right = sizes is None or sizes == "staged" or sizes and _are_counts(sizes)
+        what = "list of whole numbers of at least 1"
+        self._check("cuda_graph_batch_sizes", is_right, f'None, "staged" or a {what}')
+        is_right = counts is None or _are_counts(counts)
+        self._check("capture_num_tokens", is_right, f"None, [] for none, or a {what}, such as [16, 64, 256]")
+        if counts and limit is not None and max(counts) > limit:
+            raise ValueError(
+                f"capture_num_tokens={counts!r} holds {max(counts)}, and a prefill step has at most "
+                f"max_num_batched_tokens={limit} tokens: lower the one or raise the other"
+            )
 
     @property
     def may_offload(self) -> bool:
@@ -180,34 +187,15 @@ class EngineConfig:
             guess = did_you_mean(str(value), allowed)
             raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}{guess}")
 
-    def _count(self, name: str, *, minimum: int, optional: bool = False, reason: str = "") -> None:
+    def _count(self, name: str, *, minimum: int, reason: str = "") -> None:
         value = getattr(self, name)
-        if value is None and optional:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least {minimum}{reason}")
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+        self._check(name, is_count, f"a whole number of at least {minimum}{reason}")
 
-    def _check_batch_sizes(self) -> None:
-        sizes = self.cuda_graph_batch_sizes
-        if sizes is None or sizes == "staged":
-            return
-        valid = isinstance(sizes, list) and sizes and all(type(size) is int and size >= 1 for size in sizes)
-        if not valid:
-            raise ValueError(
-                f'cuda_graph_batch_sizes={sizes!r} must be None, "staged" or a list of whole numbers of at least 1'
-            )
+    def _check(self, name: str, is_right: object, what: str) -> None:
+        if not is_right:
+            raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
 
-    def _check_capture_num_tokens(self) -> None:
-        counts, limit = self.capture_num_tokens, self.max_num_batched_tokens
-        if counts is None:
-            return
-        if not isinstance(counts, list) or not all(type(count) is int and count >= 1 for count in counts):
-            raise ValueError(
-                f"capture_num_tokens={counts!r} must be None, [] for none, or a list of whole numbers of at least 1, "
-                "such as [16, 64, 256]"
-            )
-        if limit is not None and max(counts, default=0) > limit:
-            raise ValueError(
-                f"capture_num_tokens={counts!r} holds {max(counts)}, and a prefill step has at most "
-                f"max_num_batched_tokens={limit} tokens: lower the one or raise the other"
-            )
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 1 for value in values)

@@ -22,7 +22,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.stats import run_line
 from nanoinfer.outputs import RequestOutput, StreamOutput
-from nanoinfer.requests.prompts import Prompt, as_list, check_chat, conversation, encode_chat
+from nanoinfer.requests.prompts import Prompt, as_list, conversation, encode_chat
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
@@ -112,7 +112,11 @@ class LLM:
         finally:
             for request_id in ids:
                 self.engine.abort(request_id)  # requests that an exception left behind
-        _report_failures(requests)
+        failed = [(place, request) for place, request in enumerate(requests) if request.failure is not None]
+        if failed and len(failed) == len(requests):
+            raise failed[0][1].failure
+        for place, request in failed:
+            warnings.warn(f"prompt {place} of {len(requests)} failed: {request.error}", stacklevel=2)
         return [request.output() for request in requests]
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
@@ -182,7 +186,6 @@ class LLM:
             ValueError: there is no tokenizer, it has no chat template, or the template refuses the messages.
         """
         _refuse(unsupported, CHAT, LLM.chat)
-        check_chat(self.engine.tokenizer)
         are_many = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         prompts = [
             encode_chat(self.engine.tokenizer, conversation(one), add_generation_prompt=add_generation_prompt)
@@ -292,15 +295,6 @@ def _naming(place: int, count: int) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"prompt {place} of {count}: {error}" if count > 1 else str(error)) from error
-
-
-def _report_failures(requests: list[Request]) -> None:
-    """Warn of each failed request; if all requests failed, raise the exception of the first instead."""
-    failed = [(place, request) for place, request in enumerate(requests) if request.failure is not None]
-    if failed and len(failed) == len(requests):
-        raise failed[0][1].failure
-    for place, request in failed:
-        warnings.warn(f"prompt {place} of {len(requests)} failed: {request.error}", stacklevel=3)
 
 
 class _Stream:

@@ -68,11 +68,9 @@ class SamplingParams:
     def __post_init__(self):
         if self.seed == -1:
             self._set("seed", None)
-        for name, (low, high, fix) in _INTEGERS.items():
+        for name in _NUMBERS:
             if getattr(self, name) is not None or name not in _OPTIONAL:
-                self._set(name, _integer(name, getattr(self, name), low, high, fix))
-        for name, (allowed, accepts, fix) in _NUMBERS.items():
-            self._set(name, _number(name, getattr(self, name), allowed, accepts, fix))
+                self._set(name, _number(name, getattr(self, name)))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
@@ -93,46 +91,43 @@ class SamplingParams:
         object.__setattr__(self, name, value)  # only from __post_init__: checked values in their plain Python type
 
 
-# Field -> the lowest and the highest allowed number, and what to do.
-_INTEGERS = {
-    "n": (1, None, "ask for at least one completion"),
-    "top_k": (-1, None, "use 0 to sample from all tokens"),
-    "max_tokens": (1, None, "ask for at least one token"),
-    "min_tokens": (0, None, "use 0 to turn it off"),
-    # The range that torch's generators accept, and therefore vLLM.
-    "seed": (-(2**63), 2**64 - 1, "use None to let the engine draw one"),
-    "logprobs": (0, MAX_LOGPROBS, "use None for no log-probabilities"),
-}
-_OPTIONAL = ("max_tokens", "seed", "logprobs")
-_PENALTY = ("a number in [-2, 2]", lambda x: -2 <= x <= 2, "use 0 to turn it off")
-# Field -> the allowed numbers, in words and as a test, and what to do.
+def _integer(low: int, high: int | None, fix: str) -> tuple:
+    allowed = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+    return numbers.Integral, allowed, lambda x: x >= low and (high is None or x <= high), fix
+
+
+_PENALTY = (numbers.Real, "a number in [-2, 2]", lambda x: -2 <= x <= 2, "use 0 to turn it off")
+# Field -> the allowed numbers, as a type, in words and as a test, and what to do.
 _NUMBERS = {
-    "temperature": ("a finite number >= 0", lambda x: 0 <= x < math.inf, "use 0 for greedy sampling"),
-    "top_p": ("a number in (0, 1]", lambda x: 0 < x <= 1, "use 1 to sample from all tokens"),
-    "min_p": ("a number in [0, 1]", lambda x: 0 <= x <= 1, "use 0 to turn it off"),
-    "repetition_penalty": ("a finite number > 0", lambda x: 0 < x < math.inf, "use 1 to turn it off"),
+    "n": _integer(1, None, "ask for at least one completion"),
+    "top_k": _integer(-1, None, "use 0 to sample from all tokens"),
+    "max_tokens": _integer(1, None, "ask for at least one token"),
+    "min_tokens": _integer(0, None, "use 0 to turn it off"),
+    # The range that torch's generators accept, and therefore vLLM.
+    "seed": _integer(-(2**63), 2**64 - 1, "use None to let the engine draw one"),
+    "logprobs": _integer(0, MAX_LOGPROBS, "use None for no log-probabilities"),
+    "temperature": (numbers.Real, "a finite number >= 0", lambda x: 0 <= x < math.inf, "use 0 for greedy sampling"),
+    "top_p": (numbers.Real, "a number in (0, 1]", lambda x: 0 < x <= 1, "use 1 to sample from all tokens"),
+    "min_p": (numbers.Real, "a number in [0, 1]", lambda x: 0 <= x <= 1, "use 0 to turn it off"),
+    "repetition_penalty": (numbers.Real, "a finite number > 0", lambda x: 0 < x < math.inf, "use 1 to turn it off"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
 }
+_OPTIONAL = ("max_tokens", "seed", "logprobs")
 
 
 def _message(name: str, given: object, allowed: str, fix: str) -> str:
     return f"{name} is {given!r}, it must be {allowed}: {fix}."
 
 
-def _integer(name: str, given: object, low: int, high: int | None, fix: str) -> int:
-    allowed = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
-    # bool is an int in Python; n=True is far more likely a mistake than a 1.
-    is_integer = isinstance(given, numbers.Integral) and not isinstance(given, bool)
-    if not is_integer or given < low or (high is not None and given > high):
+def _number(name: str, given: object) -> int | float:
+    kind, allowed, accepts, fix = _NUMBERS[name]
+    # bool is an int in Python; n=True is far more likely a mistake than a 1. NaN is not accepted either.
+    if isinstance(given, bool) or not isinstance(given, kind) or not accepts(given):
         raise ValueError(_message(name, given, allowed, fix))
-    return given if isinstance(given, Advised) else int(given)
-
-
-def _number(name: str, given: object, allowed: str, is_allowed, fix: str) -> float:
-    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not is_allowed(given):  # NaN fails too
-        raise ValueError(_message(name, given, allowed, fix))
-    return float(given)
+    if isinstance(given, Advised):
+        return given
+    return int(given) if kind is numbers.Integral else float(given)
 
 
 def _listed(name: str, given: object, allowed: str) -> tuple:

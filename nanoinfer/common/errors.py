@@ -1,7 +1,7 @@
 """Refusing names that do not exist, with the nearest one that does."""
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 
@@ -22,13 +22,32 @@ class RequestError(ValueError):
         self.field, self.is_too_long = field, is_too_long
 
 
-_SHOWN_CHARS = 80
+SHOWN_CHARS = 80
 
 
 def shown(value: Any) -> str:
-    """Return repr(value) for an error message, cut to its beginning where it is long."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+    """Return repr(value), cut to its beginning where it is long; all of a large value's would take seconds."""
+    text = ""
+    for part in _repr_parts(value):
+        text += part
+        if len(text) > SHOWN_CHARS:
+            return text[:SHOWN_CHARS] + "..."
+    return text
+
+
+def _repr_parts(value: Any) -> Iterator[str]:
+    if isinstance(value, list | dict):
+        brackets = "[]" if isinstance(value, list) else "{}"
+        yield brackets[0]
+        for place, one in enumerate(value):
+            yield ", " if place else ""
+            yield from _repr_parts(one)
+            if isinstance(value, dict):
+                yield ": "
+                yield from _repr_parts(value[one])
+        yield brackets[1]
+    else:
+        yield repr(value[: SHOWN_CHARS + 1] if isinstance(value, str) else value)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:

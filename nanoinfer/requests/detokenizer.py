@@ -1,7 +1,8 @@
 """Token ids to text, piece by piece: characters that span tokens, and stop strings that span tokens."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
 
 # What a decoder writes for bytes that are not (yet) a complete UTF-8 character.
 REPLACEMENT_CHARACTER = "\ufffd"
@@ -12,14 +13,8 @@ NUM_PROMPT_CONTEXT_TOKENS = 5
 MAX_WAITING_TOKENS = 16
 
 
-class Tokenizer(Protocol):
-    """The one method of a transformers tokenizer that is used here."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
-
-
-def token_text(tokenizer: Tokenizer | None, token_id: int) -> str | None:
-    """Return the text of a single token, for Logprob.decoded_token; None without a tokenizer."""
+def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> str | None:
+    """Return the text of a single token; None without a tokenizer."""
     if tokenizer is None:
         return None
     return tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -42,7 +37,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        tokenizer: PreTrainedTokenizerBase | None,
         stop: Iterable[str] = (),
         prompt_token_ids: Sequence[int] = (),
         *,
@@ -148,24 +143,12 @@ class Detokenizer:
 
     def _find_stop(self, text: str) -> tuple[int, str] | None:
         """Return (start, stop string) of the match that ends first in `text`; of several, the longest."""
-        num_old = len(self._held)
-        matches = []
-        for stop in self._stop:
-            # A match that ends in the old text was complete within min_tokens; otherwise it was found before.
-            start = text.find(stop, max(0, num_old + 1 - len(stop)))
-            if start >= 0:
-                matches.append((start + len(stop), start, stop))
-        if not matches:
-            return None
-        _, start, stop = min(matches)
-        return start, stop
+        # A match that ends in the old text was complete within min_tokens; otherwise it was found before.
+        found = ((text.find(stop, max(0, len(self._held) + 1 - len(stop))), stop) for stop in self._stop)
+        matches = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        return min(matches)[1:] if matches else None
 
     def _num_chars_to_hold(self, text: str) -> int:
         """Return the length of the longest end of `text` that is a proper beginning of a stop string."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        lengths = ((stop, length) for stop in self._stop for length in range(1, min(len(stop), len(text) + 1)))
+        return max((length for stop, length in lengths if text.endswith(stop[:length])), default=0)

@@ -41,7 +41,15 @@ def unpack(prompt: Prompt) -> str | list[int]:
         RequestError: the prompt has none of these forms.
     """
     if isinstance(prompt, Mapping):
-        return _unpack_mapping(prompt)
+        given = {name: value for name, value in prompt.items() if value is not None}
+        if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
+            raise RequestError(f"the prompt is a dict with {shown(list(given))}: give {_FORMS}", field="prompt")
+        if "prompt_token_ids" in given:
+            prompt = _plain_ids(given["prompt_token_ids"])
+            if not isinstance(prompt, list | tuple):
+                raise RequestError(f"prompt_token_ids is {shown(prompt)}: give a list of token ids", field="prompt")
+        elif not isinstance(prompt := given["prompt"], str):
+            raise RequestError(f"the prompt's text is {shown(prompt)}: give {_FORMS}", field="prompt")
     plain = _plain_ids(prompt)
     if isinstance(plain, str):
         return plain
@@ -83,7 +91,13 @@ def encode_chat(
     Raises:
         RequestError: there is no template, or it refuses the messages.
     """
-    check_chat(tokenizer)
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
+        raise RequestError(
+            f"chat needs a chat template, but {missing}: complete a finished prompt instead "
+            "(generate(), /v1/completions)",
+            field="messages",
+        )
     wanted = dict(add_generation_prompt=add_generation_prompt, tokenize=tokenize, return_dict=False)
     try:
         found = tokenizer.apply_chat_template(messages, **wanted, **(variables or {}))
@@ -93,28 +107,13 @@ def encode_chat(
 
 
 def too_long(what: str, max_model_len: int) -> RequestError:
-    """Return the error for a prompt that is too long.
-
-    Args:
-        what: the prompt's length, such as "9000 tokens".
-    """
+    """Return the error for a prompt that has `what`, such as "9000 tokens"."""
     return RequestError(
         f"the prompt has {what}, max_model_len is {max_model_len} and at least one token is generated: shorten the "
         "prompt or raise max_model_len",
         field="prompt",
         is_too_long=True,
     )
-
-
-def check_chat(tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raises RequestError if there is no chat template."""
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
-        raise RequestError(
-            f"chat needs a chat template, but {missing}: complete a finished prompt instead "
-            "(generate(), /v1/completions)",
-            field="messages",
-        )
 
 
 def conversation(messages: Any) -> list[dict[str, Any]]:
@@ -153,20 +152,6 @@ def _plain_message(where: str, message: Any) -> dict[str, Any]:
 
 def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in (None, "text") and isinstance(part.get("text"), str)
-
-
-def _unpack_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
-    given = {name: value for name, value in prompt.items() if value is not None}
-    if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
-        raise RequestError(f"the prompt is a dict with {shown(list(given))}: give {_FORMS}", field="prompt")
-    if "prompt_token_ids" not in given:
-        if not isinstance(given["prompt"], str):
-            raise RequestError(f"the prompt's text is {shown(given['prompt'])}: give {_FORMS}", field="prompt")
-        return given["prompt"]
-    plain = _plain_ids(given["prompt_token_ids"])
-    if not isinstance(plain, list | tuple):
-        raise RequestError(f"prompt_token_ids is {shown(plain)}: give a list of token ids", field="prompt")
-    return list(plain)
 
 
 def _plain_ids(ids: Any) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
+from transformers import PreTrainedTokenizerBase
+
 from nanoinfer.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, StreamOutput
-from nanoinfer.requests.detokenizer import Detokenizer, Tokenizer, token_text
+from nanoinfer.requests.detokenizer import Detokenizer, token_text
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling_params import SamplingParams
 
@@ -22,7 +24,7 @@ class Request:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    tokenizer: Tokenizer | None
+    tokenizer: PreTrainedTokenizerBase | None
     end_token_ids: frozenset[int]
     arrival: float = field(default_factory=time.perf_counter)
     arrival_time: float = field(default_factory=time.time)
@@ -141,10 +143,11 @@ class Request:
             stop_reason=sequence.stop_reason,
         )
 
-    def stream_output(self, sequence: Sequence) -> StreamOutput:
-        """Return what the completion gained since the last call."""
-        begin, sequence.num_streamed = sequence.num_streamed, sequence.num_generated
-        delta, sequence.text_delta = sequence.text_delta, ""
+    def stream_output(self, sequence: Sequence, *, is_whole: bool = False) -> StreamOutput:
+        """Return what the completion gained since the last call, or all of it."""
+        begin = 0 if is_whole else sequence.num_streamed
+        delta = sequence.detokenizer.text if is_whole else sequence.text_delta
+        sequence.num_streamed, sequence.text_delta = sequence.num_generated, ""
         finished = sequence.finish_reason is not None
         return StreamOutput(
             request_id=self.request_id,

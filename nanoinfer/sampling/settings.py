@@ -82,21 +82,15 @@ class RowSampling:
         seed: of the sequence, in [0, 2^64); `params.seed` where given (completions of one request need different ones).
         end_token_ids: everything that would end the sequence: the model's end tokens and `params.stop_token_ids`.
         """
-        return cls(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
+        shared = {name: value for name, value in vars(params).items() if name in cls.__dataclass_fields__}
+        own = dict(
             seed=seed,
             step=step,
             penalty_token_ids=penalty_token_ids if params.repetition_penalty != 1 else (),
             output_token_ids=output_token_ids,
             banned_token_ids=end_token_ids if step < params.min_tokens else (),
-            min_tokens=params.min_tokens,
         )
+        return cls(**shared | own)
 
     @property
     def counts_output(self) -> bool:

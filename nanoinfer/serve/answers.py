@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
-from nanoinfer.outputs import Logprob, RequestOutput, StreamOutput
+from nanoinfer.outputs import Logprob
 from nanoinfer.serve.protocol import GenerationRequest
+from nanoinfer.serve.request_stream import Output
 from nanoinfer.serve.tokenizing import Prompt
 
 DONE = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0  # vLLM's; JSON has no -inf
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-
-Delta = tuple[int, StreamOutput]
 
 
 class Answer:
@@ -25,113 +25,97 @@ class Answer:
         model: the model's name as the client gave it.
         prompts: (text or None, token ids) of each prompt.
         has_text: whether there is a tokenizer.
+        echoed: the prompts' texts, if the client wants them in front of the completions.
     """
 
     id_prefix = ""
     object_name = ""
     chunk_object_name = ""
-    echoed: list[str] | None = None
-    """The prompts' texts, if the client wants them in front of the completions."""
 
-    def __init__(self, request: GenerationRequest, model: str, prompts: list[Prompt], has_text: bool) -> None:
-        self.request, self.prompts, self.has_text = request, prompts, has_text
-        self.n = request.n or 1
-        self.head = {
+    def __init__(
+        self,
+        request: GenerationRequest,
+        model: str,
+        prompts: list[Prompt],
+        has_text: bool,
+        echoed: list[str] | None = None,
+    ) -> None:
+        self.request, self.prompts, self.n = request, prompts, request.n or 1
+        self._head = {
             "id": f"{self.id_prefix}-{request.request_id or uuid.uuid4().hex}",
             "object": self.object_name,
             "created": int(time.time()),
             "model": model,
         }
-        self._event_head = b"data: " + _encode({**self.head, "object": self.chunk_object_name})[:-1].encode()
+        self._event_head = b"data: " + _encode({**self._head, "object": self.chunk_object_name})[:-1].encode()
+        self._echoed = echoed
+        self._may_be_silent = has_text and echoed is None and not request.return_token_ids
         self._num_generated = 0
         self._num_cached = [0] * len(prompts)
-        self._started: set[int] = set()  # choices that already had a delta
+        self._started: set[int] = set()  # choices that already had an output
 
-    # Whole
+    def whole(self, outputs: Iterable[Output]) -> bytes:
+        """Return the body of the whole answer; each output is a whole completion."""
+        choices = sorted(self._choices(outputs, is_whole=True), key=itemgetter("index"))
+        return _encode({**self._head, **self.body(choices), "usage": self._usage()}).encode()
 
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
-        """Return the body of the whole answer; `outputs` has one output per prompt, in order."""
-        choices = []
-        for place, output in enumerate(outputs):
-            self._num_cached[place] = output.metrics.num_cached_tokens
-            for completion in output.outputs:
-                self._num_generated += len(completion.token_ids)
-                index = place * self.n + completion.index
-                logprobs = self.logprobs(index, completion.token_ids, completion.logprobs)
-                choice = self.choice(place, index, completion.text, logprobs)
-                choice["finish_reason"] = completion.finish_reason
-                choice["stop_reason"] = completion.stop_reason
-                if self.request.return_token_ids:
-                    choice["token_ids"] = completion.token_ids
-                choices.append(choice)
-        body = {**self.head, "choices": choices, "usage": self.usage(), **self.extra()}
-        return _encode(body).encode()
-
-    def choice(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        """Return one choice of the whole answer."""
-        raise NotImplementedError
-
-    def extra(self) -> dict:
-        """Return further fields of the whole answer."""
-        return {}
-
-    # Streamed
+    def body(self, choices: list[dict]) -> dict:
+        return {"choices": choices}
 
     def first_events(self) -> bytes:
         """Return the events that are sent before the first token."""
         return b""
 
-    def events(self, deltas: Iterable[Delta]) -> bytes:
-        """Return one event for each delta that is not empty."""
-        parts = []
-        for place, output in deltas:
-            self._num_generated += len(output.token_ids_delta)
-            if output.finished:
-                self._num_cached[place] = output.metrics.num_cached_tokens
-            index = place * self.n + output.index
-            is_silent = self.has_text and not output.text_delta and not output.finished and self.echoed is None
-            if is_silent and not self.request.return_token_ids and output.logprobs_delta is None:
-                continue  # part of a character, or of what may be a stop string
-            logprobs = self.logprobs(index, output.token_ids_delta, output.logprobs_delta)
-            choice = self.delta(place, index, output.text_delta, logprobs)
-            choice["finish_reason"] = output.finish_reason
-            if output.finished:
-                choice["stop_reason"] = output.stop_reason
-            if self.request.return_token_ids:
-                choice["token_ids"] = output.token_ids_delta
-                if index not in self._started:
-                    choice["prompt_token_ids"] = self.prompts[place][1]
-            self._started.add(index)
-            parts.append(self._event(choice))
-        return b"".join(parts)
+    def events(self, outputs: Iterable[Output]) -> bytes:
+        """Return one event for each output that is not empty."""
+        return b"".join(map(self._event, self._choices(outputs, is_whole=False)))
 
     def last_events(self) -> bytes:
         options = self.request.stream_options
         if options is None or not options.include_usage:
             return DONE
-        return self._event_head + b',"choices":[],"usage":' + _encode(self.usage()).encode() + b"}\n\n" + DONE
-
-    def delta(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        """Return one choice of an event."""
-        raise NotImplementedError
+        return self._event_head + b',"choices":[],"usage":' + _encode(self._usage()).encode() + b"}\n\n" + DONE
 
     def _event(self, choice: dict) -> bytes:
         return self._event_head + b',"choices":[' + _encode(choice).encode() + b"]}\n\n"
 
-    # Both
+    def _choices(self, outputs: Iterable[Output], is_whole: bool) -> Iterator[dict]:
+        """Yield a choice for each output that is not empty."""
+        for place, output in outputs:
+            index, token_ids, entries = place * self.n + output.index, output.token_ids_delta, output.logprobs_delta
+            self._num_generated += len(token_ids)
+            if output.finished:
+                self._num_cached[place] = output.metrics.num_cached_tokens
+            elif self._may_be_silent and not output.text_delta and entries is None:
+                continue  # part of a character, or of what may be a stop string
+            is_first = index not in self._started
+            self._started.add(index)
+            text = self._echoed[place] + output.text_delta if is_first and self._echoed else output.text_delta
+            choice = {"index": index, **self.content(text, is_whole), "finish_reason": output.finish_reason}
+            choice["logprobs"] = None if entries is None else self.logprobs(index, token_ids, entries)
+            if output.finished:
+                choice["stop_reason"] = output.stop_reason
+            if self.request.return_token_ids:
+                choice["token_ids"] = token_ids
+                if is_first:
+                    choice["prompt_token_ids"] = self.prompts[place][1]
+            yield choice
 
-    def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]] | None) -> dict | None:
+    def content(self, text: str, is_whole: bool) -> dict:
+        """Return the fields of a choice that hold its text."""
+        raise NotImplementedError
+
+    def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict:
         """Return the log-probabilities of a choice's next tokens."""
         raise NotImplementedError
 
-    def usage(self) -> dict:
-        """Count the tokens of prompts and completions. `cached_tokens` are prompt tokens found in the prefix cache."""
+    def _usage(self) -> dict:
         num_prompt = sum(len(token_ids) for _, token_ids in self.prompts)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_generated,
             "total_tokens": num_prompt + self._num_generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},  # found in the prefix cache
         }
 
 
@@ -141,25 +125,14 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
     object_name = chunk_object_name = "text_completion"
 
-    def __init__(self, *arguments, echoed: list[str] | None = None) -> None:
+    def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
-        self.echoed = echoed
         self._offsets: dict[int, int] = {}  # by choice: characters of the tokens so far
 
-    def choice(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        choice = self.delta(place, index, text, logprobs)
-        if self.request.return_token_ids:
-            choice["prompt_token_ids"] = self.prompts[place][1]
-        return choice
+    def content(self, text: str, is_whole: bool) -> dict:
+        return {"text": text}
 
-    def delta(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        if self.echoed is not None and index not in self._started:
-            text = self.echoed[place] + text
-        return {"index": index, "text": text, "logprobs": logprobs}
-
-    def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]] | None) -> dict | None:
-        if entries is None:
-            return None
+    def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict:
         offset = self._offsets.get(index, 0)
         result: dict[str, list] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token_id, entry in zip(token_ids, entries, strict=True):
@@ -180,11 +153,12 @@ class ChatAnswer(Answer):
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def choice(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        return {"index": index, "message": {"role": "assistant", "content": text}, "logprobs": logprobs}
-
-    def extra(self) -> dict:
-        return {"prompt_token_ids": self.prompts[0][1]} if self.request.return_token_ids else {}
+    def body(self, choices: list[dict]) -> dict:
+        body = super().body(choices)
+        if self.request.return_token_ids:
+            for choice in choices:
+                body["prompt_token_ids"] = choice.pop("prompt_token_ids")
+        return body
 
     def first_events(self) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -193,12 +167,10 @@ class ChatAnswer(Answer):
             for index in range(self.n)
         )
 
-    def delta(self, place: int, index: int, text: str, logprobs: dict | None) -> dict:
-        return {"index": index, "delta": {"content": text}, "logprobs": logprobs}
+    def content(self, text: str, is_whole: bool) -> dict:
+        return {"message": {"role": "assistant", "content": text}} if is_whole else {"delta": {"content": text}}
 
-    def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]] | None) -> dict | None:
-        if entries is None:
-            return None
+    def logprobs(self, index: int, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict:
         top = self.request.num_logprobs
         return {
             "content": [

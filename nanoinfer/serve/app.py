@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,9 +21,8 @@ from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, EventStream, read_body, while_client_stays, whole_answer
 from nanoinfer.serve.errors import ApiError, BadRequestError
-from nanoinfer.serve.gate import ApiGate, Counting, OriginGate
+from nanoinfer.serve.gate import Counting, Gate, check_origin, check_request
 from nanoinfer.serve.metrics import ServerMetrics
-from nanoinfer.serve.parsing import parse
 from nanoinfer.serve.protocol import (
     Body,
     ChatRequest,
@@ -31,8 +30,8 @@ from nanoinfer.serve.protocol import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
+    parse,
 )
-from nanoinfer.serve.queue_limits import Charge
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.token_answers import MAX_TOKENIZING_BYTES, detokenized, tokenized
 from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
@@ -40,6 +39,7 @@ from nanoinfer.serve.tokenizing import Prompt, PromptTokenizer
 _LARGE_BODY_BYTES = 65_536  # parsing takes about a millisecond
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 TOO_LONG = "context_length_exceeded"
+_PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/detokenize": "tokens"}  # elsewhere the prompt is in "prompt"
 B = TypeVar("B", bound=Body)
 ReadBody = Callable[..., Coroutine[Any, Any, bytes]]  # `read_body` with its timeout
 
@@ -65,7 +65,7 @@ def create_app(
     app = FastAPI(title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None)
     # A request passes the middleware added last first. CORS comes before the API key, because a browser's preflight
     # request has no key, and browsers must be able to read errors, too.
-    app.add_middleware(ApiGate, api_key=api_key)
+    app.add_middleware(Gate, refusal=partial(check_request, api_key=api_key))
     if allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -74,9 +74,10 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.add_middleware(OriginGate, allowed=allowed_origins)
+    app.add_middleware(Gate, refusal=partial(check_origin, allowed=allowed_origins))
     app.add_middleware(Counting, metrics=metrics)
     app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(ClientDisconnect, _client_left)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
@@ -123,33 +124,30 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
         asked = await _parsed(engine, CompletionRequest, body)
         model = _model_name(asked.model, names)
         params = asked.sampling_params(engine.sampling_defaults | {"max_tokens": DEFAULT_MAX_TOKENS})
-        with _refusing(asked):
-            prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
+        prompts = [await engine.prompts.tokenize(prompt) for prompt in asked.prompts]
         echoed = [await engine.prompts.text_of(prompt) for prompt in prompts] if asked.echo else None
-        return CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed=echoed), params
+        return CompletionAnswer(asked, model, prompts, engine.prompts.has_text, echoed), params
 
     async def chat_answer(body: bytes) -> tuple[Answer, SamplingParams]:
         asked = await _parsed(engine, ChatRequest, body)
         model = _model_name(asked.model, names)
         params = asked.sampling_params({"max_tokens": None} | engine.sampling_defaults)  # None: what the prompt leaves
-        with _refusing(asked):
-            prompt = await engine.prompts.tokenize_chat(asked.conversation, asked.template_arguments, len(body))
+        prompt = await engine.prompts.tokenize_chat(asked.conversation, asked.template_arguments, len(body))
         return ChatAnswer(asked, model, [prompt], engine.prompts.has_text), params
 
     async def respond(
         request: Request, prepare: Callable[[bytes], Coroutine[Any, Any, tuple[Answer, SamplingParams]]]
     ) -> Response:
         arrival = time.perf_counter()
-        with Charge(engine.waiting) as charge:
-            body = await read(request, charge)
+        with ExitStack() as charge:
+            body = await read(request, engine.waiting, charge)
             answer, params = await while_client_stays(request.receive, prepare(body))
             del body  # the answer may take long
             asked = answer.request
             _check_length(asked, answer.prompts, engine.plan.max_model_len)
             wants_deltas = bool(asked.stream)
             stream = RequestStream(answer.prompts, params, wants_deltas=wants_deltas, arrival=arrival, charge=charge)
-            with _refusing(asked):
-                await engine.submit(stream)
+            await engine.submit(stream)
             if wants_deltas:
                 return EventStream(stream, answer)
             return await whole_answer(stream, answer, request.receive)
@@ -168,11 +166,10 @@ def _add_tokenizing(app: FastAPI, engine: AsyncEngine, names: list[str], read: R
         async def answer(body: bytes) -> bytes:
             asked = await _parsed(engine, kind, body)
             _model_name(asked.model, names)
-            with _refusing(asked):
-                return await engine.prompts.aside(lambda: work(asked, engine.prompts))
+            return await engine.prompts.aside(lambda: work(asked, engine.prompts))
 
-        with Charge(engine.waiting) as charge:
-            body = await read(request, charge, max_bytes=MAX_TOKENIZING_BYTES)
+        with ExitStack() as charge:
+            body = await read(request, engine.waiting, charge, max_bytes=MAX_TOKENIZING_BYTES)
             content = await while_client_stays(request.receive, answer(body))
         return Response(content, media_type="application/json")
 
@@ -225,24 +222,17 @@ def _check_length(asked: GenerationRequest, prompts: list[Prompt], limit: int) -
         )
 
 
-@contextlib.contextmanager
-def _refusing(asked: Body):
-    """Turn a refusal by the engine into an error that blames the client's request."""
-    try:
-        yield
-    except RequestError as error:
-        raise BadRequestError(
-            str(error),
-            param=asked.prompt_field if error.field == "prompt" else error.field,
-            code=TOO_LONG if error.is_too_long else None,
-        ) from error
-
-
 # Errors
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:
     return error.response()
+
+
+async def _request_error(request: Request, error: RequestError) -> Response:
+    """Blame the client's request for a refusal by the engine."""
+    field = _PROMPT_FIELDS.get(request.url.path, "prompt") if error.field == "prompt" else error.field
+    return BadRequestError(str(error), param=field, code=TOO_LONG if error.is_too_long else None).response()
 
 
 async def _client_left(*_: Any) -> Response:

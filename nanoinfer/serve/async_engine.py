@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from nanoinfer.engine.engine import LLMEngine
+from nanoinfer.serve.client import DEFAULT_QUEUE_BYTES, WaitingBytes
 from nanoinfer.serve.errors import UnavailableError
-from nanoinfer.serve.queue_limits import DEFAULT_QUEUE_BYTES, QueueLimit, WaitingBytes
 from nanoinfer.serve.request_stream import RequestStream
 from nanoinfer.serve.served_requests import ServedRequests
 from nanoinfer.serve.tokenizing import PromptTokenizer
@@ -45,11 +45,13 @@ class AsyncEngine:
         max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
         max_step_seconds: float = DEFAULT_STEP_SECONDS,
     ) -> None:
+        if max_queue < 1:
+            raise ValueError(f"max_queue is {max_queue}, it must be at least 1: else nothing is ever taken")
         if not max_step_seconds > 0:
             raise ValueError(f"max_step_seconds is {max_step_seconds}, it must be above 0")
         self.max_step_seconds = max_step_seconds
         self.waiting = WaitingBytes(max_queue_bytes)
-        self._limit = QueueLimit(max_queue)
+        self._max_queue = max_queue
         self.prompts: PromptTokenizer | None = None
         """Set by `start`, as are `requests` and the engine's `mode`, `plan`, `config` and `sampling_defaults`."""
         self._make_engine = make_engine
@@ -65,11 +67,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="nanoinfer-engine", daemon=True)
 
     def start(self) -> None:
-        """Makes the engine and returns when it is ready.
-
-        Raises:
-            Exception: what the engine's constructor raised.
-        """
+        """Make the engine and return when it is ready; raise what its constructor raised."""
         self._thread.start()
         # Other threads read only those attributes of the engine that never change after start-up.
         engine, self.requests = self._started.result()
@@ -95,13 +93,12 @@ class AsyncEngine:
 
     @property
     def num_streams(self) -> int:
-        """Number of HTTP requests that wait or run."""
         return len(self._streams)
 
     # Requests, from the loop
 
     async def submit(self, stream: RequestStream) -> None:
-        """Queues all prompts of a stream, as `self.prompts` returned them, or none. The stream releases its charge.
+        """Queues all prompts of a stream, as `self.prompts` returned them, or none. The stream closes its charge.
 
         Raises:
             RequestError: the engine refuses a prompt or its parameters, or the queue could never hold all prompts.
@@ -109,10 +106,10 @@ class AsyncEngine:
             UnavailableError: the server is shutting down or the engine is dead.
         """
         self._check_open()
-        self._limit.check(stream.num_sequences)  # checked again on the engine's thread; this saves work
+        self.requests.check_queue(stream.num_sequences)  # checked again on the engine's thread; this saves work
         self._loop = asyncio.get_running_loop()
         stream.on_end, stream.on_close = self._streams.discard, self._abort_later
-        stream.charge.is_handed_over = True
+        stream.charge = stream.charge.pop_all()
         self._streams.add(stream)
         try:
             await asyncio.wrap_future(self._call(lambda engine: self.requests.add(stream)))
@@ -160,13 +157,8 @@ class AsyncEngine:
         deadline = time.monotonic() + timeout_seconds
         while self._streams and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        for stream in list(self._streams):
-            stream.fail(
-                UnavailableError(
-                    f"the server shut down, and the request had not ended within {timeout_seconds:g} s",
-                    code="shutting_down",
-                )
-            )
+        message = f"the server shut down, and the request had not ended within {timeout_seconds:g} s"
+        self._fail_all(UnavailableError(message, code="shutting_down"))
 
     def close(self) -> None:
         """End the thread and free the engine's memory. Requests that still run end with an error. Blocks."""
@@ -186,13 +178,13 @@ class AsyncEngine:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        requests = ServedRequests(engine, self._limit)
+        requests = ServedRequests(engine, self._max_queue)
         self._started.set_result((engine, requests))
         try:
             while self._take_inbox(engine, requests):
                 if requests.has_work:
                     requests.step()
-                self._limit.count(engine)
+                requests.count_queued()
                 self._send(requests)
         except BaseException as error:
             logger.exception("the engine is dead")
@@ -234,16 +226,16 @@ class AsyncEngine:
                 call = self._inbox.get()
                 if call is not None and call[1].set_running_or_notify_cancel():
                     call[1].set_exception(self._dead())
-        requests.calls.append((self._fail_all,))
+        requests.calls.append((self._fail_all, self._dead()))
         self._send(requests)
         try:
             engine.close()
         except Exception:
             logger.exception("the engine could not be closed")
 
-    def _fail_all(self) -> None:
+    def _fail_all(self, error: UnavailableError) -> None:
         for stream in list(self._streams):
-            stream.fail(self._dead())
+            stream.fail(error)
 
 
 def _call_all(calls: list[tuple]) -> None:

@@ -1,30 +1,52 @@
-"""The connection with a client: read its request, work while it stays connected, and answer, whole or as a stream."""
+"""The connection with a client: read its request, within limits; work while it stays; answer, whole or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from nanoinfer.outputs import RequestOutput
 from nanoinfer.serve.answers import DONE, Answer
-from nanoinfer.serve.errors import ApiError, BadRequestError
-from nanoinfer.serve.queue_limits import MAX_BODY_BYTES, Charge
+from nanoinfer.serve.errors import ApiError, BadRequestError, OverloadedError
 from nanoinfer.serve.request_stream import RequestStream
 
 T = TypeVar("T")
 DEFAULT_BODY_SECONDS = 60.0
+MAX_BODY_BYTES = 32 * 2**20
+DEFAULT_QUEUE_BYTES = 8 * MAX_BODY_BYTES
 
 
-async def read_body(request: Request, charge: Charge, *, timeout: float, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+class WaitingBytes:
+    """The bytes of all waiting requests together, with a limit. Used only on the event loop."""
+
+    def __init__(self, limit: int) -> None:
+        if limit < MAX_BODY_BYTES:
+            raise ValueError(f"max_queue_bytes is {limit}, it must be at least {MAX_BODY_BYTES}: a body may be as long")
+        self._limit, self.num_bytes = limit, 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have arrived; raise OverloadedError if too many wait."""
+        if self.num_bytes + num_bytes > self._limit:
+            raise OverloadedError(
+                f"{self.num_bytes} bytes of requests wait, and the server lets at most {self._limit} wait: try "
+                "again later, or start the server with a larger --max-queue-bytes",
+                closes=True,
+            )
+        self.num_bytes += num_bytes
+
+
+async def read_body(
+    request: Request, waiting: WaitingBytes, charge: ExitStack, *, timeout: float, max_bytes: int = MAX_BODY_BYTES
+) -> bytes:
     """Return the request's body.
 
     Args:
-        charge: counts the bytes of the body as they arrive.
+        waiting: counts the bytes of the body as they arrive, until `charge` is closed.
         timeout: seconds for the whole body.
 
     Raises:
@@ -32,7 +54,12 @@ async def read_body(request: Request, charge: Charge, *, timeout: float, max_byt
         OverloadedError: too many bytes wait.
         ClientDisconnect: the client has disconnected.
     """
-    body = bytearray()
+    body, num_bytes = bytearray(), 0
+
+    def release() -> None:
+        waiting.num_bytes -= num_bytes
+
+    charge.callback(release)
     try:
         async with asyncio.timeout(timeout):
             async for part in request.stream():
@@ -42,7 +69,8 @@ async def read_body(request: Request, charge: Charge, *, timeout: float, max_byt
                         status=413,
                         closes=True,
                     )
-                charge.add(len(part))
+                waiting.add(len(part))
+                num_bytes += len(part)
                 body += part
     except TimeoutError as error:
         raise BadRequestError(
@@ -56,11 +84,7 @@ async def read_body(request: Request, charge: Charge, *, timeout: float, max_byt
 
 
 async def while_client_stays(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. Cancel `work` as soon as the client disconnects.
-
-    Raises:
-        ClientDisconnect: the client has disconnected.
-    """
+    """Return the result of `work`. As soon as the client disconnects, cancel `work` and raise ClientDisconnect."""
     working = asyncio.create_task(work)
     listener = asyncio.create_task(_client_left(receive))
     try:
@@ -80,18 +104,12 @@ async def _client_left(receive: Receive) -> None:
 
 
 async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) -> Response:
-    """Wait for the last token and return the whole answer.
-
-    Raises:
-        ApiError: as for `RequestStream.next`.
-        ClientDisconnect: the client has disconnected.
-    """
+    """Wait for the last token and return the whole answer. Raises as `RequestStream.next` and `while_client_stays`."""
 
     async def body() -> bytes:
-        outputs: list[RequestOutput | None] = [None] * len(stream.prompts)
+        outputs = []
         while items := await stream.next():
-            for place, output in items:
-                outputs[place] = output
+            outputs += items
         return answer.whole(outputs)
 
     try:
@@ -100,35 +118,29 @@ async def whole_answer(stream: RequestStream, answer: Answer, receive: Receive) 
         stream.close()
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events: each output is sent as soon as it is known. Outputs that came together share one write."""
 
     def __init__(self, stream: RequestStream, answer: Answer) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._stream, self._answer = stream, answer
+        super().__init__(_events(stream, answer), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
+        self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_client_stays(receive, self._send_all(send))
+            await while_client_stays(receive, self.stream_response(send))
         except ClientDisconnect:
             pass  # nobody reads any more
         finally:
             self._stream.close()
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            if first := self._answer.first_events():
-                await send(_part(first))
-            while items := await self._stream.next():
-                if events := self._answer.events(items):
-                    await send(_part(events))
-            await send(_part(self._answer.last_events()))
-        except ApiError as error:
-            await send(_part(b"data: " + error.body() + b"\n\n" + DONE))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-def _part(body: bytes) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": True}
+async def _events(stream: RequestStream, answer: Answer) -> AsyncIterator[bytes]:
+    try:
+        if first := answer.first_events():
+            yield first
+        while outputs := await stream.next():
+            if events := answer.events(outputs):
+                yield events
+        yield answer.last_events()
+    except ApiError as error:
+        yield b"data: " + error.body() + b"\n\n" + DONE

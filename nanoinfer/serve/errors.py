@@ -1,14 +1,10 @@
-"""The errors that clients get when a request cannot be answered, in OpenAI's format, and what they show of a value."""
+"""The errors that clients get when a request cannot be answered, in OpenAI's format."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
 
 from starlette.responses import Response
-
-SHOWN_CHARS = 80
 
 
 class ApiError(Exception):
@@ -49,15 +45,11 @@ class ApiError(Exception):
 
 
 class BadRequestError(ApiError):
-    """The request cannot be used as it is; sending it again does not help."""
-
     status = 400
     type = "invalid_request_error"
 
 
 class OverloadedError(ApiError):
-    """More requests wait than the server allows."""
-
     status = 429
     type = "overloaded_error"
 
@@ -67,48 +59,5 @@ class OverloadedError(ApiError):
 
 
 class UnavailableError(ApiError):
-    """The server is shutting down, or its engine is dead or hangs."""
-
     status = 503
     type = "service_unavailable_error"
-
-
-class EngineStepError(ApiError):
-    """The engine failed in a step of this request; other requests are not affected."""
-
-    def __init__(self, error: BaseException | str) -> None:
-        why = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        super().__init__(
-            f"the engine failed while it computed this request ({why}): send it again, and look into the server's "
-            "log if it happens again",
-            code="engine_error",
-        )
-
-
-def shown(value: Any) -> str:
-    """Return the beginning of a long text, or of the value's `repr`; all of a large value's would take seconds."""
-    text = ""
-    for part in [value] if isinstance(value, str) and len(value) > SHOWN_CHARS else _repr_parts(value):
-        text += part
-        if len(text) > SHOWN_CHARS:
-            return text[:SHOWN_CHARS] + "..."
-    return text
-
-
-def _repr_parts(value: Any) -> Iterator[str]:
-    if isinstance(value, list):
-        yield "["
-        for place, one in enumerate(value):
-            yield ", " if place else ""
-            yield from _repr_parts(one)
-        yield "]"
-    elif isinstance(value, dict):
-        yield "{"
-        for place, (name, one) in enumerate(value.items()):
-            yield ", " if place else ""
-            yield from _repr_parts(name)
-            yield ": "
-            yield from _repr_parts(one)
-        yield "}"
-    else:
-        yield repr(value[: SHOWN_CHARS + 1] if isinstance(value, str) else value)

@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -58,75 +58,59 @@ class Counting:
         await self._app(scope, receive, counting if scope["type"] == "http" else send)
 
 
-class _Gate:
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+class Gate:
+    """Lets the requests pass that `refusal` returns no error for."""
+
+    def __init__(self, app: ASGIApp, refusal: Callable[[Scope], ApiError | None]) -> None:
+        self._app, self._refusal = app, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self.error(scope) if scope["type"] == "http" else None
+        error = self._refusal(scope) if scope["type"] == "http" else None
         await (self._app if error is None else error.response())(scope, receive, send)
 
-    def error(self, scope: Scope) -> ApiError | None:
-        """Return the reason why the request is refused; None if it may pass."""
-        raise NotImplementedError
 
-
-class OriginGate(_Gate):
-    """Refuses requests that a browser sends for a web page from a foreign origin.
+def check_origin(scope: Scope, *, allowed: Collection[str]) -> ApiError | None:
+    """Refuse what a browser sends for a web page from a foreign origin.
 
     A web page may send requests to any server that the browser can reach, even to one that listens only on this
     machine. The browser names the page's origin in the header Origin; other clients send no such header.
     """
-
-    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
-        super().__init__(app)
-        self._allowed = frozenset(allowed)
-
-    def error(self, scope: Scope) -> ApiError | None:
-        headers = Headers(scope=scope)
-        for origin in headers.getlist("origin"):
-            if "*" in self._allowed or origin in self._allowed or _is_same_origin(origin, headers.get("host", "")):
-                continue
+    headers = Headers(scope=scope)
+    for origin in headers.getlist("origin"):
+        if "*" not in allowed and origin not in allowed and not _is_same_origin(origin, headers.get("host", "")):
             return BadRequestError(
                 f"web pages of the origin {origin[:200]!r} may not use this server: start it with --allowed-origins "
                 f"'{json.dumps([origin[:200]])}' if they should",
                 status=403,
                 code="origin_not_allowed",
             )
+    return None
+
+
+def check_request(scope: Scope, *, api_key: str | None) -> ApiError | None:
+    """Refuse a request to a guarded path without the API key, or with a body that is not JSON."""
+    if not scope["path"].startswith(GUARDED):
         return None
-
-
-class ApiGate(_Gate):
-    """Checks the API key and that a body is JSON."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        super().__init__(app)
-        self._token = None if api_key is None else f"Bearer {api_key}".encode()
-
-    def error(self, scope: Scope) -> ApiError | None:
-        if not scope["path"].startswith(GUARDED):
-            return None
-        headers = Headers(scope=scope)
-        if self._token is not None:
-            given = headers.getlist("authorization")
-            if len(given) != 1 or not hmac.compare_digest(given[0].encode("latin-1"), self._token):
-                return BadRequestError(
-                    "the API key is missing or wrong: send the header Authorization: Bearer KEY",
-                    status=401,
-                    code="invalid_api_key",
-                )
-        if scope["method"] != "POST":
-            return None
-        # A web page may post other content types, or none, to any server without a preflight request.
-        given = headers.getlist("content-type")
-        if len(given) == 1 and given[0].split(";", 1)[0].strip().lower() == "application/json":
-            return None
-        shown = f"is {given[0][:200]!r}" if given else "is missing"
-        return BadRequestError(
-            f"the header Content-Type {shown}: send Content-Type: application/json",
-            status=415,
-            code="unsupported_media_type",
-        )
+    headers = Headers(scope=scope)
+    if api_key is not None:
+        given = headers.getlist("authorization")
+        if len(given) != 1 or not hmac.compare_digest(given[0].encode("latin-1"), f"Bearer {api_key}".encode()):
+            return BadRequestError(
+                "the API key is missing or wrong: send the header Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+            )
+    # A web page may post other content types, or none, to any server without a preflight request.
+    given = headers.getlist("content-type")
+    is_json = len(given) == 1 and given[0].split(";", 1)[0].strip().lower() == "application/json"
+    if scope["method"] != "POST" or is_json:
+        return None
+    shown = f"is {given[0][:200]!r}" if given else "is missing"
+    return BadRequestError(
+        f"the header Content-Type {shown}: send Content-Type: application/json",
+        status=415,
+        code="unsupported_media_type",
+    )
 
 
 def _is_same_origin(origin: str, host: str) -> bool:
@@ -138,11 +122,8 @@ def _is_same_origin(origin: str, host: str) -> bool:
     try:
         parts = urlsplit(origin)
         name = parts.hostname or ""
-        if parts.netloc.lower() != host.lower():
-            return False
-        if name == "localhost" or name.endswith(".localhost"):
-            return True
-        ipaddress.ip_address(name)
+        if name != "localhost" and not name.endswith(".localhost"):
+            ipaddress.ip_address(name)
     except ValueError:
         return False
-    return True
+    return parts.netloc.lower() == host.lower()

@@ -1,7 +1,8 @@
 """JSON in pieces: one call of the `json` module holds Python's lock (the GIL), for seconds if a body is large.
 
-The grammar, the values and the errors are those of `json.loads`. Values that may be long (a string, a list of numbers)
-are read piece by piece, so that other threads get their turn.
+The grammar and the errors are those of `json.loads`: its decoder in Python reads objects and lists value by value, as
+it does where the module's C code is missing. Here it gets strings and lists of numbers, which may be long, from
+methods that read them piece by piece, so that other threads get their turn. Only a name is read in one call.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from json import JSONDecodeError
-from json.decoder import scanstring
+from json.decoder import JSONArray, JSONDecodeError, JSONObject, scanstring
+from json.scanner import py_make_scanner
 from typing import Any
 
-MAX_VALUES = 200_000  # not counting numbers in lists; all others are read one by one, some microseconds each
+MAX_VALUES = 200_000  # not counting the numbers at the beginning of lists; each takes some microseconds
 _PIECE_CHARS = 65_536  # about a millisecond of work
-_SPACE = re.compile(r"[ \t\n\r]*")
-_NUMBERS = re.compile(r"[-0-9][-+.0-9eE \t\n\r,]*,")
-# A match ends between two characters of the decoded text: neither an escape nor a surrogate pair is cut.
+_NUMBERS = re.compile(r"[ \t\n\r]*[-0-9][-+.0-9eE \t\n\r,]*,")
+# Whole characters of the decoded text: neither an escape nor a surrogate pair is cut.
 _STRING_PIECE = re.compile(
-    r'(?:[^"\\]{1,64}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]){0,1024}+'
+    r'(?:[^"\\\x00-\x1f]{1,64}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}'
+    r'|\\["\\/bfnrt]){0,1024}+'
 )
 
 
@@ -39,12 +40,7 @@ def load(body: bytes, is_wanted: Callable[[], bool] = lambda: True) -> Any:
         RecursionError: the text is nested too deeply.
         GivenUpError: `is_wanted` returned False.
     """
-    reader = _Reader(body.decode(json.detect_encoding(body)), is_wanted)
-    value, end = reader.value(reader.space(0))
-    end = reader.space(end)
-    if end != len(reader.text):
-        raise JSONDecodeError("Extra data", reader.text, end)
-    return value
+    return _Decoder(is_wanted).decode(body.decode(json.detect_encoding(body)))
 
 
 def _refuse(constant: str) -> None:
@@ -54,112 +50,58 @@ def _refuse(constant: str) -> None:
 _whole = json.JSONDecoder(parse_constant=_refuse)
 
 
-class _Reader:
-    """Reads parts of a JSON text. Each method takes the index where a part begins.
+class _Decoder(json.JSONDecoder):
+    """Each method takes the index where a part of the text begins, and returns the part and the index behind it."""
 
-    It returns the part, if it reads a value, and the index behind the part.
-    """
+    def __init__(self, is_wanted: Callable[[], bool]) -> None:
+        super().__init__(parse_constant=_refuse, object_pairs_hook=_members)
+        self._is_wanted, self._num_values = is_wanted, 0
+        self.parse_object, self.parse_array, self.parse_string = self._object, self._array, self._string
+        self._scan, self.scan_once = py_make_scanner(self), self._value
 
-    def __init__(self, text: str, is_wanted: Callable[[], bool]) -> None:
-        if text.startswith("\ufeff"):
-            raise JSONDecodeError("Unexpected UTF-8 BOM (decode using utf-8-sig)", text, 0)
-        self.text, self._is_wanted = text, is_wanted
-        self._num_values = 0
-        self._no_numbers_before = 0  # a number before this index is wrong: read them one by one, to say which
-
-    def space(self, at: int) -> int:
-        return _SPACE.match(self.text, at).end()
-
-    def value(self, at: int) -> tuple[Any, int]:
+    def _value(self, text: str, at: int) -> tuple[Any, int]:
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             raise ValueError(f"it holds more than {MAX_VALUES} values beside lists of numbers: send less at once")
         if self._num_values % 256 == 0:
             self._ask()
-        match self.text[at : at + 1]:
-            case '"':
-                return self._string(at + 1)
-            case "[":
-                return self._array(at + 1)
-            case "{":
-                return self._object(at + 1)
-        try:
-            return _whole.scan_once(self.text, at)
-        except StopIteration:
-            raise JSONDecodeError("Expecting value", self.text, at) from None
+        return self._scan(text, at)
 
-    def _array(self, at: int) -> tuple[list, int]:
-        values: list[Any] = []
-        at = self.space(at)
-        if self.text[at : at + 1] == "]":
-            return values, at + 1
-        while True:
-            at = self._numbers(values, at)
-            value, at = self.value(at)
-            values.append(value)
-            at, is_last = self._next(at, "]")
-            if is_last:
-                return values, at
+    def _object(self, place: tuple[str, int], strict: bool, _: Callable, *hooks: Any) -> tuple[dict[str, Any], int]:
+        return JSONObject(place, strict, self._value, *hooks)
 
-    def _numbers(self, values: list[Any], at: int) -> int:
-        """Append numbers, many at once, as long as a comma follows."""
-        while at >= self._no_numbers_before and (found := _NUMBERS.match(self.text, at, at + _PIECE_CHARS)):
+    def _array(self, place: tuple[str, int], *_: Any) -> tuple[list, int]:
+        (text, at), numbers = place, []
+        while found := _NUMBERS.match(text, at, at + _PIECE_CHARS):
             self._ask()
             try:
-                values += _whole.decode(f"[{found.group()[:-1]}]")
+                numbers += _whole.decode(f"[{found.group()[:-1]}]")
             except ValueError:
-                self._no_numbers_before = found.end()
-                return at
-            at = self.space(found.end())
-        return at
+                break  # reading them one by one says which is wrong
+            at = found.end()
+        others, end = JSONArray((text, at), self._value)
+        if numbers and not others:
+            raise JSONDecodeError("Expecting value", text, end - 1)
+        return numbers + others, end
 
-    def _object(self, at: int) -> tuple[dict[str, Any], int]:
-        members: dict[str, Any] = {}
-        at = self.space(at)
-        if self.text[at : at + 1] == "}":
-            return members, at + 1
-        while True:
-            if self.text[at : at + 1] != '"':
-                raise JSONDecodeError("Expecting property name enclosed in double quotes", self.text, at)
-            name, at = self._string(at + 1)
-            at = self.space(at)
-            if self.text[at : at + 1] != ":":
-                raise JSONDecodeError("Expecting ':' delimiter", self.text, at)
-            members[name], at = self.value(self.space(at + 1))
-            at, is_last = self._next(at, "}")
-            if is_last:
-                return members, at
-
-    def _next(self, at: int, closing: str) -> tuple[int, bool]:
-        """Return (index of the next member, False), or (index behind the `closing` bracket, True)."""
-        at = self.space(at)
-        mark = self.text[at : at + 1]
-        if mark == closing:
-            return at + 1, True
-        if mark != ",":
-            raise JSONDecodeError("Expecting ',' delimiter", self.text, at)
-        return self.space(at + 1), False
-
-    def _string(self, at: int) -> tuple[str, int]:
-        parts, begin = [], at
-        while True:
-            piece = _STRING_PIECE.match(self.text, at).group()
-            try:
-                part = scanstring(piece + '"', 0)[0]
-            except JSONDecodeError as error:
-                raise JSONDecodeError(error.msg, self.text, at + error.pos) from None
-            if "\\u" in piece:
-                part.encode()  # half a surrogate pair is not a character
-            parts.append(part)
-            at += len(piece)
-            if self.text[at : at + 1] == '"':
-                return "".join(parts), at + 1
-            if not piece:
-                is_cut = len(self.text) - at < 2  # nothing is left, or a lone backslash
-                what = ("Unterminated string starting at", begin - 1) if is_cut else ("Invalid \\uXXXX escape", at + 1)
-                raise JSONDecodeError(what[0], self.text, what[1])
+    def _string(self, text: str, begin: int, _: bool) -> tuple[str, int]:
+        parts, at = [], begin
+        while text[at : at + 1] != '"':
             self._ask()
+            piece = _STRING_PIECE.match(text, at).group()
+            if not piece:
+                return scanstring(text, begin)  # no string goes on like this: raises
+            parts.append(scanstring(piece + '"', 0)[0])
+            parts[-1].encode()  # half a surrogate pair is not a character
+            at += len(piece)
+        return "".join(parts), at + 1
 
     def _ask(self) -> None:
         if not self._is_wanted():
             raise GivenUpError
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    "".join(members).encode()  # as in strings
+    return members

@@ -21,9 +21,7 @@ def local_server(arguments: dict[str, Any], max_queue: int) -> Iterator[str]:
 
     Omitted parameters of a request have the defaults of `SamplingParams`, not those that the checkpoint recommends.
 
-    Raises:
-        ModuleNotFoundError: packages of the server are missing.
-        ValueError: the engine cannot be made, or the server does not start.
+    Raises ModuleNotFoundError where packages of the server are missing, ValueError where it does not start.
     """
     import uvicorn  # an optional package, like those of the application
 

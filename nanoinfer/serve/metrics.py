@@ -19,7 +19,7 @@ _PER_TOKEN_BUCKETS = (
 )  # fmt: skip
 _TOTAL_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 
-# Name, help text, the entry of `LLMEngine.stats`.
+# Name, help text, the entry of `LLMEngine.stats` or of `ServerMetrics.render`.
 _GAUGES = (
     ("num_requests_running", "Sequences that run.", "num_running"),
     ("num_requests_waiting", "Sequences that wait for a place or for memory.", "num_waiting"),
@@ -34,6 +34,8 @@ _GAUGES = (
         "host_blocks_total",
     ),
     ("graph_bytes", "GPU memory that capturing CUDA graphs took.", "graph_bytes"),
+    ("kv_cache_usage_perc", "Share of the GPU pool in use, 0 to 1.", "gpu_share"),
+    ("num_http_requests_open", "HTTP requests that wait or run.", "num_streams"),
     ("kv_resident_share", "Share of the running sequences' full KV blocks that lies on the GPU.", "kv_resident_share"),
 )
 _COUNTERS = (
@@ -44,6 +46,8 @@ _COUNTERS = (
     ("prefill_eager_steps", "Prefill steps whose layers ran without CUDA graphs.", "prefill_eager_steps"),
     ("streamed_bytes", "Bytes of KV blocks that were streamed from the host to the GPU.", "streamed_bytes"),
     ("written_bytes", "Bytes of KV blocks that were written to the host.", "written_bytes"),
+    ("prompt_tokens", "Tokens of the prompts that were taken.", "num_prompt_tokens"),
+    ("generation_tokens", "Generated tokens.", "num_generated_tokens"),
 )
 
 
@@ -103,25 +107,17 @@ class ServerMetrics:
 
     def render(self, stats: dict[str, Any]) -> bytes:
         """Return the metrics as text; `stats` is the result of `LLMEngine.stats`."""
-        self._stats = stats
+        self._stats = stats | {
+            "gpu_share": stats["gpu_blocks_used"] / stats["gpu_blocks_total"],
+            "num_streams": self._engine.num_streams,
+            "num_prompt_tokens": self._engine.requests.num_prompt_tokens,
+            "num_generated_tokens": self._engine.requests.num_generated_tokens,
+        }
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read from the engine; called by prometheus_client."""
-        if not self._stats:
-            return
-        for name, text, entry in _GAUGES:
-            yield GaugeMetricFamily(PREFIX + name, text, self._stats[entry])
-        used, total = self._stats["gpu_blocks_used"], self._stats["gpu_blocks_total"]
-        yield GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of the GPU pool in use, 0 to 1.", used / total)
-        yield GaugeMetricFamily(
-            PREFIX + "num_http_requests_open", "HTTP requests that wait or run.", self._engine.num_streams
-        )
-        for name, text, entry in _COUNTERS:
-            yield CounterMetricFamily(PREFIX + name, text, self._stats[entry])
-        yield CounterMetricFamily(
-            PREFIX + "prompt_tokens", "Tokens of the prompts that were taken.", self._engine.requests.num_prompt_tokens
-        )
-        yield CounterMetricFamily(
-            PREFIX + "generation_tokens", "Generated tokens.", self._engine.requests.num_generated_tokens
-        )
+        for kind, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, text, entry in rows:
+                if self._stats:
+                    yield kind(PREFIX + name, text, self._stats[entry])

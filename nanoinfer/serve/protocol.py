@@ -1,15 +1,20 @@
-"""The requests of OpenAI's API, with vLLM's extensions, and which of their fields are supported."""
+"""The requests of OpenAI's API, with vLLM's extensions: which of their fields are supported, and how they are read."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from nanoinfer.common.unsupported import FIRST_COME, LEAVE_OUT, SAMPLING, by_advice
+from nanoinfer.common.errors import SHOWN_CHARS, shown, unknown
+from nanoinfer.common.unsupported import FIRST_COME, LEAVE_OUT, SAMPLING, by_advice, refusal
 from nanoinfer.requests.prompts import conversation
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.serve.errors import BadRequestError, shown
+from nanoinfer.serve import json_body
+from nanoinfer.serve.errors import BadRequestError
 
 MAX_COMPLETIONS = 128  # prompts times n of one HTTP request
 MAX_STOP_STRINGS = 64  # every token's text is searched for each of them
@@ -50,7 +55,6 @@ class Body(BaseModel):
     """A request's body."""
 
     model_config = _STRICT
-    prompt_field: ClassVar[str] = "prompt"  # the field with the prompt
 
     model: str | None = None
 
@@ -67,12 +71,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(Body):
-    """The fields that both generation endpoints accept. None: the default."""
-
-    _sampling: ClassVar[tuple[str, ...]] = (
-        "n temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_tokens seed stop "
-        "stop_token_ids ignore_eos skip_special_tokens".split()
-    )
+    """The fields that both generation endpoints accept, beside `logprobs`. None: the default."""
 
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
     best_of: int | None = None
@@ -86,7 +85,7 @@ class GenerationRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Any = None
     stop_token_ids: Annotated[list[Count], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -110,14 +109,27 @@ class GenerationRequest(Body):
                 param="stream_options",
                 code="unsupported_parameter",
             )
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if any(len(stop) > MAX_STOP_CHARS for stop in stops):
-            raise too_many_stops(stops)
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: Any) -> Any:
+        stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        texts = [one for one in stops if isinstance(one, str)]
+        longest = max(map(len, texts), default=0)
+        if len(stops) > MAX_STOP_STRINGS or longest > MAX_STOP_CHARS:
+            raise BadRequestError(
+                f"stop holds {len(stops)} strings, the longest of {longest} characters: give at most "
+                f"{MAX_STOP_STRINGS} of at most {MAX_STOP_CHARS} characters",
+                param="stop",
+            )
+        if len(texts) < len(stops):
+            raise BadRequestError(f"stop is {shown(stop)}: give a string or a list of strings", param="stop")
+        return stop
 
     @property
     def num_logprobs(self) -> int | None:
         """Number of most likely tokens to return with each token; None: no log-probabilities."""
-        raise NotImplementedError
+        return self.logprobs
 
     @property
     def token_limit(self) -> int | None:
@@ -125,16 +137,11 @@ class GenerationRequest(Body):
         return self.max_tokens
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """Return the client's sampling parameters, with `defaults` for fields that the client left out.
-
-        Raises:
-            BadRequestError: a value is out of its range.
-        """
-        given = {name: value for name in self._sampling if (value := getattr(self, name)) is not None}
-        if self.token_limit is not None:
-            given["max_tokens"] = self.token_limit
+        """Return the client's sampling parameters, with `defaults` for fields that the client left out."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingParams)}
+        fields |= {"max_tokens": self.token_limit, "logprobs": self.num_logprobs}
         try:
-            return SamplingParams(**{**defaults, **given, "logprobs": self.num_logprobs})
+            return SamplingParams(**defaults | {name: value for name, value in fields.items() if value is not None})
         except ValueError as error:
             message = str(error)
             name = message.split(" ", 1)[0]
@@ -162,16 +169,8 @@ class CompletionRequest(GenerationRequest):
             )
 
     @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @property
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts as a list. Token ids are checked later, when the vocabulary is known.
-
-        Raises:
-            BadRequestError: the prompt is neither text nor token ids, nor a list of these.
-        """
+        """Return the prompts as a list. Token ids are checked later, when the vocabulary is known."""
         prompt = self.prompt
         prompts = prompt if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else [prompt]
         if not prompts:
@@ -225,12 +224,7 @@ class _Conversation(Body):
         }
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for the chat template.
-
-        Raises:
-            BadRequestError: a message has content other than text.
-            RequestError: as `prompts.conversation`.
-        """
+        """Return the messages for the chat template. Raises as `prompts.conversation`, or BadRequestError."""
         for place, message in enumerate(self.messages):
             for name in ("tool_calls", "function_call", "audio"):
                 if message.get(name):
@@ -239,8 +233,6 @@ class _Conversation(Body):
 
 
 class ChatRequest(_Conversation, GenerationRequest):
-    prompt_field: ClassVar[str] = "messages"
-
     max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -289,15 +281,52 @@ class TokenizeRequest(_Conversation):
 
 
 class DetokenizeRequest(Body):
-    prompt_field: ClassVar[str] = "tokens"
-
     tokens: list[int]
 
 
-def too_many_stops(stops: list) -> BadRequestError:
-    longest = max((len(stop) for stop in stops if isinstance(stop, str)), default=0)
-    return BadRequestError(
-        f"stop holds {len(stops)} strings, the longest of {longest} characters: give at most {MAX_STOP_STRINGS} of "
-        f"at most {MAX_STOP_CHARS} characters",
-        param="stop",
-    )
+B = TypeVar("B", bound=Body)
+
+
+def parse(kind: type[B], body: bytes, is_wanted: Callable[[], bool] = lambda: True) -> B:
+    """Return a checked request from the body of an HTTP request.
+
+    Args:
+        is_wanted: as for `json_body.load`.
+
+    Raises:
+        BadRequestError: the body is not a JSON object, or a field is unknown, not supported or has a wrong value.
+    """
+    try:
+        given = json_body.load(body, is_wanted)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is no valid JSON: {shown(str(error))}", code="invalid_json") from error
+    if not isinstance(given, dict):
+        raise BadRequestError("the body is no JSON object: send {...}", code="invalid_json")
+    for name, value in given.items():
+        if name in kind.model_fields or name in IGNORED:
+            continue
+        if name not in UNSUPPORTED:
+            _refuse_unknown(name, kind, "the request")
+        if message := refusal(name, value, UNSUPPORTED, shown, json.dumps):
+            raise BadRequestError(message, param=name, code="unsupported_parameter")
+    options = given.get("stream_options")
+    for name in options if isinstance(options, dict) else ():
+        if name not in StreamOptions.model_fields:
+            _refuse_unknown(name, StreamOptions, "stream_options")
+    try:
+        request = kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name, path = str(first["loc"][0]), ".".join(map(str, first["loc"]))
+        message = f"{path} is {shown(first['input'])}: {first['msg']}"
+        if first["type"] == "missing":
+            message = f"{name} is missing: it is required"
+        raise BadRequestError(message, param=name) from error
+    request.check()
+    return request
+
+
+def _refuse_unknown(name: str, kind: type[BaseModel], where: str) -> None:
+    name = name[:SHOWN_CHARS]
+    message = unknown(f"{where} has an unknown field", name, sorted(kind.model_fields))
+    raise BadRequestError(message, param=name, code="unknown_parameter")

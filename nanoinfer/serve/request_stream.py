@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from starlette.requests import ClientDisconnect
 
-from nanoinfer.outputs import RequestOutput, StreamOutput
+from nanoinfer.outputs import StreamOutput
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.serve.queue_limits import Charge
 from nanoinfer.serve.tokenizing import Prompt
 
-Item = tuple[int, StreamOutput | RequestOutput]
+Output = tuple[int, StreamOutput]
+"""The index of a prompt, and what one of its completions gained."""
 
 
 class RequestStream:
     """Outputs of the prompts of one HTTP request. One asyncio task reads them; call all methods on that task's loop.
 
     Attributes:
-        prompts: (text or None, token ids) of each prompt; each item has the index of its prompt in this list.
-        wants_deltas: True: the items are `StreamOutput`s, token by token. False: the items are `RequestOutput`s, one
-            for each prompt, at its end.
+        prompts: (text or None, token ids) of each prompt.
+        wants_deltas: True: outputs come token by token. False: one output for each completion, at its prompt's end.
         arrival: `time.perf_counter` at the arrival of the HTTP request.
-        charge: counts the bytes of the HTTP request until its first token.
+        charge: the bytes of the HTTP request among those that wait; closed at its first token.
         has_started: whether the first token was read; used on the engine's thread.
         on_end, on_close: called when the stream has ended, and when its running requests must be aborted; set by
             `AsyncEngine.submit`.
@@ -33,14 +33,14 @@ class RequestStream:
     on_close: Callable[[RequestStream], None]
 
     def __init__(
-        self, prompts: list[Prompt], params: SamplingParams, *, wants_deltas: bool, arrival: float, charge: Charge
+        self, prompts: list[Prompt], params: SamplingParams, *, wants_deltas: bool, arrival: float, charge: ExitStack
     ) -> None:
         self.prompts, self.params, self.wants_deltas = prompts, params, wants_deltas
         self.arrival, self.charge, self.has_started = arrival, charge, False
         self._num_running = len(prompts)
-        self._items: list[Item] = []
+        self._outputs: list[Output] = []
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._has_news = asyncio.Event()
 
     @property
     def num_sequences(self) -> int:
@@ -50,50 +50,44 @@ class RequestStream:
     def has_ended(self) -> bool:
         return self._num_running == 0 or self._error is not None
 
-    async def next(self) -> list[Item]:
-        """Return all items since the last call, and wait if there are none; [] when all prompts have ended.
+    async def next(self) -> list[Output]:
+        """Return all outputs since the last call, and wait if there are none; [] when all prompts have ended.
 
         Raises:
             ApiError: the engine failed, or the server shut down before the end.
             ClientDisconnect: `close` was called.
         """
-        if not self._items and not self.has_ended:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        items, self._items = self._items, []
-        if not items and self._error is not None:
+        while not self._outputs and not self.has_ended:
+            self._has_news.clear()
+            await self._has_news.wait()
+        outputs, self._outputs = self._outputs, []
+        if not outputs and self._error is not None:
             raise self._error
-        return items
+        return outputs
 
-    def put(self, place: int, output: StreamOutput | RequestOutput) -> None:
-        self._items.append((place, output))
-        self._wake()
+    def put(self, place: int, output: StreamOutput) -> None:
+        self._outputs.append((place, output))
+        self._has_news.set()
 
     def end_one(self) -> None:
         """Note that one of the prompts has ended."""
-        if self.has_ended:
-            return
-        self._num_running -= 1
-        if self._num_running == 0:
-            self.charge.release()
-            self.on_end(self)
-        self._wake()
+        if not self.has_ended:
+            self._num_running -= 1
+            if self._num_running == 0:
+                self._end()
 
     def fail(self, error: Exception) -> None:
-        """End the stream and abort its running requests. Items that came before can still be read."""
-        if self.has_ended:
-            return
-        self._error = error
-        self.charge.release()
-        self.on_end(self)
-        self.on_close(self)
-        self._wake()
+        """End the stream and abort its running requests. Outputs that came before can still be read."""
+        if not self.has_ended:
+            self._error = error
+            self._end()
+            self.on_close(self)
 
     def close(self) -> None:
         """Stop reading: abort the requests that still run. May be called again, and after the end."""
         self.fail(ClientDisconnect())
 
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+    def _end(self) -> None:
+        self.charge.close()
+        self.on_end(self)
+        self._has_news.set()

@@ -6,22 +6,19 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from nanoinfer.common.errors import RequestError
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.request import Request
-from nanoinfer.serve.errors import ApiError, EngineStepError
-from nanoinfer.serve.queue_limits import QueueLimit
+from nanoinfer.serve.errors import ApiError, OverloadedError
 from nanoinfer.serve.request_stream import RequestStream
 
 logger = logging.getLogger("nanoinfer.serve")
 
 
-@dataclass(frozen=True)
-class _Tracked:
-    """A request in the engine, and the stream that reads its outputs."""
-
+class _Tracked(NamedTuple):
     request: Request
     stream: RequestStream
     place: int
@@ -30,19 +27,18 @@ class _Tracked:
 class ServedRequests:
     """Adds requests to the engine, runs its steps and hands out what they give. Used on the engine's thread only.
 
-    Args:
-        limit: checked for each new request.
-
     Attributes:
+        num_queued: sequences that lack a place even after the next step, as of the last `count_queued`; a negative
+            number counts free places.
         calls: functions with their arguments, for the event loop to call after this step.
         on_finished: called on the event loop for each prompt that has ended, as `ServerMetrics.observe`.
         num_prompt_tokens: prompt tokens of all accepted requests.
         step_began: `time.monotonic` at the start of the running step.
     """
 
-    def __init__(self, engine: LLMEngine, limit: QueueLimit) -> None:
-        self._engine, self._limit = engine, limit
-        limit.count(engine)
+    def __init__(self, engine: LLMEngine, max_queue: int) -> None:
+        self._engine, self._max_queue, self._num_places = engine, max_queue, engine.plan.max_num_seqs
+        self.count_queued()
         self.calls: list[tuple] = []
         self.on_finished: Callable[..., None] = lambda *ended: None
         self.num_prompt_tokens = self.num_generated_tokens = 0
@@ -55,15 +51,11 @@ class ServedRequests:
         return self._engine.has_work or self._must_flush
 
     def add(self, stream: RequestStream) -> None:
-        """Add all prompts of a stream to the engine, or none.
-
-        Raises:
-            RequestError, OverloadedError: as for `QueueLimit.check` and `LLMEngine.add_request`.
-        """
+        """Add all prompts of a stream to the engine, or none. Raises as `check_queue` and `LLMEngine.add_request`."""
         if stream.has_ended:
             return  # the reader has left meanwhile
-        self._limit.count(self._engine)
-        self._limit.check(stream.num_sequences)
+        self.count_queued()
+        self.check_queue(stream.num_sequences)
         name = uuid.uuid4().hex
         added = {}
         try:
@@ -78,6 +70,33 @@ class ServedRequests:
             raise
         self._tracked.update(added)
         self.num_prompt_tokens += sum(len(token_ids) for _, token_ids in stream.prompts)
+
+    def count_queued(self) -> None:
+        scheduler = self._engine.scheduler
+        self.num_queued = len(scheduler.waiting) + len(scheduler.running) - self._num_places
+
+    def check_queue(self, num_new: int) -> None:
+        """Refuse `num_new` sequences if more than `max_queue` would wait with them. May be called on any thread.
+
+        Raises:
+            RequestError: the server could never accept so many sequences at once.
+            OverloadedError: too many sequences wait at the moment.
+        """
+        num_queued = self.num_queued  # once: the engine's thread may count meanwhile
+        if num_queued + num_new <= self._max_queue:
+            return
+        possible = self._max_queue + self._num_places
+        if num_new > possible:
+            raise RequestError(
+                f"the request has {num_new} completions (prompts times n), the server runs {self._num_places} at once "
+                f"and queues {self._max_queue}: send at most {possible} in one request, or start the server with "
+                "a larger --max-queue",
+                field="prompt",
+            )
+        raise OverloadedError(
+            f"{max(0, num_queued)} sequences wait, the request has {num_new} and the server queues at most "
+            f"{self._max_queue}: try again later"
+        )
 
     def abort(self, stream: RequestStream) -> None:
         """End those requests of a stream that still run."""
@@ -101,7 +120,7 @@ class ServedRequests:
         if self._must_flush:
             self._must_flush = False
             for request_id in [name for name, tracked in self._tracked.items() if tracked.request.is_finished]:
-                self._finish(request_id, EngineStepError(RuntimeError("outputs were lost in a failed step")))
+                self._finish(request_id, "outputs were lost in a failed step")
 
     def _hand_out(self, outputs: list[StreamOutput]) -> None:
         ended = {}
@@ -112,11 +131,11 @@ class ServedRequests:
             if output.finish_reason == "error":
                 self._engine.abort(output.request_id)  # aborts the request's other completions, if any
                 ended.pop(output.request_id, None)
-                self._finish(output.request_id, EngineStepError(output.error or "it says no more"))
+                self._finish(output.request_id, output.error or "it says no more")
                 continue
             if not tracked.stream.has_started:
                 tracked.stream.has_started = True
-                self.calls.append((tracked.stream.charge.release,))
+                self.calls.append((tracked.stream.charge.close,))
             self.num_generated_tokens += len(output.token_ids_delta)
             if tracked.stream.wants_deltas:
                 self.calls.append((tracked.stream.put, tracked.place, output))
@@ -124,7 +143,9 @@ class ServedRequests:
                 ended[output.request_id] = tracked
         for request_id, tracked in ended.items():
             if not tracked.stream.wants_deltas:
-                self.calls.append((tracked.stream.put, tracked.place, tracked.request.output()))
+                for sequence in tracked.request.sequences:
+                    whole = tracked.request.stream_output(sequence, is_whole=True)
+                    self.calls.append((tracked.stream.put, tracked.place, whole))
             self._finish(request_id)
 
     def _fail_step(self, error: Exception) -> None:
@@ -143,14 +164,21 @@ class ServedRequests:
                 self._engine.abort(victim.request_id)
                 failed = [victim.request_id] if victim.request_id in self._tracked else []
         for request_id in failed:
-            self._finish(request_id, EngineStepError(error))
+            self._finish(request_id, f"{type(error).__name__}: {error}")
 
-    def _finish(self, request_id: str, error: ApiError | None = None) -> None:
-        """Forget a request that has ended, and tell its reader."""
+    def _finish(self, request_id: str, error: str | None = None) -> None:
+        """Forget a request that has ended, by itself or because of an error of the engine, and tell its reader."""
         tracked = self._tracked.pop(request_id)
         request, stream = tracked.request, tracked.stream
         reasons = ["error" if error is not None else sequence.finish_reason for sequence in request.sequences]
         first = None if request.first_token is None else request.first_token - stream.arrival
         total = time.perf_counter() - stream.arrival
         self.calls.append((self.on_finished, reasons, first, total, request.metrics().time_per_output_token))
-        self.calls.append((stream.end_one,) if error is None else (stream.fail, error))
+        if error is None:
+            self.calls.append((stream.end_one,))
+        else:
+            message = (
+                f"the engine failed while it computed this request ({error}): send it again, and look into the "
+                "server's log if it happens again"
+            )
+            self.calls.append((stream.fail, ApiError(message, code="engine_error")))

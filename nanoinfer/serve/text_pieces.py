@@ -86,32 +86,20 @@ class TextPieces:
 
 def examine(tokenizer: PreTrainedTokenizerBase | None) -> TextPieces:
     """Find out what is known about a tokenizer. Takes about half a second for a large vocabulary."""
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return TextPieces()
-    if any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in _NOT_OVERRIDDEN):
+    own, fast = type(tokenizer), PreTrainedTokenizerFast
+    if not issubclass(own, fast) or any(getattr(own, name) is not getattr(fast, name) for name in _NOT_OVERRIDDEN):
         return TextPieces()
     described = _Description(json.loads(tokenizer.backend_tokenizer.to_str()))
     added = [token["content"] for token in described.added_tokens]
     normalizer = tokenizer.backend_tokenizer.normalizer
     if normalizer is not None:
         added += [normalizer.normalize_str(content) for content in added]
-    token_chars = described.token_chars(added)
-    special = _special_tokens(tokenizer)
-    return TextPieces(
-        token_chars=None if token_chars is None else token_chars * described.normalizer_shrinks,
-        ascii_token_chars=token_chars,
-        cut=None if special is None else described.cut(added),
-        **{} if special is None else dict(before=special[0], after=special[1]),
-    )
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the special tokens before and after every text; None if they cannot be determined."""
+    bounds = described.token_chars(added)
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     places = [at for at in range(len(whole)) if bare and whole[at : at + len(bare)] == bare]
-    if len(places) != 1:
-        return None
-    return tuple(whole[: places[0]]), tuple(whole[places[0] + len(bare) :])
+    if len(places) != 1:  # it is not clear which tokens are special
+        return TextPieces(*bounds)
+    return TextPieces(*bounds, described.cut(added), tuple(whole[: places[0]]), tuple(whole[places[0] + len(bare) :]))
 
 
 class _Description:
@@ -124,19 +112,15 @@ class _Description:
         self._words = list(_flat(parts["pre_tokenizer"], "pretokenizers"))
         self._processors = list(_flat(parts["post_processor"], "processors"))
 
-    @property
-    def normalizer_shrinks(self) -> int:
-        """The most characters, not all ASCII, that the normalizers may join into one."""
-        # NFC joins into one character at most the 4 characters of its decomposition; the compatibility forms add none.
-        return 4 ** sum(part["type"] in ("NFC", "NFKC") for part in self._normalizers)
-
-    def token_chars(self, added: list[str]) -> int | None:
-        """Return the most characters of a normalised text that one token can stand for; None if there is no limit."""
+    def token_chars(self, added: list[str]) -> tuple[int | None, int | None]:
+        """Return the most characters of a text, and of an ASCII text, that a token can stand for; None: no limit."""
         takes_space = any(token["lstrip"] or token["rstrip"] for token in self.added_tokens)
         keeps_all = all(map(_keeps_length, self._normalizers)) and all(map(_keeps_text, self._words))
         if takes_space or not keeps_all or self._model["type"] != "BPE" or not self._every_character_counts():
-            return None
-        return max(map(len, (*self._model["vocab"], *added)))
+            return None, None
+        longest = max(map(len, (*self._model["vocab"], *added)))
+        # NFC joins into one character at most the 4 characters of its decomposition; the compatibility forms add none.
+        return longest * 4 ** sum(part["type"] in ("NFC", "NFKC") for part in self._normalizers), longest
 
     def _every_character_counts(self) -> bool:
         """Whether every character gets a token: none unknown is dropped or fused with its neighbours."""
@@ -222,19 +206,10 @@ def _keeps_text(words: dict[str, Any]) -> bool:
 
 
 def _is_known_split(words: dict[str, Any]) -> bool:
+    """Whether words are found by known alternatives, which "|" joins."""
     if words["type"] != "Split" or words["behavior"] != "Isolated" or words["invert"]:
         return False
-    given = set(_alternatives(words["pattern"].get("Regex", "")))
+    # Bars in groups of one level are left whole. A part that was cut wrongly is unknown.
+    given = set(re.split(r"\|(?![^(\[]*[)\]])", words["pattern"].get("Regex", "")))
     groups = (_LETTER_WORDS, _OTHER_WORDS, _NUMBERS, _SPACES)
     return all(given & group for group in groups) and given <= set().union(*groups, _FURTHER)
-
-
-def _alternatives(pattern: str) -> Iterator[str]:
-    """Yield the parts of the pattern between its outermost bars ("|")."""
-    depth, begin = 0, 0
-    for at, character in enumerate(pattern):
-        depth += (character in "([") - (character in ")]")
-        if character == "|" and depth == 0:
-            yield pattern[begin:at]
-            begin = at + 1
-    yield pattern[begin:]

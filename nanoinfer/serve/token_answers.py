@@ -18,12 +18,7 @@ _PIECE = 16_384  # ids or characters, about a millisecond of work
 
 
 def tokenized(asked: TokenizeRequest, prompts: PromptTokenizer) -> bytes:
-    """Return the token ids of a text or a conversation; their number is not limited.
-
-    Raises:
-        RequestError: as for `prompts.encode`, `prompts.conversation` and `prompts.encode_chat`.
-        BadRequestError: as for `TokenizeRequest.conversation`.
-    """
+    """Return the token ids of a text or a conversation; their number is not limited."""
     tokenizer = prompts.tokenizer
     if asked.messages is not None:
         tokens = encode_chat(tokenizer, asked.conversation(), **asked.template_arguments)
@@ -35,11 +30,7 @@ def tokenized(asked: TokenizeRequest, prompts: PromptTokenizer) -> bytes:
 
 
 def detokenized(asked: DetokenizeRequest, prompts: PromptTokenizer) -> bytes:
-    """Return the text of token ids, special tokens included.
-
-    Raises:
-        RequestError: there is no tokenizer, or as for `Intake.check_vocabulary`.
-    """
+    """Return the text of token ids, special tokens included."""
     if prompts.tokenizer is None:
         raise RequestError("there is no tokenizer: start the server with one", field="prompt")
     prompts.intake.check_vocabulary(asked.tokens)

@@ -44,7 +44,9 @@ class PromptTokenizer:
             self.tokenizer.encode("a")  # turns off truncation and padding; no later call changes that
         self.intake, self.max_model_len = intake, max_model_len
         self._known = text_pieces.examine(self.tokenizer)
-        self._renders_first = _renders_plainly(self.tokenizer)
+        # Whether the chat template makes a text, which is then tokenised like any other text.
+        renders = getattr(type(self.tokenizer), "apply_chat_template", None)
+        self._renders_first = renders is PreTrainedTokenizerBase.apply_chat_template
         self._threads = {
             name: ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{name}")
             for name in ("short", "long", "huge", "aside", "bodies", "huge-bodies")
@@ -55,11 +57,7 @@ class PromptTokenizer:
         return self.tokenizer is not None
 
     async def tokenize(self, prompt: str | list[int]) -> Prompt:
-        """Return the prompt with its checked token ids.
-
-        Raises:
-            RequestError: as for `Intake.tokenize`.
-        """
+        """Return the prompt with its checked token ids. Raises as `Intake.tokenize`."""
         if isinstance(prompt, str):
             return prompt, await self._tokenize_text(prompt)
         return None, await self._on(_lane(len(prompt)), lambda: self.intake.tokenize(prompt))
@@ -74,8 +72,7 @@ class PromptTokenizer:
             template_arguments: arguments for `encode_chat`.
             num_bytes: size of the conversation as it was received.
 
-        Raises:
-            RequestError: as for `encode_chat` and `Intake.tokenize`.
+        Raises as `encode_chat` and `Intake.tokenize`.
         """
 
         def templated(**how: bool) -> list[int] | str:
@@ -115,10 +112,9 @@ class PromptTokenizer:
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def _tokenize_text(self, text: str, *, is_bare: bool = False) -> list[int]:
-        """Return the checked token ids of a text. Stop as soon as it is clear that the text is too long.
+        """Return the checked token ids of a text, with special tokens around them unless it `is_bare`.
 
-        Args:
-            is_bare: True: without special tokens around the text.
+        Stop as soon as it is clear that the text is too long.
         """
         if (num_tokens := self._known.num_tokens_at_least(text)) >= self.max_model_len:
             raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", self.max_model_len)
@@ -126,29 +122,17 @@ class PromptTokenizer:
             how = dict(add_special_tokens=False) if is_bare else {}
             return await self._on(_lane(len(text)), lambda: self.intake.tokenize(encode(self.tokenizer, text, **how)))
         token_ids = [] if is_bare else list(self._known.before)
-        at = 0
-        while at < len(text):
-            at, piece_ids = await self._piece(text, at)
-            token_ids += piece_ids
-            if len(token_ids) >= self.max_model_len and at < len(text):
+        begin = end = 0
+        while end < len(text):
+            end = await self._on("long", lambda: self._known.end_of_piece(text, begin))
+            lane = "long" if end - begin <= _HUGE_PIECE_CHARS else "huge"
+            bare = dict(add_special_tokens=False)
+            token_ids += await self._on(lane, lambda: encode(self.tokenizer, text[begin:end], **bare))
+            if len(token_ids) >= self.max_model_len and end < len(text):
                 raise too_long(f"at least {len(token_ids)} tokens", self.max_model_len)
+            begin = end
         token_ids += () if is_bare else self._known.after
         return await self._on("long", lambda: self.intake.tokenize(token_ids))
-
-    async def _piece(self, text: str, begin: int) -> tuple[int, list[int]]:
-        """Return the end of the piece that begins at `begin`, and the piece's token ids."""
-
-        def work() -> tuple[int, list[int] | None]:
-            end = self._known.end_of_piece(text, begin)
-            return end, self._encode_bare(text[begin:end]) if end - begin <= _HUGE_PIECE_CHARS else None
-
-        end, token_ids = await self._on("long", work)
-        if token_ids is None:
-            token_ids = await self._on("huge", lambda: self._encode_bare(text[begin:end]))
-        return end, token_ids
-
-    def _encode_bare(self, text: str) -> list[int]:
-        return encode(self.tokenizer, text, add_special_tokens=False)
 
     async def _on(self, lane: str, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads[lane], work)
@@ -156,9 +140,3 @@ class PromptTokenizer:
 
 def _lane(size: int) -> str:
     return "short" if size <= _LONG_PROMPT_CHARS else "long" if size <= _HUGE_PIECE_CHARS else "huge"
-
-
-def _renders_plainly(tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Whether the chat template makes a text, which is then tokenised like any other text."""
-    given = getattr(type(tokenizer), "apply_chat_template", None)
-    return given is PreTrainedTokenizerBase.apply_chat_template

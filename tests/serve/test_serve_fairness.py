@@ -13,7 +13,7 @@ from trained_tokenizers import make_tokenizer
 
 from nanoinfer.common.errors import RequestError
 from nanoinfer.requests.prompts import encode_chat
-from nanoinfer.serve import app, queue_limits
+from nanoinfer.serve import app, client
 from nanoinfer.serve.client import while_client_stays
 from nanoinfer.serve.tokenizing import PromptTokenizer
 
@@ -347,7 +347,7 @@ def test_a_body_that_does_not_arrive_is_given_up(path):
 
 
 def test_waiting_bytes_beyond_the_limit_are_refused_and_come_back(path, monkeypatch):
-    monkeypatch.setattr(queue_limits, "MAX_BODY_BYTES", 50_000)
+    monkeypatch.setattr(client, "MAX_BODY_BYTES", 50_000)
     big = "w5" + " " * 30_000
 
     async def ask():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from contextlib import ExitStack
 
 import pytest
 from engines import VOCAB
@@ -10,7 +11,6 @@ from serving import MODEL, LeavingClient, events, make_served_checkpoint, metric
 from starlette.requests import ClientDisconnect
 
 from nanoinfer import SamplingParams
-from nanoinfer.serve.queue_limits import Charge
 from nanoinfer.serve.request_stream import RequestStream
 
 LONG = dict(max_tokens=300, temperature=0, ignore_eos=True)
@@ -88,8 +88,7 @@ def test_a_reader_that_is_cancelled_ends_its_request(path):
             await served.wait_until_idle()
             prompts = [await served.async_engine.prompts.tokenize([1, 2])]
             params = SamplingParams(max_tokens=300, ignore_eos=True)
-            charge = Charge(served.async_engine.waiting)
-            stream = RequestStream(prompts, params, wants_deltas=True, arrival=0.0, charge=charge)
+            stream = RequestStream(prompts, params, wants_deltas=True, arrival=0.0, charge=ExitStack())
             await served.async_engine.submit(stream)
             stream.close()
             with pytest.raises(ClientDisconnect):
