@@ -319,6 +319,7 @@ class LLMEngine:
         """Abort all requests and free device and host memory. The engine cannot be used afterwards."""
         for request in self.work.requests.values():
             request.abort()
+        self.admission.forget()  # what it remembers refers back to it: memory would wait for the garbage collector
         self.runner.close()
         self.modes.close()  # prompts can still be checked
         del self.work, self.runner, self.scheduler, self.planner, self.kv_cache, self.mover, self.admission

@@ -1,6 +1,8 @@
 """Who is admitted, who waits, and what a step costs while somebody waits."""
 
+import gc
 import random
+import weakref
 
 import pytest
 from engines import BLOCK_BYTES, LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run
@@ -112,6 +114,23 @@ def test_who_waits_is_looked_up_again_when_more_of_its_prefix_is_known(path):
     assert engine.admission._is_refused is not admission.never
     step_until_running(engine, "AB")
     finish(engine)
+
+
+def test_an_engine_that_refused_a_request_frees_its_pool_when_it_is_closed(path):
+    """At once: until garbage is collected, the next engine would find the GPU full."""
+    engine = make_engine(path, **ARGUMENTS, enforce_eager=True)  # graphs of a CPU refer to the engine
+    shrink_gpu_pool(engine, 10)
+    for name, prompt in zip("AB", random_prompts(2, 100, 100, seed=6), strict=True):
+        engine.add_request(name, prompt, greedy(3))
+    gc.disable()
+    try:
+        finish(engine)
+        assert engine.admission._is_refused is not admission.never
+        pool = weakref.ref(engine.runner.gpu_kv)
+        engine.close()
+        assert pool() is None
+    finally:
+        gc.enable()
 
 
 def test_promises_that_an_ended_sequence_gives_back_are_room_for_who_waits(path):
