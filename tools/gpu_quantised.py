@@ -124,8 +124,8 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     graph = runtime.capture(stream, work)
     for _ in range(REPLAYS):
         stream.record(start)
-        stream.replay(graph)
+        stream.run(graph)
         stream.record(end)
-        stream.synchronize()
+        runtime.synchronize()
         seconds.append(end.seconds_since(start))
     return statistics.median(seconds)
