@@ -115,6 +115,7 @@ def test_pinned_memory_is_given_back_after_success_and_after_an_error(tmp_path, 
 
     def watch(**options):
         arenas.append(arena(**options))
+        arenas[-1].wait()
         assert arenas[-1].pinned_bytes == arenas[-1].mapped_bytes <= 64 * MIB
         return arenas[-1]
 
