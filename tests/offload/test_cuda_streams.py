@@ -1,6 +1,7 @@
 """Which streams the runtimes of CUDA take. No GPU is needed: their streams are stand-ins."""
 
 import gc
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ class Handle:
     def __init__(self, device: torch.device) -> None:
         self.device, self.cuda_stream = device, 100 * device.index + Handle.num_drawn % 32
         Handle.num_drawn += 1
+
+    def synchronize(self) -> None:
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +76,32 @@ def test_more_streams_than_the_pool_has_share_some():
     runtime = CudaRuntime(torch.device("cuda", 0))
     streams = [runtime.stream("compute") for _ in range(40)]
     assert len({stream.stream.cuda_stream for stream in streams}) == 32
+
+
+def test_a_graph_is_captured_and_replayed_on_its_stream_whichever_is_current(monkeypatch):
+    """Torch captures and replays on the current stream."""
+    current, captured, replayed = [None], [], []
+
+    class Graph:
+        def replay(self) -> None:
+            replayed.append(current[-1])
+
+    @contextmanager
+    def entered(stream: Handle):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr("torch.cuda.stream", entered)
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    monkeypatch.setattr("torch.cuda.graph", lambda graph, *, pool, stream, capture_error_mode: entered(stream))
+    runtime = CudaRuntime(torch.device("cuda", 0))
+    compute, copy = runtime.stream("compute"), runtime.stream("copy")
+    replay = runtime.capture(compute, lambda: captured.append(current[-1]))
+    assert captured == [compute.stream] * 2, "once to compile, once to capture"
+    compute.run(replay)
+    with compute.current():
+        compute.run(replay)
+    with copy.current():
+        compute.run(replay)
+    assert replayed == [compute.stream] * 3 and len(captured) == 2
