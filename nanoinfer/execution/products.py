@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_counts
-from nanoinfer.layers.formats.matrix import MatrixFormat
 from nanoinfer.layers.linear import Head, Linear
 from nanoinfer.models.decoder import Decoder
 
@@ -56,13 +55,9 @@ def _by_shape(model: Decoder) -> dict[tuple[int, int, bool], list[Linear]]:
     if model.spec.dtype.itemsize != 2:
         return groups
     for module in model.modules():
-        if isinstance(module, Linear) and not isinstance(module, Head) and _has_matrix_on_cuda(module):
+        if isinstance(module, Linear) and not isinstance(module, Head) and next(module.parameters()).is_cuda:
             groups.setdefault((module.num_rows, module.in_features, module.bias is not None), []).append(module)
     return groups
-
-
-def _has_matrix_on_cuda(module: Linear) -> bool:
-    return isinstance(module.weights, MatrixFormat) and next(module.parameters()).is_cuda
 
 
 def _agreeing(module: Linear, counts: list[int]) -> frozenset[int]:

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul
+from nanoinfer.kernels import reference
+from nanoinfer.kernels.layer import activation as kernel
 from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store
 from nanoinfer.kernels.layer.rms_norm import rms_norm
 from nanoinfer.kernels.linear.packed import packed_linear
@@ -27,4 +28,9 @@ __all__ = [
 
 def has_activation(activation: str, x: Tensor) -> bool:
     """Whether there is a kernel that computes this activation and the product with it, for values as those of x."""
-    return x.element_size() == 2 and activation in ACTIVATIONS
+    return x.element_size() == 2 and activation in kernel.ACTIVATIONS
+
+
+def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """Compute activation(gate) * up: [N, 2 * size] -> [N, size]."""
+    return (kernel if has_activation(activation, gate_up) else reference).act_and_mul(gate_up, activation)

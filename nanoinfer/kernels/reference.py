@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.common import exact
 from nanoinfer.kernels.linear.packing import PackedWeight
 from nanoinfer.sampling.reference import sample_rows as sample_rows
+
+# By the names that configs give them.
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def linear(
@@ -22,12 +28,14 @@ def linear(
 
 
 def has_activation(activation: str, x: Tensor) -> bool:
-    """False: an activation is computed by itself."""
+    """Whether `linear` computes this activation, too."""
     return False
 
 
-def act_and_mul(gate_up: Tensor, activation: str) -> None:
-    """None: an activation is computed by itself."""
+def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """Compute activation(gate) * up: [N, 2 * size] -> [N, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return exact.elementwise(ACTIVATIONS[activation], gate) * up
 
 
 def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: object = ()) -> Tensor:

@@ -48,8 +48,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.weights.project(self, x)
 
-    def gated(self, x: Tensor, activation: str) -> Tensor | None:
-        """activation(gate) * up; None if the format cannot compute it in one go."""
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up, of a merged projection of both."""
         return self.weights.project_gated(self, x, activation)
 
     def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from packings import HALF, PACKINGS, Held, filled
+from packings import FULL, HALF, PACKINGS, Held, filled
 
 from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.linear import packed
@@ -160,13 +160,16 @@ def test_many_rows_float32_and_unknown_activations_go_another_way():
     assert packed_linear(torch.zeros(0, 64, dtype=HALF), module.packed).shape == (0, 16)
 
 
-@pytest.mark.parametrize("itemsize, activation", [(4, "silu"), (2, "gelu")])
-def test_no_matrix_is_expanded_for_an_activation_that_no_kernel_computes(itemsize, activation, monkeypatch):
+@pytest.mark.parametrize("dtype, activation", [(FULL, "silu"), (HALF, "gelu")])
+def test_an_activation_that_no_kernel_computes_follows_one_product(dtype, activation, monkeypatch):
     weights, module = filled(Packing(**PACKINGS["int8 by row"]), 16, 64)
     module.operations, module.bias, module.library_counts = fused, None, frozenset()
+    products = []
     monkeypatch.setattr(Held, "matrix", lambda *_: pytest.fail("expanded in vain"))
-    x = SimpleNamespace(is_cuda=True, element_size=lambda: itemsize, shape=(1, 64))
-    assert weights.project_gated(module, x, activation) is None
+    monkeypatch.setattr(Held, "project", lambda self, module, x: products.append(x) or torch.cat((x, -x, x), 1))
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(7)).to(dtype)
+    wanted = reference.act_and_mul(torch.cat((x, -x, x), 1), activation)
+    assert torch.equal(weights.project_gated(module, x, activation), wanted) and len(products) == 1
 
 
 def parted(names: dict[str, int], in_features: int) -> tuple[Parted, SimpleNamespace]:
@@ -209,9 +212,13 @@ def test_a_gate_and_what_it_gates_may_lie_differently(monkeypatch):
     x = torch.randn(5, 384, generator=torch.Generator().manual_seed(7)).to(HALF)
     wanted = torch.nn.functional.silu((x.float() @ gate.t()).to(HALF).float()) * (x.float() @ up.t())
     torch.testing.assert_close(weights.project_gated(module, x, "silu").float(), wanted, atol=2e-3, rtol=4e-3)
-    assert weights.project_gated(module, x, "gelu") is None, "no kernel computes it"
+    product = weights.project(module, x)
+    assert torch.equal(weights.project_gated(module, x, "gelu"), reference.act_and_mul(product, "gelu"))
+    products = []
+    monkeypatch.setattr(Parted, "matrix", lambda *_: products.append(0) or torch.cat((gate, up)).to(HALF))
     module.operations = reference
-    assert weights.project_gated(module, x, "silu") is None, "no product is computed for nothing"
+    wanted = reference.act_and_mul(weights.project(module, x), "silu")
+    assert torch.equal(weights.project_gated(module, x, "silu"), wanted) and len(products) == 2, "one for each"
 
 
 def test_scales_are_folded_where_every_product_is_exact():

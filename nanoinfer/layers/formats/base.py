@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.layers.norm import RMSNorm
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -114,14 +115,10 @@ class WeightFormat(Formats):
 
     One object may serve all projections. What belongs to one projection lies in its module, as parameters that
     `allocate` registers and that only the format touches. The bits of each row that a projection returns depend on its
-    row of x, the weight and the bias alone. A module is a `layers.linear.Linear`: its `bias` is None or [num_rows].
+    row of x, the weight and the bias alone: products are those of a matrix in the model's dtype, so equal matrices give
+    equal bits, however they are held. A module is a `layers.linear.Linear`: its `bias` is None or [num_rows], its
+    `library_counts` are the row counts at which the library gives our kernels' bits on CUDA (`execution.products`).
     """
-
-    name: str
-    """The `quant_method` of a config's quantization_config; "dense" if it has none."""
-
-    def __init__(self, settings: dict[str, Any] | None = None, tensors: CheckpointTensors | None = None) -> None:
-        """settings: the config's quantization_config. Raises ValueError for those that are not supported."""
 
     def of(self, name: str) -> WeightFormat:
         return self
@@ -145,16 +142,40 @@ class WeightFormat(Formats):
         """Fill the weight with random values whose standard deviation is about 0.02."""
 
     @abstractmethod
+    def matrix(self, module: nn.Module) -> Tensor:
+        """Return the weight: [num_rows, in_features], packed. It may lie in a buffer that the next call overwrites."""
+
+    def expand_into(self, module: nn.Module, out: Tensor) -> None:
+        """Write the weight as a matrix to `out`, [num_rows, in_features] in the model's dtype."""
+        out.copy_(self.matrix(module))
+
     def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias: [N, in_features] -> [N, num_rows], in `out` if that is given."""
+        weight = self.matrix(module)
+        return module.operations.linear(x, weight, module.bias, out=out, library_counts=module.library_counts)
 
-    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
-        """activation(gate) * up, for a weight that holds the rows of gate, then the rows of up. None: use `project`."""
-        return None
+    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up, for a weight that holds the rows of gate, then the rows of up."""
+        operations, counts = module.operations, module.library_counts
+        if not operations.has_activation(activation, x):
+            return operations.act_and_mul(self.project(module, x), activation)
+        return operations.linear(x, self.matrix(module), module.bias, activation=activation, library_counts=counts)
 
     def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
         """Add the projection of y to x, in place, and return the norm of x."""
-        return norm.after_sum(x, self.project(module, y))
+        parts = self.num_parts(module)
+        if parts == 1 or y.element_size() != 2:
+            return norm.after_sum(x, self.project(module, y))
+        weight = self.matrix(module)
+        # The result is allocated before the parts. Behind them it would leave a hole where they lay, and what a gated
+        # layer allocates next would not fit into the rest.
+        out = torch.empty_like(x)
+        found = module.operations.linear_parts(y, weight, parts, library_counts=module.library_counts)
+        return norm.after_sum(x, found, out)
+
+    def num_parts(self, module: nn.Module) -> int:
+        """Return the number of parts of the sums in `project_add_norm` on CUDA, in bfloat16 and float16."""
+        return 1 if module.bias is not None else num_parts(module.in_features)
 
     def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
         """Return the elements of the buffer that a product needs for a matrix; 0: no product needs one.
@@ -168,3 +189,18 @@ class WeightFormat(Formats):
     def temporary_bytes(self, module: nn.Module) -> int:
         """Return the bytes that a product takes on a CPU beside its arguments, result and buffer."""
         return 0
+
+
+class ExpandedFormat(WeightFormat):
+    """A format whose matrix is written for each product, into the buffer that all modules share."""
+
+    @abstractmethod
+    def expand_into(self, module: nn.Module, out: Tensor) -> None: ...
+
+    def matrix(self, module: nn.Module) -> Tensor:
+        out = module.scratch[: module.num_rows * module.in_features].view(module.num_rows, module.in_features)
+        self.expand_into(module, out)
+        return out
+
+    def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
+        return module.num_rows * module.in_features

@@ -7,14 +7,12 @@ from torch import Tensor, nn
 
 from nanoinfer.common.errors import did_you_mean
 from nanoinfer.config import QUANTISED
-from nanoinfer.layers.formats.matrix import MatrixFormat
+from nanoinfer.layers.formats.base import WeightFormat
 from nanoinfer.layers.weight import empty_weight
 
 
-class Dense(MatrixFormat):
+class Dense(WeightFormat):
     """weight: [num_rows, in_features] in the model's dtype."""
-
-    name = "dense"
 
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
         module.weight = empty_weight(num_rows, in_features, dtype=dtype, device=device)
@@ -27,10 +25,6 @@ class Dense(MatrixFormat):
 
     def matrix(self, module: nn.Module) -> Tensor:
         return module.weight
-
-    def expand_into(self, module: nn.Module, out: Tensor) -> None:
-        """Copy the weight to `out`, [num_rows, in_features]."""
-        out.copy_(module.weight)
 
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
         if quantization is not None:

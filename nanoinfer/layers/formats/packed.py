@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
-from nanoinfer.layers.formats.base import Filling
+from nanoinfer.layers.formats.base import ExpandedFormat, Filling
 from nanoinfer.layers.formats.bits import E2M1_VALUES, powers_of_two
-from nanoinfer.layers.formats.matrix import ExpandedFormat
 from nanoinfer.layers.norm import RMSNorm
 
 # Weights that are expanded at a time without a kernel, and the most bytes that the steps between codes and matrix take
@@ -42,8 +41,6 @@ class Packed(ExpandedFormat):
 
     packing: Packing
     where: str = field(default="", compare=False)
-
-    name = "packed"
 
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
         self.check_size(num_rows, in_features)
@@ -125,7 +122,7 @@ class Packed(ExpandedFormat):
         # The head is the largest matrix by far.
         return 0 if has_kernels and module.has_few_rows else super().scratch_size(module, has_kernels)
 
-    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
+    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor:
         found = module.operations.packed_linear(x, module.packed, module.bias, activation=activation)
         return super().project_gated(module, x, activation) if found is None else found
 
