@@ -10,7 +10,6 @@ from nanoinfer.layers.formats.base import Filling, Formats, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.parted import merged
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.layers.weight import empty_weight
 
 
 class Linear(nn.Module):
@@ -43,7 +42,9 @@ class Linear(nn.Module):
         self.weights = merged([formats.of(part) for part in sizes], list(sizes.values()))
         self.operations, self.library_counts, self.scratch = operations_of(device), frozenset(), None
         self.weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
-        self.bias = empty_weight(self.num_rows, dtype=dtype, device=device) if bias else None
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.num_rows, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weights.project(self, x)
@@ -117,9 +118,3 @@ def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             module.scratch = scratch
-
-
-def product_bytes(model: nn.Module) -> int:
-    """Return the most bytes that a product takes on a CPU beside the buffer, its arguments and its result."""
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    return max((module.weights.temporary_bytes(module) for module in linears), default=0)

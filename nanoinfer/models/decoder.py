@@ -35,8 +35,9 @@ from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.formats.base import Filling, Formats
 from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.registry import formats_of
-from nanoinfer.layers.linear import Embedding, Head, Linear, product_bytes, scratch_size, share_scratch
+from nanoinfer.layers.linear import Embedding, Head, Linear, scratch_size, share_scratch
 from nanoinfer.layers.mlp import GatedMLP
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rope import rope_table
@@ -262,7 +263,7 @@ class Decoder(nn.Module):
             embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
             scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
             gpu_scratch_bytes=dtype.itemsize * scratch_size(shapes_only, dtype.itemsize == 2),
-            product_bytes=product_bytes(shapes_only),
+            product_bytes=temporary_bytes(scratch_size(shapes_only, False)),
         )
 
     # The calls

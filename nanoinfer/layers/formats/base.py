@@ -186,10 +186,6 @@ class WeightFormat(Formats):
         """
         return 0
 
-    def temporary_bytes(self, module: nn.Module) -> int:
-        """Return the bytes that a product takes on a CPU beside its arguments, result and buffer."""
-        return 0
-
 
 class ExpandedFormat(WeightFormat):
     """A format whose matrix is written for each product, into the buffer that all modules share."""

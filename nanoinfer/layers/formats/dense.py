@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from nanoinfer.common.errors import did_you_mean
 from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.base import WeightFormat
-from nanoinfer.layers.weight import empty_weight
 
 
 class Dense(WeightFormat):
     """weight: [num_rows, in_features] in the model's dtype."""
 
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
-        module.weight = empty_weight(num_rows, in_features, dtype=dtype, device=device)
+        empty = torch.empty(num_rows, in_features, dtype=dtype, device=device)
+        module.weight = nn.Parameter(empty, requires_grad=False)
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor]:
         return {"weight": module.weight[begin:end]}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 from nanoinfer.layers.formats.base import ExpandedFormat, Filling
-from nanoinfer.layers.formats.bits import E2M1_VALUES, powers_of_two
+from nanoinfer.layers.formats.bits import E2M1_VALUES
 from nanoinfer.layers.norm import RMSNorm
 
 # Weights that are expanded at a time without a kernel, and the most bytes that the steps between codes and matrix take
@@ -143,11 +143,6 @@ class Packed(ExpandedFormat):
         self.expand_into(module, out, ids)
         return out
 
-    def temporary_bytes(self, module: nn.Module) -> int:
-        # Without the kernels.
-        largest = max(EXPANDED_AT_ONCE, module.in_features)
-        return _BYTES_WHILE_EXPANDING * min(largest, module.num_rows * module.in_features)
-
     def expand_into(self, module: nn.Module, out: Tensor, ids: Tensor | None = None) -> None:
         """As `ExpandedFormat` says; ids: the rows that are wanted, [N]; None: all."""
         if module.packed.codes.is_cuda:
@@ -180,7 +175,7 @@ class Packed(ExpandedFormat):
     def _scales(self, module: nn.Module, rows: slice | Tensor) -> Tensor:
         scales = module.packed.scales_of(rows)
         if self.packing.scale_dtype == torch.uint8:
-            return powers_of_two(scales)
+            return scales.view(torch.float8_e8m0fnu).float()
         if not self.packing.has_global_scale:
             return scales
         factor, scales = module.packed.global_scale[rows, None], scales.float()
@@ -208,6 +203,11 @@ def checked(values: Tensor) -> Tensor:
     if not bool(torch.isfinite(values.float()).all()):
         raise ValueError("holds NaN or infinite scales: the file is corrupt, download it again")
     return values
+
+
+def temporary_bytes(num_weights: int) -> int:
+    """Return the most bytes that expanding a matrix of so many weights takes on a CPU, beside weight and matrix."""
+    return _BYTES_WHILE_EXPANDING * min(EXPANDED_AT_ONCE, num_weights)
 
 
 def pieces_of_rows(num_rows: int, in_features: int, multiple: int = 1) -> Iterator[slice]:

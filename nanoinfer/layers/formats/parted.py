@@ -81,6 +81,3 @@ class Parted(ExpandedFormat):
     def expand_into(self, module: nn.Module, out: Tensor) -> None:
         for (weight_format, part), rows in zip(module.held, out.split(self._sizes), strict=True):
             weight_format.expand_into(part, rows)
-
-    def temporary_bytes(self, module: nn.Module) -> int:
-        return max(weight_format.temporary_bytes(part) for weight_format, part in module.held)
