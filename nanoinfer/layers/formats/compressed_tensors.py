@@ -38,8 +38,8 @@ class CompressedTensors(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
-        self._format = self.one_of("format", (*_FORMATS, _MIXED, "dense"), "dense")
-        self.one_of("quantization_status", ("compressed",), "compressed")
+        self._format = self.setting("format", (*_FORMATS, _MIXED, "dense"), "dense")
+        self.setting("quantization_status", ("compressed",), "compressed")
         for name in ("transform_config", "sparsity_config"):
             given = self.setting(name, dict, {})
             if given.get("config_groups") or given.get("format", "dense") != "dense":
@@ -88,18 +88,14 @@ class CompressedTensors(Quantization):
         return None if weights is None else self._format_of(name, group, weights)
 
     def _format_of(self, name: str, group: dict[str, Any], weights: dict[str, Any]) -> WeightFormat:
-        kind = self.one_of("type", ("int", "float"), "int", weights)
-        bits = self.one_of("num_bits", (4, 8), 8, weights)
+        kind = self.setting("type", ("int", "float"), "int", weights)
+        bits = self.setting("num_bits", (4, 8), 8, weights)
         is_symmetric = self.setting("symmetric", bool, True, weights)
         group_size = weights.get("group_size")
         strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
-        strategy = self.one_of("strategy", ("tensor", "channel", "group", "tensor_group", "block"), strategy, weights)
-        stored_as = group.get("format") or (_inferred(group, weights) if self._format == _MIXED else self._format)
-        if stored_as not in _FORMATS:
-            raise ValueError(
-                f"format is {shown(stored_as)} in the quantization_config: supported are {', '.join(_FORMATS)} and "
-                f"{_MIXED}"
-            )
+        strategy = self.setting("strategy", ("tensor", "channel", "group", "tensor_group", "block"), strategy, weights)
+        stored_as = _inferred(group, weights) if self._format == _MIXED else self._format
+        stored_as = self.setting("format", _FORMATS, stored_as, group)
         if kind == "float" and not is_symmetric:
             raise ValueError(
                 "weights of type float have zero points in the quantization_config, which is not supported"
@@ -111,7 +107,9 @@ class CompressedTensors(Quantization):
             raise ValueError(f"format is {stored_as} for {bits} bits of type {kind} in the quantization_config")
         rows, columns = 1, None
         if strategy == "block":
-            rows, columns = _block(weights.get("block_structure"))
+            block = weights.get("block_structure")
+            block = [int(size) for size in block.split("x") if size.isdecimal()] if isinstance(block, str) else block
+            rows, columns = self.block("block_structure", block)
         elif strategy in ("group", "tensor_group"):
             columns = self.group_size(weights, default=None)
         packing = Packing(
@@ -149,14 +147,6 @@ def _packed_fp4(name: str, stored_as: str) -> PackedScaled:
 
 def _matches(target: str, name: str) -> bool:
     return searches(target[3:], name) if target.startswith("re:") else target == name
-
-
-def _block(structure: Any) -> tuple[int, int]:
-    if isinstance(structure, str):
-        structure = [int(size) for size in structure.split("x") if size.isdecimal()]
-    if not isinstance(structure, list) or len(structure) != 2 or not all(type(s) is int and s > 0 for s in structure):
-        raise ValueError(f"block_structure is {shown(structure)} in the quantization_config, not two sizes")
-    return structure[0], structure[1]
 
 
 def _inferred(group: dict[str, Any], weights: dict[str, Any]) -> str:

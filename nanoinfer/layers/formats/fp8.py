@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from nanoinfer.common.errors import shown
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
@@ -23,12 +22,10 @@ class FP8(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
-        self.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-        self.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+        self.setting("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+        self.setting("activation_scheme", ("dynamic", "static"), "dynamic")
         block = self.setting("weight_block_size", list)
-        if block is not None and (len(block) != 2 or not all(type(size) is int and size > 0 for size in block)):
-            raise ValueError(f"weight_block_size is {shown(block)} in the quantization_config of fp8, not two sizes")
-        self._block = None if block is None else (block[0], block[1])
+        self._block = None if block is None else self.block("weight_block_size", block)
         self._left_out = ["lm_head", *self.names("modules_to_not_convert"), *self.names("ignored_layers")]
 
     def of(self, name: str) -> WeightFormat:

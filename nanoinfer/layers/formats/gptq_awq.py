@@ -136,7 +136,7 @@ class AWQ(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
-        self.one_of("bits", (4,), 4)
+        self.setting("bits", (4,), 4)
         version = self.setting("version", str, "gemm")
         if version.lower() != "gemm":
             raise ValueError(f"version is {version!r} in the quantization_config of awq: supported is gemm")
@@ -158,11 +158,11 @@ class GPTQ(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
-        self._bits = self.one_of("bits", (4, 8), None)
+        self._bits = self.setting("bits", (4, 8), None)
         self._group_size, self._desc_act = self.group_size(), self.setting("desc_act", bool, False)
         stored_as = "checkpoint_format" if settings.get("checkpoint_format") is not None else "format"
-        self._is_first_version = self.one_of(stored_as, ("gptq", "gptq_v2"), "gptq") == "gptq"
-        self.one_of("pack_dtype", ("int32",), "int32")
+        self._is_first_version = self.setting(stored_as, ("gptq", "gptq_v2"), "gptq") == "gptq"
+        self.setting("pack_dtype", ("int32",), "int32")
         self._has_head = self.setting("lm_head", bool, False)
         self._dynamic = self.setting("dynamic", dict, {})
         self._only = self._quantised_endings()
@@ -181,7 +181,7 @@ class GPTQ(Quantization):
         if self._is_left_out(name):
             return DENSE
         own = self._overrides(name) or {}
-        bits = self.one_of("bits", (4, 8), self._bits, own)
+        bits = self.setting("bits", (4, 8), self._bits, own)
         group_size = self.group_size(own, self._group_size)
         desc_act = self.setting("desc_act", bool, self._desc_act, own)
         first = self._is_first_version
@@ -215,10 +215,10 @@ class AutoRound(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
-        self._is_awq = "awq" in self.one_of("packing_format", self._LAYOUTS, self._LAYOUTS[0])
+        self._is_awq = "awq" in self.setting("packing_format", self._LAYOUTS, self._LAYOUTS[0])
         self._allowed_bits = (4,) if self._is_awq else (4, 8)
-        self._bits, self._group_size = self.one_of("bits", self._allowed_bits, None), self.group_size()
-        self.one_of("data_type", ("int",), "int")
+        self._bits, self._group_size = self.setting("bits", self._allowed_bits, None), self.group_size()
+        self.setting("data_type", ("int",), "int")
         self._own = self.setting("extra_config", dict, {})
 
     def of(self, name: str) -> WeightFormat:
@@ -227,6 +227,6 @@ class AutoRound(Quantization):
             raise ValueError(f"extra_config has {shown(own)} for {name} in the quantization_config, not settings")
         if (name == "lm_head" and name not in self._own) or own.get("bits", self._bits) == 16:
             return DENSE
-        bits = self.one_of("bits", self._allowed_bits, self._bits, own)
+        bits = self.setting("bits", self._allowed_bits, self._bits, own)
         group_size = self.group_size(own, self._group_size)
         return _transposed(name, self.tensors, bits, group_size, is_awq=self._is_awq)

@@ -24,11 +24,11 @@ class ModelOpt(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
-        self._algorithm = self.one_of("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"), None)
+        self._algorithm = self.setting("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"), None)
         self._left_out = [*self.names("ignore"), *self.names("exclude_modules")]
         if self._algorithm == "NVFP4":
-            self.one_of("group_size", (16,), 16)
-        if self.one_of("kv_cache_quant_algo", ("FP8", "none"), "none") == "FP8":
+            self.setting("group_size", (16,), 16)
+        if self.setting("kv_cache_quant_algo", ("FP8", "none"), "none") == "FP8":
             self.kv_cache_dtype = "fp8"
         if kv_cache := self.setting("kv_cache_scheme", dict):
             self.kv_cache_dtype = kv_cache_dtype_of(kv_cache)
