@@ -11,7 +11,6 @@ import tempfile
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ from nanoinfer.kv.residency import promotion_margin
 from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.memory.forecast import Forecast, sequences
 from nanoinfer.memory.plan import gpu_budget, make_plan
-from nanoinfer.memory.setup import spec_and_layout
+from nanoinfer.memory.setup import spec_of
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.shapes import SHAPES, write_shape
 from nanoinfer.weights.load import load_config
-from offload import KVLayout
 from offload.memory.host_memory import memory_available_bytes
 
 DEFAULT_LINK_GBPS = 25.0  # PCIe 4 x16
@@ -72,21 +70,18 @@ def plan(
     with tempfile.TemporaryDirectory() as directory:
         path = write_shape(str(model), directory) if model in SHAPES else model
         hf_config = load_config(path, names=SHAPES)
-    spec, layout = spec_and_layout(config, hf_config)
-    host_available = memory_available_bytes()
-    if host_memory is not None:
-        host_available = parse_bytes(host_memory, "host_memory")
-    forecaster = _Forecaster(
-        spec=spec,
-        layout=layout,
-        config=config,
-        name=str(model),
-        budget_bytes=_budget(config, host_available),
-        host_bytes=host_available,
+    spec = spec_of(config, hf_config)
+    host_bytes = memory_available_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
+    asked = Forecast(
+        model=str(model),
+        context=context or min(DEFAULT_CONTEXT, spec.max_position),
+        batch=batch,
         link_gbps=link_gbps,
         device_gbps=device_gbps,
+        budget_bytes=_budget(config, host_bytes),
+        host_budget_bytes=host_bytes,
     )
-    return forecaster.forecast(context or min(DEFAULT_CONTEXT, spec.max_position), batch)
+    return _Forecaster(spec, config, asked).forecast()
 
 
 def _budget(config: EngineConfig, host_available: int) -> int:
@@ -97,20 +92,16 @@ def _budget(config: EngineConfig, host_available: int) -> int:
     return gpu_budget(config, torch.device("cuda", torch.cuda.current_device()), host_available)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Forecaster:
-    """One model on one machine, for any context and batch."""
+    """One model on one machine, for any context and batch; `asked` has what is given, and no answers."""
 
     spec: ModelSpec
-    layout: KVLayout
     config: EngineConfig
-    name: str
-    budget_bytes: int
-    host_bytes: int
-    link_gbps: float
-    device_gbps: float | None
+    asked: Forecast
 
-    def forecast(self, context: int, batch: int) -> Forecast:
+    def forecast(self) -> Forecast:
+        context, batch = self.asked.context, self.asked.batch
         step, longest = self._step(context, batch), self._longest(batch, lambda other: other.fits)
         if not step.fits:
             advice = self._advice_to_fit(context, batch, longest)
@@ -127,49 +118,35 @@ class _Forecaster:
 
     def _longest(self, batch: int, accepts: Callable[[Forecast], bool]) -> int:
         """Return the longest context, in whole blocks or up to the model's limit, whose step is accepted."""
-        size, limit = self.layout.block_size, self.spec.max_position
-        return min(
-            limit, size * _largest(lambda n: accepts(self._step(min(n * size, limit), batch)), -(-limit // size))
-        )
+        size, limit = self.spec.layout.block_size, self.spec.max_position
+        blocks = _largest(lambda n: accepts(self._step(min(n * size, limit), batch)), -(-limit // size))
+        return min(limit, size * blocks)
 
     def _step(self, context: int, batch: int) -> Forecast:
         """Forecast a decode step at full context, or why it cannot run; no limits yet, and no advice."""
-        forecast = partial(
-            Forecast,
-            model=self.name,
-            context=context,
-            batch=batch,
-            link_gbps=self.link_gbps,
-            device_gbps=self.device_gbps,
-            budget_bytes=self.budget_bytes,
-            host_budget_bytes=self.host_bytes,
-        )
+        asked, layout = replace(self.asked, context=context, batch=batch), self.spec.layout
         config = replace(self.config, max_model_len=context, max_num_seqs=batch)
         try:
             memory = make_plan(
                 config,
                 self.spec,
-                self.layout,
-                budget_bytes=self.budget_bytes,
-                host_available_bytes=self.host_bytes,
+                budget_bytes=asked.budget_bytes,
+                host_available_bytes=asked.host_budget_bytes,
                 is_cuda=True,
             )
         except ValueError as error:
-            return forecast(problem=str(error))
-        num_full, num_blocks = context // self.layout.block_size, -(-context // self.layout.block_size)
+            return replace(asked, problem=str(error))
+        num_full, num_blocks = context // layout.block_size, -(-context // layout.block_size)
         room = memory.num_gpu_blocks - 1  # without scratch
         num_streamed = 0
         if batch * num_blocks > room:
             if not config.may_offload:
-                return forecast(
-                    problem=f"{batch} x {context} tokens need {batch * num_blocks} KV blocks, {room} fit on the GPU"
-                )
+                needed = f"{batch} x {context} tokens need {batch * num_blocks} KV blocks"
+                return replace(asked, problem=f"{needed}, {room} fit on the GPU")
             if batch * num_full > memory.num_host_blocks:
-                needed = format_gib(batch * num_full * self.layout.block_bytes)
-                return forecast(
-                    problem=f"{batch} x {context} tokens need {needed} GiB of host memory for KV blocks, "
-                    f"the limit is {format_gib(memory.host_bytes)} GiB"
-                )
+                gib, limit = format_gib(batch * num_full * layout.block_bytes), format_gib(memory.host_bytes)
+                needed = f"{batch} x {context} tokens need {gib} GiB of host memory for KV blocks"
+                return replace(asked, problem=f"{needed}, the limit is {limit} GiB")
             resident = max(0, room - batch - promotion_margin(batch))
             if memory.max_resident_blocks is not None:
                 resident = min(resident, memory.max_resident_blocks)
@@ -177,17 +154,18 @@ class _Forecaster:
         elif config.enable_cpu_offload is True and memory.max_resident_blocks is not None:
             num_streamed = max(0, batch * num_full - memory.max_resident_blocks)
         full_layers = sum(window is None for window in self.spec.windows)
-        streamed = num_streamed * full_layers * self.layout.layer_block_bytes
+        streamed = num_streamed * full_layers * layout.layer_block_bytes
         read = bytes_read_per_step(self.spec, [context] * batch)
-        times = {"link": streamed / (self.link_gbps * 1e9)}
-        if self.device_gbps is not None:
-            times["device memory"] = read / (self.device_gbps * 1e9)
+        times = {"link": streamed / (asked.link_gbps * 1e9)}
+        if asked.device_gbps is not None:
+            times["device memory"] = read / (asked.device_gbps * 1e9)
         bound = max(times, key=times.get)
-        kv_bytes = batch * num_blocks * self.layout.block_bytes
-        return forecast(
+        kv_bytes = batch * num_blocks * layout.block_bytes
+        return replace(
+            asked,
             memory=memory,
             kv_bytes=kv_bytes,
-            resident_kv_bytes=kv_bytes - num_streamed * self.layout.block_bytes,
+            resident_kv_bytes=kv_bytes - num_streamed * layout.block_bytes,
             streamed_bytes_per_step=streamed,
             read_bytes_per_step=read,
             ms_per_token=times[bound] * 1e3 if times[bound] else None,
@@ -243,14 +221,15 @@ class _Forecaster:
         return tuple(found)
 
     def _with_gpu(self, gib: int) -> _Forecaster:
-        return replace(self, budget_bytes=self.budget_bytes + gib * GIB)
+        return replace(self, asked=replace(self.asked, budget_bytes=self.asked.budget_bytes + gib * GIB))
 
     def _with_host(self, gib: int) -> _Forecaster:
         config = self.config
         if config.host_memory_limit is not None:
             limit = parse_bytes(config.host_memory_limit, "host_memory") + gib * GIB
             config = replace(config, host_memory_limit=limit)
-        return replace(self, host_bytes=self.host_bytes + gib * GIB, config=config)
+        asked = replace(self.asked, host_budget_bytes=self.asked.host_budget_bytes + gib * GIB)
+        return replace(self, asked=asked, config=config)
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:
