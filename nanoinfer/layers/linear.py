@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.kernels.operations import operations_of
 from nanoinfer.layers.formats.base import Filling, Formats, WeightFormat
 from nanoinfer.layers.formats.dense import DENSE
@@ -18,7 +19,8 @@ class Linear(nn.Module):
     out_features: output features of each projection, by its name in the checkpoint. Their rows lie in this order in the
     weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. formats:
     how the projections lie in memory, by these names, or by no name for a single one. `operations` are those of the
-    device, for the format to multiply with; `scratch` is the buffer that `share_scratch` gives to all modules.
+    device; `library_counts` are the row counts at which its library gives our kernels' bits on CUDA
+    (`execution.products`); `scratch` is the buffer that `share_scratch` gives to all modules.
     `multiplies`: whether any product is asked of the module; `has_few_rows`: whether products have few rows.
     """
 
@@ -46,16 +48,43 @@ class Linear(nn.Module):
         if bias:
             self.bias = nn.Parameter(torch.empty(self.num_rows, dtype=dtype, device=device), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weights.project(self, x)
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[N, in_features] -> [N, num_rows], in `out` if that is given."""
+        found = self.weights.product(self, x, out=out)
+        if found is not None:
+            return found
+        weight, counts = self.weights.matrix(self), self.library_counts
+        return self.operations.linear(x, weight, self.bias, out=out, library_counts=counts)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up, of a merged projection of both."""
-        return self.weights.project_gated(self, x, activation)
+        """activation(gate) * up, of a merged projection of gate and up."""
+        found = self.weights.product(self, x, activation=activation)
+        if found is not None:
+            return found
+        if not self.operations.has_activation(activation, x):
+            return self.operations.act_and_mul(self.forward(x), activation)
+        weight, counts = self.weights.matrix(self), self.library_counts
+        return self.operations.linear(x, weight, self.bias, activation=activation, library_counts=counts)
 
     def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
         """Add the projection of y to x, in place, and return the norm of x."""
-        return self.weights.project_add_norm(self, x, y, norm)
+        parts = self.num_parts if y.element_size() == 2 else 1
+        if parts == 1:
+            return norm.after_sum(x, self.forward(y))
+        found = self.weights.product(self, y, parts=parts)
+        if found is not None:
+            return norm.after_sum(x, found)
+        weight = self.weights.matrix(self)
+        # The result is allocated before the parts. Behind them it would leave a hole where they lay, and what a gated
+        # layer allocates next would not fit into the rest.
+        out = torch.empty_like(x)
+        found = self.operations.linear_parts(y, weight, parts, library_counts=self.library_counts)
+        return norm.after_sum(x, found, out)
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of the sums in `added_to` on CUDA, in bfloat16 and float16."""
+        return 1 if self.bias is not None else num_parts(self.in_features)
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what checkpoint tensors fill, by the end of their name: after this module's name, or its parent's."""
@@ -82,7 +111,7 @@ class Head(Linear):
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, in_features] -> [N, vocab_size], in `out` if that is given."""
-        return self.weights.project(self, normed, out)
+        return Linear.forward(self, normed, out)
 
 
 class Embedding(Head):

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from packings import FULL, HALF, PACKINGS, Held, filled
+from packings import FULL, HALF, PACKINGS, Bare, Held, filled
 
 from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.linear import packed
@@ -22,7 +22,7 @@ from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.parted import Parted
 
 
-def matrix_of(weights: Held, module: SimpleNamespace) -> torch.Tensor:
+def matrix_of(weights: Held, module: Bare) -> torch.Tensor:
     return weights.expand(module, slice(0, module.num_rows)).to(HALF)
 
 
@@ -166,13 +166,13 @@ def test_an_activation_that_no_kernel_computes_follows_one_product(dtype, activa
     module.operations, module.bias, module.library_counts = fused, None, frozenset()
     products = []
     monkeypatch.setattr(Held, "matrix", lambda *_: pytest.fail("expanded in vain"))
-    monkeypatch.setattr(Held, "project", lambda self, module, x: products.append(x) or torch.cat((x, -x, x), 1))
+    monkeypatch.setattr(Bare, "forward", lambda self, x: products.append(x) or torch.cat((x, -x, x), 1))
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(7)).to(dtype)
     wanted = reference.act_and_mul(torch.cat((x, -x, x), 1), activation)
-    assert torch.equal(weights.project_gated(module, x, activation), wanted) and len(products) == 1
+    assert torch.equal(module.gated(x, activation), wanted) and len(products) == 1
 
 
-def parted(names: dict[str, int], in_features: int) -> tuple[Parted, SimpleNamespace]:
+def parted(names: dict[str, int], in_features: int) -> tuple[Parted, Bare]:
     """Parts of so many rows, filled at random; "dense" is one in 16 bits."""
     held = []
     for seed, (name, num_rows) in enumerate(names.items()):
@@ -182,9 +182,10 @@ def parted(names: dict[str, int], in_features: int) -> tuple[Parted, SimpleNames
         else:
             held.append(filled(Packing(**PACKINGS[name]), num_rows, in_features, seed=seed, largest=0.01))
     scratch = torch.empty(sum(names.values()) * in_features, dtype=HALF)
-    module = SimpleNamespace(num_rows=sum(names.values()), in_features=in_features, held=held, scratch=scratch)
+    weights = Parted([weight_format for weight_format, _ in held], list(names.values()))
+    module = Bare(weights=weights, num_rows=sum(names.values()), in_features=in_features, held=held, scratch=scratch)
     module.operations, module.library_counts, module.bias = fused, frozenset(), None
-    return Parted([weight_format for weight_format, _ in held], list(names.values())), module
+    return weights, module
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -196,13 +197,13 @@ def test_few_rows_are_multiplied_with_each_part_by_itself(has_bias, monkeypatch)
     monkeypatch.setattr(Parted, "matrix", lambda *_: pytest.fail("expanded in vain"))
     x = torch.randn(3, 384, generator=torch.Generator().manual_seed(7)).to(HALF)
     wanted = x.float() @ matrix.t() + (module.bias.float() if has_bias else 0)
-    torch.testing.assert_close(weights.project(module, x).float(), wanted, atol=1e-3, rtol=2e-3)
+    torch.testing.assert_close(module(x).float(), wanted, atol=1e-3, rtol=2e-3)
     out = torch.empty(3, 80, dtype=HALF)
-    assert weights.project(module, x, out) is out and torch.equal(out, weights.project(module, x))
+    assert module(x, out) is out and torch.equal(out, module(x))
     monkeypatch.setattr(Parted, "matrix", lambda *_: matrix.to(HALF))
     wide = torch.zeros(513, 384, dtype=HALF)
     wide[:3] = x
-    torch.testing.assert_close(weights.project(module, wide)[:3], out, atol=1e-3, rtol=2e-3)
+    torch.testing.assert_close(module(wide)[:3], out, atol=1e-3, rtol=2e-3)
 
 
 def test_a_gate_and_what_it_gates_may_lie_differently(monkeypatch):
@@ -211,14 +212,14 @@ def test_a_gate_and_what_it_gates_may_lie_differently(monkeypatch):
     monkeypatch.setattr(Parted, "matrix", lambda *_: pytest.fail("expanded in vain"))
     x = torch.randn(5, 384, generator=torch.Generator().manual_seed(7)).to(HALF)
     wanted = torch.nn.functional.silu((x.float() @ gate.t()).to(HALF).float()) * (x.float() @ up.t())
-    torch.testing.assert_close(weights.project_gated(module, x, "silu").float(), wanted, atol=2e-3, rtol=4e-3)
-    product = weights.project(module, x)
-    assert torch.equal(weights.project_gated(module, x, "gelu"), reference.act_and_mul(product, "gelu"))
+    torch.testing.assert_close(module.gated(x, "silu").float(), wanted, atol=2e-3, rtol=4e-3)
+    product = module(x)
+    assert torch.equal(module.gated(x, "gelu"), reference.act_and_mul(product, "gelu"))
     products = []
     monkeypatch.setattr(Parted, "matrix", lambda *_: products.append(0) or torch.cat((gate, up)).to(HALF))
     module.operations = reference
-    wanted = reference.act_and_mul(weights.project(module, x), "silu")
-    assert torch.equal(weights.project_gated(module, x, "silu"), wanted) and len(products) == 2, "one for each"
+    wanted = reference.act_and_mul(module(x), "silu")
+    assert torch.equal(module.gated(x, "silu"), wanted) and len(products) == 2, "one for each"
 
 
 def test_scales_are_folded_where_every_product_is_exact():

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.linear.counts import num_parts
-from nanoinfer.layers.norm import RMSNorm
-
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -116,8 +113,7 @@ class WeightFormat(Formats):
     One object may serve all projections. What belongs to one projection lies in its module, as parameters that
     `allocate` registers and that only the format touches. The bits of each row that a projection returns depend on its
     row of x, the weight and the bias alone: products are those of a matrix in the model's dtype, so equal matrices give
-    equal bits, however they are held. A module is a `layers.linear.Linear`: its `bias` is None or [num_rows], its
-    `library_counts` are the row counts at which the library gives our kernels' bits on CUDA (`execution.products`).
+    equal bits, however they are held. A module is a `layers.linear.Linear`.
     """
 
     def of(self, name: str) -> WeightFormat:
@@ -149,33 +145,15 @@ class WeightFormat(Formats):
         """Write the weight as a matrix to `out`, [num_rows, in_features] in the model's dtype."""
         out.copy_(self.matrix(module))
 
-    def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias: [N, in_features] -> [N, num_rows], in `out` if that is given."""
-        weight = self.matrix(module)
-        return module.operations.linear(x, weight, module.bias, out=out, library_counts=module.library_counts)
+    def product(
+        self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
+    ) -> Tensor | None:
+        """Compute what `Linear` asks for with this weight as it lies; None: the matrix is multiplied with.
 
-    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up, for a weight that holds the rows of gate, then the rows of up."""
-        operations, counts = module.operations, module.library_counts
-        if not operations.has_activation(activation, x):
-            return operations.act_and_mul(self.project(module, x), activation)
-        return operations.linear(x, self.matrix(module), module.bias, activation=activation, library_counts=counts)
-
-    def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
-        """Add the projection of y to x, in place, and return the norm of x."""
-        parts = self.num_parts(module)
-        if parts == 1 or y.element_size() != 2:
-            return norm.after_sum(x, self.project(module, y))
-        weight = self.matrix(module)
-        # The result is allocated before the parts. Behind them it would leave a hole where they lay, and what a gated
-        # layer allocates next would not fit into the rest.
-        out = torch.empty_like(x)
-        found = module.operations.linear_parts(y, weight, parts, library_counts=module.library_counts)
-        return norm.after_sum(x, found, out)
-
-    def num_parts(self, module: nn.Module) -> int:
-        """Return the number of parts of the sums in `project_add_norm` on CUDA, in bfloat16 and float16."""
-        return 1 if module.bias is not None else num_parts(module.in_features)
+        activation: the rows are those of gate, then of up, and the result is activation(gate) * up. parts: of the
+        sums, [parts, N, num_rows] float32; more than one only without bias.
+        """
+        return None
 
     def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
         """Return the elements of the buffer that a product needs for a matrix; 0: no product needs one.

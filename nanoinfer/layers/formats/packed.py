@@ -18,7 +18,6 @@ from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 from nanoinfer.layers.formats.base import ExpandedFormat, Filling
 from nanoinfer.layers.formats.bits import E2M1_VALUES
-from nanoinfer.layers.norm import RMSNorm
 
 # Weights that are expanded at a time without a kernel, and the most bytes that the steps between codes and matrix take
 # for one.
@@ -107,12 +106,13 @@ class Packed(ExpandedFormat):
         if packing.has_group_index:
             packed.group_index.copy_(torch.arange(in_features, device=device) // (packing.columns or in_features))
 
-    def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
-        found = module.operations.packed_linear(x, module.packed, module.bias, out=out)
-        if found is not None:
+    def product(
+        self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
+    ) -> Tensor | None:
+        options = dict(activation=activation, out=out, num_parts=parts)
+        found = module.operations.packed_linear(x, module.packed, module.bias, **options)
+        if found is not None or self.scratch_size(module, x.is_cuda and x.element_size() == 2):
             return found
-        if self.scratch_size(module, x.is_cuda and x.element_size() == 2):
-            return super().project(module, x, out)
         out = x.new_empty(len(x), module.num_rows) if out is None else out
         for some, target in zip(x.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):
             module.operations.packed_linear(some, module.packed, module.bias, out=target)
@@ -121,18 +121,6 @@ class Packed(ExpandedFormat):
     def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
         # The head is the largest matrix by far.
         return 0 if has_kernels and module.has_few_rows else super().scratch_size(module, has_kernels)
-
-    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor:
-        found = module.operations.packed_linear(x, module.packed, module.bias, activation=activation)
-        return super().project_gated(module, x, activation) if found is None else found
-
-    def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
-        parts = self.num_parts(module)
-        if parts > 1:
-            found = module.operations.packed_linear(y, module.packed, num_parts=parts)
-            if found is not None:
-                return norm.after_sum(x, found)
-        return super().project_add_norm(module, x, y, norm)
 
     def lookup(self, module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows of the weight, for embeddings: [N] -> [N, in_features], rounded to `dtype` last.

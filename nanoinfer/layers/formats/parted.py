@@ -50,33 +50,27 @@ class Parted(ExpandedFormat):
         for weight_format, part in module.held:
             weight_format.fill_with_noise(part, generator)
 
-    def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
-        products = self._products(module, x)
-        return super().project(module, x, out) if products is None else torch.cat(products, 1, out=out)
-
-    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor:
-        products = self._products(module, x)
-        if products is None:
-            return super().project_gated(module, x, activation)
-        return module.operations.act_and_mul(torch.cat(products, 1), activation)
-
-    def _products(self, module: nn.Module, x: Tensor) -> list[Tensor] | None:
-        """Return x @ weight.T + bias for each part; None where a part must be expanded: then all are."""
-        if len(x) > MAX_ROWS:
+    def product(
+        self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
+    ) -> Tensor | None:
+        if len(x) > MAX_ROWS or parts > 1:
             return None
         biases = [None] * len(self._sizes) if module.bias is None else module.bias.split(self._sizes)
-        parts, operations = list(zip(module.held, biases, strict=True)), module.operations
+        held, operations = list(zip(module.held, biases, strict=True)), module.operations
         packed = {
             index: operations.packed_linear(x, part.packed, bias)
-            for index, ((weight_format, part), bias) in enumerate(parts)
+            for index, ((weight_format, part), bias) in enumerate(held)
             if isinstance(weight_format, Packed)
         }
         if any(product is None for product in packed.values()):
-            return None
-        return [
+            return None  # where a part must be expanded, all are
+        products = [
             packed[index] if index in packed else operations.linear(x, weight_format.matrix(part), bias)
-            for index, ((weight_format, part), bias) in enumerate(parts)
+            for index, ((weight_format, part), bias) in enumerate(held)
         ]
+        if activation is not None:
+            return operations.act_and_mul(torch.cat(products, 1), activation)
+        return torch.cat(products, 1, out=out)
 
     def expand_into(self, module: nn.Module, out: Tensor) -> None:
         for (weight_format, part), rows in zip(module.held, out.split(self._sizes), strict=True):
