@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.common import exact
-from nanoinfer.kernels.linear.packing import PackedWeight
 from nanoinfer.sampling.reference import sample_rows as sample_rows
 
 # By the names that configs give them.
@@ -43,15 +42,7 @@ def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: o
     return linear(x, weight)
 
 
-def packed_linear(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    out: Tensor | None = None,
-    num_parts: int = 1,
-) -> None:
+def packed_linear(x, weight, bias=None, *, activation=None, out=None, num_parts=1) -> None:
     """None: the weight must be expanded first."""
 
 
