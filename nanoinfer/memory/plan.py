@@ -107,11 +107,7 @@ def make_plan(
     host_available_bytes: int,
     is_cuda: bool,
 ) -> MemoryPlan:
-    """Divide the budget among the parts of the engine.
-
-    Raises:
-        ValueError: a limit is too small; the message names the smallest that works.
-    """
+    """Divide the budget among the parts of the engine. Where a limit is too small, a ValueError says what works."""
     layout = spec.layout
     slot_bytes = max(DEFAULT_RING_SLOT_BYTES, layout.layer_block_bytes)
     if config.ring_slot_bytes is not None:
@@ -343,11 +339,7 @@ def _with_model_len(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
 
 
 def gpu_budget(config: EngineConfig, device: torch.device, host_available_bytes: int) -> int:
-    """Bytes that the engine may take on its device.
-
-    Raises:
-        ValueError: the limit is more than the GPU has.
-    """
+    """Return the bytes that the engine may take on its device; ValueError if the limit is more than the GPU has."""
     limit, is_cuda = config.gpu_memory_limit, device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
     if limit is None:

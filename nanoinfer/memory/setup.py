@@ -37,11 +37,7 @@ class Setup:
         self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)
 
     def plan(self, config: EngineConfig | None = None) -> MemoryPlan:
-        """Return the memory plan of an engine with this config, or with another one for the same model.
-
-        Raises:
-            ValueError: the memory is too small.
-        """
+        """Return the memory plan of an engine with this config, or another; ValueError if the memory is too small."""
         config, available = config or self.config, memory_available_bytes()
         return make_plan(
             config,
@@ -53,11 +49,7 @@ class Setup:
 
 
 def spec_of(config: EngineConfig, hf_config: PretrainedConfig) -> ModelSpec:
-    """Return the model's numbers, those of its KV blocks among them.
-
-    Raises:
-        ValueError: the model cannot run, or not with these settings.
-    """
+    """Return the model's numbers, those of its KV blocks among them; ValueError if these settings do not fit it."""
     hf_config = quantised_config(hf_config, config.quantization, config.head_quantization)
     spec = read_spec(hf_config, config.dtype)
     formats_of(hf_config).check_options(config.quantization, config.kv_cache_dtype)

@@ -192,11 +192,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
-        """What each layer keeps. The default is full attention, or what the config names.
-
-        Raises:
-            ValueError: it names sliding layers without a window.
-        """
+        """Return what each layer keeps: full attention, or what the config names. ValueError: a window is missing."""
         if not cls.has_layer_types:
             return (AttentionState(),) * hf_config.num_hidden_layers
         layer_types, window = hf_config.layer_types, hf_config.sliding_window
@@ -214,11 +210,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
-        """The model's numbers; reads no weight and allocates nothing.
-
-        Raises:
-            ValueError: the config asks for something that is not supported.
-        """
+        """Return the model's numbers, from the config alone; ValueError if it asks for what is not supported."""
         architecture, layers = (hf_config.architectures or [cls.__name__])[0], cls.layer_states(hf_config)
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         num_q_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads

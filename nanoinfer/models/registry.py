@@ -25,11 +25,7 @@ def _import_families() -> None:
 
 
 def register(architecture: str) -> Callable[[Model], Model]:
-    """Class decorator: this class runs checkpoints whose config names `architecture`.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Class decorator: this class runs checkpoints whose config names `architecture`; ValueError if it is taken."""
 
     def add(model: Model) -> Model:
         if not model.__module__.startswith("nanoinfer.models."):
@@ -49,11 +45,7 @@ def supported_architectures() -> tuple[str, ...]:
 
 
 def find_class(architectures: list[str] | None) -> type[Decoder]:
-    """The class that runs the first supported one of a config's `architectures`.
-
-    Raises:
-        ValueError: none of them is supported, or the config names none. The message lists the supported ones.
-    """
+    """Return the class of the first supported one of a config's `architectures`; ValueError if there is none."""
     _import_families()
     for name in architectures or ():
         if name in _MODELS:

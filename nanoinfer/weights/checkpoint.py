@@ -135,16 +135,12 @@ _ROPE_FIELDS = {
 
 
 def check_architectures(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises ValueError if `architectures` is not a list of names."""
+    """Raise ValueError if `architectures` is not a list of names."""
     _ARCHITECTURES.check(f"{path} is no valid config", "architectures", values.get("architectures"))
 
 
 def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decoder]) -> None:
-    """Checks the fields of a config.json for a model of class `model_class`.
-
-    Raises:
-        ValueError: a value is not allowed. The message names the file, the field, the value and the allowed values.
-    """
+    """Raise ValueError, with file, field, value and what is allowed, if a config.json does not fit this class."""
     where = f"{path} is no valid config"
     if values.get("model_type") != model_class.model_type:
         raise ValueError(
@@ -166,7 +162,7 @@ def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decode
 
 
 def check_config(path: Path, hf_config: PretrainedConfig, model_class: type[Decoder]) -> None:
-    """Checks the config that transformers made of the file, like `check_fields`: some values are derived."""
+    """Check the config that transformers made of the file, like `check_fields`: some values are derived."""
     values = {name: value for name, value in vars(hf_config).items() if name in _FIELDS and name != "dtype"}
     check_fields(path, values | {"model_type": hf_config.model_type}, model_class)
 

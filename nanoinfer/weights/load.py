@@ -127,11 +127,7 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
 
 
 def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpec:
-    """Return the spec of a config's model, computed in `dtype` (as in `resolve_dtype`).
-
-    Raises:
-        ValueError: the config asks for something that is not supported; the message names the file.
-    """
+    """Return the spec of a config's model, computed in `dtype` (as in `resolve_dtype`); a ValueError names the file."""
     try:
         return find_class(hf_config.architectures).spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
     except ValueError as error:
@@ -139,11 +135,7 @@ def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpe
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file of a checkpoint.
-
-    Raises:
-        ValueError: the file cannot be read, or its content is not an object.
-    """
+    """Return the content of a checkpoint's JSON file; ValueError if it cannot be read, or is not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if _is_deeper_than(_MAX_JSON_DEPTH, content):
@@ -244,11 +236,7 @@ def _read_header(path: Path) -> list[TensorEntry]:
 
 
 def resolve_dtype(dtype: str | torch.dtype, hf_config: PretrainedConfig) -> torch.dtype:
-    """Return the dtype to compute in: the given name or dtype; for "auto" the config's, or float32 if it gives none.
-
-    Raises:
-        ValueError: the dtype is not bfloat16, float16 or float32.
-    """
+    """Return the dtype to compute in, of 16 or 32 bits or a ValueError. "auto" is the config's, or else float32."""
     wanted = dtype
     if dtype == "auto":
         wanted = getattr(hf_config, "dtype", None) or torch.float32
@@ -300,11 +288,7 @@ def load_model(
 
 
 def check_matches(entries: dict[str, TensorEntry], model: Decoder, model_dir: str | Path) -> None:
-    """Compares names and shapes of the tensors with those of `model`, which may lie on the meta device.
-
-    Raises:
-        ValueError: they differ. The message lists the tensors.
-    """
+    """Raise ValueError, listing tensors, if names or shapes are not `model`'s, which may lie on the meta device."""
     views = model.checkpoint_views()
     missing = [name for name, view in views.items() if name not in entries and not getattr(view, "optional", False)]
     if missing:

@@ -130,8 +130,7 @@ def _parts(model_dir: Path, hf_config: PretrainedConfig) -> list[_Part]:
 def _whole_directory(out: Path, num_bytes: int) -> Iterator[Path]:
     """Make a directory beside `out` that becomes `out` at the end, or is removed after an error.
 
-    Raises:
-        ValueError: the disk has less free space than `num_bytes`, or the directory cannot be made.
+    A ValueError says that it cannot be made, or that the disk has less free space than `num_bytes`.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -26,11 +26,7 @@ class CheckpointTensors:
     dtypes: Mapping[str, torch.dtype] | None = None
 
     def dtype_of(self, name: str, default: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype of a tensor of floating-point scales; where it is not known, the default, or the model's.
-
-        Raises:
-            ValueError: the tensor has another dtype than `FLOATS`.
-        """
+        """Return the dtype of scales: one of `FLOATS`, or a ValueError. If unknown: the default, or the model's."""
         found = (self.dtypes or {}).get(name, default or self.dtype)
         if found not in FLOATS:
             known = ", ".join(str(dtype)[6:] for dtype in FLOATS)
@@ -71,18 +67,10 @@ class Formats(ABC):
 
     @abstractmethod
     def of(self, name: str) -> WeightFormat:
-        """Return the format of one projection, such as "model.layers.0.mlp.down_proj".
-
-        Raises:
-            ValueError: the checkpoint's is not supported. The message names the projection.
-        """
+        """Return the format of one projection, such as "model.layers.0.mlp.down_proj"; ValueError: not supported."""
 
     def of_embeddings(self, name: str) -> WeightFormat | None:
-        """Return the format of the embeddings, which then has `lookup`, as `Dense` has; None: they are dense.
-
-        Raises:
-            ValueError: the checkpoint's is not supported. The message names the embeddings.
-        """
+        """Likewise of the embeddings: their format has `lookup`, as `Dense` has; None: they are dense."""
         return None
 
     def below(self, path: str) -> Formats:
@@ -90,12 +78,9 @@ class Formats(ABC):
         return _Below(self, path)
 
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
-        """Refuse options of the engine that contradict the checkpoint.
+        """Raise ValueError if options of the engine contradict the checkpoint.
 
         quantization: what the user says that the checkpoint has; None: nothing.
-
-        Raises:
-            ValueError: an option contradicts the checkpoint.
         """
 
 

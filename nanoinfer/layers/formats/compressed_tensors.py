@@ -127,11 +127,7 @@ class CompressedTensors(Quantization):
 
 
 def _packed_fp4(name: str, stored_as: str) -> PackedScaled:
-    """Return the format of a projection of 4-bit floating-point numbers.
-
-    Raises:
-        ValueError: they are not stored in a known way.
-    """
+    """Return the format of 4-bit floating-point numbers; ValueError if they are not stored in a known way."""
     if stored_as == "nvfp4-pack-quantized":
         kind = dict(scale_dtype=torch.float8_e4m3fn, columns=16, has_global_scale=True, divides_global_scale=True)
         kind |= dict(product_dtype=torch.float32)

@@ -49,7 +49,7 @@ class Packed(ExpandedFormat):
                 setattr(module, name, nn.Parameter(tensor, requires_grad=False))
 
     def check_size(self, num_rows: int, in_features: int) -> None:
-        """Raises ValueError if the format cannot hold a weight of this size."""
+        """Raise ValueError if the format cannot hold a weight of this size."""
         columns = self.packing.columns
         if columns is not None and self.packing.rows == 1 and in_features % columns:
             raise ValueError(
@@ -183,11 +183,7 @@ class Packed(ExpandedFormat):
 
 
 def checked(values: Tensor) -> Tensor:
-    """Return scales that were read.
-
-    Raises:
-        ValueError: some are NaN or infinite.
-    """
+    """Return scales that were read; ValueError if some are NaN or infinite."""
     if not bool(torch.isfinite(values.float()).all()):
         raise ValueError("holds NaN or infinite scales: the file is corrupt, download it again")
     return values

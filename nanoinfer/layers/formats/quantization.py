@@ -94,11 +94,7 @@ class Quantization(Formats):
 
 
 def searches(pattern: str, name: str) -> bool:
-    """Whether a regular expression of a config matches the beginning of a name.
-
-    Raises:
-        ValueError: it is no regular expression.
-    """
+    """Whether a regular expression of a config matches the beginning of a name; ValueError if it is none."""
     try:
         return re.match(pattern, name) is not None
     except re.error as error:
@@ -106,11 +102,7 @@ def searches(pattern: str, name: str) -> bool:
 
 
 def kv_cache_dtype_of(scheme: dict[str, Any]) -> str:
-    """Return what a kv_cache_scheme is as an engine's `kv_cache_dtype`.
-
-    Raises:
-        ValueError: the engine has no such KV cache.
-    """
+    """Return a kv_cache_scheme as an engine's `kv_cache_dtype`; ValueError if the engine has no such cache."""
     is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
     if not is_fp8 or scheme.get("strategy", "tensor") != "tensor" or not scheme.get("symmetric", True):
         raise ValueError(
