@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -186,9 +187,9 @@ class Decoder(nn.Module):
     # What a family reads from its config
 
     @classmethod
-    def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        """Where the family differs. The default is Llama without biases."""
-        return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act)
+    def traits(cls, hf_config: PretrainedConfig, **own: Any) -> Traits:
+        """Return where the family differs: in `own`. The default is Llama without biases."""
+        return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act, **own)
 
     @classmethod
     def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
@@ -242,9 +243,6 @@ class Decoder(nn.Module):
             max_position=hf_config.max_position_embeddings,
             tied_embeddings=hf_config.tie_word_embeddings,
             num_rope_tables=len(ropes),
-            num_parameters=0,
-            weight_bytes=0,
-            embedding_bytes=0,
         )
         # Counted, not calculated: the number cannot drift from what the constructor allocates.
         shapes_only = cls(hf_config, spec, device="meta", max_position=1)
