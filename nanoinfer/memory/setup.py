@@ -16,8 +16,6 @@ from nanoinfer.weights.load import load_config, read_spec
 from nanoinfer.weights.quantize import quantised_config
 from offload.memory.host_memory import memory_available_bytes
 
-KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
-
 
 class Setup:
     """A config on a device.
@@ -58,6 +56,6 @@ def spec_of(config: EngineConfig, hf_config: PretrainedConfig) -> ModelSpec:
             f"enable_prefix_caching=True is not supported for {spec.architecture}: some of its layers keep a state of "
             "the whole sequence, which the blocks of an equal beginning do not hold: set enable_prefix_caching=False"
         )
-    kv_cache_dtype = KV_DTYPES[config.kv_cache_dtype]
+    kv_cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else None
     attention = replace(spec.attention, block_size=config.block_size, kv_cache_dtype=kv_cache_dtype)
     return replace(spec, attention=attention)

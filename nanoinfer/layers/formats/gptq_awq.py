@@ -178,21 +178,18 @@ class GPTQ(Quantization):
         return names
 
     def of(self, name: str) -> WeightFormat:
-        if self._is_left_out(name):
+        own, only = self._overrides(name), self._only
+        if name == "lm_head":
+            is_listed = self._has_head
+        else:
+            is_listed = only is None or any(name.endswith(f".{ending}") for ending in only)
+        if own is None or not is_listed:
             return DENSE
-        own = self._overrides(name) or {}
         bits = self.setting("bits", (4, 8), self._bits, own)
         group_size = self.group_size(own, self._group_size)
         desc_act = self.setting("desc_act", bool, self._desc_act, own)
         first = self._is_first_version
         return _transposed(name, self.tensors, bits, group_size, desc_act=desc_act, zeros_count_from_one=first)
-
-    def _is_left_out(self, name: str) -> bool:
-        if self._overrides(name) is None:
-            return True
-        if name == "lm_head":
-            return not self._has_head
-        return self._only is not None and not any(name.endswith(f".{ending}") for ending in self._only)
 
     def _overrides(self, name: str) -> dict[str, Any] | None:
         """Return the settings of one projection that differ; None: it is not quantised."""

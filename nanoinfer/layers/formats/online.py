@@ -29,12 +29,8 @@ class QuantisedWhileRead(PackedScaled):
 
         def fill(pieces: Iterable[Tensor]) -> None:
             for ending, values in quantise(pieces, shape, self, module.packed.codes.device).items():
-                target = stored[ending]
-                if isinstance(target, Tensor):
-                    target.copy_(values)
-                else:
-                    assert tuple(values.shape) in target.shapes and values.dtype in target.dtypes, ending
-                    target.fill(values)
+                assert tuple(values.shape) in stored[ending].shapes and values.dtype in stored[ending].dtypes, ending
+                stored[ending].fill(values)
 
         return {"weight": Filling((shape,), FLOATS, fill, by_rows=True)}
 

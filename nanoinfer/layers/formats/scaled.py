@@ -85,9 +85,7 @@ class PackedScaled(Packed):
         def fill(values: Tensor) -> None:
             if values.dtype == torch.uint8 and bool((values == _NAN_EXPONENT).any()):
                 raise ValueError("holds NaN scales: the file is corrupt, download it again")
-            module.packed.put_scales(
-                begin, end, checked(values) if values.ndim == 2 else checked(values).reshape(-1, 1)
-            )
+            module.packed.put_scales(begin, end, checked(values).reshape(-1, groups))
 
         shapes: tuple[tuple[int, ...], ...] = ((num_rows, groups),)
         if self.scale_of_tensor:
@@ -113,7 +111,7 @@ class PackedScaled(Packed):
             module.packed.put_zeros(begin, end, unpack(as_bytes(words.t()), packing.bits, count).t())
 
         def fill_signed(values: Tensor) -> None:
-            wide = values.to(torch.int16) if values.ndim == 2 else values.to(torch.int16).reshape(-1, 1)
+            wide = values.to(torch.int16).reshape(-1, groups)
             if bool(((wide < -middle) | (wide >= middle)).any()):
                 raise ValueError(f"has zero points that are no numbers of {packing.bits} bits")
             module.packed.put_zeros(begin, end, wide + middle)
