@@ -9,7 +9,7 @@ import torch
 
 from nanoinfer.common.units import GIB, format_gib, is_share, parse_bytes
 from nanoinfer.config import EngineConfig
-from nanoinfer.kernels.attention.limits import MAX_TILES_APART
+from nanoinfer.kernels.attention.spec import MAX_TILES_APART
 from nanoinfer.kernels.linear.counts import num_parts, padded_rows
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.sampling.reference import logprobs_bytes

@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention import limits
+from nanoinfer.kernels.attention import spec
 from nanoinfer.kernels.attention.online_softmax import attend_tile, finished, softmax_step, tile_logits
 from nanoinfer.kernels.attention.shape import NO_WINDOW, KernelShape, decode_tiles, kv_descriptor
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 
-SHORT_BLOCKS = tl.constexpr(limits.SHORT_BLOCKS)
+SHORT_BLOCKS = tl.constexpr(spec.SHORT_BLOCKS)
 
 
 @triton.jit
