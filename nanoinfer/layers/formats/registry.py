@@ -9,9 +9,8 @@ from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.layers.formats.base import CheckpointTensors, Formats
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.dense import DENSE
-from nanoinfer.layers.formats.fp8 import FP8
+from nanoinfer.layers.formats.fp8 import FP8, ModelOpt
 from nanoinfer.layers.formats.gptq_awq import AWQ, GPTQ, AutoRound
-from nanoinfer.layers.formats.modelopt import ModelOpt
 from nanoinfer.layers.formats.online import Online
 
 FORMATS: dict[str, type[Formats]] = {
