@@ -79,7 +79,7 @@ jit.JITFunction.__getitem__ = compile_only
 from sampling_cases import make_state
 
 from nanoinfer.kernels import fused as layers
-from nanoinfer.kernels.attention import decode_partial, merge, prefill, store_partials
+from nanoinfer.kernels.attention import decode_partial, merge, prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.linear import expand, packed
@@ -217,9 +217,7 @@ def compile_step() -> None:
     state = wide, ints(4), ints(4, 9)
     step_rows.update_rows(ints(2, 12), state, -1)
     step_rows.step_inputs(ints(4), state, (wide, ints(4), wide, wide), 256)
-    store_partials.store_partials(
-        zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32)
-    )
+    merge.store_partials(zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32))
     vocab_size = 151_936
     state, rows = make_state([RowSampling(temperature=1.0)] * 2, vocab_size, sample)
     state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64))
