@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.kernels.operations import operations_of
-from nanoinfer.layers.formats.base import Filling, Formats, WeightFormat
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE, Filling, Formats, WeightFormat
 from nanoinfer.layers.formats.parted import merged
 from nanoinfer.layers.norm import RMSNorm
 
@@ -125,9 +124,9 @@ class Embedding(Head):
         is_tied: bool,
         dtype: torch.dtype,
         device,
-        weights: WeightFormat | None = None,
+        weights: WeightFormat = DENSE,
     ) -> None:
-        super().__init__(hidden_size, vocab_size, dtype=dtype, device=device, formats=weights or DENSE)
+        super().__init__(hidden_size, vocab_size, dtype=dtype, device=device, formats=weights)
         self.multiplies, self._dtype = is_tied, dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:

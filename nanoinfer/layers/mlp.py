@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.kernels.reference import ACTIVATIONS
-from nanoinfer.layers.formats.base import Formats
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
 
 

@@ -34,8 +34,7 @@ from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
-from nanoinfer.layers.formats.base import Filling, Formats
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE, Filling, Formats
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.linear import Embedding, Head, Linear, scratch_size, share_scratch

@@ -19,8 +19,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from nanoinfer.common.units import format_size
-from nanoinfer.layers.formats.base import Filling
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE, Filling
 from nanoinfer.layers.formats.online import QuantisedWhileRead
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.formats.schemes import quantise, stored

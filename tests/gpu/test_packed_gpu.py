@@ -17,7 +17,7 @@ from nanoinfer.kernels.linear.expand import expand
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.kernels.linear.rows import linear, linear_parts
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.parted import Parted
 
 # Rows of the weight, columns, and rows of x: parts that cut blocks; blocks too large; rows that tiles do not divide.

@@ -13,8 +13,7 @@ from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
 from nanoinfer.layers.formats import registry
-from nanoinfer.layers.formats.base import WeightFormat
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE, WeightFormat
 from nanoinfer.layers.formats.parted import Parted, merged
 from nanoinfer.layers.linear import Linear, share_scratch
 

@@ -1,4 +1,4 @@
-"""What a projection asks of the format of its weight."""
+"""What a projection asks of the format of its weight, and weights as they are: rows of the model's dtype."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from nanoinfer.common.errors import did_you_mean
+from nanoinfer.config import QUANTISED
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -69,9 +72,9 @@ class Formats(ABC):
     def of(self, name: str) -> WeightFormat:
         """Return the format of one projection, such as "model.layers.0.mlp.down_proj"; ValueError: not supported."""
 
-    def of_embeddings(self, name: str) -> WeightFormat | None:
-        """Likewise of the embeddings: their format has `lookup`, as `Dense` has; None: they are dense."""
-        return None
+    def of_embeddings(self, name: str) -> WeightFormat:
+        """Likewise of the embeddings: their format has `lookup`, as `Dense` has."""
+        return DENSE
 
     def below(self, path: str) -> Formats:
         """Return the formats of the projections whose names begin with `path`, by the rest of their names."""
@@ -148,6 +151,38 @@ class WeightFormat(Formats):
         All modules of a model share one buffer, which becomes the module's `scratch`: [elements], in the model's dtype.
         """
         return 0
+
+
+class Dense(WeightFormat):
+    """weight: [num_rows, in_features] in the model's dtype."""
+
+    def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
+        empty = torch.empty(num_rows, in_features, dtype=dtype, device=device)
+        module.weight = nn.Parameter(empty, requires_grad=False)
+
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor]:
+        return {"weight": module.weight[begin:end]}
+
+    def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
+        module.weight.normal_(0.0, 0.02, generator=generator)
+
+    def matrix(self, module: nn.Module) -> Tensor:
+        return module.weight
+
+    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
+        if quantization is not None:
+            raise ValueError(
+                f"quantization={quantization!r} does not fit this checkpoint, which is not quantised"
+                f"{did_you_mean(quantization, QUANTISED)}: leave it out, give a checkpoint that is, or quantise its "
+                f"weights while they are read, with one of {', '.join(QUANTISED)}"
+            )
+
+    def lookup(self, module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of the weight, for embeddings: [N] -> [N, in_features]. dtype: the weight's."""
+        return torch.nn.functional.embedding(ids, module.weight)
+
+
+DENSE = Dense()
 
 
 class ExpandedFormat(WeightFormat):

@@ -9,8 +9,7 @@ import torch
 
 from nanoinfer.common.errors import shown
 from nanoinfer.kernels.linear.packing import Packing
-from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, kv_cache_dtype_of, searches
 from nanoinfer.layers.formats.scaled import PackedScaled
 
@@ -58,12 +57,12 @@ class CompressedTensors(Quantization):
             self.notice = ACTIVATIONS
 
     def of(self, name: str) -> WeightFormat:
-        return self._find(name, _CLASSES) or DENSE
+        return self._find(name, _CLASSES)
 
-    def of_embeddings(self, name: str) -> WeightFormat | None:
+    def of_embeddings(self, name: str) -> WeightFormat:
         # Older versions of the reference left embeddings wide, whatever expressions matched their name.
         is_wide = self.tensors.dtypes is not None and not self.tensors.has(f"{name}.weight_scale")
-        found = None if is_wide else self._find(name, ("Embedding",))
+        found = DENSE if is_wide else self._find(name, ("Embedding",))
         if isinstance(found, PackedScaled) and (found.packing.rows > 1 or found.scale_of_tensor):
             raise ValueError(
                 f"{name} has scales for several rows in the quantization_config: embeddings need their own"
@@ -75,17 +74,17 @@ class CompressedTensors(Quantization):
         all_weights = [self.setting("weights", dict, None, group) or {} for group in groups.values()]
         return tuple({_SCHEME_NAMES.get((weights.get("type"), weights.get("num_bits")), "") for weights in all_weights})
 
-    def _find(self, name: str, classes: tuple[str, ...]) -> WeightFormat | None:
-        """Return the format of a module of these classes; None: it is dense."""
+    def _find(self, name: str, classes: tuple[str, ...]) -> WeightFormat:
+        """Return the format of a module of these classes."""
         if any(_matches(pattern, name) or pattern in classes for pattern in self._ignored):
-            return None
+            return DENSE
         # Names hold before regular expressions, and these before classes.
         targets = sorted(self._groups, key=lambda target: ("re:" in target, target))
         found = [target for target in targets if _matches(target, name)]
         found += [target for target in targets if target in classes]
         group = self._groups[found[0]] if found else {}
         weights = self.setting("weights", dict, None, group)
-        return None if weights is None else self._format_of(name, group, weights)
+        return DENSE if weights is None else self._format_of(name, group, weights)
 
     def _format_of(self, name: str, group: dict[str, Any], weights: dict[str, Any]) -> WeightFormat:
         kind = self.setting("type", ("int", "float"), "int", weights)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from nanoinfer.kernels.linear.packing import Packing
-from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, kv_cache_dtype_of, searches
 from nanoinfer.layers.formats.scaled import PackedScaled
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from nanoinfer.common.errors import shown
 from nanoinfer.kernels.linear.packing import Packing
-from nanoinfer.layers.formats.base import FLOATS, CheckpointTensors, Filling, WeightFormat
+from nanoinfer.layers.formats.base import DENSE, FLOATS, CheckpointTensors, Filling, WeightFormat
 from nanoinfer.layers.formats.bits import as_bytes, unpack
-from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.packed import Packed, checked, pieces_of_rows
 from nanoinfer.layers.formats.quantization import Quantization, searches
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.layers.formats.base import FLOATS, CheckpointTensors, Filling, Formats, WeightFormat
+from nanoinfer.layers.formats.base import DENSE, FLOATS, CheckpointTensors, Filling, Formats, WeightFormat
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
-from nanoinfer.layers.formats.dense import Dense
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.formats.schemes import quantise
 
@@ -52,16 +51,16 @@ class Online(Formats):
     def of(self, name: str) -> WeightFormat:
         return self._either(self._quantised.of(name), self._base.of(name), name)
 
-    def of_embeddings(self, name: str) -> WeightFormat | None:
+    def of_embeddings(self, name: str) -> WeightFormat:
         return self._either(self._quantised.of_embeddings(name), self._base.of_embeddings(name), name)
 
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
         self._base.check_options(None if quantization == self._quantization else quantization, kv_cache_dtype)
 
-    def _either(self, quantised: WeightFormat | None, base: WeightFormat | None, name: str) -> WeightFormat | None:
+    def _either(self, quantised: WeightFormat, base: WeightFormat, name: str) -> WeightFormat:
         if not isinstance(quantised, PackedScaled):
             return base
-        if base is not None and not isinstance(base, Dense):
+        if base is not DENSE:
             raise ValueError(
                 f"{name} is quantised in the checkpoint already, so it cannot be quantised while it is read: leave out "
                 "head_quantization"

@@ -6,9 +6,8 @@ import torch
 from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import did_you_mean, shown
-from nanoinfer.layers.formats.base import CheckpointTensors, Formats
+from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, Formats
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
-from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.fp8 import FP8, ModelOpt
 from nanoinfer.layers.formats.gptq_awq import AWQ, GPTQ, AutoRound
 from nanoinfer.layers.formats.online import Online
