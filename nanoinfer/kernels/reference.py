@@ -18,16 +18,14 @@ from nanoinfer.sampling.reference import sample_rows as sample_rows
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None, library_counts: object = ()
-) -> Tensor:
-    """x @ weight.T + bias, in `out` if that is given. library_counts: unused."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation=None, out=None, library_counts=()):
+    """x @ weight.T + bias, in `out` if that is given. activation, library_counts: unused, see `has_activation`."""
     result = exact.linear(x, weight, bias)
     return result if out is None else out.copy_(result)
 
 
 def has_activation(activation: str, x: Tensor) -> bool:
-    """Whether `linear` computes this activation, too."""
+    """Whether `linear` computes this activation, too: it computes none."""
     return False
 
 

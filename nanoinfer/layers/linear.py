@@ -47,23 +47,18 @@ class Linear(nn.Module):
         if bias:
             self.bias = nn.Parameter(torch.empty(self.num_rows, dtype=dtype, device=device), requires_grad=False)
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[N, in_features] -> [N, num_rows], in `out` if that is given."""
-        found = self.weights.product(self, x, out=out)
-        if found is not None:
-            return found
-        weight, counts = self.weights.matrix(self), self.library_counts
-        return self.operations.linear(x, weight, self.bias, out=out, library_counts=counts)
+    def forward(self, x: Tensor, out: Tensor | None = None, activation: str | None = None) -> Tensor:
+        """[N, in_features] -> [N, num_rows], in `out` if that is given.
 
-    def gated(self, x: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up, of a merged projection of gate and up."""
-        found = self.weights.product(self, x, activation=activation)
+        activation: the rows are those of gate, then of up; the result is activation(gate) * up, [N, num_rows / 2].
+        """
+        found = self.weights.product(self, x, out, activation)
         if found is not None:
             return found
-        if not self.operations.has_activation(activation, x):
+        if activation is not None and not self.operations.has_activation(activation, x):
             return self.operations.act_and_mul(self.forward(x), activation)
         weight, counts = self.weights.matrix(self), self.library_counts
-        return self.operations.linear(x, weight, self.bias, activation=activation, library_counts=counts)
+        return self.operations.linear(x, weight, self.bias, activation=activation, out=out, library_counts=counts)
 
     def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
         """Add the projection of y to x, in place, and return the norm of x."""
@@ -108,13 +103,9 @@ class Head(Linear):
 
     has_few_rows = True
 
-    def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
-        """[N, in_features] -> [N, vocab_size], in `out` if that is given."""
-        return Linear.forward(self, normed, out)
-
 
 class Embedding(Head):
-    """Rows of a weight [vocab_size, hidden_size], by token id; a tied head computes logits with the same weight."""
+    """A weight [vocab_size, hidden_size]: rows of it by token id, and logits where the head is tied."""
 
     def __init__(
         self,
@@ -129,7 +120,7 @@ class Embedding(Head):
         super().__init__(hidden_size, vocab_size, dtype=dtype, device=device, formats=weights)
         self.multiplies, self._dtype = is_tied, dtype
 
-    def forward(self, token_ids: Tensor) -> Tensor:
+    def lookup(self, token_ids: Tensor) -> Tensor:
         return self.weights.lookup(self, token_ids, self._dtype)
 
 

@@ -46,4 +46,4 @@ class GatedMLP(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """Compute the input of `down_proj`: [N, intermediate_size]."""
-        return self.gate_up_proj.gated(x, self._activation)
+        return self.gate_up_proj(x, activation=self._activation)

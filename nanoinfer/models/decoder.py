@@ -259,7 +259,7 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype, a new tensor, and the first layer's norm of it."""
-        x = self.embed_tokens(token_ids)
+        x = self.embed_tokens.lookup(token_ids)
         x = x if self._embedding_scale is None else x * self._embedding_scale
         return x, self._norm_before(0)(x)
 
@@ -302,7 +302,7 @@ class Decoder(nn.Module):
         [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if that is given.
         """
         head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
-        logits = head.logits(normed, out)
+        logits = head(normed, out)
         if self._logits_softcap is not None:
             logits.copy_(exact.elementwise(torch.tanh, logits.div_(self._logits_softcap))).mul_(self._logits_softcap)
         return logits

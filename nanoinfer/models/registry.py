@@ -28,8 +28,6 @@ def register(architecture: str) -> Callable[[Model], Model]:
     """Class decorator: this class runs checkpoints whose config names `architecture`; ValueError if it is taken."""
 
     def add(model: Model) -> Model:
-        if not model.__module__.startswith("nanoinfer.models."):
-            _import_families()  # whose names are taken
         if architecture in _MODELS:
             raise ValueError(f"{architecture} is already registered, by {_MODELS[architecture].__name__}")
         _MODELS[architecture] = model

@@ -169,7 +169,7 @@ def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
     model_dir = Path(model_dir)
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.is_file():
-        return {entry.name: entry for entry in _read_header(single)}
+        return _read_header(single)
     if not index.is_file():
         raise ValueError(
             f"{model_dir} holds neither {single.name} nor {index.name}: give a checkpoint in safetensors format "
@@ -179,7 +179,7 @@ def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
     missing = sorted({shard for shard in shard_of.values() if not (model_dir / shard).is_file()})
     if missing:
         raise ValueError(f"{index} names files that are not there: {_listed(missing)}. Download them again")
-    found = {shard: {e.name: e for e in _read_header(model_dir / shard)} for shard in sorted(set(shard_of.values()))}
+    found = {shard: _read_header(model_dir / shard) for shard in sorted(set(shard_of.values()))}
     absent = [f"{name} in {shard}" for name, shard in shard_of.items() if name not in found[shard]]
     if absent:
         raise ValueError(f"{index} names tensors that are not there: {_listed(absent)}. Download the files again")
@@ -208,7 +208,7 @@ def _is_file_name(shard: Any) -> bool:
     return len(shard.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
 
 
-def _read_header(path: Path) -> list[TensorEntry]:
+def _read_header(path: Path) -> dict[str, TensorEntry]:
     try:
         with safe_open(path, framework="pt"):
             pass  # opening checks the header: the tensors' ranges fit their shapes and dtypes, and fill the file
@@ -218,20 +218,13 @@ def _read_header(path: Path) -> list[TensorEntry]:
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{path} is cut short or corrupt ({error}): download it again") from error
     header.pop("__metadata__", None)
-    entries = []
+    entries = {}
     for name, tensor in header.items():
         dtype = FILE_DTYPES.get(tensor["dtype"])
         if dtype is None:
             raise ValueError(f"{name} in {path} has dtype {tensor['dtype']}: supported are {', '.join(_WIDE_DTYPES)}")
-        entries.append(
-            TensorEntry(
-                name=name,
-                path=path,
-                shape=tuple(tensor["shape"]),
-                dtype=dtype,
-                offset=8 + header_bytes + tensor["data_offsets"][0],
-            )
-        )
+        offset, shape = 8 + header_bytes + tensor["data_offsets"][0], tuple(tensor["shape"])
+        entries[name] = TensorEntry(name=name, path=path, shape=shape, dtype=dtype, offset=offset)
     return entries
 
 

@@ -105,4 +105,4 @@ def test_parts_by_themselves_have_the_bits_of_the_matrix_of_all():
         want, gated = linear(x, matrix, bias), linear(x, matrix, bias, activation="silu")
         for count in (1, 7, 33, 512):
             assert torch.equal(module(x[:count]), want[:count]), count
-            assert torch.equal(module.gated(x[:count], "silu"), gated[:count]), count
+            assert torch.equal(module(x[:count], activation="silu"), gated[:count]), count

@@ -46,8 +46,7 @@ class Filling:
     """A tensor of a checkpoint that lies on the device in another way than in its file, or is only checked.
 
     Attributes:
-        shapes: those that the tensor may have.
-        dtypes: those that the tensor may have.
+        shapes, dtypes: those that the tensor may have; none: any.
         fill: takes the tensor on the device and writes the weight. It raises ValueError with what is wrong with the
             values, in words that follow the tensor's name. None: the tensor is not read.
         optional: whether a checkpoint may lack the tensor.

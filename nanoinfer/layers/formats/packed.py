@@ -109,13 +109,13 @@ class Packed(ExpandedFormat):
     def product(
         self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
     ) -> Tensor | None:
-        options = dict(activation=activation, out=out, num_parts=parts)
-        found = module.operations.packed_linear(x, module.packed, module.bias, **options)
+        multiply, packed, bias = module.operations.packed_linear, module.packed, module.bias
+        found = multiply(x, packed, bias, activation=activation, out=out, num_parts=parts)
         if found is not None or self.scratch_size(module, x.is_cuda and x.element_size() == 2):
             return found
         out = x.new_empty(len(x), module.num_rows) if out is None else out
         for some, target in zip(x.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):
-            module.operations.packed_linear(some, module.packed, module.bias, out=target)
+            multiply(some, packed, bias, out=target)
         return out
 
     def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
@@ -173,9 +173,7 @@ class Packed(ExpandedFormat):
         """Return operation(values, number of the value's group): [n, in_features], [n, groups] -> [n, in_features]."""
         if self.packing.has_group_index:
             return operation(values, table[:, module.packed.group_index])
-        groups, columns = table.shape[1], self.packing.columns
-        if groups == 1:
-            return operation(values, table)
+        groups, columns = table.shape[1], self.packing.columns or module.in_features
         if groups * columns == module.in_features:
             return operation(values.unflatten(1, (groups, columns)), table.unsqueeze(2)).flatten(1)
         spread = table.unsqueeze(2).expand(-1, -1, columns).flatten(1)
