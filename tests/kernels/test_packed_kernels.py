@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from packings import FULL, HALF, PACKINGS, Bare, Held, filled
+from packings import FULL, HALF, PACKINGS, Bare, filled
 
 from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.linear import packed
@@ -19,10 +19,11 @@ from nanoinfer.kernels.linear.expand import expand, form_of, tensors_of
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 from nanoinfer.layers.formats.base import DENSE
+from nanoinfer.layers.formats.packed import Packed
 from nanoinfer.layers.formats.parted import Parted
 
 
-def matrix_of(weights: Held, module: Bare) -> torch.Tensor:
+def matrix_of(weights: Packed, module: Bare) -> torch.Tensor:
     return weights.expand(module, slice(0, module.num_rows)).to(HALF)
 
 
@@ -165,12 +166,12 @@ def test_an_activation_that_no_kernel_computes_follows_one_product(dtype, activa
     weights, module = filled(Packing(**PACKINGS["int8 by row"]), 16, 64)
     module.operations, module.bias, module.library_counts = fused, None, frozenset()
     products = []
-    monkeypatch.setattr(Held, "matrix", lambda *_: pytest.fail("expanded in vain"))
+    monkeypatch.setattr(Packed, "matrix", lambda *_: pytest.fail("expanded in vain"))
 
     def product(self, module, x, out=None, activation=None):
         return None if activation else products.append(x) or torch.cat((x, -x, x), 1)
 
-    monkeypatch.setattr(Held, "product", product)
+    monkeypatch.setattr(Packed, "product", product)
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(7)).to(dtype)
     wanted = reference.act_and_mul(torch.cat((x, -x, x), 1), activation)
     assert torch.equal(module(x, activation=activation), wanted) and len(products) == 1

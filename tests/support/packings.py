@@ -43,11 +43,6 @@ class Bare(Linear):
             setattr(self, name, value)
 
 
-class Held(Packed):
-    def stored(self, module, begin, end):
-        return {}
-
-
 def filled(
     packing: Packing,
     num_rows: int,
@@ -56,13 +51,13 @@ def filled(
     seed: int = 0,
     largest: float = 1.0,
     device: torch.device | str = "cpu",
-) -> tuple[Held, Bare]:
+) -> tuple[Packed, Bare]:
     """Every code of every kind but NaN; scales up to about `largest`, exponents of any size.
 
     Of scales below 1/32 in bfloat16 kernels make weights in another way than of larger ones.
     """
     generator = torch.Generator().manual_seed(seed)
-    weights = Held(packing)
+    weights = Packed(packing)
     module = Bare(weights=weights, num_rows=num_rows, in_features=in_features)
     weights.allocate(module, num_rows, in_features, dtype=HALF, device=device)
     codes = torch.randint(0, 2**packing.bits, (num_rows, in_features), generator=generator, dtype=torch.uint8)

@@ -50,7 +50,7 @@ class PackedTransposed(Packed):
         if not self.packing.has_group_index:
             super().check_size(num_rows, in_features)
 
-    def stored(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
         packing, in_features = self.packing, module.in_features
         fields, groups, count = 32 // packing.bits, packing.num_groups(in_features), end - begin
         one = _ONES[packing.bits] if self.zeros_count_from_one else 0
@@ -71,7 +71,7 @@ class PackedTransposed(Packed):
             module.packed.put_scales(begin, end, checked(scales).t())
 
         shape = (in_features, count // fields) if self.is_awq else (in_features // fields, count)
-        found = {
+        found = super().views(module, begin, end) | {
             "qweight": Filling((shape,), (torch.int32,), fill_codes),
             "scales": Filling(((groups, count),), (packing.scale_dtype,), fill_scales),
         }

@@ -23,7 +23,7 @@ from nanoinfer.layers.formats.schemes import quantise
 class QuantisedWhileRead(PackedScaled):
     """Weights as `PackedScaled` holds them, from a wide tensor in the checkpoint."""
 
-    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
         shape, stored = (end - begin, module.in_features), super().views(module, begin, end)
 
         def fill(pieces: Iterable[Tensor]) -> None:

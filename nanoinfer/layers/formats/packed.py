@@ -7,7 +7,6 @@ matrix.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -23,7 +22,6 @@ from nanoinfer.layers.formats.bits import E2M1_VALUES
 # for one.
 EXPANDED_AT_ONCE = 2**22
 _BYTES_WHILE_EXPANDING = 18
-# A checkpoint's tensors that say how activations were quantised, which they are not here.
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale")
 
 
@@ -61,13 +59,9 @@ class Packed(ExpandedFormat):
         """Whether projections of so many rows each can lie in one weight of this format."""
         return not self.packing.has_group_index and not any(size % self.packing.rows for size in sizes)
 
-    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
-        found = dict.fromkeys(_OF_ACTIVATIONS, Filling((), (), None, optional=True))
-        return found | self.stored(module, begin, end)
-
-    @abstractmethod
-    def stored(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
-        """Return what the checkpoint's tensors fill of rows [begin, end), without those of activations."""
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
+        """What says how activations were quantised is not read: they are not quantised here."""
+        return dict.fromkeys(_OF_ACTIVATIONS, Filling((), (), None, optional=True))
 
     def group_index(self, module: nn.Module) -> Filling:
         """Return what a checkpoint's table of each column's group fills."""
