@@ -99,10 +99,7 @@ class Attention(nn.Module):
         self.k_norm = traits.norm(self._head_dim, traits.norm_eps, **options) if traits.qk_norm else None
 
     def project(self, normed: Tensor, rope: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
-        """Apply norm and rotation to query and key heads, write keys and values to `target`, and return the queries.
-
-        normed: [N, hidden_size]; rope: `rope_table`; positions: [N] int64. Returns [N, num_q_heads, head_dim], packed.
-        """
+        """As `Decoder.before_attention` says; normed: [N, hidden_size]; rope: `rope_table`."""
         qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._head_dim))
         q = qkv.new_empty(len(qkv), self._num_q_heads, self._head_dim) if target.q is None else target.q
         weights, eps, offset = None, 0.0, False
@@ -132,10 +129,7 @@ class DecoderLayer(nn.Module):
         )
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
-        """Add both parts to x, in place, and return the norm of x.
-
-        x, attn: [N, hidden_size], [N, num_q_heads * head_dim]; norm: the one that follows.
-        """
+        """Add both parts to x, in place, and return `norm`, the one that follows, of x. attn: [N, q_size]."""
         normed = self.self_attn.o_proj.added_to(x, attn, self.post_attention_layernorm)
         return self.mlp.down_proj.added_to(x, self.mlp.hidden(normed), norm)
 
@@ -178,7 +172,9 @@ class Decoder(nn.Module):
         if not spec.tied_embeddings:
             self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **options)
         share_scratch(self, **options)
-        self._embedding_scale = _rounded(traits.embedding_scale, spec.dtype)
+        self._embedding_scale = traits.embedding_scale
+        if self._embedding_scale is not None:  # a product with the number rounds as with a scalar tensor then
+            self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
         self._logits_softcap = traits.logits_softcap
         ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
         self._rope_tables = [rope_table(rope, spec.attention.head_dim, max_position, **options) for rope in ropes]
@@ -264,10 +260,10 @@ class Decoder(nn.Module):
         return x, self._norm_before(0)(x)
 
     def before_attention(self, layer: int, normed: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
-        """Compute projections and positions: store keys and values in `target` and return the queries.
+        """Compute projections, head norms and rotations: store keys and values in `target` and return the queries.
 
-        positions: [N] int64, absolute, below max_position. Returns q [N, num_q_heads, head_dim], packed: `target.q`
-        where that is given.
+        positions: [N] int64, absolute, below max_position. Returns [N, num_q_heads, head_dim], packed: `target.q` where
+        that is given.
         """
         rope = self._rope_tables[self._rope_of_layer[layer]]
         return self.layers[layer].self_attn.project(normed, rope, positions, target)
@@ -336,8 +332,3 @@ def _distinct(ropes: tuple[Mapping, ...]) -> tuple[list[Mapping], list[int]]:
         if rope not in distinct:
             distinct.append(rope)
     return distinct, [distinct.index(rope) for rope in ropes]
-
-
-def _rounded(value: float | None, dtype: torch.dtype) -> float | None:
-    """`value` as `dtype` holds it: the product with a tensor of this dtype then rounds as with a scalar tensor."""
-    return None if value is None else torch.tensor(value, dtype=dtype, device="cpu").item()

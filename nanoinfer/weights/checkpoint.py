@@ -73,7 +73,7 @@ TOKEN_IDS = Rule(
     "a token id (a whole number of at least 0), a list of them, or null",
     lambda value: value is None or all(map(_TOKEN_ID.accepts, value if isinstance(value, list) else [value])),
 )
-_ARCHITECTURES = _optional(Rule("a list of names", _is_texts))
+ARCHITECTURES = _optional(Rule("a list of names", _is_texts))
 _ROPE_THETA = _number(1, 1e15)
 _PARTIAL_ROTARY_FACTOR = _optional(
     Rule("1: heads are rotated as a whole", lambda value: type(value) in (int, float) and value == 1)
@@ -132,11 +132,6 @@ _ROPE_FIELDS = {
     "original_max_position_embeddings": _count(1, MAX_POSITIONS),
     "partial_rotary_factor": _PARTIAL_ROTARY_FACTOR,
 }
-
-
-def check_architectures(path: Path, values: Mapping[str, Any]) -> None:
-    """Raise ValueError if `architectures` is not a list of names."""
-    _ARCHITECTURES.check(f"{path} is no valid config", "architectures", values.get("architectures"))
 
 
 def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decoder]) -> None:

@@ -22,7 +22,7 @@ from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
-from nanoinfer.weights.checkpoint import OBJECT, check_architectures, check_config, check_fields
+from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_config, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.read import TensorEntry
 
@@ -101,7 +101,7 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
     if not path.is_file():
         raise ValueError(f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint")
     raw = read_json_object(path)
-    check_architectures(path, raw)
+    ARCHITECTURES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
     try:
         model_class = find_class(raw.get("architectures"))
     except ValueError as error:
