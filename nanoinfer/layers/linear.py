@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.kernels.operations import operations_of
-from nanoinfer.layers.formats.base import DENSE, Filling, Formats, WeightFormat
+from nanoinfer.layers.formats.base import DENSE, Filling, Formats
 from nanoinfer.layers.formats.parted import merged
 from nanoinfer.layers.norm import RMSNorm
 
@@ -107,17 +107,8 @@ class Head(Linear):
 class Embedding(Head):
     """A weight [vocab_size, hidden_size]: rows of it by token id, and logits where the head is tied."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        is_tied: bool,
-        dtype: torch.dtype,
-        device,
-        weights: WeightFormat = DENSE,
-    ) -> None:
-        super().__init__(hidden_size, vocab_size, dtype=dtype, device=device, formats=weights)
+    def __init__(self, vocab_size: int, hidden_size: int, *, is_tied: bool, dtype: torch.dtype, **options) -> None:
+        super().__init__(hidden_size, vocab_size, dtype=dtype, **options)
         self.multiplies, self._dtype = is_tied, dtype
 
     def lookup(self, token_ids: Tensor) -> Tensor:

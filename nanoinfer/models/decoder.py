@@ -161,9 +161,8 @@ class Decoder(nn.Module):
         self.spec = spec
         traits, formats = self.traits(hf_config), formats_of(hf_config)
         options = dict(dtype=spec.dtype, device=device)
-        weights = formats.of_embeddings("model.embed_tokens")
-        tied = spec.tied_embeddings
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, is_tied=tied, weights=weights, **options)
+        table = dict(is_tied=spec.tied_embeddings, formats=formats.of_embeddings("model.embed_tokens"))
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **table, **options)
         self.layers = nn.ModuleList()
         for index, state in enumerate(spec.layers):
             own = replace(traits, formats=formats.below(f"model.layers.{index}"))

@@ -6,13 +6,10 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
 
 import nanoinfer.models
 from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.models.decoder import Decoder
-
-Model = TypeVar("Model", bound=type[Decoder])
 
 _MODELS: dict[str, type[Decoder]] = {}
 
@@ -24,10 +21,10 @@ def _import_families() -> None:
         importlib.import_module(f"nanoinfer.models.{module.name}")
 
 
-def register(architecture: str) -> Callable[[Model], Model]:
+def register(architecture: str) -> Callable[[type[Decoder]], type[Decoder]]:
     """Class decorator: this class runs checkpoints whose config names `architecture`; ValueError if it is taken."""
 
-    def add(model: Model) -> Model:
+    def add(model: type[Decoder]) -> type[Decoder]:
         if architecture in _MODELS:
             raise ValueError(f"{architecture} is already registered, by {_MODELS[architecture].__name__}")
         _MODELS[architecture] = model

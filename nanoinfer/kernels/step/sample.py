@@ -338,17 +338,14 @@ def _choose_kernel(
 
 def sampling_workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Allocate what the launches pass to each other, for batches of up to `max_batch` rows."""
-    num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
-
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
+    by_tile = max_batch, triton.cdiv(vocab_size, sampler.TILE_TOKENS)
+    floats, integers = dict(dtype=torch.float32, device=device), dict(dtype=torch.int32, device=device)
     return {
-        "tile_max": empty(max_batch, num_tiles, dtype=torch.float32),
-        "tile_weight": empty(max_batch, num_tiles, dtype=torch.float32),
-        "peak": empty(max_batch, dtype=torch.float32),
-        "cut": empty(max_batch, dtype=torch.int32),
-        "cut_id": empty(max_batch, dtype=torch.int32),
+        "tile_max": torch.empty(by_tile, **floats),
+        "tile_weight": torch.empty(by_tile, **floats),
+        "peak": torch.empty(max_batch, **floats),
+        "cut": torch.empty(max_batch, **integers),
+        "cut_id": torch.empty(max_batch, **integers),
     }
 
 

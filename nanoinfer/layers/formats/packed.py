@@ -89,10 +89,8 @@ class Packed(ExpandedFormat):
         scale = 1.0 if packing.has_global_scale else 0.02 / deviation
         groups = packing.num_groups(in_features)
         if packing.scale_dtype == torch.uint8:
-            scales = torch.full((1, groups), 120, dtype=torch.uint8, device=device)  # 2**-7, the nearest power
-        else:
-            scales = torch.full((1, groups), scale, device=device).to(packing.scale_dtype)
-        packed.put_scales(0, num_rows, scales)
+            scale = 120  # 2**-7, the nearest power
+        packed.put_scales(0, num_rows, torch.full((1, groups), scale, device=device).to(packing.scale_dtype))
         if packing.has_zeros:
             packed.put_zeros(0, num_rows, torch.full((1, groups), 2 ** (packing.bits - 1), device=device))
         if packing.has_global_scale:
