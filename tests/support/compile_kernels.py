@@ -48,6 +48,7 @@ def compile_only(kernel, grid):
 
     def launch(*args, **kwargs):
         assert kwargs.get("PDL", gpu.has_pdl) == gpu.has_pdl, f"{kernel.__name__} would be compiled in another form"
+        assert "enable_fp_fusion" in kwargs, f"{kernel.__name__} has the bits of triton's default"
         compiled.add(f"{gpu.architecture} {kernel.__name__}")
         found = kernel.warmup(*args, grid=grid, **kwargs)
         # Operands that the compiler takes for 8-bit ones have their columns in another order, and sums other bits.
@@ -91,7 +92,9 @@ from nanoinfer.sampling.settings import RowSampling
 
 for name, module in list(sys.modules.items()):
     if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
-        module.launch_options = lambda x: {"PDL": gpu.has_pdl, "launch_pdl": gpu.has_pdl}
+        module.launch_options = lambda x, fuses=True: dict(
+            PDL=gpu.has_pdl, launch_pdl=gpu.has_pdl, enable_fp_fusion=fuses
+        )
 expand.has_instructions = lambda device: True
 packed.is_hopper = lambda device: gpu.is_hopper
 packed._shared_memory = lambda device: gpu.shared_memory

@@ -241,6 +241,6 @@ def decode_partial(
         q, kv, kv_descriptor(kv, tiles.block_n, shape), items, num_items, partials_per_block,
         seq_lens, out, lse, weight, q.stride(0), NO_WINDOW if window is None else window,
         **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
-        **launch_options(q),
+        STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **launch_options(q, fuses=False),
     )  # fmt: skip

@@ -242,7 +242,7 @@ def merge(
     merge_kernel[(batch_size, num_q_heads // taken["HEADS"], block_d // taken["COLUMNS"])](
         partial_out, partial_lse, partial_weight, ranges, partials_per_block, out,
         NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, **taken, TILES=tiles, LANES=LANES, num_warps=1,
-        enable_fp_fusion=False, **launch_options(out),
+        **launch_options(out, fuses=False),
     )  # fmt: skip
 
 
@@ -284,5 +284,6 @@ def store_partials(
         return
     store_partials_kernel[(capacity, num_q_heads)](
         item_out, item_lse, items, num_items, out, lse,
-        NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), num_warps=1,
+        NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim),
+        num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip

@@ -365,7 +365,11 @@ def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.T
     num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
     tile_max, tile_weight, *cuts = (state.space[name] for name in ("tile_max", "tile_weight", "peak", "cut", "cut_id"))
     sizes = dict(
-        VOCAB_SIZE=vocab_size, SEEN_WORDS=state.seen.shape[1], TILE=sampler.TILE_TOKENS, GREEDY=GREEDY_TEMPERATURE
+        VOCAB_SIZE=vocab_size,
+        SEEN_WORDS=state.seen.shape[1],
+        TILE=sampler.TILE_TOKENS,
+        GREEDY=GREEDY_TEMPERATURE,
+        enable_fp_fusion=True,
     )
     tiles = dict(TILES=next_power_of_2(num_tiles))
     common = logits, rows, state.settings.words, state.seen, state.counts, tile_max
