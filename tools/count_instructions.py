@@ -60,7 +60,7 @@ def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
         {(places[name],): value for name, value in values.items()},
         {(place,): [["tt.divisibility", 16]] for place in aligned},
     )
-    options = dict(num_warps=num_warps)
+    options = dict(num_warps=num_warps, enable_fp_fusion=True)
     found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     return found.asm["cubin"], block_n * unroll * form.block // (32 * num_warps)
 

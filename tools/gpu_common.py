@@ -12,7 +12,7 @@ from nanoinfer import LLM
 from nanoinfer.config import EngineConfig
 from nanoinfer.measure.run import Row, free_memory, measure, release
 from nanoinfer.memory.floors import kv_bytes, measure_floors
-from nanoinfer.memory.setup import spec_and_layout
+from nanoinfer.memory.setup import spec_of
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import load_config
 
@@ -76,7 +76,7 @@ def token_bytes(shape: str) -> int:
     """KV bytes of one token over all layers."""
     with tempfile.TemporaryDirectory() as directory:
         config = EngineConfig(model=str(write_shape(shape, directory)))
-        spec, _ = spec_and_layout(config, load_config(config.model))
+        spec = spec_of(config, load_config(config.model))
     return kv_bytes(spec, [1])
 
 

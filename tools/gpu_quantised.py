@@ -87,7 +87,7 @@ def _seconds_of_products(model: Decoder, rows: int) -> dict:
         module(x)
 
     def gate(module: Linear, x: Tensor, residual: Tensor) -> None:
-        module.gated(x, "silu")
+        module(x, activation="silu")
 
     def added(module: Linear, x: Tensor, residual: Tensor) -> None:
         module.added_to(residual, x, model.norm)

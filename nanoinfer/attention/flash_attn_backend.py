@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, Partials, PrefillPiece, PrefillState
-from nanoinfer.kernels.attention.merge import merge
-from nanoinfer.kernels.attention.store_partials import store_partials
+from nanoinfer.kernels.attention.merge import merge, store_partials
 
 NEG_INF = float("-inf")
 

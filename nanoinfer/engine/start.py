@@ -51,7 +51,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
             check_kv_scales(entries.values())
         if getattr(setup.hf_config, "checkpoint_dtypes", {}) is None:
             setup = Setup(config, device)  # the files were downloaded just now; they say what scales are kept in
-    spec, layout, plan = setup.spec, setup.layout, setup.plan()
+    spec, plan = setup.spec, setup.plan()
     tokenizer = load_tokenizer(config, model_dir)
     end_ids = end_token_ids(model_dir, setup.hf_config)
     defaults = sampling_defaults(model_dir) if config.generation_config == "auto" else {}
@@ -69,7 +69,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         progress=config.progress_bar,
     )
     model.spec = spec  # the spec with the KV cache's dtype, which the checkpoint does not contain
-    runner = ModelRunner(config, plan, runtime, model, setup.backend, layout, memory_before)
+    runner = ModelRunner(config, plan, runtime, model, setup.backend, spec.layout, memory_before)
     parts = kv_side(config, runner)
     return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **parts)
 

@@ -10,7 +10,7 @@ from nanoinfer.attention.base import DecodeWork, Partials
 from nanoinfer.execution.parts import Parts
 from nanoinfer.execution.splits import DecodeLists, SplitLists
 from nanoinfer.execution.tables import ChunkRecords, SplitTables
-from nanoinfer.kernels.attention.limits import MAX_TILES_APART
+from nanoinfer.kernels.attention.spec import MAX_TILES_APART
 from offload import Chunk, StreamPlan
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_counts
-from nanoinfer.layers.formats.matrix import MatrixFormat
 from nanoinfer.layers.linear import Head, Linear
 from nanoinfer.models.decoder import Decoder
 
@@ -56,19 +55,15 @@ def _by_shape(model: Decoder) -> dict[tuple[int, int, bool], list[Linear]]:
     if model.spec.dtype.itemsize != 2:
         return groups
     for module in model.modules():
-        if isinstance(module, Linear) and not isinstance(module, Head) and _has_matrix_on_cuda(module):
+        if isinstance(module, Linear) and not isinstance(module, Head) and next(module.parameters()).is_cuda:
             groups.setdefault((module.num_rows, module.in_features, module.bias is not None), []).append(module)
     return groups
-
-
-def _has_matrix_on_cuda(module: Linear) -> bool:
-    return isinstance(module.weights, MatrixFormat) and next(module.parameters()).is_cuda
 
 
 def _agreeing(module: Linear, counts: list[int]) -> frozenset[int]:
     from nanoinfer.kernels.linear.rows import library_sum  # triton comes with CUDA builds of torch only
 
-    weight, parts = module.weights.matrix(module), module.weights.num_parts(module)
+    weight, parts = module.weights.matrix(module), module.num_parts
     generator = torch.Generator(weight.device).manual_seed(0)
     rows = torch.randn(MAX_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device, generator=generator)
 
@@ -83,7 +78,7 @@ def _agreeing(module: Linear, counts: list[int]) -> frozenset[int]:
 def _ours(module: Linear, weight: Tensor, x: Tensor) -> Tensor:
     from nanoinfer.kernels.linear import rows as kernels  # triton comes with CUDA builds of torch only
 
-    parts = module.weights.num_parts(module)
+    parts = module.num_parts
     if parts == 1:
         return kernels.linear(x, weight, module.bias)
     return reduce(torch.add, kernels.linear_parts(x, weight, parts))  # in the order in which `rms_norm` adds them up

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from nanoinfer.execution.parts import Parts
-from nanoinfer.kernels.attention.limits import MAX_TILES_APART, SHORT_BLOCKS
+from nanoinfer.kernels.attention.spec import MAX_TILES_APART, SHORT_BLOCKS
 from nanoinfer.step.plan import NO_BLOCK
 from offload import Chunk, StreamPlan, pack
 

@@ -1,4 +1,4 @@
 """Device operations: Triton kernels, and plain torch where there are none.
 
-`operations`, `reference`, `attention/spec`, `attention/limits` and `linear/counts` can be imported without triton.
+`operations`, `reference`, `attention/spec` and `linear/counts` can be imported without triton.
 """

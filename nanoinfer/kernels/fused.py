@@ -2,29 +2,24 @@
 
 from torch import Tensor
 
-from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul
-from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store
-from nanoinfer.kernels.layer.rms_norm import rms_norm
-from nanoinfer.kernels.linear.packed import packed_linear
-from nanoinfer.kernels.linear.rows import linear, linear_parts
-from nanoinfer.kernels.step.rows import step_inputs, update_rows
-from nanoinfer.kernels.step.sample import sample_rows, sampling_workspace
-
-__all__ = [
-    "act_and_mul",
-    "has_activation",
-    "linear",
-    "linear_parts",
-    "norm_rope_store",
-    "packed_linear",
-    "rms_norm",
-    "sample_rows",
-    "sampling_workspace",
-    "step_inputs",
-    "update_rows",
-]
+from nanoinfer.kernels import reference
+from nanoinfer.kernels.layer import activation as kernel
+from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store as norm_rope_store
+from nanoinfer.kernels.layer.rms_norm import rms_norm as rms_norm
+from nanoinfer.kernels.linear.packed import packed_linear as packed_linear
+from nanoinfer.kernels.linear.rows import linear as linear
+from nanoinfer.kernels.linear.rows import linear_parts as linear_parts
+from nanoinfer.kernels.step.rows import step_inputs as step_inputs
+from nanoinfer.kernels.step.rows import update_rows as update_rows
+from nanoinfer.kernels.step.sample import sample_rows as sample_rows
+from nanoinfer.kernels.step.sample import sampling_workspace as sampling_workspace
 
 
 def has_activation(activation: str, x: Tensor) -> bool:
     """Whether there is a kernel that computes this activation and the product with it, for values as those of x."""
-    return x.element_size() == 2 and activation in ACTIVATIONS
+    return x.element_size() == 2 and activation in kernel.ACTIVATIONS
+
+
+def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """Compute activation(gate) * up: [N, 2 * size] -> [N, size]."""
+    return (kernel if has_activation(activation, gate_up) else reference).act_and_mul(gate_up, activation)

@@ -5,29 +5,34 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.common import exact
-from nanoinfer.kernels.linear.packing import PackedWeight
 from nanoinfer.sampling.reference import sample_rows as sample_rows
 
+# By the names that configs give them.
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None, library_counts: object = ()
-) -> Tensor:
-    """x @ weight.T + bias, in `out` if that is given. library_counts: unused."""
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation=None, out=None, library_counts=()):
+    """x @ weight.T + bias, in `out` if that is given. activation, library_counts: unused, see `has_activation`."""
     result = exact.linear(x, weight, bias)
     return result if out is None else out.copy_(result)
 
 
 def has_activation(activation: str, x: Tensor) -> bool:
-    """False: an activation is computed by itself."""
+    """Whether `linear` computes this activation, too: it computes none."""
     return False
 
 
-def act_and_mul(gate_up: Tensor, activation: str) -> None:
-    """None: an activation is computed by itself."""
+def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """Compute activation(gate) * up: [N, 2 * size] -> [N, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return exact.elementwise(ACTIVATIONS[activation], gate) * up
 
 
 def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: object = ()) -> Tensor:
@@ -35,15 +40,7 @@ def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: o
     return linear(x, weight)
 
 
-def packed_linear(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    out: Tensor | None = None,
-    num_parts: int = 1,
-) -> None:
+def packed_linear(x, weight, bias=None, *, activation=None, out=None, num_parts=1) -> None:
     """None: the weight must be expanded first."""
 
 

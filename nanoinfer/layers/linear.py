@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.kernels.operations import operations_of
-from nanoinfer.layers.formats.base import Filling, Formats, WeightFormat
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE, Filling, Formats
 from nanoinfer.layers.formats.parted import merged
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.layers.weight import empty_weight
 
 
 class Linear(nn.Module):
@@ -19,7 +18,8 @@ class Linear(nn.Module):
     out_features: output features of each projection, by its name in the checkpoint. Their rows lie in this order in the
     weight, [sum(out_features), in_features], and in the bias. A single projection may be given as a number. formats:
     how the projections lie in memory, by these names, or by no name for a single one. `operations` are those of the
-    device, for the format to multiply with; `scratch` is the buffer that `share_scratch` gives to all modules.
+    device; `library_counts` are the row counts at which its library gives our kernels' bits on CUDA
+    (`execution.products`); `scratch` is the buffer that `share_scratch` gives to all modules.
     `multiplies`: whether any product is asked of the module; `has_few_rows`: whether products have few rows.
     """
 
@@ -43,18 +43,42 @@ class Linear(nn.Module):
         self.weights = merged([formats.of(part) for part in sizes], list(sizes.values()))
         self.operations, self.library_counts, self.scratch = operations_of(device), frozenset(), None
         self.weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
-        self.bias = empty_weight(self.num_rows, dtype=dtype, device=device) if bias else None
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.num_rows, dtype=dtype, device=device), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weights.project(self, x)
+    def forward(self, x: Tensor, out: Tensor | None = None, activation: str | None = None) -> Tensor:
+        """[N, in_features] -> [N, num_rows], in `out` if that is given.
 
-    def gated(self, x: Tensor, activation: str) -> Tensor | None:
-        """activation(gate) * up; None if the format cannot compute it in one go."""
-        return self.weights.project_gated(self, x, activation)
+        activation: the rows are those of gate, then of up; the result is activation(gate) * up, [N, num_rows / 2].
+        """
+        found = self.weights.product(self, x, out, activation)
+        if found is not None:
+            return found
+        if activation is not None and not self.operations.has_activation(activation, x):
+            return self.operations.act_and_mul(self.forward(x), activation)
+        weight, counts = self.weights.matrix(self), self.library_counts
+        return self.operations.linear(x, weight, self.bias, activation=activation, out=out, library_counts=counts)
 
     def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
         """Add the projection of y to x, in place, and return the norm of x."""
-        return self.weights.project_add_norm(self, x, y, norm)
+        parts = self.num_parts if y.element_size() == 2 else 1
+        if parts == 1:
+            return norm.after_sum(x, self.forward(y))
+        found = self.weights.product(self, y, parts=parts)
+        if found is not None:
+            return norm.after_sum(x, found)
+        weight = self.weights.matrix(self)
+        # The result is allocated before the parts. Behind them it would leave a hole where they lay, and what a gated
+        # layer allocates next would not fit into the rest.
+        out = torch.empty_like(x)
+        found = self.operations.linear_parts(y, weight, parts, library_counts=self.library_counts)
+        return norm.after_sum(x, found, out)
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of the sums in `added_to` on CUDA, in bfloat16 and float16."""
+        return 1 if self.bias is not None else num_parts(self.in_features)
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what checkpoint tensors fill, by the end of their name: after this module's name, or its parent's."""
@@ -79,28 +103,15 @@ class Head(Linear):
 
     has_few_rows = True
 
-    def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
-        """[N, in_features] -> [N, vocab_size], in `out` if that is given."""
-        return self.weights.project(self, normed, out)
-
 
 class Embedding(Head):
-    """Rows of a weight [vocab_size, hidden_size], by token id; a tied head computes logits with the same weight."""
+    """A weight [vocab_size, hidden_size]: rows of it by token id, and logits where the head is tied."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        is_tied: bool,
-        dtype: torch.dtype,
-        device,
-        weights: WeightFormat | None = None,
-    ) -> None:
-        super().__init__(hidden_size, vocab_size, dtype=dtype, device=device, formats=weights or DENSE)
+    def __init__(self, vocab_size: int, hidden_size: int, *, is_tied: bool, dtype: torch.dtype, **options) -> None:
+        super().__init__(hidden_size, vocab_size, dtype=dtype, **options)
         self.multiplies, self._dtype = is_tied, dtype
 
-    def forward(self, token_ids: Tensor) -> Tensor:
+    def lookup(self, token_ids: Tensor) -> Tensor:
         return self.weights.lookup(self, token_ids, self._dtype)
 
 
@@ -117,9 +128,3 @@ def share_scratch(model: nn.Module, *, dtype: torch.dtype, device) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             module.scratch = scratch
-
-
-def product_bytes(model: nn.Module) -> int:
-    """Return the most bytes that a product takes on a CPU beside the buffer, its arguments and its result."""
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    return max((module.weights.temporary_bytes(module) for module in linears), default=0)

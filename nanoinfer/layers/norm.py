@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.operations import operations_of
-from nanoinfer.layers.weight import empty_weight
 
 
 class RMSNorm(nn.Module):
@@ -23,7 +22,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = empty_weight(size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self._operations = operations_of(device)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,10 +5,10 @@ Element d of a head and element d + head_dim / 2 are one pair, turned by the ang
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
+import transformers
 from torch import Tensor
 
 from nanoinfer.common import exact
@@ -22,27 +22,29 @@ def rope_inv_freq(parameters: Mapping, head_dim: int, device: torch.device | str
     """Radians per position of each pair: [head_dim / 2] float32 on `device`.
 
     parameters: the config's `rope_parameters` (of one kind of layer): `rope_type` and `rope_theta`, and what the type
-    needs. Types:
-
-    - "default": inv_freq[d] = rope_theta ** (-2d / head_dim).
-    - "linear": the default divided by `factor` (position interpolation, Chen et al., arXiv:2306.15595).
-    - "llama3": see `_llama3`.
+    needs. Of type "default", inv_freq[d] = rope_theta ** (-2d / head_dim). What other types make of it is transformers'
+    code: "linear" is position interpolation (Chen et al., arXiv:2306.15595), "llama3" the scaling of Llama 3.1.
 
     Raises:
         ValueError: another type, a missing parameter, or only a part of each head is rotated.
     """
     rope_type = parameters.get("rope_type", "default")
-    if rope_type not in _SCALINGS:
-        hint = did_you_mean(rope_type, _SCALINGS)
-        raise ValueError(f"rope_type {shown(rope_type)} is not supported{hint}. Supported: {', '.join(_SCALINGS)}")
-    needed, scale = _SCALINGS[rope_type]
-    missing = [name for name in ("rope_theta", *needed) if parameters.get(name) is None]
+    if rope_type not in _NEEDED:
+        hint = did_you_mean(rope_type, _NEEDED)
+        raise ValueError(f"rope_type {shown(rope_type)} is not supported{hint}. Supported: {', '.join(_NEEDED)}")
+    missing = [name for name in ("rope_theta", *_NEEDED[rope_type]) if parameters.get(name) is None]
     if missing:
         raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)} in the config's rope_parameters")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported, only 1.0 is")
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    return scale(1.0 / (parameters["rope_theta"] ** exponents), parameters)
+    if rope_type == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        return 1.0 / (parameters["rope_theta"] ** exponents)
+    # Use the full names, so that transformers imports these now and not with this module: it takes seconds.
+    config = transformers.LlamaConfig(
+        head_dim=head_dim, max_position_embeddings=2**30, rope_parameters=dict(parameters)
+    )
+    return transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](config, device)[0]
 
 
 def rope_table(
@@ -64,28 +66,9 @@ def rope_table(
     return table
 
 
-def _llama3(inv_freq: Tensor, parameters: Mapping) -> Tensor:
-    """The scaling of Llama 3.1 (`apply_scaling` in Meta's llama-models).
-
-    With L = original_max_position_embeddings and the wavelength w = 2 pi / inv_freq:
-
-        w < L / high_freq_factor    inv_freq
-        w > L / low_freq_factor     inv_freq / factor
-        between                     (1 - s) * inv_freq / factor + s * inv_freq,
-                                    s = (L / w - low_freq_factor) / (high_freq_factor - low_freq_factor)
-    """
-    factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
-    original = parameters["original_max_position_embeddings"]
-    wavelength = 2 * math.pi / inv_freq
-    smooth = (original / wavelength - low) / (high - low)
-    between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
-    scaled = torch.where(wavelength > original / low, inv_freq / factor, between)
-    return torch.where(wavelength < original / high, inv_freq, scaled)
-
-
-# By type: the parameters that it needs beside `rope_theta`, and what it makes of the default.
-_SCALINGS = {
-    "default": ((), lambda inv_freq, parameters: inv_freq),
-    "linear": (("factor",), lambda inv_freq, parameters: inv_freq / parameters["factor"]),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _llama3),
+# By type: the parameters that it needs beside `rope_theta`.
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }

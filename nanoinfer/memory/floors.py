@@ -23,7 +23,7 @@ class Floors:
 
     Attributes:
         link: one large copy from pinned host memory to the GPU. On the CPU: a copy in main memory.
-        device: one large copy on the device, bytes read and written counted. On the CPU: the same copy as `link`.
+        device: one large copy on the device, bytes read and written counted.
     """
 
     link: float
@@ -36,18 +36,13 @@ class Floors:
 
 def measure_floors(device: torch.device, repeats: int = 7) -> Floors:
     """Medians over `repeats` copies of 1 GiB (128 MiB on the CPU; less where the GPU has little memory left)."""
-    if device.type != "cuda":
-        source = torch.ones(CPU_COPY_BYTES, dtype=torch.uint8)
-        target = torch.empty_like(source)
-        seconds = _median(lambda: target.copy_(source), device, repeats)
-        return Floors(link=CPU_COPY_BYTES / seconds, device=2 * CPU_COPY_BYTES / seconds)
-    floors = _cuda_floors(device, _copy_bytes(device), repeats)
+    floors = _floors(device, _copy_bytes(device) if device.type == "cuda" else CPU_COPY_BYTES, repeats)
     torch.cuda.empty_cache()
     return floors
 
 
-def _cuda_floors(device: torch.device, num_bytes: int, repeats: int) -> Floors:
-    on_host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
+def _floors(device: torch.device, num_bytes: int, repeats: int) -> Floors:
+    on_host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     link = _median(lambda: target.copy_(on_host, non_blocking=True), device, repeats)
     copy = _median(lambda: target.copy_(source), device, repeats)

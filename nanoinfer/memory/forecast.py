@@ -1,12 +1,36 @@
-"""What a forecast says, and how it is shown."""
+"""What fits and how fast it can be, from a model's config alone: no weights, no GPU.
+
+The bytes come from `make_plan`, the same function that the engine spends its budget with. The time of a decode step is
+its floor: streamed bytes over the link's bandwidth or, if a device bandwidth is stated, bytes read on the device over
+that, whichever takes longer.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import tempfile
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from nanoinfer.common.units import format_gib, format_size
-from nanoinfer.memory.plan import MemoryPlan
+import torch
+
+from nanoinfer.common.units import GIB, format_gib, format_size, parse_bytes
+from nanoinfer.config import EngineConfig
+from nanoinfer.kv.residency import promotion_margin
+from nanoinfer.memory.floors import bytes_read_per_step
+from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
+from nanoinfer.memory.setup import spec_of
+from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.shapes import SHAPES, write_shape
+from nanoinfer.weights.load import load_config
+from offload.memory.host_memory import memory_available_bytes
+
+DEFAULT_LINK_GBPS = 25.0  # PCIe 4 x16
+DEFAULT_CONTEXT = 32_768
+MAX_BATCH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +122,7 @@ class Forecast:
             ("host memory", f"{format_gib(memory.host_bytes)} of {format_gib(self.host_budget_bytes)} GiB"),
             ("KV cache", f"{format_size(self.kv_bytes)}, {self.resident_share:.1%} of it stays on the GPU"),
             ("streamed per step", format_size(streams) if streams else "nothing"),
-            ("longest context", f"{_count(self.longest_context)} tokens for {sequences(self.batch)}, "
+            ("longest context", f"{_count(self.longest_context)} tokens for {_sequences(self.batch)}, "
                                 f"{_count(self.longest_resident_context)} with nothing to stream"),
             ("largest batch", f"{_count(self.largest_batch)} of {self.context:,} tokens"),
             ("decode step", f"{self._speed()}{', at ' if rates else ''}{', '.join(rates)}"),
@@ -110,9 +134,213 @@ class Forecast:
         return json.dumps(asdict(self), indent=1)
 
 
+def plan(
+    model: str | Path,
+    *,
+    gpu_memory: int | float | str | None = None,
+    host_memory: int | str | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    link_gbps: float = DEFAULT_LINK_GBPS,
+    device_gbps: float | None = None,
+    **arguments: Any,
+) -> Forecast:
+    """Works out what an engine with these limits would do.
+
+    Args:
+        model: directory of a checkpoint or hub id, of which only the config is read, or a shape such as "qwen3-4b".
+        gpu_memory, host_memory: limits, such as "12GiB"; None takes this machine's.
+        context: tokens of each sequence, output included; None: 32,768 or the model's limit.
+        batch: sequences at once.
+        link_gbps: bandwidth from host to GPU, in GB/s (10^9): about 12 for PCIe 3 x16, 25 for PCIe 4, 52 for PCIe 5.
+        device_gbps: bandwidth of the GPU's memory in GB/s; None leaves the device out of the forecast.
+        arguments: further fields of `EngineConfig`.
+
+    Raises:
+        ValueError: an argument is not allowed, or a limit is missing on a machine without a GPU. What merely does not
+            fit is no error: see `Forecast.problem`.
+    """
+    for name, value in (("link_gbps", link_gbps), ("device_gbps", device_gbps)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value!r} must be a positive number of GB/s")
+    for name, value in (("batch", batch), ("context", context)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    limits = {"gpu_memory_limit": gpu_memory, "host_memory_limit": host_memory}
+    config = EngineConfig(**{"model": model, "enable_cpu_offload": True, **limits, **arguments})
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_shape(str(model), directory) if model in SHAPES else model
+        hf_config = load_config(path, names=SHAPES)
+    spec = spec_of(config, hf_config)
+    host_bytes = memory_available_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
+    asked = Forecast(
+        model=str(model),
+        context=context or min(DEFAULT_CONTEXT, spec.max_position),
+        batch=batch,
+        link_gbps=link_gbps,
+        device_gbps=device_gbps,
+        budget_bytes=_budget(config, host_bytes),
+        host_budget_bytes=host_bytes,
+    )
+    return _Forecaster(spec, config, asked).forecast()
+
+
+def _budget(config: EngineConfig, host_available: int) -> int:
+    if config.gpu_memory_limit is not None and not isinstance(config.gpu_memory_limit, float):
+        return parse_bytes(config.gpu_memory_limit, "gpu_memory")
+    if not torch.cuda.is_available():
+        raise ValueError('this machine has no GPU whose memory could be taken: state it, such as gpu_memory="12GiB"')
+    return gpu_budget(config, torch.device("cuda", torch.cuda.current_device()), host_available)
+
+
+@dataclass(frozen=True)
+class _Forecaster:
+    """One model on one machine, for any context and batch; `asked` has what is given, and no answers."""
+
+    spec: ModelSpec
+    config: EngineConfig
+    asked: Forecast
+
+    def forecast(self) -> Forecast:
+        context, batch = self.asked.context, self.asked.batch
+        step, longest = self._step(context, batch), self._longest(batch, lambda other: other.fits)
+        if not step.fits:
+            advice = self._advice_to_fit(context, batch, longest)
+            return replace(step, longest_context=longest or None, advice=advice)
+        return replace(
+            step,
+            longest_context=longest,
+            longest_resident_context=self._longest(
+                batch, lambda other: other.fits and not other.streamed_bytes_per_step
+            ),
+            largest_batch=_largest(lambda n: self._step(context, n).fits, MAX_BATCH),
+            advice=self._advice(step),
+        )
+
+    def _longest(self, batch: int, accepts: Callable[[Forecast], bool]) -> int:
+        """Return the longest context, in whole blocks or up to the model's limit, whose step is accepted."""
+        size, limit = self.spec.layout.block_size, self.spec.max_position
+        blocks = _largest(lambda n: accepts(self._step(min(n * size, limit), batch)), -(-limit // size))
+        return min(limit, size * blocks)
+
+    def _step(self, context: int, batch: int) -> Forecast:
+        """Forecast a decode step at full context, or why it cannot run; no limits yet, and no advice."""
+        asked, layout = replace(self.asked, context=context, batch=batch), self.spec.layout
+        config = replace(self.config, max_model_len=context, max_num_seqs=batch)
+        try:
+            memory = make_plan(
+                config,
+                self.spec,
+                budget_bytes=asked.budget_bytes,
+                host_available_bytes=asked.host_budget_bytes,
+                is_cuda=True,
+            )
+        except ValueError as error:
+            return replace(asked, problem=str(error))
+        num_full, num_blocks = context // layout.block_size, -(-context // layout.block_size)
+        room = memory.num_gpu_blocks - 1  # without scratch
+        num_streamed = 0
+        if batch * num_blocks > room:
+            if not config.may_offload:
+                needed = f"{batch} x {context} tokens need {batch * num_blocks} KV blocks"
+                return replace(asked, problem=f"{needed}, {room} fit on the GPU")
+            if batch * num_full > memory.num_host_blocks:
+                gib, limit = format_gib(batch * num_full * layout.block_bytes), format_gib(memory.host_bytes)
+                needed = f"{batch} x {context} tokens need {gib} GiB of host memory for KV blocks"
+                return replace(asked, problem=f"{needed}, the limit is {limit} GiB")
+            resident = max(0, room - batch - promotion_margin(batch))
+            if memory.max_resident_blocks is not None:
+                resident = min(resident, memory.max_resident_blocks)
+            num_streamed = max(0, batch * num_full - resident)
+        elif config.enable_cpu_offload is True and memory.max_resident_blocks is not None:
+            num_streamed = max(0, batch * num_full - memory.max_resident_blocks)
+        full_layers = sum(window is None for window in self.spec.windows)
+        streamed = num_streamed * full_layers * layout.layer_block_bytes
+        read = bytes_read_per_step(self.spec, [context] * batch)
+        times = {"link": streamed / (asked.link_gbps * 1e9)}
+        if asked.device_gbps is not None:
+            times["device memory"] = read / (asked.device_gbps * 1e9)
+        bound = max(times, key=times.get)
+        kv_bytes = batch * num_blocks * layout.block_bytes
+        return replace(
+            asked,
+            memory=memory,
+            kv_bytes=kv_bytes,
+            resident_kv_bytes=kv_bytes - num_streamed * layout.block_bytes,
+            streamed_bytes_per_step=streamed,
+            read_bytes_per_step=read,
+            ms_per_token=times[bound] * 1e3 if times[bound] else None,
+            bound=bound if times[bound] else None,
+        )
+
+    # What would help: each answer is the forecast of a changed setting
+
+    def _advice(self, step: Forecast) -> tuple[str, ...]:
+        if step.bound != "link":
+            return ()
+        context, batch, now = step.context, step.batch, step.ms_per_token
+        found: list[tuple[float, str]] = []
+
+        def consider(changed: Forecast, what: str) -> None:
+            then = changed.ms_per_token or 0.0
+            if changed.fits and then < 0.995 * now:
+                reached = f"{then:.1f} ms" if changed.streamed_bytes_per_step else "nothing streams"
+                found.append((now - then, f"{what}: {reached} instead of {now:.1f} ms"))
+
+        missing = -(-(step.kv_bytes - step.resident_kv_bytes) // GIB)
+        for gib in sorted({1, missing}):
+            consider(self._with_gpu(gib)._step(context, batch), f"{gib} GiB more GPU memory")
+        chunk = step.memory.max_num_batched_tokens
+        if chunk > 2048:
+            smaller = replace(self, config=replace(self.config, max_num_batched_tokens=chunk // 4))
+            consider(smaller._step(context, batch), f"max_num_batched_tokens={chunk // 4}, which slows prefill")
+        if batch > 1:
+            half = self._step(context, batch // 2)
+            if (half.tokens_per_second or 0.0) > 1.005 * step.tokens_per_second:
+                found.append((0.0, f"max_num_seqs={batch // 2}: {half.tokens_per_second:.1f} instead of "
+                                   f"{step.tokens_per_second:.1f} tokens/s in all"))  # fmt: skip
+        return tuple(text for _, text in sorted(found, reverse=True))
+
+    def _advice_to_fit(self, context: int, batch: int, longest: int) -> tuple[str, ...]:
+        found = []
+        if longest:
+            found.append(f"at most {longest:,} tokens of context for {_sequences(batch)}")
+        if context > self.spec.max_position:  # no memory helps
+            return tuple(found)
+        fewer = _largest(lambda n: self._step(context, n).fits, batch)
+        if fewer:
+            found.append(f"a batch of at most {fewer} at {context:,} tokens")
+        if not self.config.may_offload:
+            offloaded = replace(self, config=replace(self.config, enable_cpu_offload=True))
+            if offloaded._step(context, batch).fits:
+                found.append("enable_cpu_offload=True")
+        # The most of the GPU's is what another card could have.
+        for place, most, with_more in (("host", 256, self._with_host), ("GPU", 32, self._with_gpu)):
+            gib = 1 + bisect_left(range(1, most + 1), True, key=lambda gib: with_more(gib)._step(context, batch).fits)
+            if gib <= most:
+                found.append(f"{gib} GiB more {place} memory")
+        return tuple(found)
+
+    def _with_gpu(self, gib: int) -> _Forecaster:
+        return replace(self, asked=replace(self.asked, budget_bytes=self.asked.budget_bytes + gib * GIB))
+
+    def _with_host(self, gib: int) -> _Forecaster:
+        config = self.config
+        if config.host_memory_limit is not None:
+            limit = parse_bytes(config.host_memory_limit, "host_memory") + gib * GIB
+            config = replace(config, host_memory_limit=limit)
+        asked = replace(self.asked, host_budget_bytes=self.asked.host_budget_bytes + gib * GIB)
+        return replace(self, asked=asked, config=config)
+
+
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the largest n of 1 to `limit` that fits, or 0 if none does. If n fits, all smaller ones must."""
+    return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
+
+
 def _count(number: int | None) -> str:
     return f"{number:,}" if number else "none"
 
 
-def sequences(count: int) -> str:
+def _sequences(count: int) -> str:
     return "one sequence" if count == 1 else f"{count} sequences"

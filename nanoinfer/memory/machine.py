@@ -6,11 +6,7 @@ import torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device that `name` asks for.
-
-    Raises:
-        ValueError: the name is no device, or CUDA is asked for where there is none.
-    """
+    """Return the torch device that `name` asks for; ValueError if it is none, or CUDA where there is none."""
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:

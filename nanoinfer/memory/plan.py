@@ -9,13 +9,12 @@ import torch
 
 from nanoinfer.common.units import GIB, format_gib, is_share, parse_bytes
 from nanoinfer.config import EngineConfig
-from nanoinfer.kernels.attention.limits import MAX_TILES_APART
+from nanoinfer.kernels.attention.spec import MAX_TILES_APART
 from nanoinfer.kernels.linear.counts import num_parts, padded_rows
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.sampling.reference import logprobs_bytes
 from nanoinfer.sampling.reference import workspace_bytes as reference_bytes
 from nanoinfer.sampling.settings import state_bytes
-from offload import KVLayout
 
 DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 # Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
@@ -103,17 +102,13 @@ class MemoryPlan:
 def make_plan(
     config: EngineConfig,
     spec: ModelSpec,
-    layout: KVLayout,
     *,
     budget_bytes: int,
     host_available_bytes: int,
     is_cuda: bool,
 ) -> MemoryPlan:
-    """Divide the budget among the parts of the engine.
-
-    Raises:
-        ValueError: a limit is too small; the message names the smallest that works.
-    """
+    """Divide the budget among the parts of the engine. Where a limit is too small, a ValueError says what works."""
+    layout = spec.layout
     slot_bytes = max(DEFAULT_RING_SLOT_BYTES, layout.layer_block_bytes)
     if config.ring_slot_bytes is not None:
         slot_bytes = parse_bytes(config.ring_slot_bytes, "ring_slot_bytes")
@@ -128,7 +123,7 @@ def make_plan(
             "lower max_model_len, or set RoPE scaling in the model's config"
         )
     for tokens in _batched_tokens(config, is_cuda):
-        plan = _spend(config, spec, layout, tokens, budget_bytes, slot_bytes, is_cuda)
+        plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, is_cuda)
         plan = _with_host(config, plan, host_available_bytes)
         if plan.num_gpu_blocks >= _min_blocks(config, plan):
             break
@@ -153,16 +148,18 @@ def _batched_tokens(config: EngineConfig, is_cuda: bool) -> list[int]:
 def _spend(
     config: EngineConfig,
     spec: ModelSpec,
-    layout: KVLayout,
     max_num_batched_tokens: int,
     budget_bytes: int,
     slot_bytes: int,
     is_cuda: bool,
 ) -> MemoryPlan:
-    max_model_len = config.max_model_len or spec.max_position
+    layout, max_model_len = spec.layout, config.max_model_len or spec.max_position
     max_num_seqs = config.max_num_seqs or (256 if budget_bytes >= 32 * GIB else 64)
     max_blocks = -(-max_model_len // layout.block_size)
     blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * max_num_seqs)
+    resident = config.resident_kv_limit
+    if resident is not None:
+        resident = int(resident and parse_bytes(resident, "resident_kv_limit")) // layout.block_bytes
     # Attention partials, float32; the tables of items and ring chunks, of decode and prefill, take 60 bytes per split
     # and window, and the record of each ring slot 16 per split.
     heads, windows = spec.attention, spec.attention.windows
@@ -192,7 +189,7 @@ def _spend(
         blocks_per_slot=blocks_per_slot,
         num_gpu_blocks=0,
         num_host_blocks=0,
-        max_resident_blocks=max_resident_blocks(config, layout),
+        max_resident_blocks=resident,
         max_splits=0,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -208,12 +205,6 @@ def _spend(
         num_blocks = min(num_blocks, max(useful, _min_blocks(config, plan)))
     num_blocks = min(num_blocks, config.num_gpu_blocks_override or num_blocks)
     return replace(plan, num_gpu_blocks=num_blocks)
-
-
-def max_resident_blocks(config: EngineConfig, layout: KVLayout) -> int | None:
-    """`resident_kv_limit` in whole blocks."""
-    limit = config.resident_kv_limit
-    return None if limit is None else int(limit and parse_bytes(limit, "resident_kv_limit")) // layout.block_bytes
 
 
 def _activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: int, is_cuda: bool) -> int:
@@ -348,11 +339,7 @@ def _with_model_len(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
 
 
 def gpu_budget(config: EngineConfig, device: torch.device, host_available_bytes: int) -> int:
-    """Bytes that the engine may take on its device.
-
-    Raises:
-        ValueError: the limit is more than the GPU has.
-    """
+    """Return the bytes that the engine may take on its device; ValueError if the limit is more than the GPU has."""
     limit, is_cuda = config.gpu_memory_limit, device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
     if limit is None:

@@ -14,10 +14,7 @@ from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.weights.load import load_config, read_spec
 from nanoinfer.weights.quantize import quantised_config
-from offload import KVLayout
 from offload.memory.host_memory import memory_available_bytes
-
-KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
 
 class Setup:
@@ -33,33 +30,24 @@ class Setup:
     def __init__(self, config: EngineConfig, device: torch.device, offload: bool | None = None) -> None:
         self.config, self.device = config, device
         self.hf_config = quantised_config(load_config(config.model), config.quantization, config.head_quantization)
-        self.spec, self.layout = spec_and_layout(config, self.hf_config)
+        self.spec = spec_of(config, self.hf_config)
         offload = config.may_offload if offload is None else offload
         self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)
 
     def plan(self, config: EngineConfig | None = None) -> MemoryPlan:
-        """Return the memory plan of an engine with this config, or with another one for the same model.
-
-        Raises:
-            ValueError: the memory is too small.
-        """
+        """Return the memory plan of an engine with this config, or another; ValueError if the memory is too small."""
         config, available = config or self.config, memory_available_bytes()
         return make_plan(
             config,
             self.spec,
-            self.layout,
             budget_bytes=gpu_budget(config, self.device, available),
             host_available_bytes=available,
             is_cuda=self.device.type == "cuda",
         )
 
 
-def spec_and_layout(config: EngineConfig, hf_config: PretrainedConfig) -> tuple[ModelSpec, KVLayout]:
-    """Return the model's numbers and the shape of its KV blocks.
-
-    Raises:
-        ValueError: the model cannot run, or not with these settings.
-    """
+def spec_of(config: EngineConfig, hf_config: PretrainedConfig) -> ModelSpec:
+    """Return the model's numbers, those of its KV blocks among them; ValueError if these settings do not fit it."""
     hf_config = quantised_config(hf_config, config.quantization, config.head_quantization)
     spec = read_spec(hf_config, config.dtype)
     formats_of(hf_config).check_options(config.quantization, config.kv_cache_dtype)
@@ -68,13 +56,6 @@ def spec_and_layout(config: EngineConfig, hf_config: PretrainedConfig) -> tuple[
             f"enable_prefix_caching=True is not supported for {spec.architecture}: some of its layers keep a state of "
             "the whole sequence, which the blocks of an equal beginning do not hold: set enable_prefix_caching=False"
         )
-    kv_cache_dtype = KV_DTYPES[config.kv_cache_dtype]
+    kv_cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else None
     attention = replace(spec.attention, block_size=config.block_size, kv_cache_dtype=kv_cache_dtype)
-    layout = KVLayout(
-        num_layers=len(spec.windows),
-        block_size=attention.block_size,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        dtype=attention.kv_dtype,
-    )
-    return replace(spec, attention=attention), layout
+    return replace(spec, attention=attention)

@@ -9,6 +9,7 @@ from math import prod
 import torch
 
 from nanoinfer.kernels.attention.spec import AttentionSpec
+from offload import KVLayout
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class ModelSpec:
     tied_embeddings: bool
     num_rope_tables: int = 1
     """Distinct position tables that the layers share."""
-    num_parameters: int
+    num_parameters: int = 0
     """Numbers in the tensors of all weights; a tied head counts once."""
-    weight_bytes: int
+    weight_bytes: int = 0
     """Bytes of all weights on the device, in the formats that they have there."""
-    embedding_bytes: int
+    embedding_bytes: int = 0
     """Bytes of the embeddings, of which a step reads a few rows."""
     scratch_bytes: int = 0
     """Bytes of the buffer that packed weights are expanded to, on a CPU."""
@@ -72,6 +73,18 @@ class ModelSpec:
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer with attention. The engine counts these layers alone where it places KV."""
         return tuple(state.window for state in self.layers if isinstance(state, AttentionState))
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of the KV blocks."""
+        heads = self.attention
+        return KVLayout(
+            num_layers=len(self.windows),
+            block_size=heads.block_size,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            dtype=heads.kv_dtype,
+        )
 
     @property
     def token_bytes(self) -> int:

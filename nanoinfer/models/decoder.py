@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +34,10 @@ from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
-from nanoinfer.layers.formats.base import Filling, Formats
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE, Filling, Formats
+from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.registry import formats_of
-from nanoinfer.layers.linear import Embedding, Head, Linear, product_bytes, scratch_size, share_scratch
+from nanoinfer.layers.linear import Embedding, Head, Linear, scratch_size, share_scratch
 from nanoinfer.layers.mlp import GatedMLP
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rope import rope_table
@@ -98,10 +99,7 @@ class Attention(nn.Module):
         self.k_norm = traits.norm(self._head_dim, traits.norm_eps, **options) if traits.qk_norm else None
 
     def project(self, normed: Tensor, rope: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
-        """Apply norm and rotation to query and key heads, write keys and values to `target`, and return the queries.
-
-        normed: [N, hidden_size]; rope: `rope_table`; positions: [N] int64. Returns [N, num_q_heads, head_dim], packed.
-        """
+        """As `Decoder.before_attention` says; normed: [N, hidden_size]; rope: `rope_table`."""
         qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._head_dim))
         q = qkv.new_empty(len(qkv), self._num_q_heads, self._head_dim) if target.q is None else target.q
         weights, eps, offset = None, 0.0, False
@@ -131,10 +129,7 @@ class DecoderLayer(nn.Module):
         )
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
-        """Add both parts to x, in place, and return the norm of x.
-
-        x, attn: [N, hidden_size], [N, num_q_heads * head_dim]; norm: the one that follows.
-        """
+        """Add both parts to x, in place, and return `norm`, the one that follows, of x. attn: [N, q_size]."""
         normed = self.self_attn.o_proj.added_to(x, attn, self.post_attention_layernorm)
         return self.mlp.down_proj.added_to(x, self.mlp.hidden(normed), norm)
 
@@ -166,9 +161,8 @@ class Decoder(nn.Module):
         self.spec = spec
         traits, formats = self.traits(hf_config), formats_of(hf_config)
         options = dict(dtype=spec.dtype, device=device)
-        weights = formats.of_embeddings("model.embed_tokens")
-        tied = spec.tied_embeddings
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, is_tied=tied, weights=weights, **options)
+        table = dict(is_tied=spec.tied_embeddings, formats=formats.of_embeddings("model.embed_tokens"))
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **table, **options)
         self.layers = nn.ModuleList()
         for index, state in enumerate(spec.layers):
             own = replace(traits, formats=formats.below(f"model.layers.{index}"))
@@ -177,7 +171,9 @@ class Decoder(nn.Module):
         if not spec.tied_embeddings:
             self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **options)
         share_scratch(self, **options)
-        self._embedding_scale = _rounded(traits.embedding_scale, spec.dtype)
+        self._embedding_scale = traits.embedding_scale
+        if self._embedding_scale is not None:  # a product with the number rounds as with a scalar tensor then
+            self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
         self._logits_softcap = traits.logits_softcap
         ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
         self._rope_tables = [rope_table(rope, spec.attention.head_dim, max_position, **options) for rope in ropes]
@@ -185,17 +181,13 @@ class Decoder(nn.Module):
     # What a family reads from its config
 
     @classmethod
-    def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        """Where the family differs. The default is Llama without biases."""
-        return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act)
+    def traits(cls, hf_config: PretrainedConfig, **own: Any) -> Traits:
+        """Return where the family differs: in `own`. The default is Llama without biases."""
+        return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act, **own)
 
     @classmethod
     def layer_states(cls, hf_config: PretrainedConfig) -> tuple[AttentionState | RecurrentState, ...]:
-        """What each layer keeps. The default is full attention, or what the config names.
-
-        Raises:
-            ValueError: it names sliding layers without a window.
-        """
+        """Return what each layer keeps: full attention, or what the config names. ValueError: a window is missing."""
         if not cls.has_layer_types:
             return (AttentionState(),) * hf_config.num_hidden_layers
         layer_types, window = hf_config.layer_types, hf_config.sliding_window
@@ -213,11 +205,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
-        """The model's numbers; reads no weight and allocates nothing.
-
-        Raises:
-            ValueError: the config asks for something that is not supported.
-        """
+        """Return the model's numbers, from the config alone; ValueError if it asks for what is not supported."""
         architecture, layers = (hf_config.architectures or [cls.__name__])[0], cls.layer_states(hf_config)
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         num_q_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
@@ -249,9 +237,6 @@ class Decoder(nn.Module):
             max_position=hf_config.max_position_embeddings,
             tied_embeddings=hf_config.tie_word_embeddings,
             num_rope_tables=len(ropes),
-            num_parameters=0,
-            weight_bytes=0,
-            embedding_bytes=0,
         )
         # Counted, not calculated: the number cannot drift from what the constructor allocates.
         shapes_only = cls(hf_config, spec, device="meta", max_position=1)
@@ -262,22 +247,22 @@ class Decoder(nn.Module):
             embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
             scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
             gpu_scratch_bytes=dtype.itemsize * scratch_size(shapes_only, dtype.itemsize == 2),
-            product_bytes=product_bytes(shapes_only),
+            product_bytes=temporary_bytes(scratch_size(shapes_only, False)),
         )
 
     # The calls
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype, a new tensor, and the first layer's norm of it."""
-        x = self.embed_tokens(token_ids)
+        x = self.embed_tokens.lookup(token_ids)
         x = x if self._embedding_scale is None else x * self._embedding_scale
         return x, self._norm_before(0)(x)
 
     def before_attention(self, layer: int, normed: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
-        """Compute projections and positions: store keys and values in `target` and return the queries.
+        """Compute projections, head norms and rotations: store keys and values in `target` and return the queries.
 
-        positions: [N] int64, absolute, below max_position. Returns q [N, num_q_heads, head_dim], packed: `target.q`
-        where that is given.
+        positions: [N] int64, absolute, below max_position. Returns [N, num_q_heads, head_dim], packed: `target.q` where
+        that is given.
         """
         rope = self._rope_tables[self._rope_of_layer[layer]]
         return self.layers[layer].self_attn.project(normed, rope, positions, target)
@@ -312,7 +297,7 @@ class Decoder(nn.Module):
         [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if that is given.
         """
         head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
-        logits = head.logits(normed, out)
+        logits = head(normed, out)
         if self._logits_softcap is not None:
             logits.copy_(exact.elementwise(torch.tanh, logits.div_(self._logits_softcap))).mul_(self._logits_softcap)
         return logits
@@ -346,8 +331,3 @@ def _distinct(ropes: tuple[Mapping, ...]) -> tuple[list[Mapping], list[int]]:
         if rope not in distinct:
             distinct.append(rope)
     return distinct, [distinct.index(rope) for rope in ropes]
-
-
-def _rounded(value: float | None, dtype: torch.dtype) -> float | None:
-    """`value` as `dtype` holds it: the product with a tensor of this dtype then rounds as with a scalar tensor."""
-    return None if value is None else torch.tensor(value, dtype=dtype, device="cpu").item()

@@ -14,10 +14,5 @@ class Llama(Decoder):
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        return Traits(
-            norm_eps=hf_config.rms_norm_eps,
-            activation=hf_config.hidden_act,
-            qkv_bias=hf_config.attention_bias,
-            output_bias=hf_config.attention_bias,
-            mlp_bias=hf_config.mlp_bias,
-        )
+        bias = hf_config.attention_bias
+        return super().traits(hf_config, qkv_bias=bias, output_bias=bias, mlp_bias=hf_config.mlp_bias)

@@ -15,4 +15,4 @@ class Qwen2(Decoder):
 
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
-        return Traits(norm_eps=hf_config.rms_norm_eps, activation=hf_config.hidden_act, qkv_bias=True)
+        return super().traits(hf_config, qkv_bias=True)

@@ -6,13 +6,10 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
 
 import nanoinfer.models
 from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.models.decoder import Decoder
-
-Model = TypeVar("Model", bound=type[Decoder])
 
 _MODELS: dict[str, type[Decoder]] = {}
 
@@ -24,16 +21,10 @@ def _import_families() -> None:
         importlib.import_module(f"nanoinfer.models.{module.name}")
 
 
-def register(architecture: str) -> Callable[[Model], Model]:
-    """Class decorator: this class runs checkpoints whose config names `architecture`.
+def register(architecture: str) -> Callable[[type[Decoder]], type[Decoder]]:
+    """Class decorator: this class runs checkpoints whose config names `architecture`; ValueError if it is taken."""
 
-    Raises:
-        ValueError: the name is taken.
-    """
-
-    def add(model: Model) -> Model:
-        if not model.__module__.startswith("nanoinfer.models."):
-            _import_families()  # whose names are taken
+    def add(model: type[Decoder]) -> type[Decoder]:
         if architecture in _MODELS:
             raise ValueError(f"{architecture} is already registered, by {_MODELS[architecture].__name__}")
         _MODELS[architecture] = model
@@ -49,11 +40,7 @@ def supported_architectures() -> tuple[str, ...]:
 
 
 def find_class(architectures: list[str] | None) -> type[Decoder]:
-    """The class that runs the first supported one of a config's `architectures`.
-
-    Raises:
-        ValueError: none of them is supported, or the config names none. The message lists the supported ones.
-    """
+    """Return the class of the first supported one of a config's `architectures`; ValueError if there is none."""
     _import_families()
     for name in architectures or ():
         if name in _MODELS:

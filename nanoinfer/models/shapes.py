@@ -48,11 +48,7 @@ def refuse_shape(model: str) -> None:
 
 
 def write_shape(name: str, directory: str | Path) -> Path:
-    """Writes the shape's config.json into `directory`, for `LLM(directory, load_format="dummy")`.
-
-    Raises:
-        ValueError: there is no such shape. The message names the nearest shape and all shapes.
-    """
+    """Write the shape's config.json into `directory`, for `LLM(directory, load_format="dummy")`."""
     choose("shape", name, SHAPES)
     path = Path(directory) / "config.json"
     path.write_text(json.dumps(SHAPES[name]))

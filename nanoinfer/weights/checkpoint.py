@@ -73,7 +73,7 @@ TOKEN_IDS = Rule(
     "a token id (a whole number of at least 0), a list of them, or null",
     lambda value: value is None or all(map(_TOKEN_ID.accepts, value if isinstance(value, list) else [value])),
 )
-_ARCHITECTURES = _optional(Rule("a list of names", _is_texts))
+ARCHITECTURES = _optional(Rule("a list of names", _is_texts))
 _ROPE_THETA = _number(1, 1e15)
 _PARTIAL_ROTARY_FACTOR = _optional(
     Rule("1: heads are rotated as a whole", lambda value: type(value) in (int, float) and value == 1)
@@ -134,17 +134,8 @@ _ROPE_FIELDS = {
 }
 
 
-def check_architectures(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises ValueError if `architectures` is not a list of names."""
-    _ARCHITECTURES.check(f"{path} is no valid config", "architectures", values.get("architectures"))
-
-
 def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decoder]) -> None:
-    """Checks the fields of a config.json for a model of class `model_class`.
-
-    Raises:
-        ValueError: a value is not allowed. The message names the file, the field, the value and the allowed values.
-    """
+    """Raise ValueError, with file, field, value and what is allowed, if a config.json does not fit this class."""
     where = f"{path} is no valid config"
     if values.get("model_type") != model_class.model_type:
         raise ValueError(
@@ -166,7 +157,7 @@ def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decode
 
 
 def check_config(path: Path, hf_config: PretrainedConfig, model_class: type[Decoder]) -> None:
-    """Checks the config that transformers made of the file, like `check_fields`: some values are derived."""
+    """Check the config that transformers made of the file, like `check_fields`: some values are derived."""
     values = {name: value for name, value in vars(hf_config).items() if name in _FIELDS and name != "dtype"}
     check_fields(path, values | {"model_type": hf_config.model_type}, model_class)
 

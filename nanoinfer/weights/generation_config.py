@@ -18,21 +18,13 @@ _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 
 
 def read(model_dir: Path) -> dict[str, Any]:
-    """Return the content of the file, or {} if there is no file.
-
-    Raises:
-        ValueError: the file is not a JSON object.
-    """
+    """Return the content of the file, or {} if there is no file; ValueError if it is no JSON object."""
     path = model_dir / FILE
     return read_json_object(path) if path.exists() else {}
 
 
 def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int]:
-    """Return the tokens that end a completion: from generation_config.json if it names some, else from config.json.
-
-    Raises:
-        ValueError: the values are not token ids.
-    """
+    """Return the tokens that end a completion: generation_config.json's if it names some, else config.json's."""
     found = read(model_dir).get("eos_token_id", getattr(hf_config, "eos_token_id", None))
     TOKEN_IDS.check(str(model_dir / FILE), "eos_token_id", found)
     if found is None:
@@ -41,11 +33,7 @@ def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int
 
 
 def sampling_defaults(model_dir: Path) -> dict[str, Any]:
-    """Return the values for fields of SamplingParams that a request leaves out. null in the file means absent.
-
-    Raises:
-        ValueError: SamplingParams does not accept a value.
-    """
+    """Return values for fields of SamplingParams that a request leaves out; ValueError if one is not allowed."""
     content = read(model_dir)
     defaults = {name: content[name] for name in _SAMPLING_FIELDS if content.get(name) is not None}
     if "max_new_tokens" in defaults:

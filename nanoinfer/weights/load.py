@@ -22,7 +22,7 @@ from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
-from nanoinfer.weights.checkpoint import OBJECT, check_architectures, check_config, check_fields
+from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_config, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.read import TensorEntry
 
@@ -101,7 +101,7 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
     if not path.is_file():
         raise ValueError(f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint")
     raw = read_json_object(path)
-    check_architectures(path, raw)
+    ARCHITECTURES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
     try:
         model_class = find_class(raw.get("architectures"))
     except ValueError as error:
@@ -127,11 +127,7 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
 
 
 def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpec:
-    """Return the spec of a config's model, computed in `dtype` (as in `resolve_dtype`).
-
-    Raises:
-        ValueError: the config asks for something that is not supported; the message names the file.
-    """
+    """Return the spec of a config's model, computed in `dtype` (as in `resolve_dtype`); a ValueError names the file."""
     try:
         return find_class(hf_config.architectures).spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
     except ValueError as error:
@@ -139,11 +135,7 @@ def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpe
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file of a checkpoint.
-
-    Raises:
-        ValueError: the file cannot be read, or its content is not an object.
-    """
+    """Return the content of a checkpoint's JSON file; ValueError if it cannot be read, or is not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if _is_deeper_than(_MAX_JSON_DEPTH, content):
@@ -177,7 +169,7 @@ def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
     model_dir = Path(model_dir)
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.is_file():
-        return {entry.name: entry for entry in _read_header(single)}
+        return _read_header(single)
     if not index.is_file():
         raise ValueError(
             f"{model_dir} holds neither {single.name} nor {index.name}: give a checkpoint in safetensors format "
@@ -187,7 +179,7 @@ def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
     missing = sorted({shard for shard in shard_of.values() if not (model_dir / shard).is_file()})
     if missing:
         raise ValueError(f"{index} names files that are not there: {_listed(missing)}. Download them again")
-    found = {shard: {e.name: e for e in _read_header(model_dir / shard)} for shard in sorted(set(shard_of.values()))}
+    found = {shard: _read_header(model_dir / shard) for shard in sorted(set(shard_of.values()))}
     absent = [f"{name} in {shard}" for name, shard in shard_of.items() if name not in found[shard]]
     if absent:
         raise ValueError(f"{index} names tensors that are not there: {_listed(absent)}. Download the files again")
@@ -216,7 +208,7 @@ def _is_file_name(shard: Any) -> bool:
     return len(shard.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
 
 
-def _read_header(path: Path) -> list[TensorEntry]:
+def _read_header(path: Path) -> dict[str, TensorEntry]:
     try:
         with safe_open(path, framework="pt"):
             pass  # opening checks the header: the tensors' ranges fit their shapes and dtypes, and fill the file
@@ -226,29 +218,18 @@ def _read_header(path: Path) -> list[TensorEntry]:
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{path} is cut short or corrupt ({error}): download it again") from error
     header.pop("__metadata__", None)
-    entries = []
+    entries = {}
     for name, tensor in header.items():
         dtype = FILE_DTYPES.get(tensor["dtype"])
         if dtype is None:
             raise ValueError(f"{name} in {path} has dtype {tensor['dtype']}: supported are {', '.join(_WIDE_DTYPES)}")
-        entries.append(
-            TensorEntry(
-                name=name,
-                path=path,
-                shape=tuple(tensor["shape"]),
-                dtype=dtype,
-                offset=8 + header_bytes + tensor["data_offsets"][0],
-            )
-        )
+        offset, shape = 8 + header_bytes + tensor["data_offsets"][0], tuple(tensor["shape"])
+        entries[name] = TensorEntry(name=name, path=path, shape=shape, dtype=dtype, offset=offset)
     return entries
 
 
 def resolve_dtype(dtype: str | torch.dtype, hf_config: PretrainedConfig) -> torch.dtype:
-    """Return the dtype to compute in: the given name or dtype; for "auto" the config's, or float32 if it gives none.
-
-    Raises:
-        ValueError: the dtype is not bfloat16, float16 or float32.
-    """
+    """Return the dtype to compute in, of 16 or 32 bits or a ValueError. "auto" is the config's, or else float32."""
     wanted = dtype
     if dtype == "auto":
         wanted = getattr(hf_config, "dtype", None) or torch.float32
@@ -300,11 +281,7 @@ def load_model(
 
 
 def check_matches(entries: dict[str, TensorEntry], model: Decoder, model_dir: str | Path) -> None:
-    """Compares names and shapes of the tensors with those of `model`, which may lie on the meta device.
-
-    Raises:
-        ValueError: they differ. The message lists the tensors.
-    """
+    """Raise ValueError, listing tensors, if names or shapes are not `model`'s, which may lie on the meta device."""
     views = model.checkpoint_views()
     missing = [name for name, view in views.items() if name not in entries and not getattr(view, "optional", False)]
     if missing:

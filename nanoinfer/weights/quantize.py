@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoinfer.config import QUANTISED
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.registry import find_class
 from nanoinfer.weights.load import read_spec

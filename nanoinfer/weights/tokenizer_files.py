@@ -22,10 +22,9 @@ _LARGE_VALUE = re.compile(rb":\s*\d{8}")
 
 
 def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer, or None if it is not wanted or the checkpoint has none. No code of the checkpoint runs.
+    """Return the tokenizer, or None if it is not wanted or the checkpoint has none; ValueError if it does not load.
 
-    Raises:
-        ValueError: the checkpoint has a tokenizer that cannot be loaded.
+    No code of the checkpoint runs.
     """
     if config.skip_tokenizer_init:
         return None

@@ -19,8 +19,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from nanoinfer.common.units import format_size
-from nanoinfer.layers.formats.base import Filling
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE, Filling
 from nanoinfer.layers.formats.online import QuantisedWhileRead
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.formats.schemes import quantise, stored
@@ -130,8 +129,7 @@ def _parts(model_dir: Path, hf_config: PretrainedConfig) -> list[_Part]:
 def _whole_directory(out: Path, num_bytes: int) -> Iterator[Path]:
     """Make a directory beside `out` that becomes `out` at the end, or is removed after an error.
 
-    Raises:
-        ValueError: the disk has less free space than `num_bytes`, or the directory cannot be made.
+    A ValueError says that it cannot be made, or that the disk has less free space than `num_bytes`.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -156,19 +154,16 @@ def _whole_directory(out: Path, num_bytes: int) -> Iterator[Path]:
 def _write_weights(directory: Path, parts: list[_Part], device: torch.device | str, progress: bool) -> None:
     shards = list(in_batches(parts, _SHARD_BYTES, lambda part: part.num_bytes))
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
+    files = dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))
     total = sum(part.entry.num_bytes for part in parts)
     with tqdm(total=total, desc="quantising", unit="B", unit_scale=True, disable=not progress) as bar:
-        for name, shard in zip(names, shards, strict=True):
+        for name, shard in files.items():
             with (directory / name).open("wb") as file:
                 _write_header(file, shard)
                 for part in shard:
                     _write_part(file, part, device, bar.update)
     if len(shards) > 1:
-        shard_of = {
-            tensor: name for name, shard in zip(names, shards, strict=True) for p in shard for tensor in p.stored
-        }
+        shard_of = {tensor: name for name, shard in files.items() for part in shard for tensor in part.stored}
         metadata = dict(total_size=sum(part.num_bytes for part in parts))
         (directory / _INDEX).write_text(json.dumps(dict(metadata=metadata, weight_map=shard_of), indent=2) + "\n")
 

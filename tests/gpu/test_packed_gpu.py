@@ -9,7 +9,7 @@ DEVICE = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 pytest.importorskip("triton")
 
-from packings import PACKINGS, filled
+from packings import PACKINGS, Bare, filled
 
 from nanoinfer.kernels import fused
 from nanoinfer.kernels.linear.counts import num_parts
@@ -17,7 +17,7 @@ from nanoinfer.kernels.linear.expand import expand
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.kernels.linear.rows import linear, linear_parts
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.layers.formats.parted import Parted
 
 # Rows of the weight, columns, and rows of x: parts that cut blocks; blocks too large; rows that tiles do not divide.
@@ -94,15 +94,15 @@ def test_parts_by_themselves_have_the_bits_of_the_matrix_of_all():
     names = ("int4 with zeros", "int4 out of order", "fp8 in blocks")
     found = [filled(Packing(**PACKINGS[name]), 160, 384, largest=0.03, device=DEVICE) for name in names]
     found.append((DENSE, SimpleNamespace(weight=torch.randn(48, 384, device=DEVICE).bfloat16() / 20)))
-    module = SimpleNamespace(num_rows=528, in_features=384, held=found)
+    weights = Parted([one for one, _ in found], [160, 160, 160, 48])
+    module = Bare(weights=weights, num_rows=528, in_features=384, held=found)
     module.scratch = torch.empty(528 * 384, dtype=torch.bfloat16, device=DEVICE)
     module.operations, module.library_counts = fused, frozenset()
-    weights = Parted([one for one, _ in found], [160, 160, 160, 48])
     matrix = weights.matrix(module).clone()
     x = torch.randn(512, 384, device=DEVICE).bfloat16()
     for bias in (None, torch.randn(528, device=DEVICE).bfloat16()):
         module.bias = bias
         want, gated = linear(x, matrix, bias), linear(x, matrix, bias, activation="silu")
         for count in (1, 7, 33, 512):
-            assert torch.equal(weights.project(module, x[:count]), want[:count]), count
-            assert torch.equal(weights.project_gated(module, x[:count], "silu"), gated[:count]), count
+            assert torch.equal(module(x[:count]), want[:count]), count
+            assert torch.equal(module(x[:count], activation="silu"), gated[:count]), count

@@ -15,9 +15,9 @@ if not triton.knobs.runtime.interpret:
 from nanoinfer.attention.triton_backend import TritonBackend
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.attention import merge
-from nanoinfer.kernels.attention.limits import SHORT_BLOCKS
+from nanoinfer.kernels.attention.merge import store_partials
 from nanoinfer.kernels.attention.shape import KernelShape, decode_programs, decode_tiles, prefill_tiles
-from nanoinfer.kernels.attention.store_partials import store_partials
+from nanoinfer.kernels.attention.spec import SHORT_BLOCKS
 from nanoinfer.kernels.launch.sizes import largest_tile
 from nanoinfer.kernels.step.rows import step_inputs, update_rows
 

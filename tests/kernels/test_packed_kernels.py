@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from packings import HALF, PACKINGS, Held, filled
+from packings import FULL, HALF, PACKINGS, Bare, filled
 
 from nanoinfer.kernels import fused, reference
 from nanoinfer.kernels.linear import packed
@@ -18,11 +18,12 @@ from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import expand, form_of, tensors_of
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE
+from nanoinfer.layers.formats.packed import Packed
 from nanoinfer.layers.formats.parted import Parted
 
 
-def matrix_of(weights: Held, module: SimpleNamespace) -> torch.Tensor:
+def matrix_of(weights: Packed, module: Bare) -> torch.Tensor:
     return weights.expand(module, slice(0, module.num_rows)).to(HALF)
 
 
@@ -160,16 +161,23 @@ def test_many_rows_float32_and_unknown_activations_go_another_way():
     assert packed_linear(torch.zeros(0, 64, dtype=HALF), module.packed).shape == (0, 16)
 
 
-@pytest.mark.parametrize("itemsize, activation", [(4, "silu"), (2, "gelu")])
-def test_no_matrix_is_expanded_for_an_activation_that_no_kernel_computes(itemsize, activation, monkeypatch):
+@pytest.mark.parametrize("dtype, activation", [(FULL, "silu"), (HALF, "gelu")])
+def test_an_activation_that_no_kernel_computes_follows_one_product(dtype, activation, monkeypatch):
     weights, module = filled(Packing(**PACKINGS["int8 by row"]), 16, 64)
     module.operations, module.bias, module.library_counts = fused, None, frozenset()
-    monkeypatch.setattr(Held, "matrix", lambda *_: pytest.fail("expanded in vain"))
-    x = SimpleNamespace(is_cuda=True, element_size=lambda: itemsize, shape=(1, 64))
-    assert weights.project_gated(module, x, activation) is None
+    products = []
+    monkeypatch.setattr(Packed, "matrix", lambda *_: pytest.fail("expanded in vain"))
+
+    def product(self, module, x, out=None, activation=None):
+        return None if activation else products.append(x) or torch.cat((x, -x, x), 1)
+
+    monkeypatch.setattr(Packed, "product", product)
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(7)).to(dtype)
+    wanted = reference.act_and_mul(torch.cat((x, -x, x), 1), activation)
+    assert torch.equal(module(x, activation=activation), wanted) and len(products) == 1
 
 
-def parted(names: dict[str, int], in_features: int) -> tuple[Parted, SimpleNamespace]:
+def parted(names: dict[str, int], in_features: int) -> tuple[Parted, Bare]:
     """Parts of so many rows, filled at random; "dense" is one in 16 bits."""
     held = []
     for seed, (name, num_rows) in enumerate(names.items()):
@@ -179,9 +187,10 @@ def parted(names: dict[str, int], in_features: int) -> tuple[Parted, SimpleNames
         else:
             held.append(filled(Packing(**PACKINGS[name]), num_rows, in_features, seed=seed, largest=0.01))
     scratch = torch.empty(sum(names.values()) * in_features, dtype=HALF)
-    module = SimpleNamespace(num_rows=sum(names.values()), in_features=in_features, held=held, scratch=scratch)
+    weights = Parted([weight_format for weight_format, _ in held], list(names.values()))
+    module = Bare(weights=weights, num_rows=sum(names.values()), in_features=in_features, held=held, scratch=scratch)
     module.operations, module.library_counts, module.bias = fused, frozenset(), None
-    return Parted([weight_format for weight_format, _ in held], list(names.values())), module
+    return weights, module
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -193,13 +202,13 @@ def test_few_rows_are_multiplied_with_each_part_by_itself(has_bias, monkeypatch)
     monkeypatch.setattr(Parted, "matrix", lambda *_: pytest.fail("expanded in vain"))
     x = torch.randn(3, 384, generator=torch.Generator().manual_seed(7)).to(HALF)
     wanted = x.float() @ matrix.t() + (module.bias.float() if has_bias else 0)
-    torch.testing.assert_close(weights.project(module, x).float(), wanted, atol=1e-3, rtol=2e-3)
+    torch.testing.assert_close(module(x).float(), wanted, atol=1e-3, rtol=2e-3)
     out = torch.empty(3, 80, dtype=HALF)
-    assert weights.project(module, x, out) is out and torch.equal(out, weights.project(module, x))
+    assert module(x, out) is out and torch.equal(out, module(x))
     monkeypatch.setattr(Parted, "matrix", lambda *_: matrix.to(HALF))
     wide = torch.zeros(513, 384, dtype=HALF)
     wide[:3] = x
-    torch.testing.assert_close(weights.project(module, wide)[:3], out, atol=1e-3, rtol=2e-3)
+    torch.testing.assert_close(module(wide)[:3], out, atol=1e-3, rtol=2e-3)
 
 
 def test_a_gate_and_what_it_gates_may_lie_differently(monkeypatch):
@@ -208,10 +217,14 @@ def test_a_gate_and_what_it_gates_may_lie_differently(monkeypatch):
     monkeypatch.setattr(Parted, "matrix", lambda *_: pytest.fail("expanded in vain"))
     x = torch.randn(5, 384, generator=torch.Generator().manual_seed(7)).to(HALF)
     wanted = torch.nn.functional.silu((x.float() @ gate.t()).to(HALF).float()) * (x.float() @ up.t())
-    torch.testing.assert_close(weights.project_gated(module, x, "silu").float(), wanted, atol=2e-3, rtol=4e-3)
-    assert weights.project_gated(module, x, "gelu") is None, "no kernel computes it"
+    torch.testing.assert_close(module(x, activation="silu").float(), wanted, atol=2e-3, rtol=4e-3)
+    product = module(x)
+    assert torch.equal(module(x, activation="gelu"), reference.act_and_mul(product, "gelu"))
+    products = []
+    monkeypatch.setattr(Parted, "matrix", lambda *_: products.append(0) or torch.cat((gate, up)).to(HALF))
     module.operations = reference
-    assert weights.project_gated(module, x, "silu") is None, "no product is computed for nothing"
+    wanted = reference.act_and_mul(module(x), "silu")
+    assert torch.equal(module(x, activation="silu"), wanted) and len(products) == 2, "one for each"
 
 
 def test_scales_are_folded_where_every_product_is_exact():

@@ -1,6 +1,7 @@
 """A weight is a format: one that nobody in the engine knows is loaded, planned, run and streamed beside."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,17 +13,15 @@ from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
 from nanoinfer.layers.formats import registry
-from nanoinfer.layers.formats.base import WeightFormat
-from nanoinfer.layers.formats.dense import DENSE
-from nanoinfer.layers.formats.parted import merged
+from nanoinfer.layers.formats.base import DENSE, WeightFormat
+from nanoinfer.layers.formats.parted import Parted, merged
+from nanoinfer.layers.linear import Linear, share_scratch
 
 METHOD = "int8-rows"
 
 
 class Int8Rows(WeightFormat):
     """8-bit integers, and a float32 scale for each row."""
-
-    name = METHOD
 
     def __init__(self, settings=None, tensors=None):
         if settings.get("bits") != 8:
@@ -33,6 +32,7 @@ class Int8Rows(WeightFormat):
 
     def allocate(self, module, num_rows, in_features, *, dtype, device):
         values = torch.empty(num_rows, in_features, dtype=torch.int8, device=device)
+        module.dtype = dtype
         module.values = torch.nn.Parameter(values, requires_grad=False)
         module.scales = torch.nn.Parameter(torch.empty(num_rows, 1, device=device), requires_grad=False)
 
@@ -43,15 +43,13 @@ class Int8Rows(WeightFormat):
         module.values.random_(-127, 128, generator=generator)
         module.scales.fill_(0.02 / 74)
 
-    def project(self, module, x, out=None):
-        result = exact.linear(x, (module.values * module.scales).to(x.dtype), module.bias)
-        return result if out is None else out.copy_(result)
+    def matrix(self, module):
+        return (module.values * module.scales).to(module.dtype)
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
-    monkeypatch.setattr(registry, "_FORMATS", {})
-    registry.register_format(Int8Rows)
+    monkeypatch.setattr(registry, "FORMATS", {METHOD: Int8Rows})
 
 
 @pytest.fixture
@@ -130,11 +128,14 @@ def test_integers_are_not_taken_for_numbers(checkpoints):
         make_engine(checkpoints[0])
 
 
-def test_parts_of_a_merged_projection_may_be_left_out_only_of_formats_that_expand():
-    with pytest.raises(ValueError, match="int8-rows cannot be one of several formats of a merged projection"):
-        merged([DENSE, Int8Rows(dict(bits=8))], [64, 32])
-
-
-def test_a_name_is_taken_once():
-    with pytest.raises(ValueError, match="int8-rows is already registered, by Int8Rows"):
-        registry.register_format(Int8Rows)
+def test_any_formats_may_be_those_of_a_merged_projection():
+    ours = Int8Rows(dict(bits=8))
+    assert merged([ours, ours], [64, 32]) is ours
+    formats = SimpleNamespace(of=dict(a=DENSE, b=ours).get)
+    held = Linear(16, dict(a=64, b=32), dtype=torch.float32, device="cpu", formats=formats)
+    share_scratch(held, dtype=torch.float32, device="cpu")
+    held.fill_with_noise(torch.Generator().manual_seed(0))
+    assert isinstance(held.weights, Parted)
+    views, x = held.checkpoint_views(), torch.randn(3, 16)
+    lower = views["b.weight"] * views["b.weight_scale"]
+    assert torch.equal(held(x), exact.linear(x, torch.cat((views["a.weight"], lower))))

@@ -208,10 +208,10 @@ def test_the_head_alone_may_be_quantised_also_of_a_quantised_checkpoint(tmp_path
 def test_rows_that_are_looked_up_are_those_of_the_expanded_table(tmp_path, tied):
     model = load(make(tmp_path, tied=tied), None, "int8")
     table, ids = model.embed_tokens, torch.tensor([5, 159, 0, 5, 77])
-    codes, scales = table.weights.expand(table, slice(0, table.num_rows)), table(ids)
+    codes, scales = table.weights.expand(table, slice(0, table.num_rows)), table.lookup(ids)
     assert torch.equal(scales, codes.to(scales.dtype)[ids]) and scales.dtype == torch.bfloat16
     with LiveBytes() as live:
-        table(ids)
+        table.lookup(ids)
     assert live.peak < 5 * table.in_features * 20  # not a table
     names = [name for name, _ in model.named_parameters() if name.startswith("lm_head")]
     assert bool(names) != tied

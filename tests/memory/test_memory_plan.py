@@ -13,28 +13,17 @@ from nanoinfer.memory.plan import make_plan
 from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import SHAPES, write_shape
 from nanoinfer.weights.load import load_config
-from offload import KVLayout
 
 
-def spec_and_layout(tmp_path, shape="qwen3-4b", block_size=256):
+def spec_of(tmp_path, shape="qwen3-4b"):
     config = load_config(write_shape(shape, tmp_path))
-    spec = find_class(config.architectures).spec_from_config(config, torch.bfloat16)
-    layout = KVLayout(
-        num_layers=len(spec.layers),
-        block_size=block_size,
-        num_kv_heads=spec.attention.num_kv_heads,
-        head_dim=spec.attention.head_dim,
-        dtype=spec.dtype,
-    )
-    return spec, layout
+    return find_class(config.architectures).spec_from_config(config, torch.bfloat16)
 
 
 def plan(tmp_path, budget_gib, **arguments):
-    spec, layout = spec_and_layout(tmp_path)
+    spec = spec_of(tmp_path)
     config = EngineConfig(model="unused", **arguments)
-    return make_plan(
-        config, spec, layout, budget_bytes=int(budget_gib * GIB), host_available_bytes=100 * GIB, is_cuda=True
-    )
+    return make_plan(config, spec, budget_bytes=int(budget_gib * GIB), host_available_bytes=100 * GIB, is_cuda=True)
 
 
 @pytest.mark.parametrize("budget_gib", [9, 10, 12, 16, 24, 40, 80])
@@ -124,7 +113,7 @@ def test_weight_bytes_of_known_shapes(tmp_path):
     """From the models' cards: 4.02 billion parameters with tied embeddings, 8.19 without."""
     expected = {"qwen3-0.6b": 0.596, "qwen3-4b": 4.022, "qwen3-8b": 8.191, "llama3.1-8b": 8.030}
     for shape, billions in expected.items():
-        spec, _ = spec_and_layout(tmp_path, shape)
+        spec = spec_of(tmp_path, shape)
         assert spec.num_parameters / 1e9 == pytest.approx(billions, abs=0.001), shape
     assert set(expected) < set(SHAPES)
     assert spec.weight_bytes == 2 * spec.num_parameters and spec.embedding_bytes == 2 * spec.vocab_size * 4096

@@ -141,7 +141,7 @@ def as_on_cuda(monkeypatch):
         ("linear.rows", "rows_linear_kernel"),
     ):
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.{kernel}", NoKernel())
-        monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x: {})
+        monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x, **fuses: {})
     # Many rows, which the library computes, and products of any number of rows that are asked for.
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.MAX_ROWS", 2)
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.padded_rows", lambda count: count)

@@ -48,6 +48,7 @@ def compile_only(kernel, grid):
 
     def launch(*args, **kwargs):
         assert kwargs.get("PDL", gpu.has_pdl) == gpu.has_pdl, f"{kernel.__name__} would be compiled in another form"
+        assert "enable_fp_fusion" in kwargs, f"{kernel.__name__} has the bits of triton's default"
         compiled.add(f"{gpu.architecture} {kernel.__name__}")
         found = kernel.warmup(*args, grid=grid, **kwargs)
         # Operands that the compiler takes for 8-bit ones have their columns in another order, and sums other bits.
@@ -79,7 +80,7 @@ jit.JITFunction.__getitem__ = compile_only
 from sampling_cases import make_state
 
 from nanoinfer.kernels import fused as layers
-from nanoinfer.kernels.attention import decode_partial, merge, prefill, store_partials
+from nanoinfer.kernels.attention import decode_partial, merge, prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.linear import expand, packed
@@ -91,7 +92,9 @@ from nanoinfer.sampling.settings import RowSampling
 
 for name, module in list(sys.modules.items()):
     if name.startswith("nanoinfer.kernels.") and hasattr(module, "launch_options"):
-        module.launch_options = lambda x: {"PDL": gpu.has_pdl, "launch_pdl": gpu.has_pdl}
+        module.launch_options = lambda x, fuses=True: dict(
+            PDL=gpu.has_pdl, launch_pdl=gpu.has_pdl, enable_fp_fusion=fuses
+        )
 expand.has_instructions = lambda device: True
 packed.is_hopper = lambda device: gpu.is_hopper
 packed._shared_memory = lambda device: gpu.shared_memory
@@ -217,9 +220,7 @@ def compile_step() -> None:
     state = wide, ints(4), ints(4, 9)
     step_rows.update_rows(ints(2, 12), state, -1)
     step_rows.step_inputs(ints(4), state, (wide, ints(4), wide, wide), 256)
-    store_partials.store_partials(
-        zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32)
-    )
+    merge.store_partials(zeros(4, 32, 128), floats(4, 32), ints(4, 4), ints(1), floats(4, 32, 128), floats(4, 32))
     vocab_size = 151_936
     state, rows = make_state([RowSampling(temperature=1.0)] * 2, vocab_size, sample)
     state.sample(zeros(2, vocab_size), rows, torch.zeros(2, dtype=torch.int64))

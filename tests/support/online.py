@@ -39,7 +39,7 @@ def matrices(model) -> dict[str, torch.Tensor]:
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             ids = torch.arange(module.num_rows)
-            found[name] = module.weights.matrix(module).clone() if module.multiplies else module(ids)
+            found[name] = module.weights.matrix(module).clone() if module.multiplies else module.lookup(ids)
     return found
 
 

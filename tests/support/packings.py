@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.packed import Packed
+from nanoinfer.layers.linear import Linear
 
 HALF, FULL = torch.float16, torch.float32
 PACKINGS = {
@@ -35,9 +34,13 @@ PACKINGS = {
 }  # fmt: skip
 
 
-class Held(Packed):
-    def stored(self, module, begin, end):
-        return {}
+class Bare(Linear):
+    """A projection that has what it is given, and makes nothing."""
+
+    def __init__(self, **fields) -> None:
+        torch.nn.Module.__init__(self)
+        for name, value in fields.items():
+            setattr(self, name, value)
 
 
 def filled(
@@ -48,13 +51,14 @@ def filled(
     seed: int = 0,
     largest: float = 1.0,
     device: torch.device | str = "cpu",
-) -> tuple[Held, SimpleNamespace]:
+) -> tuple[Packed, Bare]:
     """Every code of every kind but NaN; scales up to about `largest`, exponents of any size.
 
     Of scales below 1/32 in bfloat16 kernels make weights in another way than of larger ones.
     """
     generator = torch.Generator().manual_seed(seed)
-    weights, module = Held(packing), SimpleNamespace(num_rows=num_rows, in_features=in_features)
+    weights = Packed(packing)
+    module = Bare(weights=weights, num_rows=num_rows, in_features=in_features)
     weights.allocate(module, num_rows, in_features, dtype=HALF, device=device)
     codes = torch.randint(0, 2**packing.bits, (num_rows, in_features), generator=generator, dtype=torch.uint8)
     if packing.kind == "fp8":

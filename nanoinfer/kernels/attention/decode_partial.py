@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention import limits
+from nanoinfer.kernels.attention import spec
 from nanoinfer.kernels.attention.online_softmax import attend_tile, finished, softmax_step, tile_logits
 from nanoinfer.kernels.attention.shape import NO_WINDOW, KernelShape, decode_tiles, kv_descriptor
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 
-SHORT_BLOCKS = tl.constexpr(limits.SHORT_BLOCKS)
+SHORT_BLOCKS = tl.constexpr(spec.SHORT_BLOCKS)
 
 
 @triton.jit
@@ -241,6 +241,6 @@ def decode_partial(
         q, kv, kv_descriptor(kv, tiles.block_n, shape), items, num_items, partials_per_block,
         seq_lens, out, lse, weight, q.stride(0), NO_WINDOW if window is None else window,
         **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
-        **launch_options(q),
+        STAGES=tiles.num_stages, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **launch_options(q, fuses=False),
     )  # fmt: skip

@@ -174,5 +174,5 @@ def prefill(
         q, kv, kv_descriptor(kv, tiles.block_n, shape), out, *state, *sequences, block_table,
         q.stride(0), block_table.stride(0), int(store_state), NO_WINDOW if window is None else window,
         **shape.constants(), WINDOWED=window is not None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
     )  # fmt: skip

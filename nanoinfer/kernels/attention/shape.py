@@ -35,11 +35,6 @@ class KernelShape(AttentionSpec):
         """head_dim padded to a power of two, as tile sides must be."""
         return next_power_of_2(self.head_dim)
 
-    @property
-    def to_log2(self) -> float:
-        """Factor from (soft-capped) logits to the base-2 exponents that exp2 takes."""
-        return (self.scale if self.softcap is None else 1.0) * math.log2(math.e)
-
     def constants(self) -> dict[str, object]:
         """The constexpr arguments that all attention kernels share."""
         return {
@@ -48,7 +43,8 @@ class KernelShape(AttentionSpec):
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_d,
             "BLOCK_SIZE": self.block_size,
-            "TO_LOG2": self.to_log2,
+            # from (soft-capped) logits to the base-2 exponents that exp2 takes
+            "TO_LOG2": (self.scale if self.softcap is None else 1.0) * math.log2(math.e),
             "SCALE": self.scale,
             "SOFTCAP": self.softcap or 0.0,
             # tf32 would keep 10 bits of a float32 mantissa

@@ -1,4 +1,4 @@
-"""The shape of a model's attention."""
+"""The shape of a model's attention, and how its decode steps are cut. Can be imported without triton."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import math
 from dataclasses import dataclass
 
 import torch
+
+SHORT_BLOCKS = 6
+"""The tiles of a row's blocks may be separate items if the row reads at most this many blocks."""
+MAX_TILES_APART = 128
+"""Most separate tiles in a step. If there would be more, all rows are attended to block by block."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,10 +38,14 @@ def let_next_in(PDL: tl.constexpr):
         cuda.gdc_launch_dependents()
 
 
-def launch_options(x: Tensor) -> dict[str, bool]:
-    """Return the launch's PDL arguments: PDL tells the kernel, launch_pdl the driver. x: any tensor of the launch."""
+def launch_options(x: Tensor, *, fuses: bool = True) -> dict[str, bool]:
+    """Return the launch's PDL arguments: PDL tells the kernel, launch_pdl the driver. x: any tensor of the launch.
+
+    fuses: whether the compiler may fuse products and sums. Each launch says so, because triton's versions have other
+    defaults, and the bits depend on it.
+    """
     enabled = x.is_cuda and _has_pdl(x.device)
-    return {"PDL": enabled, "launch_pdl": enabled}
+    return {"PDL": enabled, "launch_pdl": enabled, "enable_fp_fusion": fuses}
 
 
 @cache

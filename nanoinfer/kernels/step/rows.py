@@ -41,7 +41,9 @@ def step_inputs(batch_rows: Tensor, state: tuple[Tensor, ...], inputs: tuple[Ten
     int32; inputs, out: tokens, lengths, positions and slots, [size] each, the lengths int32 and the others int64.
     """
     width = state[2].shape[1]
-    step_inputs_kernel[(len(batch_rows),)](batch_rows, *state, *inputs, width, BLOCK_SIZE=block_size, num_warps=1)
+    step_inputs_kernel[(len(batch_rows),)](
+        batch_rows, *state, *inputs, width, BLOCK_SIZE=block_size, num_warps=1, enable_fp_fusion=True
+    )
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["lines"])
@@ -75,4 +77,6 @@ def update_rows(lines: Tensor, state: tuple[Tensor, ...], kept: int) -> None:
     block_table = state[2]
     width = block_table.shape[1]
     assert lines.shape[1] == 3 + width and lines.is_contiguous() and block_table.is_contiguous(), "lines must be packed"
-    update_rows_kernel[(len(lines), triton.cdiv(width, TILE))](lines, *state, width, KEPT=kept, TILE=TILE, num_warps=4)
+    update_rows_kernel[(len(lines), triton.cdiv(width, TILE))](
+        lines, *state, width, KEPT=kept, TILE=TILE, num_warps=4, enable_fp_fusion=True
+    )

@@ -338,17 +338,14 @@ def _choose_kernel(
 
 def sampling_workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Allocate what the launches pass to each other, for batches of up to `max_batch` rows."""
-    num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
-
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
+    by_tile = max_batch, triton.cdiv(vocab_size, sampler.TILE_TOKENS)
+    floats, integers = dict(dtype=torch.float32, device=device), dict(dtype=torch.int32, device=device)
     return {
-        "tile_max": empty(max_batch, num_tiles, dtype=torch.float32),
-        "tile_weight": empty(max_batch, num_tiles, dtype=torch.float32),
-        "peak": empty(max_batch, dtype=torch.float32),
-        "cut": empty(max_batch, dtype=torch.int32),
-        "cut_id": empty(max_batch, dtype=torch.int32),
+        "tile_max": torch.empty(by_tile, **floats),
+        "tile_weight": torch.empty(by_tile, **floats),
+        "peak": torch.empty(max_batch, **floats),
+        "cut": torch.empty(max_batch, **integers),
+        "cut_id": torch.empty(max_batch, **integers),
     }
 
 
@@ -368,7 +365,11 @@ def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.T
     num_tiles = triton.cdiv(vocab_size, sampler.TILE_TOKENS)
     tile_max, tile_weight, *cuts = (state.space[name] for name in ("tile_max", "tile_weight", "peak", "cut", "cut_id"))
     sizes = dict(
-        VOCAB_SIZE=vocab_size, SEEN_WORDS=state.seen.shape[1], TILE=sampler.TILE_TOKENS, GREEDY=GREEDY_TEMPERATURE
+        VOCAB_SIZE=vocab_size,
+        SEEN_WORDS=state.seen.shape[1],
+        TILE=sampler.TILE_TOKENS,
+        GREEDY=GREEDY_TEMPERATURE,
+        enable_fp_fusion=True,
     )
     tiles = dict(TILES=next_power_of_2(num_tiles))
     common = logits, rows, state.settings.words, state.seen, state.counts, tile_max

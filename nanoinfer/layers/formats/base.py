@@ -1,4 +1,4 @@
-"""What a projection asks of the format of its weight."""
+"""What a projection asks of the format of its weight, and weights as they are: rows of the model's dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.common.errors import did_you_mean
+from nanoinfer.config import QUANTISED
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -28,11 +29,7 @@ class CheckpointTensors:
     dtypes: Mapping[str, torch.dtype] | None = None
 
     def dtype_of(self, name: str, default: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype of a tensor of floating-point scales; where it is not known, the default, or the model's.
-
-        Raises:
-            ValueError: the tensor has another dtype than `FLOATS`.
-        """
+        """Return the dtype of scales: one of `FLOATS`, or a ValueError. If unknown: the default, or the model's."""
         found = (self.dtypes or {}).get(name, default or self.dtype)
         if found not in FLOATS:
             known = ", ".join(str(dtype)[6:] for dtype in FLOATS)
@@ -49,8 +46,7 @@ class Filling:
     """A tensor of a checkpoint that lies on the device in another way than in its file, or is only checked.
 
     Attributes:
-        shapes: those that the tensor may have.
-        dtypes: those that the tensor may have.
+        shapes, dtypes: those that the tensor may have; none: any.
         fill: takes the tensor on the device and writes the weight. It raises ValueError with what is wrong with the
             values, in words that follow the tensor's name. None: the tensor is not read.
         optional: whether a checkpoint may lack the tensor.
@@ -73,31 +69,20 @@ class Formats(ABC):
 
     @abstractmethod
     def of(self, name: str) -> WeightFormat:
-        """Return the format of one projection, such as "model.layers.0.mlp.down_proj".
+        """Return the format of one projection, such as "model.layers.0.mlp.down_proj"; ValueError: not supported."""
 
-        Raises:
-            ValueError: the checkpoint's is not supported. The message names the projection.
-        """
-
-    def of_embeddings(self, name: str) -> WeightFormat | None:
-        """Return the format of the embeddings, which then has `lookup`, as `Dense` has; None: they are dense.
-
-        Raises:
-            ValueError: the checkpoint's is not supported. The message names the embeddings.
-        """
-        return None
+    def of_embeddings(self, name: str) -> WeightFormat:
+        """Likewise of the embeddings: their format has `lookup`, as `Dense` has."""
+        return DENSE
 
     def below(self, path: str) -> Formats:
         """Return the formats of the projections whose names begin with `path`, by the rest of their names."""
         return _Below(self, path)
 
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
-        """Refuse options of the engine that contradict the checkpoint.
+        """Raise ValueError if options of the engine contradict the checkpoint.
 
         quantization: what the user says that the checkpoint has; None: nothing.
-
-        Raises:
-            ValueError: an option contradicts the checkpoint.
         """
 
 
@@ -114,14 +99,9 @@ class WeightFormat(Formats):
 
     One object may serve all projections. What belongs to one projection lies in its module, as parameters that
     `allocate` registers and that only the format touches. The bits of each row that a projection returns depend on its
-    row of x, the weight and the bias alone. A module is a `layers.linear.Linear`: its `bias` is None or [num_rows].
+    row of x, the weight and the bias alone: products are those of a matrix in the model's dtype, so equal matrices give
+    equal bits, however they are held. A module is a `layers.linear.Linear`.
     """
-
-    name: str
-    """The `quant_method` of a config's quantization_config; "dense" if it has none."""
-
-    def __init__(self, settings: dict[str, Any] | None = None, tensors: CheckpointTensors | None = None) -> None:
-        """settings: the config's quantization_config. Raises ValueError for those that are not supported."""
 
     def of(self, name: str) -> WeightFormat:
         return self
@@ -145,16 +125,22 @@ class WeightFormat(Formats):
         """Fill the weight with random values whose standard deviation is about 0.02."""
 
     @abstractmethod
-    def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias: [N, in_features] -> [N, num_rows], in `out` if that is given."""
+    def matrix(self, module: nn.Module) -> Tensor:
+        """Return the weight: [num_rows, in_features], packed. It may lie in a buffer that the next call overwrites."""
 
-    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
-        """activation(gate) * up, for a weight that holds the rows of gate, then the rows of up. None: use `project`."""
+    def expand_into(self, module: nn.Module, out: Tensor) -> None:
+        """Write the weight as a matrix to `out`, [num_rows, in_features] in the model's dtype."""
+        out.copy_(self.matrix(module))
+
+    def product(
+        self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
+    ) -> Tensor | None:
+        """Compute what `Linear` asks for with this weight as it lies; None: the matrix is multiplied with.
+
+        activation: the rows are those of gate, then of up, and the result is activation(gate) * up. parts: of the
+        sums, [parts, N, num_rows] float32; more than one only without bias.
+        """
         return None
-
-    def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
-        """Add the projection of y to x, in place, and return the norm of x."""
-        return norm.after_sum(x, self.project(module, y))
 
     def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
         """Return the elements of the buffer that a product needs for a matrix; 0: no product needs one.
@@ -165,6 +151,49 @@ class WeightFormat(Formats):
         """
         return 0
 
-    def temporary_bytes(self, module: nn.Module) -> int:
-        """Return the bytes that a product takes on a CPU beside its arguments, result and buffer."""
-        return 0
+
+class Dense(WeightFormat):
+    """weight: [num_rows, in_features] in the model's dtype."""
+
+    def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
+        empty = torch.empty(num_rows, in_features, dtype=dtype, device=device)
+        module.weight = nn.Parameter(empty, requires_grad=False)
+
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor]:
+        return {"weight": module.weight[begin:end]}
+
+    def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
+        module.weight.normal_(0.0, 0.02, generator=generator)
+
+    def matrix(self, module: nn.Module) -> Tensor:
+        return module.weight
+
+    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
+        if quantization is not None:
+            raise ValueError(
+                f"quantization={quantization!r} does not fit this checkpoint, which is not quantised"
+                f"{did_you_mean(quantization, QUANTISED)}: leave it out, give a checkpoint that is, or quantise its "
+                f"weights while they are read, with one of {', '.join(QUANTISED)}"
+            )
+
+    def lookup(self, module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of the weight, for embeddings: [N] -> [N, in_features]. dtype: the weight's."""
+        return torch.nn.functional.embedding(ids, module.weight)
+
+
+DENSE = Dense()
+
+
+class ExpandedFormat(WeightFormat):
+    """A format whose matrix is written for each product, into the buffer that all modules share."""
+
+    @abstractmethod
+    def expand_into(self, module: nn.Module, out: Tensor) -> None: ...
+
+    def matrix(self, module: nn.Module) -> Tensor:
+        out = module.scratch[: module.num_rows * module.in_features].view(module.num_rows, module.in_features)
+        self.expand_into(module, out)
+        return out
+
+    def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
+        return module.num_rows * module.in_features

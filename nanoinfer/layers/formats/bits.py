@@ -30,10 +30,3 @@ def pack(values: Tensor, bits: int) -> Tensor:
 def as_bytes(words: Tensor) -> Tensor:
     """Return words of 32 bits as bytes, the lowest first: [..., n] int32 -> [..., 4 * n] uint8; bytes as they are."""
     return words.contiguous().view(torch.uint8)
-
-
-def powers_of_two(exponents: Tensor) -> Tensor:
-    """Return 2**(exponent - 127), float32, of e8m0 numbers, uint8 below 255."""
-    wide = exponents.to(torch.int32)
-    # A float32 with this exponent and no fraction; 2**-127 is subnormal.
-    return torch.where(wide == 0, 1 << 22, wide << 23).view(torch.float32)

@@ -9,8 +9,7 @@ import torch
 
 from nanoinfer.common.errors import shown
 from nanoinfer.kernels.linear.packing import Packing
-from nanoinfer.layers.formats.base import CheckpointTensors, WeightFormat
-from nanoinfer.layers.formats.dense import DENSE
+from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, kv_cache_dtype_of, searches
 from nanoinfer.layers.formats.scaled import PackedScaled
 
@@ -38,8 +37,8 @@ class CompressedTensors(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
-        self._format = self.one_of("format", (*_FORMATS, _MIXED, "dense"), "dense")
-        self.one_of("quantization_status", ("compressed",), "compressed")
+        self._format = self.setting("format", (*_FORMATS, _MIXED, "dense"), "dense")
+        self.setting("quantization_status", ("compressed",), "compressed")
         for name in ("transform_config", "sparsity_config"):
             given = self.setting(name, dict, {})
             if given.get("config_groups") or given.get("format", "dense") != "dense":
@@ -58,12 +57,12 @@ class CompressedTensors(Quantization):
             self.notice = ACTIVATIONS
 
     def of(self, name: str) -> WeightFormat:
-        return self._find(name, _CLASSES) or DENSE
+        return self._find(name, _CLASSES)
 
-    def of_embeddings(self, name: str) -> WeightFormat | None:
+    def of_embeddings(self, name: str) -> WeightFormat:
         # Older versions of the reference left embeddings wide, whatever expressions matched their name.
         is_wide = self.tensors.dtypes is not None and not self.tensors.has(f"{name}.weight_scale")
-        found = None if is_wide else self._find(name, ("Embedding",))
+        found = DENSE if is_wide else self._find(name, ("Embedding",))
         if isinstance(found, PackedScaled) and (found.packing.rows > 1 or found.scale_of_tensor):
             raise ValueError(
                 f"{name} has scales for several rows in the quantization_config: embeddings need their own"
@@ -75,31 +74,27 @@ class CompressedTensors(Quantization):
         all_weights = [self.setting("weights", dict, None, group) or {} for group in groups.values()]
         return tuple({_SCHEME_NAMES.get((weights.get("type"), weights.get("num_bits")), "") for weights in all_weights})
 
-    def _find(self, name: str, classes: tuple[str, ...]) -> WeightFormat | None:
-        """Return the format of a module of these classes; None: it is dense."""
+    def _find(self, name: str, classes: tuple[str, ...]) -> WeightFormat:
+        """Return the format of a module of these classes."""
         if any(_matches(pattern, name) or pattern in classes for pattern in self._ignored):
-            return None
+            return DENSE
         # Names hold before regular expressions, and these before classes.
         targets = sorted(self._groups, key=lambda target: ("re:" in target, target))
         found = [target for target in targets if _matches(target, name)]
         found += [target for target in targets if target in classes]
         group = self._groups[found[0]] if found else {}
         weights = self.setting("weights", dict, None, group)
-        return None if weights is None else self._format_of(name, group, weights)
+        return DENSE if weights is None else self._format_of(name, group, weights)
 
     def _format_of(self, name: str, group: dict[str, Any], weights: dict[str, Any]) -> WeightFormat:
-        kind = self.one_of("type", ("int", "float"), "int", weights)
-        bits = self.one_of("num_bits", (4, 8), 8, weights)
+        kind = self.setting("type", ("int", "float"), "int", weights)
+        bits = self.setting("num_bits", (4, 8), 8, weights)
         is_symmetric = self.setting("symmetric", bool, True, weights)
         group_size = weights.get("group_size")
         strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
-        strategy = self.one_of("strategy", ("tensor", "channel", "group", "tensor_group", "block"), strategy, weights)
-        stored_as = group.get("format") or (_inferred(group, weights) if self._format == _MIXED else self._format)
-        if stored_as not in _FORMATS:
-            raise ValueError(
-                f"format is {shown(stored_as)} in the quantization_config: supported are {', '.join(_FORMATS)} and "
-                f"{_MIXED}"
-            )
+        strategy = self.setting("strategy", ("tensor", "channel", "group", "tensor_group", "block"), strategy, weights)
+        stored_as = _inferred(group, weights) if self._format == _MIXED else self._format
+        stored_as = self.setting("format", _FORMATS, stored_as, group)
         if kind == "float" and not is_symmetric:
             raise ValueError(
                 "weights of type float have zero points in the quantization_config, which is not supported"
@@ -111,7 +106,9 @@ class CompressedTensors(Quantization):
             raise ValueError(f"format is {stored_as} for {bits} bits of type {kind} in the quantization_config")
         rows, columns = 1, None
         if strategy == "block":
-            rows, columns = _block(weights.get("block_structure"))
+            block = weights.get("block_structure")
+            block = [int(size) for size in block.split("x") if size.isdecimal()] if isinstance(block, str) else block
+            rows, columns = self.block("block_structure", block)
         elif strategy in ("group", "tensor_group"):
             columns = self.group_size(weights, default=None)
         packing = Packing(
@@ -129,11 +126,7 @@ class CompressedTensors(Quantization):
 
 
 def _packed_fp4(name: str, stored_as: str) -> PackedScaled:
-    """Return the format of a projection of 4-bit floating-point numbers.
-
-    Raises:
-        ValueError: they are not stored in a known way.
-    """
+    """Return the format of 4-bit floating-point numbers; ValueError if they are not stored in a known way."""
     if stored_as == "nvfp4-pack-quantized":
         kind = dict(scale_dtype=torch.float8_e4m3fn, columns=16, has_global_scale=True, divides_global_scale=True)
         kind |= dict(product_dtype=torch.float32)
@@ -149,14 +142,6 @@ def _packed_fp4(name: str, stored_as: str) -> PackedScaled:
 
 def _matches(target: str, name: str) -> bool:
     return searches(target[3:], name) if target.startswith("re:") else target == name
-
-
-def _block(structure: Any) -> tuple[int, int]:
-    if isinstance(structure, str):
-        structure = [int(size) for size in structure.split("x") if size.isdecimal()]
-    if not isinstance(structure, list) or len(structure) != 2 or not all(type(s) is int and s > 0 for s in structure):
-        raise ValueError(f"block_structure is {shown(structure)} in the quantization_config, not two sizes")
-    return structure[0], structure[1]
 
 
 def _inferred(group: dict[str, Any], weights: dict[str, Any]) -> str:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from nanoinfer.common.errors import shown
 from nanoinfer.kernels.linear.packing import Packing
-from nanoinfer.layers.formats.base import FLOATS, CheckpointTensors, Filling, WeightFormat
+from nanoinfer.layers.formats.base import DENSE, FLOATS, CheckpointTensors, Filling, WeightFormat
 from nanoinfer.layers.formats.bits import as_bytes, unpack
-from nanoinfer.layers.formats.dense import DENSE
 from nanoinfer.layers.formats.packed import Packed, checked, pieces_of_rows
 from nanoinfer.layers.formats.quantization import Quantization, searches
 
@@ -51,7 +50,7 @@ class PackedTransposed(Packed):
         if not self.packing.has_group_index:
             super().check_size(num_rows, in_features)
 
-    def stored(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
         packing, in_features = self.packing, module.in_features
         fields, groups, count = 32 // packing.bits, packing.num_groups(in_features), end - begin
         one = _ONES[packing.bits] if self.zeros_count_from_one else 0
@@ -72,7 +71,7 @@ class PackedTransposed(Packed):
             module.packed.put_scales(begin, end, checked(scales).t())
 
         shape = (in_features, count // fields) if self.is_awq else (in_features // fields, count)
-        found = {
+        found = super().views(module, begin, end) | {
             "qweight": Filling((shape,), (torch.int32,), fill_codes),
             "scales": Filling(((groups, count),), (packing.scale_dtype,), fill_scales),
         }
@@ -136,7 +135,7 @@ class AWQ(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
-        self.one_of("bits", (4,), 4)
+        self.setting("bits", (4,), 4)
         version = self.setting("version", str, "gemm")
         if version.lower() != "gemm":
             raise ValueError(f"version is {version!r} in the quantization_config of awq: supported is gemm")
@@ -158,11 +157,11 @@ class GPTQ(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
-        self._bits = self.one_of("bits", (4, 8), None)
+        self._bits = self.setting("bits", (4, 8), None)
         self._group_size, self._desc_act = self.group_size(), self.setting("desc_act", bool, False)
         stored_as = "checkpoint_format" if settings.get("checkpoint_format") is not None else "format"
-        self._is_first_version = self.one_of(stored_as, ("gptq", "gptq_v2"), "gptq") == "gptq"
-        self.one_of("pack_dtype", ("int32",), "int32")
+        self._is_first_version = self.setting(stored_as, ("gptq", "gptq_v2"), "gptq") == "gptq"
+        self.setting("pack_dtype", ("int32",), "int32")
         self._has_head = self.setting("lm_head", bool, False)
         self._dynamic = self.setting("dynamic", dict, {})
         self._only = self._quantised_endings()
@@ -178,21 +177,18 @@ class GPTQ(Quantization):
         return names
 
     def of(self, name: str) -> WeightFormat:
-        if self._is_left_out(name):
+        own, only = self._overrides(name), self._only
+        if name == "lm_head":
+            is_listed = self._has_head
+        else:
+            is_listed = only is None or any(name.endswith(f".{ending}") for ending in only)
+        if own is None or not is_listed:
             return DENSE
-        own = self._overrides(name) or {}
-        bits = self.one_of("bits", (4, 8), self._bits, own)
+        bits = self.setting("bits", (4, 8), self._bits, own)
         group_size = self.group_size(own, self._group_size)
         desc_act = self.setting("desc_act", bool, self._desc_act, own)
         first = self._is_first_version
         return _transposed(name, self.tensors, bits, group_size, desc_act=desc_act, zeros_count_from_one=first)
-
-    def _is_left_out(self, name: str) -> bool:
-        if self._overrides(name) is None:
-            return True
-        if name == "lm_head":
-            return not self._has_head
-        return self._only is not None and not any(name.endswith(f".{ending}") for ending in self._only)
 
     def _overrides(self, name: str) -> dict[str, Any] | None:
         """Return the settings of one projection that differ; None: it is not quantised."""
@@ -215,10 +211,10 @@ class AutoRound(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
-        self._is_awq = "awq" in self.one_of("packing_format", self._LAYOUTS, self._LAYOUTS[0])
+        self._is_awq = "awq" in self.setting("packing_format", self._LAYOUTS, self._LAYOUTS[0])
         self._allowed_bits = (4,) if self._is_awq else (4, 8)
-        self._bits, self._group_size = self.one_of("bits", self._allowed_bits, None), self.group_size()
-        self.one_of("data_type", ("int",), "int")
+        self._bits, self._group_size = self.setting("bits", self._allowed_bits, None), self.group_size()
+        self.setting("data_type", ("int",), "int")
         self._own = self.setting("extra_config", dict, {})
 
     def of(self, name: str) -> WeightFormat:
@@ -227,6 +223,6 @@ class AutoRound(Quantization):
             raise ValueError(f"extra_config has {shown(own)} for {name} in the quantization_config, not settings")
         if (name == "lm_head" and name not in self._own) or own.get("bits", self._bits) == 16:
             return DENSE
-        bits = self.one_of("bits", self._allowed_bits, self._bits, own)
+        bits = self.setting("bits", self._allowed_bits, self._bits, own)
         group_size = self.group_size(own, self._group_size)
         return _transposed(name, self.tensors, bits, group_size, is_awq=self._is_awq)

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.layers.formats.base import FLOATS, CheckpointTensors, Filling, Formats, WeightFormat
+from nanoinfer.layers.formats.base import DENSE, FLOATS, CheckpointTensors, Filling, Formats, WeightFormat
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
-from nanoinfer.layers.formats.dense import Dense
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.formats.schemes import quantise
 
@@ -24,17 +23,13 @@ from nanoinfer.layers.formats.schemes import quantise
 class QuantisedWhileRead(PackedScaled):
     """Weights as `PackedScaled` holds them, from a wide tensor in the checkpoint."""
 
-    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
         shape, stored = (end - begin, module.in_features), super().views(module, begin, end)
 
         def fill(pieces: Iterable[Tensor]) -> None:
             for ending, values in quantise(pieces, shape, self, module.packed.codes.device).items():
-                target = stored[ending]
-                if isinstance(target, Tensor):
-                    target.copy_(values)
-                else:
-                    assert tuple(values.shape) in target.shapes and values.dtype in target.dtypes, ending
-                    target.fill(values)
+                assert tuple(values.shape) in stored[ending].shapes and values.dtype in stored[ending].dtypes, ending
+                stored[ending].fill(values)
 
         return {"weight": Filling((shape,), FLOATS, fill, by_rows=True)}
 
@@ -56,16 +51,16 @@ class Online(Formats):
     def of(self, name: str) -> WeightFormat:
         return self._either(self._quantised.of(name), self._base.of(name), name)
 
-    def of_embeddings(self, name: str) -> WeightFormat | None:
+    def of_embeddings(self, name: str) -> WeightFormat:
         return self._either(self._quantised.of_embeddings(name), self._base.of_embeddings(name), name)
 
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
         self._base.check_options(None if quantization == self._quantization else quantization, kv_cache_dtype)
 
-    def _either(self, quantised: WeightFormat | None, base: WeightFormat | None, name: str) -> WeightFormat | None:
+    def _either(self, quantised: WeightFormat, base: WeightFormat, name: str) -> WeightFormat:
         if not isinstance(quantised, PackedScaled):
             return base
-        if base is not None and not isinstance(base, Dense):
+        if base is not DENSE:
             raise ValueError(
                 f"{name} is quantised in the checkpoint already, so it cannot be quantised while it is read: leave out "
                 "head_quantization"

@@ -7,7 +7,6 @@ matrix.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -16,16 +15,13 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
-from nanoinfer.layers.formats.base import Filling
-from nanoinfer.layers.formats.bits import E2M1_VALUES, powers_of_two
-from nanoinfer.layers.formats.matrix import ExpandedFormat
-from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.formats.base import ExpandedFormat, Filling
+from nanoinfer.layers.formats.bits import E2M1_VALUES
 
 # Weights that are expanded at a time without a kernel, and the most bytes that the steps between codes and matrix take
 # for one.
 EXPANDED_AT_ONCE = 2**22
 _BYTES_WHILE_EXPANDING = 18
-# A checkpoint's tensors that say how activations were quantised, which they are not here.
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale")
 
 
@@ -43,8 +39,6 @@ class Packed(ExpandedFormat):
     packing: Packing
     where: str = field(default="", compare=False)
 
-    name = "packed"
-
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
         self.check_size(num_rows, in_features)
         module.packed = empty_packed(self.packing, num_rows, in_features, device)
@@ -53,7 +47,7 @@ class Packed(ExpandedFormat):
                 setattr(module, name, nn.Parameter(tensor, requires_grad=False))
 
     def check_size(self, num_rows: int, in_features: int) -> None:
-        """Raises ValueError if the format cannot hold a weight of this size."""
+        """Raise ValueError if the format cannot hold a weight of this size."""
         columns = self.packing.columns
         if columns is not None and self.packing.rows == 1 and in_features % columns:
             raise ValueError(
@@ -65,13 +59,9 @@ class Packed(ExpandedFormat):
         """Whether projections of so many rows each can lie in one weight of this format."""
         return not self.packing.has_group_index and not any(size % self.packing.rows for size in sizes)
 
-    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
-        found = dict.fromkeys(_OF_ACTIVATIONS, Filling((), (), None, optional=True))
-        return found | self.stored(module, begin, end)
-
-    @abstractmethod
-    def stored(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
-        """Return what the checkpoint's tensors fill of rows [begin, end), without those of activations."""
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
+        """What says how activations were quantised is not read: they are not quantised here."""
+        return dict.fromkeys(_OF_ACTIVATIONS, Filling((), (), None, optional=True))
 
     def group_index(self, module: nn.Module) -> Filling:
         """Return what a checkpoint's table of each column's group fills."""
@@ -99,10 +89,8 @@ class Packed(ExpandedFormat):
         scale = 1.0 if packing.has_global_scale else 0.02 / deviation
         groups = packing.num_groups(in_features)
         if packing.scale_dtype == torch.uint8:
-            scales = torch.full((1, groups), 120, dtype=torch.uint8, device=device)  # 2**-7, the nearest power
-        else:
-            scales = torch.full((1, groups), scale, device=device).to(packing.scale_dtype)
-        packed.put_scales(0, num_rows, scales)
+            scale = 120  # 2**-7, the nearest power
+        packed.put_scales(0, num_rows, torch.full((1, groups), scale, device=device).to(packing.scale_dtype))
         if packing.has_zeros:
             packed.put_zeros(0, num_rows, torch.full((1, groups), 2 ** (packing.bits - 1), device=device))
         if packing.has_global_scale:
@@ -110,32 +98,21 @@ class Packed(ExpandedFormat):
         if packing.has_group_index:
             packed.group_index.copy_(torch.arange(in_features, device=device) // (packing.columns or in_features))
 
-    def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
-        found = module.operations.packed_linear(x, module.packed, module.bias, out=out)
-        if found is not None:
+    def product(
+        self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
+    ) -> Tensor | None:
+        multiply, packed, bias = module.operations.packed_linear, module.packed, module.bias
+        found = multiply(x, packed, bias, activation=activation, out=out, num_parts=parts)
+        if found is not None or self.scratch_size(module, x.is_cuda and x.element_size() == 2):
             return found
-        if self.scratch_size(module, x.is_cuda and x.element_size() == 2):
-            return super().project(module, x, out)
         out = x.new_empty(len(x), module.num_rows) if out is None else out
         for some, target in zip(x.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):
-            module.operations.packed_linear(some, module.packed, module.bias, out=target)
+            multiply(some, packed, bias, out=target)
         return out
 
     def scratch_size(self, module: nn.Module, has_kernels: bool) -> int:
         # The head is the largest matrix by far.
         return 0 if has_kernels and module.has_few_rows else super().scratch_size(module, has_kernels)
-
-    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
-        found = module.operations.packed_linear(x, module.packed, module.bias, activation=activation)
-        return super().project_gated(module, x, activation) if found is None else found
-
-    def project_add_norm(self, module: nn.Module, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
-        parts = self.num_parts(module)
-        if parts > 1:
-            found = module.operations.packed_linear(y, module.packed, num_parts=parts)
-            if found is not None:
-                return norm.after_sum(x, found)
-        return super().project_add_norm(module, x, y, norm)
 
     def lookup(self, module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows of the weight, for embeddings: [N] -> [N, in_features], rounded to `dtype` last.
@@ -145,11 +122,6 @@ class Packed(ExpandedFormat):
         out = torch.empty(len(ids), module.in_features, dtype=dtype, device=ids.device)
         self.expand_into(module, out, ids)
         return out
-
-    def temporary_bytes(self, module: nn.Module) -> int:
-        # Without the kernels.
-        largest = max(EXPANDED_AT_ONCE, module.in_features)
-        return _BYTES_WHILE_EXPANDING * min(largest, module.num_rows * module.in_features)
 
     def expand_into(self, module: nn.Module, out: Tensor, ids: Tensor | None = None) -> None:
         """As `ExpandedFormat` says; ids: the rows that are wanted, [N]; None: all."""
@@ -183,7 +155,7 @@ class Packed(ExpandedFormat):
     def _scales(self, module: nn.Module, rows: slice | Tensor) -> Tensor:
         scales = module.packed.scales_of(rows)
         if self.packing.scale_dtype == torch.uint8:
-            return powers_of_two(scales)
+            return scales.view(torch.float8_e8m0fnu).float()
         if not self.packing.has_global_scale:
             return scales
         factor, scales = module.packed.global_scale[rows, None], scales.float()
@@ -193,9 +165,7 @@ class Packed(ExpandedFormat):
         """Return operation(values, number of the value's group): [n, in_features], [n, groups] -> [n, in_features]."""
         if self.packing.has_group_index:
             return operation(values, table[:, module.packed.group_index])
-        groups, columns = table.shape[1], self.packing.columns
-        if groups == 1:
-            return operation(values, table)
+        groups, columns = table.shape[1], self.packing.columns or module.in_features
         if groups * columns == module.in_features:
             return operation(values.unflatten(1, (groups, columns)), table.unsqueeze(2)).flatten(1)
         spread = table.unsqueeze(2).expand(-1, -1, columns).flatten(1)
@@ -203,14 +173,15 @@ class Packed(ExpandedFormat):
 
 
 def checked(values: Tensor) -> Tensor:
-    """Return scales that were read.
-
-    Raises:
-        ValueError: some are NaN or infinite.
-    """
+    """Return scales that were read; ValueError if some are NaN or infinite."""
     if not bool(torch.isfinite(values.float()).all()):
         raise ValueError("holds NaN or infinite scales: the file is corrupt, download it again")
     return values
+
+
+def temporary_bytes(num_weights: int) -> int:
+    """Return the most bytes that expanding a matrix of so many weights takes on a CPU, beside weight and matrix."""
+    return _BYTES_WHILE_EXPANDING * min(EXPANDED_AT_ONCE, num_weights)
 
 
 def pieces_of_rows(num_rows: int, in_features: int, multiple: int = 1) -> Iterator[slice]:

@@ -8,27 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.counts import MAX_ROWS
-from nanoinfer.layers.formats.base import Filling, WeightFormat
-from nanoinfer.layers.formats.dense import Dense
-from nanoinfer.layers.formats.matrix import ExpandedFormat
+from nanoinfer.layers.formats.base import ExpandedFormat, Filling, WeightFormat
 from nanoinfer.layers.formats.packed import Packed
 
 
 def merged(formats: list[WeightFormat], sizes: list[int]) -> WeightFormat:
-    """Return the format of a projection whose parts, of so many rows each, have these formats in the checkpoint.
-
-    Raises:
-        ValueError: the formats cannot be parts of one projection.
-    """
+    """Return the format of a projection whose parts, of so many rows each, have these formats in the checkpoint."""
     first = formats[0]
-    if len(formats) == 1:
-        return first
-    if all(other == first for other in formats) and (not isinstance(first, Packed) or first.can_merge(sizes)):
-        return first
-    for weight_format in formats:
-        if not isinstance(weight_format, Dense | Packed):
-            raise ValueError(f"{weight_format.name} cannot be one of several formats of a merged projection")
-    return Parted(formats, sizes)
+    is_one = all(other == first for other in formats) and (not isinstance(first, Packed) or first.can_merge(sizes))
+    return first if is_one or len(formats) == 1 else Parted(formats, sizes)
 
 
 class Parted(ExpandedFormat):
@@ -40,9 +28,7 @@ class Parted(ExpandedFormat):
     as well.
     """
 
-    name = "parted"
-
-    def __init__(self, formats: list[Dense | Packed], sizes: list[int]) -> None:
+    def __init__(self, formats: list[WeightFormat], sizes: list[int]) -> None:
         self._formats, self._sizes = formats, sizes
 
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
@@ -64,36 +50,28 @@ class Parted(ExpandedFormat):
         for weight_format, part in module.held:
             weight_format.fill_with_noise(part, generator)
 
-    def project(self, module: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
-        products = self._products(module, x)
-        return super().project(module, x, out) if products is None else torch.cat(products, 1, out=out)
-
-    def project_gated(self, module: nn.Module, x: Tensor, activation: str) -> Tensor | None:
-        if not module.operations.has_activation(activation, x) or (products := self._products(module, x)) is None:
-            return super().project_gated(module, x, activation)
-        return module.operations.act_and_mul(torch.cat(products, 1), activation)
-
-    def _products(self, module: nn.Module, x: Tensor) -> list[Tensor] | None:
-        """Return x @ weight.T + bias for each part; None where a part must be expanded: then all are."""
-        if len(x) > MAX_ROWS:
+    def product(
+        self, module: nn.Module, x: Tensor, out: Tensor | None = None, activation: str | None = None, parts: int = 1
+    ) -> Tensor | None:
+        if len(x) > MAX_ROWS or parts > 1:
             return None
         biases = [None] * len(self._sizes) if module.bias is None else module.bias.split(self._sizes)
-        parts, operations = list(zip(module.held, biases, strict=True)), module.operations
+        held, operations = list(zip(module.held, biases, strict=True)), module.operations
         packed = {
             index: operations.packed_linear(x, part.packed, bias)
-            for index, ((weight_format, part), bias) in enumerate(parts)
+            for index, ((weight_format, part), bias) in enumerate(held)
             if isinstance(weight_format, Packed)
         }
         if any(product is None for product in packed.values()):
-            return None
-        return [
+            return None  # where a part must be expanded, all are
+        products = [
             packed[index] if index in packed else operations.linear(x, weight_format.matrix(part), bias)
-            for index, ((weight_format, part), bias) in enumerate(parts)
+            for index, ((weight_format, part), bias) in enumerate(held)
         ]
+        if activation is not None:
+            return operations.act_and_mul(torch.cat(products, 1), activation)
+        return torch.cat(products, 1, out=out)
 
     def expand_into(self, module: nn.Module, out: Tensor) -> None:
         for (weight_format, part), rows in zip(module.held, out.split(self._sizes), strict=True):
             weight_format.expand_into(part, rows)
-
-    def temporary_bytes(self, module: nn.Module) -> int:
-        return max(weight_format.temporary_bytes(part) for weight_format, part in module.held)

@@ -20,6 +20,8 @@ ACTIVATIONS = (
 class Quantization(Formats):
     """The formats of a quantised checkpoint. What its config excludes is dense.
 
+    A setting that is not what it must be is refused with a ValueError, which names the setting and its value.
+
     Attributes:
         name: the `quant_method` of the config's quantization_config.
         other_names: what users of vLLM call it besides.
@@ -31,7 +33,7 @@ class Quantization(Formats):
     kv_cache_dtype: str | None = None
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
-        """settings: the config's quantization_config. Raises ValueError for those that are not supported."""
+        """settings: the config's quantization_config."""
         self.settings, self.tensors = settings, tensors
 
     def scheme_names(self) -> tuple[str, ...]:
@@ -53,65 +55,46 @@ class Quantization(Formats):
                 "kv_cache_scheme from config.json"
             )
 
-    def setting(self, name: str, kind: type, default: Any = None, settings: dict[str, Any] | None = None) -> Any:
+    def setting(
+        self, name: str, allowed: type | Collection[Any], default: Any = None, settings: dict[str, Any] | None = None
+    ) -> Any:
         """Return a setting, or the default where the config does not give it.
 
-        Raises:
-            ValueError: it is of another type.
-        """
-        value = (self.settings if settings is None else settings).get(name)
-        if value is None:
-            return default
-        if type(value) is not kind:
-            raise ValueError(f"{name} is {shown(value)} in the quantization_config of {self.name}, not {kind.__name__}")
-        return value
-
-    def one_of(self, name: str, allowed: Collection[Any], default: Any, settings: dict[str, Any] | None = None) -> Any:
-        """Return a setting, or the default.
-
-        Raises:
-            ValueError: it is not one of those that are allowed.
+        allowed: its type, or the values that it may have: then the default must be one of them, too.
         """
         value = (self.settings if settings is None else settings).get(name)
         value = default if value is None else value
-        if not any(type(value) is type(one) and value == one for one in allowed):
-            listed = ", ".join(map(str, allowed))
-            where = f"{name} is {shown(value)} in the quantization_config of {self.name}"
-            raise ValueError(f"{where}: supported are {listed}")
-        return value
+        if isinstance(allowed, type):
+            return self.checked(name, value, value is default or type(value) is allowed, f", not {allowed.__name__}")
+        is_allowed = any(type(value) is type(one) and value == one for one in allowed)
+        return self.checked(name, value, is_allowed, f": supported are {', '.join(map(str, allowed))}")
 
     def names(self, name: str, settings: dict[str, Any] | None = None) -> list[str]:
-        """Return a setting that lists names.
-
-        Raises:
-            ValueError: it is no list of text.
-        """
+        """Return a setting that lists names."""
         value = self.setting(name, list, [], settings)
-        if not all(isinstance(one, str) for one in value):
-            raise ValueError(f"{name} is {shown(value)} in the quantization_config of {self.name}, not a list of names")
-        return value
+        return self.checked(name, value, all(isinstance(one, str) for one in value), ", not a list of names")
 
     def group_size(self, settings: dict[str, Any] | None = None, default: int | None = 128) -> int | None:
-        """Return `group_size`; None: a group is a whole row.
-
-        Raises:
-            ValueError: it is no size.
-        """
-        settings = self.settings if settings is None else settings
-        value = settings.get("group_size", default)
+        """Return `group_size`; None: a group is a whole row."""
+        value = (self.settings if settings is None else settings).get("group_size", default)
         if value in (None, -1, 0) and not isinstance(value, bool):
             return None
-        if type(value) is not int or value < 1:
-            raise ValueError(f"group_size is {shown(value)} in the quantization_config of {self.name}, not a size")
+        return self.checked("group_size", value, type(value) is int and value > 0, ", not a size")
+
+    def block(self, name: str, value: Any) -> tuple[int, int]:
+        """Return the rows and columns of a block."""
+        is_pair = isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
+        return tuple(self.checked(name, value, is_pair, ", not two sizes"))
+
+    def checked(self, name: str, value: Any, is_allowed: bool, expected: str) -> Any:
+        """Return a setting's value, or raise ValueError: it is not what is expected."""
+        if not is_allowed:
+            raise ValueError(f"{name} is {shown(value)} in the quantization_config of {self.name}{expected}")
         return value
 
 
 def searches(pattern: str, name: str) -> bool:
-    """Whether a regular expression of a config matches the beginning of a name.
-
-    Raises:
-        ValueError: it is no regular expression.
-    """
+    """Whether a regular expression of a config matches the beginning of a name; ValueError if it is none."""
     try:
         return re.match(pattern, name) is not None
     except re.error as error:
@@ -119,11 +102,7 @@ def searches(pattern: str, name: str) -> bool:
 
 
 def kv_cache_dtype_of(scheme: dict[str, Any]) -> str:
-    """Return what a kv_cache_scheme is as an engine's `kv_cache_dtype`.
-
-    Raises:
-        ValueError: the engine has no such KV cache.
-    """
+    """Return a kv_cache_scheme as an engine's `kv_cache_dtype`; ValueError if the engine has no such cache."""
     is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
     if not is_fp8 or scheme.get("strategy", "tensor") != "tensor" or not scheme.get("symmetric", True):
         raise ValueError(

@@ -40,8 +40,9 @@ class PackedScaled(Packed):
             raise ValueError(f"{self.where}.{self.codes_name} has {in_features} columns, which 8 does not divide")
         super().check_size(num_rows, in_features)
 
-    def stored(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
-        found = self._codes(module, begin, end) | {self.scales_name: self._scales_of(module, begin, end)}
+    def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
+        found = super().views(module, begin, end) | self._codes(module, begin, end)
+        found |= {self.scales_name: self._scales_of(module, begin, end)}
         if self.global_scale_name is not None:
             found[self.global_scale_name] = self._global_scale(module, begin, end)
         if self.packing.has_zeros:
@@ -50,7 +51,7 @@ class PackedScaled(Packed):
             found["weight_g_idx"] = self.group_index(module)
         return found
 
-    def _codes(self, module: nn.Module, begin: int, end: int) -> dict[str, Tensor | Filling]:
+    def _codes(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
         count, in_features, bits = end - begin, module.in_features, self.packing.bits
         columns = row_bytes(in_features, bits) // 4 if self.words == torch.int32 else in_features
         if self.words == torch.uint8:
@@ -85,9 +86,7 @@ class PackedScaled(Packed):
         def fill(values: Tensor) -> None:
             if values.dtype == torch.uint8 and bool((values == _NAN_EXPONENT).any()):
                 raise ValueError("holds NaN scales: the file is corrupt, download it again")
-            module.packed.put_scales(
-                begin, end, checked(values) if values.ndim == 2 else checked(values).reshape(-1, 1)
-            )
+            module.packed.put_scales(begin, end, checked(values).reshape(-1, groups))
 
         shapes: tuple[tuple[int, ...], ...] = ((num_rows, groups),)
         if self.scale_of_tensor:
@@ -113,7 +112,7 @@ class PackedScaled(Packed):
             module.packed.put_zeros(begin, end, unpack(as_bytes(words.t()), packing.bits, count).t())
 
         def fill_signed(values: Tensor) -> None:
-            wide = values.to(torch.int16) if values.ndim == 2 else values.to(torch.int16).reshape(-1, 1)
+            wide = values.to(torch.int16).reshape(-1, groups)
             if bool(((wide < -middle) | (wide >= middle)).any()):
                 raise ValueError(f"has zero points that are no numbers of {packing.bits} bits")
             module.packed.put_zeros(begin, end, wide + middle)
