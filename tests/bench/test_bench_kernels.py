@@ -12,6 +12,7 @@ from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import write_shape
 from nanoinfer.weights.load import check_safetensors, load_config, load_model
+from offload.runtime.cpu import CpuRuntime
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 pytestmark = pytest.mark.usefixtures("quick_floors")
@@ -188,6 +189,14 @@ def start_once(start):
         return figures[0]
 
     return again
+
+
+def test_products_are_timed_with_what_every_runtime_has(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    gpu_quantised, calls = load("gpu_quantised"), []
+    monkeypatch.setattr(gpu_quantised, "CudaRuntime", lambda device: CpuRuntime())
+    assert gpu_quantised._seconds(lambda: calls.append(1), torch.device("cuda")) >= 0
+    assert len(calls) == 1 + gpu_quantised.REPLAYS
 
 
 @pytest.mark.sampled()
