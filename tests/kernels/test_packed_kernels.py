@@ -3,6 +3,7 @@
 The interpreter cuts what it should round to bfloat16, so products are rounded to float16 or float32 here.
 """
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -225,6 +226,24 @@ def test_a_gate_and_what_it_gates_may_lie_differently(monkeypatch):
     module.operations = reference
     wanted = reference.act_and_mul(module(x), "silu")
     assert torch.equal(module(x, activation="silu"), wanted) and len(products) == 2, "one for each"
+
+
+def test_the_products_of_parts_are_gone_before_an_activation_follows():
+    weights, module = parted({"int8 by row": 32, "dense": 32}, 384)
+    made = []
+
+    def product(*_):
+        made.append(weakref.ref(found := torch.ones(5, 32)))
+        return found
+
+    def act_and_mul(gate_up, activation):
+        assert gate_up.shape == (5, 64) and len(made) == 2 and not any(one() is not None for one in made)
+        return gate_up[:, :32]
+
+    module.operations = SimpleNamespace(
+        packed_linear=lambda *_, **__: product(), linear=product, act_and_mul=act_and_mul
+    )
+    assert weights.product(module, torch.ones(5, 384), activation="gelu").shape == (5, 32)
 
 
 def test_scales_are_folded_where_every_product_is_exact():

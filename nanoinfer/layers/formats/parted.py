@@ -68,9 +68,9 @@ class Parted(ExpandedFormat):
             packed[index] if index in packed else operations.linear(x, weight_format.matrix(part), bias)
             for index, ((weight_format, part), bias) in enumerate(held)
         ]
-        if activation is not None:
-            return operations.act_and_mul(torch.cat(products, 1), activation)
-        return torch.cat(products, 1, out=out)
+        found = torch.cat(products, 1, out=out)
+        del packed, products  # an activation needs memory, too
+        return found if activation is None else operations.act_and_mul(found, activation)
 
     def expand_into(self, module: nn.Module, out: Tensor) -> None:
         for (weight_format, part), rows in zip(module.held, out.split(self._sizes), strict=True):
