@@ -369,7 +369,7 @@ def test_requests_share_beginnings_and_crowds_hold_each_once():
         (["--shape", "tinny"], "shape 'tinny' is not known (did you mean 'tiny'?)"),
         (["/no/such/model"], "model '/no/such/model' does not exist"),
         (["qwen3-4b"], "'qwen3-4b' is a shape, which has random weights: give --shape qwen3-4b"),
-        (["--base-url", "http://127.0.0.1:9"], "http://127.0.0.1:9 cannot be reached ("),
+        (["--base-url", "http://127.0.0.1:9"], "http://127.0.0.1:9 cannot be reached ([Errno 111] Conn"),
         (["--base-url", "ftp://x"], "--base-url 'ftp://x' is no address: give one such as http://"),
         (["--base-url", "http://x:port"], "--base-url 'http://x:port' is no address"),
         (["--base-url", "localhost:8000"], "--base-url 'localhost:8000' is no address"),

@@ -84,7 +84,8 @@ class ServerAsker:
         try:
             return asyncio.run(exchange())
         except httpx.ConnectError as error:
-            raise ValueError(f"{self.base_url} cannot be reached ({error}): start the server or correct it") from error
+            why = _origin(error)
+            raise ValueError(f"{self.base_url} cannot be reached ({why}): start the server or correct it") from error
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
             raise ValueError(f"{self.base_url} gave no answer ({why}): look into the server's log") from error
@@ -139,6 +140,13 @@ class ServerAsker:
         except (ValueError, LookupError, AttributeError):
             pass  # not JSON, or in another format: show the text as it is
         return f"{self.base_url} answered with status {response.status_code}: {' '.join(text.split())[:300]}"
+
+
+def _origin(error: BaseException) -> BaseException:
+    """Return the error that `error` began with: what the libraries make of it says only that all attempts failed."""
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+    return error.exceptions[-1] if isinstance(error, BaseExceptionGroup) else error  # one for each address of a name
 
 
 def _answer(choice: dict) -> Answer:
