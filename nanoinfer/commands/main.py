@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
     parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     for name, summary, add_arguments, run in (
         ("bench", "measure latency, throughput, offload against resident decode, or exactness",
          bench.add_arguments, bench.run),

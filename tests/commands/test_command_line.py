@@ -143,7 +143,7 @@ def test_a_message_calls_the_options_by_their_names(message, shown):
         (["bench", "--oputput-len", "4"], "usage: nanoinfer bench offload .*did you mean --output-len\\?$"),
         (["plan", "qwen3-4b", "--zzz"], "unknown option --zzz$"),
         (["plan", "qwen3-4b", "12GiB"], "usage: nanoinfer plan .*unknown arguments: 12GiB$"),
-        (["plam"], "'plam' is not known: did you mean plan\\? choose from bench, eval"),
+        (["plam"], "argument command: 'plam' is not known: did you mean plan\\? choose from bench, eval"),
         (["bench", "troughput"], "'troughput' is not known: did you mean throughput\\?"),
     ],
 )
