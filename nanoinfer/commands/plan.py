@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=f"checkpoint directory, hub id, or a shape: {', '.join(SHAPES)}")
     parser.add_argument("--context", type=length, help="tokens of each sequence, output included, such as 32k")
     parser.add_argument("--batch", type=int, default=1, help="sequences at once")
-    parser.add_argument("--link-gbps", type=float, default=25, help="host to GPU, GB/s (default %(default)s)")
+    parser.add_argument("--link-gbps", type=float, default="25", help="host to GPU, GB/s (default %(default)s)")
     parser.add_argument("--device-gbps", type=float, help="the GPU's memory, GB/s")
     texts = {
         "gpu_memory_limit": 'such as "12GiB"; default: this machine\'s',

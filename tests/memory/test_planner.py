@@ -142,7 +142,9 @@ def test_the_command_prints_a_table_or_json(capsys):
                  "largest batch", "decode step", "what would help"):  # fmt: skip
         assert part in printed, part
     assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["memory"]["ring_bytes"] == 128 * 2**20
+    printed = capsys.readouterr().out
+    assert json.loads(printed)["memory"]["ring_bytes"] == 128 * 2**20
+    assert '"link_gbps": 25.0,' in printed  # by default as where it is given: never an integer
     assert main([*words, "--batch", "40"]) == 1 and "does not fit" in capsys.readouterr().out
     assert main(["plan", "qwen3-40b", "--gpu-memory", "12GiB"]) == 2 and capsys.readouterr().err
 
