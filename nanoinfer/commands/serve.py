@@ -64,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
         from nanoinfer.serve.gate import allowed_origins
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'nanoinfer[serve]'") from error
+    if options.api_key == "":  # as of a variable that is not set: anybody could guess it
+        raise ValueError("--api-key is empty: give a key, or leave the option out to serve without one")
     if options.shutdown_timeout < 0:
         raise ValueError(f"--shutdown-timeout is {options.shutdown_timeout}, it must be 0 or more seconds")
     for name in ("body_timeout", "max_step_seconds"):

@@ -145,6 +145,7 @@ def test_the_command_refuses_what_it_cannot_use(path, capsys):
         ("--allowed-origins", "*", "is no JSON"),
         ("--max-queue-bytes", "1MiB", "at least 33554432"),
         ("--max-queue-bytes", "many", "is no size"),
+        ("--api-key", "", "--api-key is empty: give a key"),
         ("--body-timeout", "0", "must be more than 0 seconds"),
         ("--max-step-seconds", "-1", "must be more than 0 seconds"),
     ):
