@@ -27,8 +27,9 @@ LOWEST = torch.finfo(torch.float32).min
 TILE_QUERIES = 32
 MERGED_SPLITS = 32
 """Splits that one sum of the merge adds up. If there are more splits, the sums are added in ascending order."""
-MAX_ELEMENTS = 2**22
-"""Elements of the largest temporary (16 MiB), unless a single item has more."""
+MAX_ELEMENTS = 2**18
+"""Elements of the largest temporary (1 MiB), unless a single item has more. So temporaries stay in a cache. Larger
+ones go back to the system each time, and come back page by page."""
 
 
 @dataclass(frozen=True)
