@@ -115,11 +115,11 @@ def test_a_text_is_tokenised_no_further_than_to_its_limit():
 def test_work_whose_caller_has_gone_is_not_begun():
     async def ask():
         with tokenizing() as (prompts, texts):
-            may_go_on, is_there = threading.Event(), threading.Event()
+            may_go_on, begun = threading.Event(), threading.Semaphore(0)
             inner = prompts.tokenizer.encode
 
             def slow(text, **arguments):
-                is_there.set()
+                begun.release()
                 assert may_go_on.wait(30)
                 return inner(text, **arguments)
 
@@ -127,7 +127,8 @@ def test_work_whose_caller_has_gone_is_not_begun():
             calls = [asyncio.create_task(prompts.tokenize(letter + PROSE * 3000)) for letter in "AB"]
             calls += [asyncio.create_task(prompts.tokenize(letter)) for letter in "CD"]
             calls += [asyncio.create_task(prompts.aside(lambda: texts.append("aside")))]
-            await asyncio.to_thread(is_there.wait, 30)
+            for _ in ("long", "short"):  # each lane is at its first text, so that the second one cannot begin
+                assert await asyncio.to_thread(begun.acquire, timeout=30)
             for call in calls:
                 call.cancel()
             await asyncio.wait(calls)
