@@ -73,7 +73,7 @@ class LLM:
         use_tqdm: bool = True,
         **unsupported: Any,
     ) -> list[RequestOutput]:
-        """Completes each prompt.
+        """Complete each prompt.
 
         Args:
             prompts: one prompt or a list of prompts. Each is text, token ids (a list, array, tensor or range), or
@@ -120,7 +120,7 @@ class LLM:
         return [request.output() for request in requests]
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
-        """Runs steps until all `requests` have ended."""
+        """Run steps until all `requests` have ended."""
         running = {request.request_id: request for request in requests}
         with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
             while running and self.engine.has_work:
@@ -132,7 +132,7 @@ class LLM:
     def generate_stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
     ) -> Iterator[StreamOutput]:
-        """Completes prompts and yields what each completion gained, as soon as it is known.
+        """Complete prompts and yield what each completion gained, as soon as it is known.
 
         If a prompt cannot be used, or its step fails, only this prompt ends: its last output has
         `finish_reason="error"` and gives the reason in `error`. `request_id` is the name of the prompt for `abort`:
@@ -175,7 +175,7 @@ class LLM:
         add_generation_prompt: bool = True,
         **unsupported: Any,
     ) -> list[RequestOutput]:
-        """Completes conversations through the tokenizer's chat template.
+        """Complete conversations through the tokenizer's chat template.
 
         Args:
             messages: one conversation, which is a list of {"role": ..., "content": ...}, or a list of conversations.
@@ -325,7 +325,7 @@ class _Stream:
 
 
 def _refuse(unsupported: dict[str, Any], table: Table, method: Callable) -> None:
-    """Raises ValueError if a keyword is unknown or asks for a feature that this engine does not have."""
+    """Raise ValueError if a keyword is unknown or asks for a feature that this engine does not have."""
     allowed = [name for name in inspect.signature(method).parameters if name not in ("self", "unsupported")]
     supported(unsupported, table, allowed, method.__name__)
 

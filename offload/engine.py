@@ -271,7 +271,7 @@ class OffloadEngine:
             self._timeline.lap(self.write, WRITE, "write-through", num_bytes=num_bytes, layer=layer)
 
     def _pair_runs(self, layer: int, pairs: list[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(GPU, host) views of neighbouring blocks that one copy can move."""
+        """Yield (GPU, host) views of neighbouring blocks that one copy can move."""
         for gpu_block, host_block, count in runs(pairs):
             blocks = tuple(range(host_block, host_block + count))
             for place, segment, begin, part in host_runs(blocks, self.host.blocks_per_segment):

@@ -43,7 +43,7 @@ class KVLayout:
 
 
 def runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Joins (destination, source) block pairs into runs `(destination, source, count)` that one copy can move.
+    """Join (destination, source) block pairs into runs `(destination, source, count)` that one copy can move.
 
     Every copy call costs CPU time and, below about 1 MiB, link time; the driver never joins neighbours by itself.
     """

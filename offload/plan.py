@@ -81,7 +81,7 @@ def host_runs(blocks: tuple[int, ...], blocks_per_segment: int) -> list[tuple[in
 
 
 def pack(host_blocks: Sequence[int] | np.ndarray, blocks_per_slot: int) -> list[Chunk]:
-    """Cuts a list of host blocks into chunks of at most `blocks_per_slot`, in order."""
+    """Cut a list of host blocks into chunks of at most `blocks_per_slot`, in order."""
     blocks = [int(block) for block in host_blocks]
     return [
         Chunk(tuple(blocks[begin : begin + blocks_per_slot]), begin) for begin in range(0, len(blocks), blocks_per_slot)
@@ -91,7 +91,7 @@ def pack(host_blocks: Sequence[int] | np.ndarray, blocks_per_slot: int) -> list[
 def pack_together(
     lists: Sequence[Sequence[int]], firsts: Sequence[int], blocks_per_slot: int
 ) -> list[tuple[Chunk, list[int]]]:
-    """Cuts the blocks of several lists, from `firsts[i]` on in list i, into chunks of at most `blocks_per_slot`.
+    """Cut the blocks of several lists, from `firsts[i]` on in list i, into chunks of at most `blocks_per_slot`.
 
     Lists with the same first index share chunks as long as their blocks from there on are equal.
 
@@ -137,5 +137,5 @@ class StreamPlan:
         return [(layer, chunk) for layer, chunks in enumerate(self.chunks) for chunk in chunks]
 
     def blocks(self, layer: int) -> list[int]:
-        """The host blocks that pass for a layer."""
+        """Return the host blocks that pass for a layer."""
         return [block for chunk in self.chunks[layer] for block in chunk.host_blocks]

@@ -138,17 +138,17 @@ class AttentionBackend(ABC):
         """Raise ValueError if this backend cannot run the model in this mode. The message names a backend that can."""
 
     def partials(self, capacity: int) -> Partials:
-        """An uninitialised workspace for ``capacity`` partials."""
+        """Return an uninitialised workspace for ``capacity`` partials."""
         out, lse, weight = self._uninitialised(capacity)
         return Partials(out=out, lse=lse, weight=weight)
 
     def prefill_state(self, num_tokens: int) -> PrefillState:
-        """An uninitialised state for ``num_tokens`` queries: the first piece has load_state 0."""
+        """Return an uninitialised state for ``num_tokens`` queries: the first piece has load_state 0."""
         acc, m, l = self._uninitialised(num_tokens)
         return PrefillState(acc=acc, m=m, l=l)
 
     def _uninitialised(self, size: int) -> list[Tensor]:
-        """A float32 tensor of the heads' values, and two of a number for each head."""
+        """Return a float32 tensor of the heads' values, and two of a number for each head."""
         heads = (size, self.spec.num_q_heads)
         shapes = ((*heads, self.spec.head_dim), heads, heads)
         return [torch.empty(shape, dtype=torch.float32, device=self.device) for shape in shapes]

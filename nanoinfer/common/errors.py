@@ -51,7 +51,7 @@ def _repr_parts(value: Any) -> Iterator[str]:
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that looks most like `name`, or None where none comes close."""
+    """Return the allowed name that looks most like `name`, or None where none comes close."""
     matches = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.6)
     return matches[0] if matches else None
 

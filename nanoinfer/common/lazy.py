@@ -12,7 +12,7 @@ from typing import Any
 def lazy_names(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Gives `__getattr__` and `__dir__` for a package's `__init__`, which imports none of its names itself.
+    """Give `__getattr__` and `__dir__` for a package's `__init__`, which imports none of its names itself.
 
     Submodules that nobody has imported yet are found as attributes, too. An unknown name raises an AttributeError;
     Python adds the nearest name to it, which it looks for in `__dir__`.

@@ -10,7 +10,7 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "
 
 
 def parse_bytes(value: int | float | str, name: str) -> int:
-    """Bytes from a number or from text such as "12GiB" (2^30) or "12GB" (10^9).
+    """Return the bytes from a number or from text such as "12GiB" (2^30) or "12GB" (10^9).
 
     Raises:
         ValueError: the text is no size, or the size is not positive.
@@ -27,17 +27,17 @@ def parse_bytes(value: int | float | str, name: str) -> int:
 
 
 def format_gib(num_bytes: float) -> str:
-    """A size in GiB as text, without the unit."""
+    """Return a size in GiB as text, without the unit."""
     return f"{num_bytes / 2**30:.2f}"
 
 
 def format_size(num_bytes: float) -> str:
-    """A size as text, in GiB, or in MiB where that would be 0.00."""
+    """Return a size as text, in GiB, or in MiB where that would be 0.00."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.01 * 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things as text: "1 request", "2,000 requests"."""
+    """Return a number of things as text: "1 request", "2,000 requests"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

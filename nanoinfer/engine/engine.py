@@ -76,7 +76,7 @@ class LLMEngine:
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, token_ids: list[int] | None = None
     ) -> Request:
-        """Queues a request.
+        """Queue a request.
 
         Args:
             token_ids: the prompt's tokens, if `intake.tokenize` was called before.
@@ -96,7 +96,7 @@ class LLMEngine:
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> bool:
-        """Ends a request and frees its memory; returns False if there is no such request."""
+        """End a request and free its memory; return False if there is no such request."""
         with self._changing():
             request = self.work.requests.get(request_id)
             if request is None:
@@ -115,7 +115,7 @@ class LLMEngine:
 
     @torch.inference_mode()
     def step(self) -> list[StreamOutput]:
-        """Launches one prefill or decode step and reads the one before, so that the device never waits for the host.
+        """Launch one prefill or decode step and read the one before, so that the device never waits for the host.
 
         Stop conditions are checked one step late: a step may compute one token too many for a sequence, and that token
         is dropped. A step with requests that want log-probabilities is read at once.
@@ -194,7 +194,7 @@ class LLMEngine:
         self._remove_ended([request])
 
     def _remove_ended(self, requests: Iterable[Request]) -> None:
-        """Frees the rows and KV blocks of sequences that have ended."""
+        """Free the rows and KV blocks of sequences that have ended."""
         for request in requests:
             for sequence in request.sequences:
                 if sequence.finish_reason is not None and not sequence.is_finished:
@@ -222,7 +222,7 @@ class LLMEngine:
         return LaunchedStep(batch, sampled, tokens, begin, copied.streamed_bytes - streamed_before, timeline)
 
     def _take(self, step: LaunchedStep, behind: LaunchedStep | None = None) -> None:
-        """Waits for a step, hands out its tokens and frees the sequences that have ended.
+        """Wait for a step, hand out its tokens and free the sequences that have ended.
 
         If this fails, the requests of the step are at risk, and so are those of the step `behind` it, which depends on
         its tokens.
@@ -240,7 +240,7 @@ class LLMEngine:
         self.meter.trace_host("give back and publish", begin)
 
     def _read_tokens(self, step: LaunchedStep) -> None:
-        """Waits for a step and hands out its tokens. Tokens of sequences that have ended meanwhile are dropped."""
+        """Wait for a step and hand out its tokens. Tokens of sequences that have ended meanwhile are dropped."""
         begin = time.perf_counter()
         sampled = step.tokens.read()
         read = time.perf_counter()
@@ -283,7 +283,7 @@ class LLMEngine:
                 self.modes.switch(mode, running)
 
     def stats(self) -> dict[str, int | float | str | list[str]]:
-        """Counters since the engine was made, and the state of both pools.
+        """Return counters since the engine was made, and the state of both pools.
 
         `link_gbps` is the bytes of all streaming decode steps divided by their whole time, compute included, in GB/s
         (10^9). It is the bandwidth that was used, not the bandwidth that the link is capable of.

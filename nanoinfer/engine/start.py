@@ -36,7 +36,7 @@ class BuiltEngine:
 
 
 def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
-    """Loads the model and lays out the memory.
+    """Load the model and lay out the memory.
 
     Raises:
         ValueError: something in the config, the checkpoint or the machine does not fit. The message says what it is and

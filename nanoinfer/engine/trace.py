@@ -53,5 +53,5 @@ class Trace:
 
 
 def write_trace(path: str | Path, events: list[dict]) -> None:
-    """Writes trace events of one or more processes for https://ui.perfetto.dev."""
+    """Write trace events of one or more processes for https://ui.perfetto.dev."""
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

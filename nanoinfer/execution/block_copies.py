@@ -31,7 +31,7 @@ class BlockCopies:
         self.kept_rows: dict[int, list[torch.Tensor]] = {}
 
     def _block(self, pool: str, layer: int, block: int) -> torch.Tensor:
-        """`[2, block_size, num_kv_heads, head_dim]` view of a block of the pool of this name."""
+        """Return a `[2, block_size, num_kv_heads, head_dim]` view of a block of the pool of this name."""
         if pool == GPU:
             return self._gpu_kv[layer, block]
         return (self._kept if pool == KEPT else self._offload.host).block(layer, block)

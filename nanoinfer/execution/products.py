@@ -21,7 +21,7 @@ from nanoinfer.models.decoder import Decoder
 
 
 def check_products(model: Decoder, max_rows: int) -> dict[str, list[int]]:
-    """Compares the library's products with ours, to the bit, and tells each `Linear` at which counts it may use them.
+    """Compare the library's products with ours, to the bit, and tell each `Linear` at which counts it may use them.
 
     Args:
         max_rows: the most rows that a step computes.

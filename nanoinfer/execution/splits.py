@@ -70,7 +70,7 @@ def split_lists(
     block_size: int,
     partials_per_block: Callable[[np.ndarray], np.ndarray],
 ) -> SplitLists:
-    """Lists the splits of a decode batch.
+    """List the splits of a decode batch.
 
     Args:
         gpu_rows, host_rows: [batch, max_blocks] int32, the rows' block tables; -1 where there is no block.

@@ -20,7 +20,7 @@ class DeviceTable:
         self._last = np.zeros(0, dtype=np.int32)
 
     def set(self, stream: Stream, values: np.ndarray) -> None:
-        """Makes the table begin with `values` (any shape, int32) for all work enqueued on `stream` from here on."""
+        """Make the table begin with `values` (any shape, int32) for all work enqueued on `stream` from here on."""
         values = values.reshape(-1)
         if len(values) == 0 or np.array_equal(values, self._last[: len(values)]):
             return
@@ -144,5 +144,5 @@ class Packer:
         return place
 
     def upload(self, stream: Stream) -> None:
-        """Puts all arrays into the table for work enqueued on `stream` from here on."""
+        """Put all arrays into the table for work enqueued on `stream` from here on."""
         self._table.set(stream, np.concatenate(self._arrays))

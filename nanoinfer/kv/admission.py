@@ -118,7 +118,7 @@ class Admission:
         self._is_refused = is_refused
 
     def _num_own_blocks(self, sequence: Sequence, hits: list[int]) -> int:
-        """Number of the sequence's blocks that no running one has.
+        """Return the number of the sequence's blocks that no running one has.
 
         Host blocks that it shares with a running sequence need no further room, and stream once for all.
         """

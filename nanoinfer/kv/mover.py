@@ -284,7 +284,7 @@ class Mover:
         )
 
     def _missing(self, sequence: Sequence) -> np.ndarray:
-        """The logical blocks of the sequence that do not lie on the GPU, up to its last token."""
+        """Return the logical blocks of the sequence that do not lie on the GPU, up to its last token."""
         return np.flatnonzero(
             self._tables.gpu[sequence.row, : self._tables.num_blocks(sequence.num_tokens)] == NO_BLOCK
         )

@@ -60,7 +60,7 @@ class PrefixCache:
         sequence.num_published = known
 
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
-        """Keys of the first `count` logical blocks: each is a digest of its tokens and of the key before it."""
+        """Return the keys of the first `count` logical blocks, each a digest of its tokens and of the key before it."""
         keys = sequence.block_keys
         while len(keys) < count:
             begin = len(keys) * self._block_size

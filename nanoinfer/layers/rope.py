@@ -19,7 +19,7 @@ _TABLE_ROWS = 16384
 
 
 def rope_inv_freq(parameters: Mapping, head_dim: int, device: torch.device | str) -> Tensor:
-    """Radians per position of each pair: [head_dim / 2] float32 on `device`.
+    """Return the radians per position of each pair: [head_dim / 2] float32 on `device`.
 
     parameters: the config's `rope_parameters` (of one kind of layer): `rope_type` and `rope_theta`, and what the type
     needs. Of type "default", inv_freq[d] = rope_theta ** (-2d / head_dim). What other types make of it is transformers'
@@ -50,7 +50,7 @@ def rope_inv_freq(parameters: Mapping, head_dim: int, device: torch.device | str
 def rope_table(
     parameters: Mapping, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Cosines and sines of all positions: [max_position, head_dim] in `dtype` on `device`.
+    """Return the cosines and sines of all positions: [max_position, head_dim] in `dtype` on `device`.
 
     Row p holds cos(p * inv_freq) in its first half and sin(p * inv_freq) in its second. They are computed in float32
     and rounded to `dtype` once, as transformers rounds them to the dtype of the activations.

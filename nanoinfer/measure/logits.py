@@ -41,7 +41,7 @@ class LogitsRecorder:
         engine.on_logits = self._observe
 
     def _observe(self, sequences: list[Sequence], logits: Callable[[], torch.Tensor]) -> None:
-        """Copies the step's logits on the compute stream, before the next step overwrites them."""
+        """Copy the step's logits on the compute stream, before the next step overwrites them."""
         places = [i for i, sequence in enumerate(sequences) if self._is_wanted(sequence.request_id)]
         if places:
             copies: list[torch.Tensor] = []
@@ -52,7 +52,7 @@ class LogitsRecorder:
             self._unread.append(([sequences[i] for i in places], copies, event))
 
     def collect(self, keep: int) -> None:
-        """Fetches the logits of all steps except the newest `keep`, which may still run."""
+        """Fetch the logits of all steps except the newest `keep`, which may still run."""
         while len(self._unread) > keep:
             sequences, copies, event = self._unread.popleft()
             event.synchronize("verify.read_after_step")

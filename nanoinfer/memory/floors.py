@@ -35,7 +35,7 @@ class Floors:
 
 
 def measure_floors(device: torch.device, repeats: int = 7) -> Floors:
-    """Medians over `repeats` copies of 1 GiB (128 MiB on the CPU; less where the GPU has little memory left)."""
+    """Return medians over `repeats` copies of 1 GiB (128 MiB on the CPU; less if the GPU has little memory left)."""
     floors = _floors(device, _copy_bytes(device) if device.type == "cuda" else CPU_COPY_BYTES, repeats)
     torch.cuda.empty_cache()
     return floors

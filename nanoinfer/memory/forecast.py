@@ -145,7 +145,7 @@ def plan(
     device_gbps: float | None = None,
     **arguments: Any,
 ) -> Forecast:
-    """Works out what an engine with these limits would do.
+    """Work out what an engine with these limits would do.
 
     Args:
         model: directory of a checkpoint or hub id, of which only the config is read, or a shape such as "qwen3-4b".

@@ -87,7 +87,7 @@ class MemoryPlan:
         return self.num_host_blocks * self.block_bytes
 
     def one_line(self) -> str:
-        """The plan as the engine prints it at start-up."""
+        """Return the plan as the engine prints it at start-up."""
         gib = format_gib
         buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
         return (
@@ -208,7 +208,7 @@ def _spend(
 
 
 def _activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: int, is_cuda: bool) -> int:
-    """Bytes of the largest prefill step, or of sampling for all rows behind it; an eager decode step takes less."""
+    """Return the bytes of the largest prefill step, or of sampling for all rows behind it; eager decode takes less."""
     tokens = padded_rows(max_num_batched_tokens) if is_cuda else max_num_batched_tokens
     expanding = 0 if is_cuda else spec.product_bytes
     largest = max(_prefill_bytes(spec, tokens) + expanding, _sampling_bytes(spec, max_batch, is_cuda))
@@ -216,7 +216,7 @@ def _activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: i
 
 
 def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
-    """Bytes of the live tensors of one layer at its peak.
+    """Return the bytes of the live tensors of one layer at its peak.
 
     Each line stands for a place in `PrefillStep` and `nanoinfer.layers`.
     """
@@ -242,7 +242,7 @@ def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
 
 
 def _sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
-    """Bytes of the logits behind a prefill step and of what sampling adds to them.
+    """Return the bytes of the logits behind a prefill step and of what sampling adds to them.
 
     Sampling adds whichever takes more: the reference, which samples where there are no kernels, or log-probabilities,
     whose rows are picked from the logits and widened to float32.
@@ -254,7 +254,7 @@ def _sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
 
 
 def _min_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
-    """The smallest useful GPU pool: scratch, one prefill chunk in flight, the tail behind it and one decoding tail."""
+    """Return the smallest useful GPU pool: scratch, one prefill chunk in flight, its tail and one decoding tail."""
     chunk = -(-plan.max_num_batched_tokens // config.block_size)
     if config.may_offload:
         return chunk + 3
@@ -323,7 +323,7 @@ def _with_splits(plan: MemoryPlan, max_splits: int) -> MemoryPlan:
 
 
 def _with_model_len(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
-    """Cuts a `max_model_len` that the user left open to what one sequence can have."""
+    """Cut a `max_model_len` that the user left open to what one sequence can have."""
     # Resident mode keeps a spare block, so that a preempted sequence can come back beside another one.
     blocks = plan.num_gpu_blocks - 1
     if config.may_offload:

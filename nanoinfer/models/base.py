@@ -102,5 +102,5 @@ class ModelSpec:
         return self.attention.dtype
 
     def rope_bytes(self, max_position: int) -> int:
-        """Bytes of the position tables of a model built for `max_position` tokens."""
+        """Return the bytes of the position tables of a model built for `max_position` tokens."""
         return self.num_rope_tables * max_position * self.attention.head_dim * self.dtype.itemsize

@@ -153,7 +153,7 @@ class Decoder(nn.Module):
     def __init__(
         self, hf_config: PretrainedConfig, spec: ModelSpec, *, device: torch.device | str, max_position: int
     ) -> None:
-        """Allocates the weights, not yet filled, and the position tables.
+        """Allocate the weights, not yet filled, and the position tables.
 
         max_position: positions that will be used, [0, max_position).
         """
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:
-        """The rotation of each layer."""
+        """Return the rotation of each layer."""
         if cls.rotates_by_layer_type:
             return tuple(hf_config.rope_parameters[layer_type] for layer_type in hf_config.layer_types)
         return (hf_config.rope_parameters,) * hf_config.num_hidden_layers
@@ -305,7 +305,7 @@ class Decoder(nn.Module):
     # The checkpoint
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
-        """Each tensor name of the checkpoint, with the part of our (merged) weights that it fills, or how it does."""
+        """Return for each tensor name of the checkpoint the part of our (merged) weights that it fills, or how."""
         views = {}
         for name, module in self.named_modules():
             prefix = name if name == "lm_head" else f"model.{name}"

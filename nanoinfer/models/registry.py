@@ -34,7 +34,7 @@ def register(architecture: str) -> Callable[[type[Decoder]], type[Decoder]]:
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """The names that `find_class` knows, sorted."""
+    """Return the names that `find_class` knows, sorted."""
     _import_families()
     return tuple(sorted(_MODELS))
 

@@ -84,7 +84,7 @@ def mode_names(text: str, allowed: Collection[str]) -> list[str]:
 
 
 def check_can_write(*paths: str | None) -> None:
-    """Raises ValueError if a file cannot be written, so that hours of measuring do not end in this error."""
+    """Raise ValueError if a file cannot be written, so that hours of measuring do not end in this error."""
     for path in paths:
         if path and Path(path).is_dir():
             raise ValueError(f"{path!r} is a directory: name a file")
@@ -93,7 +93,7 @@ def check_can_write(*paths: str | None) -> None:
 
 
 def check_can_plot(path: str | None) -> None:
-    """Raises ValueError if a picture is wanted, but matplotlib cannot write this format or is not installed."""
+    """Raise ValueError if a picture is wanted, but matplotlib cannot write this format or is not installed."""
     if path and Path(path).suffix.lower() not in PICTURES:
         raise ValueError(f"--plot {path!r} must end in {', '.join(PICTURES)}: they say what is drawn")
     if path and importlib.util.find_spec("matplotlib") is None:
@@ -101,7 +101,7 @@ def check_can_plot(path: str | None) -> None:
 
 
 def check_at_least(options: argparse.Namespace, **minima: int) -> None:
-    """Raises ValueError if an option is below its minimum; the keywords are the options' names."""
+    """Raise ValueError if an option is below its minimum; the keywords are the options' names."""
     for name, minimum in minima.items():
         value = getattr(options, name)
         if value < minimum:

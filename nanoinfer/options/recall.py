@@ -18,7 +18,7 @@ HELP_OF_LISTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the evaluation and of the engine."""
+    """Add the options of the evaluation and of the engine."""
     add_model_arguments(parser, "default: recall, the model that comes along", has_shapes=False)
     parser.add_argument("--context", help="tokens, such as 1k,16k; default: 1k to 64k on a GPU, 1k,2k on a CPU")
     parser.add_argument(
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_grid_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the questions, without defaults."""
+    """Add the options of the questions, without defaults."""
     parser.add_argument("--depths", help=f"where facts lie (default: {DEFAULTS['depths']})")
     parser.add_argument(
         "--questions", type=int, help=f"in each cell, a multiple of 5 (default: {DEFAULTS['questions']})"

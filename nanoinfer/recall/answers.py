@@ -75,7 +75,7 @@ class EngineAnswers(Answers):
 
 
 def largest_error(found: Sequence[Answer], wanted: Sequence[Answer]) -> float | None:
-    """The largest difference of a log-probability that both name, as long as both have written the same tokens before.
+    """Return the largest difference of a log-probability that both name, as long as both wrote the same tokens.
 
     None: there are none.
     """

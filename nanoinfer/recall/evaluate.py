@@ -117,7 +117,7 @@ class Scores:
 
 
 def evaluate(answers: Answers, exam: Exam, *, progress: bool = True, label: str = "") -> Scores:
-    """Asks every question. Right is the whole answer, as text without the spaces around it.
+    """Ask every question. Right is the whole answer, as text without the spaces around it.
 
     Only about the first document of each length log-probabilities are asked for: with them the engine reads each step
     before it launches the next, and the other documents shall be answered as users' prompts are.
@@ -142,7 +142,7 @@ def evaluate(answers: Answers, exam: Exam, *, progress: bool = True, label: str 
 
 
 def ask(tokenizer: PreTrainedTokenizerBase, grid: Grid, length: int, number: int) -> list[Question]:
-    """The questions about document `number` of a length, in the order of the facts."""
+    """Return the questions about document `number` of a length, in the order of the facts."""
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))

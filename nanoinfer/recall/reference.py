@@ -63,7 +63,7 @@ class ReferenceAnswers(Answers):
         return [found[i] for i in range(len(questions))]
 
     def _batches(self, questions: list[list[int]], cache: DynamicCache) -> Iterator[list[int]]:
-        """Places of questions of one length, as many as the memory allows."""
+        """Return the places of questions of one length, as many as the memory allows."""
         one = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         at_once = max(1, min(CACHE_BYTES, self._free_bytes() // FREE_SHARE) // one)
         places: dict[int, list[int]] = {}
@@ -107,6 +107,6 @@ class _Copies(DynamicLayer):
 
 
 def _likeliest(logits: Tensor) -> list[dict[int, float]]:
-    """Log-probabilities of the likeliest tokens of each row."""
+    """Return log-probabilities of the likeliest tokens of each row."""
     values, ids = logits.float().log_softmax(-1).topk(NUM_LOGPROBS)
     return [dict(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]

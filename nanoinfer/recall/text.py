@@ -91,7 +91,7 @@ class Author:
         self._running = [[one, many, int(rng.random() * 90)] for one, many in words.COUNTED]
 
     def filler(self) -> Fragments:
-        """A sentence without a fact."""
+        """Return a sentence without a fact."""
         random = self.rng.random
         template = _SENTENCES[int(random() * len(_SENTENCES))]
         text = [part if type(part) is str else part[int(random() * len(part))] for part in template]
@@ -99,7 +99,7 @@ class Author:
         return text
 
     def fact(self, kind: str) -> Fact:
-        """The next fact of that kind.
+        """Return the next fact of that kind.
 
         Raises:
             ValueError: there is no such kind, or no name for another fact is left.
@@ -109,7 +109,7 @@ class Author:
         return getattr(self, "_" + kind)()
 
     def last_count(self) -> Fact:
-        """A count that no later fact of this author moves on."""
+        """Return a count that no later fact of this author moves on."""
         if len(self._running) == 1:  # the other facts need one that goes on
             raise ValueError(f"a document has at most {len(words.COUNTED) - 1} planted counts")
         return self._count(last=True)
@@ -159,7 +159,7 @@ class Author:
         return Fact(kind, subject, [*first, *lead[1:], *value, "."], [ask])
 
     def _unused(self, kind: str, *pools: tuple[Sequence[str], Sequence[str]]) -> Fragments:
-        """A pair from the first of the pools in which one is easily found."""
+        """Return a pair from the first of the pools in which one is easily found."""
         for first, last in pools:
             for _ in range(50):
                 pair = [" " + self._pick(first), " " + self._pick(last)]
@@ -169,7 +169,7 @@ class Author:
         raise ValueError(f"the document has too many facts of the kind {kind}: lower its share or the length")
 
     def _start(self) -> str:
-        """What parts a sentence from the one before."""
+        """Return what parts a sentence from the one before."""
         return "\n" if self.rng.random() < 0.15 else " "
 
     def _pick(self, choices: Sequence[str]) -> str:
@@ -209,7 +209,7 @@ class Document:
     planted: list[Planted]
 
     def questions(self, *, wished: bool = True) -> list[Question]:
-        """All questions. wished: only about facts that the caller wished for."""
+        """Return all questions. wished: only about facts that the caller wished for."""
         return [
             Question(self.text + "".join(ask.question), "".join(ask.answer), at.fact.kind, at.start / self.num_tokens)
             for at in self.planted
@@ -225,7 +225,7 @@ def write_document(
     plant: Sequence[tuple[str, float]] = (),
     mix: Mix = Mix(),
 ) -> Document:
-    """A document that has `num_tokens` tokens together with any question about its wished facts, or a sentence less.
+    """Return a document that, with any question about its wished facts, has `num_tokens` tokens or a sentence less.
 
     Args:
         num_tokens: without special tokens, such as the one that the tokenizer puts in front.
@@ -275,7 +275,7 @@ class _Draft:
         self.position = count([HEADING])
 
     def fill(self, target: int, *, strictly: bool) -> None:
-        """Adds filler and distractors until `target` tokens are half a sentence away at most.
+        """Add filler and distractors until `target` tokens are half a sentence away at most.
 
         strictly: stay below the target, and stop where no sentence is short enough.
         """

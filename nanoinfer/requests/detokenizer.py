@@ -71,7 +71,7 @@ class Detokenizer:
         return "".join(self._released)
 
     def append(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
-        """Takes generated tokens; returns the text that they release and the stop string found, if any.
+        """Take generated tokens; return the text that they release and the stop string found, if any.
 
         Tokens after a stop string are ignored.
         """

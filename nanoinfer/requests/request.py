@@ -83,7 +83,7 @@ class Request:
             sequence.text_delta += sequence.detokenizer.flush()
 
     def abort(self) -> None:
-        """Ends every completion that still runs."""
+        """End every completion that still runs."""
         self._end_all("abort")
 
     def fail(self, error: Exception) -> list[StreamOutput]:
@@ -97,7 +97,7 @@ class Request:
         return None if self.failure is None else str(self.failure) or type(self.failure).__name__
 
     def _end_all(self, reason: FinishReason) -> list[Sequence]:
-        """Ends every completion that still runs; returns their sequences."""
+        """End every completion that still runs; return their sequences."""
         ended = [sequence for sequence in self.sequences if sequence.finish_reason is None]
         for sequence in ended:
             sequence.finish_reason = reason

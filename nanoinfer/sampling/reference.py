@@ -95,7 +95,7 @@ def gather(state, rows: torch.Tensor) -> SamplingBatch:
 def logprobs_of(
     logits: torch.Tensor, tokens: torch.Tensor, top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities from the raw logits (before penalties, temperature and cuts), as vLLM returns them.
+    """Return log-probabilities from the raw logits (before penalties, temperature and cuts), as vLLM returns them.
 
     logits: [B, V] float32; tokens: [B] int64, the sampled ones; top: how many of the likeliest tokens, 0 for none.
     Returns:
@@ -126,17 +126,17 @@ def _sort_keys(values: torch.Tensor) -> torch.Tensor:
 
 
 def workspace_bytes(num_rows: int, vocab_size: int) -> int:
-    """Upper bound of the memory that `sample` takes temporarily, beside logits of any type; the kernels need none."""
+    """Return the most bytes that `sample` takes temporarily, beside logits of any type; the kernels need none."""
     return _REFERENCE_BYTES_PER_ELEMENT * num_rows * vocab_size + logprobs_bytes(num_rows, vocab_size)
 
 
 def logprobs_bytes(num_rows: int, vocab_size: int) -> int:
-    """Upper bound of the memory that `logprobs_of` takes temporarily, beside the float32 logits."""
+    """Return the most bytes that `logprobs_of` takes temporarily, beside the float32 logits."""
     return _SORT_BYTES_PER_ELEMENT * min(num_rows, _chunk_rows(vocab_size)) * vocab_size
 
 
 def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Standard exponential noise, a pure function of (seed, step, id); the reference of the Triton kernel.
+    """Return standard exponential noise, a pure function of (seed, step, id); the reference of the Triton kernel.
 
     seed, step: [B] int64; ids: [n] or [B, n] int64, below 2^32: token ids, followed by tile ids. Returns: [B, n]
     float32.
@@ -150,7 +150,7 @@ def exponential_noise(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor)
 
 
 def _bits(words: torch.Tensor) -> torch.Tensor:
-    """The bits of each row of words, the lowest of the first word first: [n, words] int32 -> [n, 32 * words] bool."""
+    """Return the bits of each row, the lowest of the first word first: [n, words] int32 -> [n, 32 * words] bool."""
     shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
     return (words.view(torch.uint8)[:, :, None] >> shifts).bitwise_and_(1).flatten(1).view(torch.bool)
 
@@ -280,7 +280,7 @@ def _noise_bits(seed: torch.Tensor, step: torch.Tensor, ids: torch.Tensor) -> to
 
 
 def _signed(value: int) -> int:
-    """The 64 bits of an unsigned constant as torch's int64 holds them; int64 arithmetic wraps around."""
+    """Return the 64 bits of an unsigned constant as torch's int64 holds them; int64 arithmetic wraps around."""
     return value - 2**64 if value >= 2**63 else value
 
 

@@ -77,7 +77,7 @@ class RowSampling:
         output_token_ids: Collection[int] = (),
         end_token_ids: Collection[int] = (),
     ) -> "RowSampling":
-        """A row from a request's params.
+        """Return a row from a request's params.
 
         seed: of the sequence, in [0, 2^64); `params.seed` where given (completions of one request need different ones).
         end_token_ids: everything that would end the sequence: the model's end tokens and `params.stop_token_ids`.

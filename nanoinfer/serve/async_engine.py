@@ -76,7 +76,7 @@ class AsyncEngine:
         self.prompts = PromptTokenizer(engine.tokenizer, engine.intake, engine.plan.max_model_len)
 
     def check_health(self) -> None:
-        """Raises UnavailableError if new requests would not be answered, or not soon."""
+        """Raise UnavailableError if new requests would not be answered, or not soon."""
         self._check_open()
         if (seconds := self.step_seconds) > self.max_step_seconds:
             raise UnavailableError(
@@ -98,7 +98,7 @@ class AsyncEngine:
     # Requests, from the loop
 
     async def submit(self, stream: RequestStream) -> None:
-        """Queues all prompts of a stream, as `self.prompts` returned them, or none. The stream closes its charge.
+        """Queue all prompts of a stream, as `self.prompts` returned them, or none. The stream closes its charge.
 
         Raises:
             RequestError: the engine refuses a prompt or its parameters, or the queue could never hold all prompts.

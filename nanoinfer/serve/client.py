@@ -98,7 +98,7 @@ async def while_client_stays(receive: Receive, work: Coroutine[Any, Any, T]) -> 
 
 
 async def _client_left(receive: Receive) -> None:
-    """Returns when the client has closed its connection. The body must have been read."""
+    """Return when the client has closed its connection. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -59,7 +59,7 @@ class Body(BaseModel):
     model: str | None = None
 
     def check(self) -> None:
-        """Raises BadRequestError if fields do not go together."""
+        """Raise BadRequestError if fields do not go together."""
 
 
 class StreamOptions(BaseModel):

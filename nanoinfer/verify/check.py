@@ -42,7 +42,7 @@ def verify(
     tell: Callable[[str], None] = lambda text: None,
     **engine_arguments: Any,
 ) -> Verdict:
-    """Runs the same requests in every mode, alone and beside others, and compares the results.
+    """Run the same requests in every mode, alone and beside others, and compare the results.
 
     Args:
         model: local directory of a Hugging Face checkpoint, or a hub id.

@@ -124,7 +124,7 @@ class Answer:
 
 
 def compare(reference: list[Answer], found: list[Answer], report: RunReport, tolerance: float | None) -> None:
-    """Notes in the report how much was compared and the first difference of each answer.
+    """Note in the report how much was compared and the first difference of each answer.
 
     Args:
         reference: at least one answer to each request; the first one counts.

@@ -148,7 +148,7 @@ def _reuse(workload: Workload, home: dict[str, Any]) -> list[Run]:
 
 
 def _rows(count: int, padded: int | None = None) -> dict[str, Any]:
-    """Arguments for `count` requests at a time, in decode steps of `count` rows, or of `padded` rows."""
+    """Return arguments for `count` requests at a time, in decode steps of `count` rows, or of `padded` rows."""
     return dict(max_num_seqs=count, cuda_graph_batch_sizes=[padded or count])
 
 

@@ -35,7 +35,7 @@ class Rule:
     accepts: Callable[[Any], bool]
 
     def check(self, where: str, name: str, value: Any) -> None:
-        """Raises ValueError if the value is not allowed; `where` says whose field it is."""
+        """Raise ValueError if the value is not allowed; `where` says whose field it is."""
         if not self.accepts(value):
             raise ValueError(f"{where}: {name} is {shown(value)}, it must be {self.allowed}")
 

@@ -250,7 +250,7 @@ def load_model(
     max_position: int | None = None,
     progress: bool = True,
 ) -> Decoder:
-    """Builds the model on `device` and fills its weights.
+    """Build the model on `device` and fill its weights.
 
     Each weight is allocated once, on the device, and cast to `dtype` while it is loaded. The host holds only pieces of
     the files, 64 MiB at a time.

@@ -70,7 +70,7 @@ def read_tensors(
     num_threads: int | None = None,
     report: Callable[[int], object] | None = None,
 ) -> None:
-    """Fills each target with the tensor of its entry, as `target.copy_(tensor)` would, cast to the target's dtype.
+    """Fill each target with the tensor of its entry, as `target.copy_(tensor)` would, cast to the target's dtype.
 
     When this function returns, any stream can read the values of a contiguous target; the values of a non-contiguous
     target can be read on the current stream. If it raises, some values were written, and no thread is left running.
@@ -166,7 +166,7 @@ class _Readers:
         self._begin.record(torch.cuda.current_stream(self._device))
 
     def run(self, report: Callable[[int], object]) -> None:
-        """Reads everything. After an error, ends all threads and raises the first error."""
+        """Read everything. After an error, end all threads and raise the first error."""
         reported = 0
         with (
             _host_buffers(self._num_threads * _BUFFERS_PER_THREAD, self._buffer_bytes, self._device) as buffers,

@@ -46,7 +46,7 @@ def load_tokenizer(config: EngineConfig, model_dir: Path) -> PreTrainedTokenizer
 
 
 def _check_ids(directory: Path) -> None:
-    """Raises ValueError for token ids beyond any vocabulary: transformers' time and memory grow with the ids."""
+    """Raise ValueError for token ids beyond any vocabulary: transformers' time and memory grow with the ids."""
     for name in _FILES_WITH_IDS:
         path, has_keys = directory / name, name == "tokenizer_config.json"  # a small file whose ids are keys
         if not path.is_file() or not (has_keys or _LARGE_VALUE.search(path.read_bytes())):

@@ -46,7 +46,7 @@ _V2 = _Version(
 
 
 def memory_available_bytes(root: Path = Path("/")) -> int:
-    """Host memory that can still be taken without pushing anything out to swap.
+    """Return the host memory that can still be taken without pushing anything out to swap.
 
     This is what the kernel reports of the machine, or what the tightest control group above this process leaves, if
     that is less. A group leaves its limit, less what it uses, plus the files in its page cache, such as weights that
@@ -74,7 +74,7 @@ def _left(directory: Path, version: _Version) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Version]]:
-    """The directories of the groups that count this process' memory, from its own up to the topmost visible one."""
+    """Yield the directories of the groups that count this process' memory, from its own to the topmost visible one."""
     for line in _lines(root / "proc/self/cgroup"):  # such as 4:cpu,memory:/docker/abc, or 0::/user.slice of version 2
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -98,7 +98,7 @@ def _places(mounts: list[tuple[str, str]], group: PurePosixPath) -> list[tuple[s
 
 
 def _mounts(root: Path, version: _Version) -> list[tuple[str, str]]:
-    """Where groups that count memory are mounted: (the group whose directory it is, mount point)."""
+    """Return where groups that count memory are mounted: (the mounted group, mount point) of each."""
     found = []
     for line in _lines(root / "proc/self/mountinfo"):
         # id, parent, device, root, mount point, options, any number of others, "-", filesystem, source, options of it

@@ -35,7 +35,7 @@ class HostPool:
         return 0 if self.arena is None else self.num_blocks * self.layout.block_bytes
 
     def check(self) -> None:
-        """Waits until the first segment is pinned.
+        """Wait until the first segment is pinned.
 
         Raises:
             PinError: the segment cannot be pinned, so no block of the pool can be used.
@@ -43,9 +43,11 @@ class HostPool:
         self.run(0, 0, 0)
 
     def run(self, segment: int, begin: int, count: int) -> torch.Tensor:
-        """`[num_layers, count, 2, block_size, num_kv_heads, head_dim]` view of neighbouring blocks of one segment.
+        """Return a view of neighbouring blocks of a segment.
 
-        Waits until the segment is pinned.
+        `[num_layers, count, 2, block_size, num_kv_heads, head_dim]`.
+
+        Wait until the segment is pinned.
         """
         while len(self._segments) <= segment:
             index = len(self._segments)
@@ -56,6 +58,6 @@ class HostPool:
         return self._segments[segment][:, begin : begin + count]
 
     def block(self, layer: int, block: int) -> torch.Tensor:
-        """`[2, block_size, num_kv_heads, head_dim]` view of one block."""
+        """Return a `[2, block_size, num_kv_heads, head_dim]` view of one block."""
         segment, within = divmod(block, self.blocks_per_segment)
         return self.run(segment, within, 1)[layer, 0]

@@ -56,5 +56,5 @@ class PageablePool:
         self._blocks = []
 
     def block(self, layer: int, block: int) -> torch.Tensor:
-        """`[2, block_size, num_kv_heads, head_dim]` view of one block."""
+        """Return a `[2, block_size, num_kv_heads, head_dim]` view of one block."""
         return self._blocks[block][layer]

@@ -137,7 +137,7 @@ class HostArena:
         return sum(self._span(index) for index in range(self.num_ready) if not self._is_pinned[index])
 
     def segment(self, index: int) -> torch.Tensor:
-        """[segment_bytes] uint8, CPU; the last one may be shorter.
+        """Return a segment: [segment_bytes] uint8, CPU; the last one may be shorter.
 
         Raises:
             RuntimeError: it is not ready yet; `wait` first.
@@ -148,7 +148,7 @@ class HostArena:
         return self._buffer[index * self._stride : index * self._stride + num_bytes]
 
     def wait(self, num_segments: int | None = None) -> None:
-        """Blocks until that many segments (None: all) are ready.
+        """Block until that many segments (None: all) are ready.
 
         Raises:
             PinError: with `require_pin`, the system refused.
@@ -162,7 +162,7 @@ class HostArena:
                 raise self._failure
 
     def close(self) -> None:
-        """Stops pinning, unpins everything and unmaps it once no tensor refers to it. May be called again."""
+        """Stop pinning, unpin everything and unmap it once no tensor refers to it. May be called again."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -206,7 +206,7 @@ class HostArena:
         return self._stride if index < self.num_segments - 1 else _whole_pages(self._last_bytes)
 
     def _touch(self, touchers: ThreadPoolExecutor, index: int, num_threads: int) -> list[Future[None]]:
-        """Lets all cores fault in the pages of one segment."""
+        """Let all cores fault in the pages of one segment."""
         span = self._span(index)
         share = -(-span // num_threads // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES or _HUGE_PAGE_BYTES
         base = self._address + index * self._stride
@@ -266,7 +266,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def measure_copy_gbps(*, pinned: bool, num_bytes: int = 128 * 2**20, device: torch.device | str = "cuda") -> float:
-    """GB/s (10^9) of host-to-device copies from pinned or pageable memory: the best of three."""
+    """Return the GB/s (10^9) of host-to-device copies from pinned or pageable memory: the best of three."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
     # A stream of its own, and no wait for the device: another thread may be capturing a graph.
     stream = torch.cuda.Stream(device)
@@ -283,7 +283,7 @@ def measure_copy_gbps(*, pinned: bool, num_bytes: int = 128 * 2**20, device: tor
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Faults pages in for writing. ctypes releases the interpreter lock, so threads do it side by side."""
+    """Fault pages in for writing. ctypes releases the interpreter lock, so threads do it side by side."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) == 0:
         return
@@ -309,6 +309,6 @@ def _cuda_unregister(address: int) -> None:
 
 
 def _unregister_all(registered: list[int], unregister: Callable[[int], None], memory: mmap.mmap) -> None:
-    """Unpins before the memory can be unmapped; `memory` is passed only to keep it alive until here."""
+    """Unpin before the memory can be unmapped; `memory` is passed only to keep it alive until here."""
     while registered:
         unregister(registered.pop())

@@ -30,11 +30,11 @@ class Event(ABC):
 
     @abstractmethod
     def synchronize(self, rule: str) -> None:
-        """Blocks the host until the newest record has been reached; `rule` names what this protects."""
+        """Block the host until the newest record has been reached; `rule` names what this protects."""
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:
-        """Seconds between two timed events that have been reached."""
+        """Return the seconds between two timed events that have been reached."""
 
 
 class Stream(ABC):
@@ -42,23 +42,23 @@ class Stream(ABC):
 
     @abstractmethod
     def run(self, work: Callable[[], None]) -> None:
-        """Enqueues the device work that `work` launches."""
+        """Enqueue the device work that `work` launches."""
 
     @abstractmethod
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueues a copy between tensors of the same shape, asynchronous when the host side is pinned."""
+        """Enqueue a copy between tensors of the same shape, asynchronous when the host side is pinned."""
 
     @abstractmethod
     def record(self, event: Event) -> None:
-        """Moves the event to this point of the stream."""
+        """Move the event to this point of the stream."""
 
     @abstractmethod
     def wait(self, event: Event, rule: str) -> None:
-        """Lets later work of this stream run only after the newest record of `event`; no wait if there is none."""
+        """Let later work of this stream run only after the newest record of `event`; no wait if there is none."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[None]:
-        """Makes this stream the current one for a block of calls, which saves the switch in every single call."""
+        """Make this stream the current one for a block of calls, which saves the switch in every single call."""
 
 
 class Runtime(ABC):
@@ -72,26 +72,26 @@ class Runtime(ABC):
 
     @abstractmethod
     def event(self, timed: bool = False) -> Event:
-        """A new event; `timed` ones can be subtracted, and cost a little more."""
+        """Return a new event; `timed` ones can be subtracted, and cost a little more."""
 
     @abstractmethod
     def capture(self, stream: Stream, work: Callable[[], None]) -> Callable[[], None]:
-        """Captures `work` into a graph, bound to the addresses it was captured with; returns what `Stream.run` replays.
+        """Capture `work` into a graph, bound to the addresses it was captured with; return what `Stream.run` replays.
 
         On CUDA it runs `work` once first, so that nothing is compiled in capture.
         """
 
     @abstractmethod
     def staging(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A small host buffer (pinned on CUDA) for uploads and read-backs."""
+        """Return a small host buffer (pinned on CUDA) for uploads and read-backs."""
 
     @abstractmethod
     def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
-        """Marks `tensor` as released: a runtime that poisons fills it with NaN at this point of the stream."""
+        """Mark `tensor` as released: a runtime that poisons fills it with NaN at this point of the stream."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Blocks the host until every stream of this runtime is idle. Never called inside a step."""
+        """Block the host until every stream of this runtime is idle. Never called inside a step."""
 
     def settle(self) -> bool:
         """Block as `synchronize` does, after an exception at any point. Return False if enqueued work was lost."""

@@ -21,12 +21,12 @@ class Staging:
         self._next = 0
 
     def acquire(self) -> torch.Tensor:
-        """The next buffer, once its last upload has been read. Fill it, then call `upload`."""
+        """Return the next buffer, once its last upload has been read. Fill it, then call `upload`."""
         self._uploaded[self._next].synchronize("staging.fill_after_upload")
         return self._buffers[self._next]
 
     def upload(self, stream: Stream, destination: torch.Tensor) -> None:
-        """Enqueues the copy of the acquired buffer's first elements into the flat `destination`."""
+        """Enqueue the copy of the acquired buffer's first elements into the flat `destination`."""
         stream.copy(destination, self._buffers[self._next][: destination.numel()])
         stream.record(self._uploaded[self._next])
         self._next = (self._next + 1) % len(self._buffers)

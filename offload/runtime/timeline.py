@@ -51,11 +51,11 @@ class Timeline(NoTimeline):
     _marks: dict[str, Event] = field(default_factory=dict)
 
     def begin(self, stream: Stream, lane: str) -> None:
-        """Marks where the next span of the lane begins."""
+        """Mark where the next span of the lane begins."""
         self._marks[lane] = self._mark(stream)
 
     def lap(self, stream: Stream, lane: str, name: str, **details: int) -> None:
-        """Ends a span here; the next one may begin at the same point. details: as in `Span`."""
+        """End a span here; the next one may begin at the same point. details: as in `Span`."""
         end = self._mark(stream)
         self.spans.append(Span(lane, name, self._marks[lane], end, **details))
         self._marks[lane] = end
@@ -71,7 +71,7 @@ class Timeline(NoTimeline):
         return all(event.query(None) for event in self._marks.values())
 
     def seconds(self, lane: str, *, waiting: bool = False) -> float:
-        """Returns how long a lane of a complete step was busy, or, with `waiting`, waited for fills.
+        """Return how long a lane of a complete step was busy, or, with `waiting`, waited for fills.
 
         Compute counts as busy also with work that the host had not launched yet.
         """

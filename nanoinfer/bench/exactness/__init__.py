@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, local_server: LocalServer) -> dict:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError for options that would be ignored."""
+    """Raise ValueError for options that would be ignored."""
     if options.base_url is None:
         for name in ("api_key", "vocab_size"):
             if getattr(options, name) is not None:

@@ -142,7 +142,7 @@ def _note_facts(condition: Condition, engine: LLMEngine) -> None:
 
 
 def check_finite(answers: list[Answer]) -> None:
-    """Raises ValueError if the reference's logits are not finite: such logits are equal whatever is wrong."""
+    """Raise ValueError if the reference's logits are not finite: such logits are equal whatever is wrong."""
     for answer in answers:
         if not all(bool(torch.isfinite(row).all()) for row in answer.logits):
             raise ValueError("logits of a request alone are not finite: try another --dtype, or check the checkpoint")

@@ -36,7 +36,7 @@ class KernelShape(AttentionSpec):
         return next_power_of_2(self.head_dim)
 
     def constants(self) -> dict[str, object]:
-        """The constexpr arguments that all attention kernels share."""
+        """Return the constexpr arguments that all attention kernels share."""
         return {
             "NUM_KV_HEADS": self.num_kv_heads,
             "GROUP_SIZE": self.group_size,
@@ -97,7 +97,7 @@ def decode_tiles(shape: KernelShape) -> Tiles:
 
 
 def decode_programs(shape: KernelShape, num_sms: int, shared_memory_per_sm: int) -> int:
-    """Programs per KV head of the persistent decode grid: as many as are on the GPU at once, at most 4 per SM."""
+    """Return the programs per KV head of the persistent decode grid: what the GPU holds at once, up to 4 per SM."""
     tiles = decode_tiles(shape)
     stage_bytes = 2 * tiles.block_n * shape.block_d * shape.dtype.itemsize  # K and V
     program_bytes = tiles.num_stages * stage_bytes + 1024  # CUDA keeps 1 KiB of each program's shared memory

@@ -6,5 +6,5 @@ def next_power_of_2(n: int) -> int:
 
 
 def largest_tile(block_size: int, at_most: int) -> int:
-    """The largest power of two that divides block_size, up to at_most: a tile of keys never crosses a block."""
+    """Return the largest power of two that divides block_size, up to at_most: a tile of keys never crosses a block."""
     return min(at_most, block_size & -block_size)

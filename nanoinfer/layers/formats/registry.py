@@ -19,7 +19,7 @@ FORMATS: dict[str, type[Formats]] = {
 
 
 def formats_of(hf_config: PretrainedConfig) -> Formats:
-    """The formats of a model's projections, from its config's quantization_config.
+    """Return the formats of a model's projections, from its config's quantization_config.
 
     `hf_config.checkpoint_dtypes`, where it is there, has the dtype of each tensor of the checkpoint, and
     `hf_config.quantised_while_read`, where it is there, `settings` and `quantization` of an `Online`.
