@@ -232,7 +232,8 @@ class LLMEngine:
         self._read_tokens(step)
         begin = time.perf_counter()
         sequences = step.sampled
-        names = {sequence.request_id for sequence in sequences if sequence.finish_reason is not None}
+        # In their order: in which order blocks are given back decides which cached ones are evicted first.
+        names = dict.fromkeys(sequence.request_id for sequence in sequences if sequence.finish_reason is not None)
         self._remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
         for sequence in sequences:
             if sequence.row is not None:
