@@ -53,8 +53,8 @@ class StepPlanner:
     def _repeated(self, batch: Batch) -> StepPlan | None:
         """Return the plan before with other lengths if nothing else can have changed since; else None.
 
-        That is so for the same sequences if none of their blocks becomes full, and no GPU block of any row has come or
-        gone: what found no room on the GPU then finds none now.
+        Nothing else has changed if the sequences are the same, none of their blocks becomes full, and no GPU block of
+        any row has come or gone: what found no room on the GPU then finds none now.
         """
         tables, decoding = self._kv_cache.tables, batch.decoding
         if batch.chunks or self._last is None or self._last[1:] != (decoding, tables.versions.sum()):

@@ -22,8 +22,9 @@ DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 LIBRARY_BYTES = 140 * 2**20
 # Bytes of one row in the step's tables, block tables aside.
 TABLE_ROW_BYTES = 256
-# Activations come from one segment (`ModelRunner`), so that they cannot take more by being scattered over many. The
-# allocator's best fit leaves holes in it: 8 % at most, worked out tensor by tensor for eleven shapes of 0.6B to 70B.
+# Activations come from one segment (`Activations.reserve`), so that they cannot take more by being scattered over many.
+# The allocator's best fit leaves holes in it: 8 % at most, worked out tensor by tensor for eleven shapes of 0.6B to
+# 70B.
 ACTIVATION_SLACK = 1.10
 ACTIVATION_MARGIN_BYTES = 16 * 2**20
 # Share of the budget for the partials and tables of more splits than two for each block: 16 questions about one

@@ -99,7 +99,7 @@ class Attention(nn.Module):
         self.k_norm = traits.norm(self._head_dim, traits.norm_eps, **options) if traits.qk_norm else None
 
     def project(self, normed: Tensor, rope: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
-        """As `Decoder.before_attention` says; normed: [N, hidden_size]; rope: `rope_table`."""
+        """Do what `Decoder.before_attention` says; normed: [N, hidden_size]; rope: `rope_table`."""
         qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._head_dim))
         q = qkv.new_empty(len(qkv), self._num_q_heads, self._head_dim) if target.q is None else target.q
         weights, eps, offset = None, 0.0, False

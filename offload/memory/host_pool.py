@@ -43,11 +43,10 @@ class HostPool:
         self.run(0, 0, 0)
 
     def run(self, segment: int, begin: int, count: int) -> torch.Tensor:
-        """Return a view of neighbouring blocks of a segment.
+        """Return a view of neighbouring blocks of one segment; wait until the segment is pinned.
 
-        `[num_layers, count, 2, block_size, num_kv_heads, head_dim]`.
-
-        Wait until the segment is pinned.
+        Returns:
+            `[num_layers, count, 2, block_size, num_kv_heads, head_dim]`.
         """
         while len(self._segments) <= segment:
             index = len(self._segments)

@@ -72,7 +72,7 @@ class Formats(ABC):
         """Return the format of one projection, such as "model.layers.0.mlp.down_proj"; ValueError: not supported."""
 
     def of_embeddings(self, name: str) -> WeightFormat:
-        """Likewise of the embeddings: their format has `lookup`, as `Dense` has."""
+        """Return the format of the embeddings, which has `lookup` as `Dense` has; ValueError: not supported."""
         return DENSE
 
     def below(self, path: str) -> Formats:

@@ -60,7 +60,7 @@ class Packed(ExpandedFormat):
         return not self.packing.has_group_index and not any(size % self.packing.rows for size in sizes)
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
-        """What says how activations were quantised is not read: they are not quantised here."""
+        """Name the tensors that say how activations were quantised. None is read: activations are not quantised here."""
         return dict.fromkeys(_OF_ACTIVATIONS, Filling((), (), None, optional=True))
 
     def group_index(self, module: nn.Module) -> Filling:
@@ -124,7 +124,7 @@ class Packed(ExpandedFormat):
         return out
 
     def expand_into(self, module: nn.Module, out: Tensor, ids: Tensor | None = None) -> None:
-        """As `ExpandedFormat` says; ids: the rows that are wanted, [N]; None: all."""
+        """Write the matrix to `out`, in its dtype: the rows `ids`, [N], or all rows for None."""
         if module.packed.codes.is_cuda:
             from nanoinfer.kernels.linear.expand import expand  # triton comes with CUDA builds of torch only
 
