@@ -90,7 +90,7 @@ def _seconds_of_products(model: Decoder, rows: int) -> dict:
         module(x, activation="silu")
 
     def added(module: Linear, x: Tensor, residual: Tensor) -> None:
-        module.added_to(residual, x, model.norm)
+        module.project_add_norm(residual, x, model.norm)
 
     kinds = {
         "qkv": (projection, [layer.self_attn.qkv_proj for layer in model.layers]),

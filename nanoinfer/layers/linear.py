@@ -60,8 +60,8 @@ class Linear(nn.Module):
         weight, counts = self.weights.matrix(self), self.library_counts
         return self.operations.linear(x, weight, self.bias, activation=activation, out=out, library_counts=counts)
 
-    def added_to(self, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
-        """Add the projection of y to x, in place, and return the norm of x."""
+    def project_add_norm(self, x: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
+        """Add the projection of y, [N, in_features], to x, [N, num_rows], in place, and return the norm of x."""
         parts = self.num_parts if y.element_size() == 2 else 1
         if parts == 1:
             return norm.after_sum(x, self.forward(y))
@@ -77,7 +77,7 @@ class Linear(nn.Module):
 
     @property
     def num_parts(self) -> int:
-        """The number of parts of the sums in `added_to` on CUDA, in bfloat16 and float16."""
+        """The number of parts of the sums in `project_add_norm` on CUDA, in bfloat16 and float16."""
         return 1 if self.bias is not None else num_parts(self.in_features)
 
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:

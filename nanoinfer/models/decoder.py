@@ -130,8 +130,8 @@ class DecoderLayer(nn.Module):
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
         """Add both parts to x, in place, and return `norm`, the one that follows, of x. attn: [N, q_size]."""
-        normed = self.self_attn.o_proj.added_to(x, attn, self.post_attention_layernorm)
-        return self.mlp.down_proj.added_to(x, self.mlp.hidden(normed), norm)
+        normed = self.self_attn.o_proj.project_add_norm(x, attn, self.post_attention_layernorm)
+        return self.mlp.down_proj.project_add_norm(x, self.mlp.hidden(normed), norm)
 
 
 class Decoder(nn.Module):

@@ -60,7 +60,7 @@ class Packed(ExpandedFormat):
         return not self.packing.has_group_index and not any(size % self.packing.rows for size in sizes)
 
     def views(self, module: nn.Module, begin: int, end: int) -> dict[str, Filling]:
-        """Name the tensors that say how activations were quantised. None is read: activations are not quantised here."""
+        """Name what says how activations were quantised. None of it is read: they are not quantised here."""
         return dict.fromkeys(_OF_ACTIVATIONS, Filling((), (), None, optional=True))
 
     def group_index(self, module: nn.Module) -> Filling:
