@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from nanoinfer.execution.decode_attention import DecodeAttention
-from nanoinfer.execution.graphs import Work
+from nanoinfer.execution.graphs import GraphWork
 from nanoinfer.execution.parts import Parts
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.segments import Around
@@ -146,7 +146,7 @@ class DecodeProgram:
         for size in [size for size in self.batch_sizes if size <= MAX_ROWS] + beyond[:1] + beyond[-1:]:
             self.run_pieces(pieces, size)
 
-    def works(self, may_offload: bool) -> Iterator[Work]:
+    def works(self, may_offload: bool) -> Iterator[GraphWork]:
         """Yield what runs from graphs, the largest batch first, so that the pool that they share grows only once.
 
         Whole steps for each batch size; with `may_offload`, also each piece, and the attention over each ring slot. A
@@ -155,13 +155,13 @@ class DecodeProgram:
         sizes, indices, prepare = self.batch_sizes[::-1], self.indices, self._reset_tables
         for size in sizes:
             whole = partial(self.run_pieces, indices, size)
-            yield Work(("step", size), f"decode graph, batch {size}", prepare, [whole])
+            yield GraphWork(("step", size), f"decode graph, batch {size}", prepare, [whole])
         for size in sizes if may_offload else ():
             pieces = [partial(self.run_piece, index, size) for index in indices]
-            yield Work(("pieces", size), f"layer graphs, batch {size}", prepare, pieces)
+            yield GraphWork(("pieces", size), f"layer graphs, batch {size}", prepare, pieces)
         slots = product(range(len(self.parts.windows)), range(self.parts.ring.num_ring_slots))
         for slot in slots if may_offload else ():
-            yield Work(("slot", *slot), "ring slot graphs", prepare, [partial(self.attention.attend_slot, *slot)])
+            yield GraphWork(("slot", *slot), "ring slot graphs", prepare, [partial(self.attention.attend_slot, *slot)])
 
     def _reset_tables(self) -> None:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""

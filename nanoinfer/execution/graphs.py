@@ -9,26 +9,26 @@ from offload import Runtime, Stream
 
 
 @dataclass(frozen=True)
-class Work:
+class GraphWork:
     """What runs from graphs.
 
     Attributes:
         name: what the progress bar calls it.
         prepare: enqueues what the run reads that a capture begins with.
-        pieces: each becomes a graph.
+        launches: each becomes a graph.
     """
 
     key: Hashable
     name: str
     prepare: Callable[[], None]
-    pieces: Sequence[Callable[[], None]]
+    launches: Sequence[Callable[[], None]]
 
 
 class Graphs:
     """All graphs of one engine, which run on one stream.
 
     Attributes:
-        captured: for each key what replays its graphs, in the order of `Work.pieces`.
+        captured: for each key what replays its graphs, in the order of `GraphWork.launches`.
     """
 
     def __init__(self, runtime: Runtime, compute: Stream) -> None:
@@ -38,10 +38,10 @@ class Graphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self.captured
 
-    def capture(self, work: Work) -> None:
-        """Capture each piece of work."""
+    def capture(self, work: GraphWork) -> None:
+        """Capture each launch of some work."""
         work.prepare()
-        self.captured[work.key] = [self._runtime.capture(self._compute, piece) for piece in work.pieces]
+        self.captured[work.key] = [self._runtime.capture(self._compute, launch) for launch in work.launches]
 
     def run(self, key: Hashable, work: Callable[[], None], number: int = 0) -> bool:
         """Enqueue graph `number` of the key, or `work` if nothing is captured. Return whether it was a graph."""

@@ -16,7 +16,7 @@ import torch
 
 from nanoinfer.attention.base import PrefillPiece, PrefillState
 from nanoinfer.execution.parts import Parts
-from nanoinfer.execution.prefill_pieces import PrefillPieces
+from nanoinfer.execution.prefill_segments import PrefillSegments
 from nanoinfer.execution.splits import first_visible_block
 from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.execution.tables import DeviceTable, Packer
@@ -46,7 +46,7 @@ class PrefillProgram:
         size += 3 * (9 + 2 * bool(states.of_layer) + 2 * len(parts.windows))  # each part begins at a multiple of 4
         size += 3 * len(parts.windows) * blocks
         self._table = DeviceTable(runtime, size)
-        self.pieces = PrefillPieces(parts, self._table, self._padding)
+        self.segments = PrefillSegments(parts, self._table, self._padding)
         places = torch.arange(parts.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
         self.slot_places = places.view(1, -1)
 
@@ -100,7 +100,7 @@ class PrefillProgram:
             write_through=step.write_through,
             plan=StreamPlan(tuple(passing[kind] for kind in self.parts.kind)),
             num_tokens=num_tokens,
-            tensors=self.pieces.begin(num_tokens + num_decoding, inputs),
+            tensors=self.segments.begin(num_tokens + num_decoding, inputs),
             begun=begun,
             last=last,
             last_rows=last_rows,
@@ -130,7 +130,7 @@ class PrefillProgram:
         token_ids = [chunk.token_ids for chunk in chunks]
         rows = [np.full(len(at), chunk.row) for chunk, at in zip(chunks, positions, strict=True)]
         num_tokens = sum(map(len, positions))
-        count = self.pieces.padded_count(num_tokens + len(decoding))
+        count = self.segments.padded_count(num_tokens + len(decoding))
         for parts, value in zip((token_ids, positions, slots, [*rows, decoding]), self._padding, strict=False):
             known = np.concatenate(parts)
             yield np.concatenate([known, np.full(count - len(known), value)])

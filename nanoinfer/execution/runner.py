@@ -17,7 +17,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.execution.activations import Activations
 from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.decode import DecodeProgram, DecodeStep
-from nanoinfer.execution.graphs import Graphs, Work
+from nanoinfer.execution.graphs import Graphs, GraphWork
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.parts import Parts
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
@@ -121,7 +121,7 @@ class ModelRunner:
                 states = RecurrentStates(self.model.spec, self.plan.max_num_seqs, self.runtime.device)
                 decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
-                prefill.pieces.run_each_kind()
+                prefill.segments.run_each_kind()
 
     # Modes
 
@@ -159,14 +159,14 @@ class ModelRunner:
     def capture(self, may_offload: bool) -> None:
         """Capture all graphs that are not captured yet; those of offload mode, too, if `may_offload`."""
         is_cuda = self.runtime.device.type == "cuda"
-        works = [*self.decode_program.works(may_offload), *self.prefill_program.pieces.works()]
+        works = [*self.decode_program.works(may_offload), *self.prefill_program.segments.works()]
         missing = [work for work in works if work.key not in self.graphs]
         if missing and self._has_graphs:
             self._capture(missing)
         if is_cuda:
             self._activations.reserve()  # a capture gives unused segments back
 
-    def _capture(self, works: list[Work]) -> None:
+    def _capture(self, works: list[GraphWork]) -> None:
         before = self._memory_in_use()
         bar = tqdm(total=len(works), desc="capturing graphs", disable=not self.config.progress_bar or before == 0)
         if self.runtime.device.type == "cuda":

@@ -30,7 +30,7 @@ def execute_steps(connection, config: EngineConfig) -> None:
     with torch.inference_mode():
         built = build(config, None)
         runner, pending = built.runner, {}
-        capture = runner.prefill_program.pieces.capture_num_tokens
+        capture = runner.prefill_program.segments.capture_num_tokens
         connection.send((runner.plan, runner.model.spec, runner.layout, runner.num_gpu_blocks, capture))
 
         def execute(plan):
@@ -89,7 +89,7 @@ class RemoteRunner(Remote):
         self.model = SimpleNamespace(spec=spec)
         counters, host = SimpleNamespace(streamed_bytes=0), Remote(self._ask, "offload.host")
         self.offload = Remote(self._ask, "offload", counters=counters, host=host)
-        self.prefill_program = SimpleNamespace(pieces=SimpleNamespace(capture_num_tokens=capture))
+        self.prefill_program = SimpleNamespace(segments=SimpleNamespace(capture_num_tokens=capture))
         self.block_copies = Remote(self._ask, "block_copies")
 
     def _ask(self, name: str, *arguments):

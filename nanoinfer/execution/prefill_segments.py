@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from nanoinfer.execution.graphs import Work
+from nanoinfer.execution.graphs import GraphWork
 from nanoinfer.execution.parts import Parts
 from nanoinfer.execution.step_tensors import FixedBuffers, FixedTensors, StepTensors
 from nanoinfer.execution.tables import DeviceTable, Packer
@@ -29,7 +29,7 @@ class PrefillCounters:
     """Running totals of prefill steps.
 
     Attributes:
-        graph_steps: steps whose pieces ran from graphs.
+        graph_steps: steps whose segments ran from graphs.
         padded_tokens: padding of all steps.
     """
 
@@ -38,7 +38,7 @@ class PrefillCounters:
     padded_tokens: int = 0
 
 
-class PrefillPieces:
+class PrefillSegments:
     """Pads and captures the segments of prefill steps.
 
     Args:
@@ -74,13 +74,13 @@ class PrefillPieces:
         self.counters.eager_steps += not is_captured
         return self._fixed[count] if count in self._fixed else StepTensors(*inputs)
 
-    def works(self) -> Iterator[Work]:
+    def works(self) -> Iterator[GraphWork]:
         """Yield what runs from graphs: each segment for each count, the largest first. It is the same in every mode."""
         segments = self._parts.segments
         for count, tensors in reversed(self._fixed.items()):
-            pieces = [partial(segments.run, index, tensors) for index in range(len(segments))]
-            yield Work(
-                ("segments", count), f"prefill graphs, {count} tokens", partial(self._reset_table, count), pieces
+            launches = [partial(segments.run, index, tensors) for index in range(len(segments))]
+            yield GraphWork(
+                ("segments", count), f"prefill graphs, {count} tokens", partial(self._reset_table, count), launches
             )
 
     def run_each_kind(self) -> None:
