@@ -56,7 +56,6 @@ class OffloadCounters:
     discarded_bytes: int = 0  # of these, chunks whose prefetch was not used
     written_bytes: int = 0  # GPU to host
     num_fills: int = 0
-    num_copies: int = 0
 
 
 class OffloadEngine:
@@ -254,7 +253,6 @@ class OffloadEngine:
             self.copy.copy(destination, sources[layer])
             counters.streamed_bytes += destination.nbytes
         self.copy.record(self.ring.copied[ring_slot])
-        counters.num_copies += len(copies)
         counters.num_fills += 1
         return counters.streamed_bytes - before
 

@@ -213,19 +213,24 @@ class Link:
     """Counts what each step of an engine moves: (kind of step, rows, blocks in all layers, copies)."""
 
     def __init__(self, engine) -> None:
-        self.steps, counters, run_step = [], engine.runner.offload.counters, engine.runner.offload.run
-        self.planned_bytes = 0
-        num_layers = engine.runner.layout.num_layers
+        self.steps, stream, run_step = [], engine.runner.offload.copy, engine.runner.offload.run
+        self.planned_bytes = num_copies = 0
+        num_layers, copy = engine.runner.layout.num_layers, stream.copy
+
+        def counted_copy(*args):
+            nonlocal num_copies
+            num_copies += 1
+            copy(*args)
 
         def counted(step, *args):
-            before = counters.num_copies
+            before = num_copies
             blocks = [step.plan.blocks(layer) for layer in range(num_layers)]
             self.planned_bytes += sum(map(len, blocks)) * engine.runner.layout.layer_block_bytes
             result = run_step(step, *args)
-            self.steps.append((type(step).__name__, blocks, counters.num_copies - before))
+            self.steps.append((type(step).__name__, blocks, num_copies - before))
             return result
 
-        engine.runner.offload.run = counted
+        engine.runner.offload.run, stream.copy = counted, counted_copy
 
 
 def test_a_decode_step_moves_each_block_once_in_few_copies(paths):
