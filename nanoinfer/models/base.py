@@ -56,10 +56,8 @@ class ModelSpec:
     tied_embeddings: bool
     num_rope_tables: int = 1
     """Distinct position tables that the layers share."""
-    num_parameters: int = 0
-    """Numbers in the tensors of all weights; a tied head counts once."""
     weight_bytes: int = 0
-    """Bytes of all weights on the device, in the formats that they have there."""
+    """Bytes of all weights on the device, in the formats that they have there; a tied head counts once."""
     embedding_bytes: int = 0
     """Bytes of the embeddings, of which a step reads a few rows."""
     scratch_bytes: int = 0

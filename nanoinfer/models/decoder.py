@@ -238,11 +238,10 @@ class Decoder(nn.Module):
             tied_embeddings=hf_config.tie_word_embeddings,
             num_rope_tables=len(ropes),
         )
-        # Counted, not calculated: the number cannot drift from what the constructor allocates.
+        # Counted, not calculated: the bytes cannot drift from what the constructor allocates.
         shapes_only = cls(hf_config, spec, device="meta", max_position=1)
         return replace(
             spec,
-            num_parameters=sum(weight.numel() for weight in shapes_only.parameters()),
             weight_bytes=sum(weight.nbytes for weight in shapes_only.parameters()),
             embedding_bytes=sum(weight.nbytes for weight in shapes_only.embed_tokens.parameters()),
             scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
