@@ -48,7 +48,7 @@ class Admission:
         if sequence.kept_blocks is not None:
             admitted = self._admit_kept(sequence)
             if admitted:
-                self._cache.prefixes.publish(sequence)  # under its new blocks; `commit` publishes later ones
+                self._cache.prefixes.publish_again(sequence)
             return admitted
         if self._is_refused(sequence):
             return False
@@ -56,8 +56,7 @@ class Admission:
         if hits is None:
             return False
         sequence.num_computed = sequence.num_cached = len(hits) * self._tables.block_size
-        sequence.num_published = len(hits)
-        self._cache.prefixes.count(sequence, len(hits))
+        self._cache.prefixes.begin(sequence, len(hits))
         return True
 
     def _admit_resident(self, sequence: Sequence) -> list[int] | None:

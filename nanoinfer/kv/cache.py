@@ -58,6 +58,17 @@ class KVCache:
         sequence.num_reserved_host = count
         self.num_reserved_host += count
 
+    def cancel_reserved(self, sequence: Sequence) -> None:
+        """Take back the promise of what the sequence has not filled."""
+        self.num_reserved_host -= sequence.num_reserved_host
+        sequence.num_reserved_host = 0
+
+    def forget_reserved(self, sequences: list[Sequence]) -> None:
+        """Forget all promises, those of these sequences too, after an exception: the numbers may contradict."""
+        self.num_reserved_host = self.num_reserved_splits = 0
+        for sequence in sequences:
+            sequence.num_reserved_host = 0
+
     def take_row(self, sequence: Sequence) -> int:
         """Give the sequence a row, and return it."""
         sequence.row = self.free_rows.pop()
@@ -151,8 +162,7 @@ class KVCache:
         self.tables.host[row] = NO_BLOCK
         self.tables.versions[row] += 1
         self.num_given_back += len(on_gpu) + len(on_host) + sequence.num_reserved_host
-        self.num_reserved_host -= sequence.num_reserved_host
-        sequence.num_reserved_host = 0
+        self.cancel_reserved(sequence)
         self.num_reserved_splits -= self.tables.num_blocks(sequence.max_num_tokens)
         sequence.row = None
         self.tables.rows_without_tail.discard(row)

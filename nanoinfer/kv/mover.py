@@ -91,7 +91,6 @@ class Mover:
         for block, content in zip(kept, contents, strict=False):
             pool.publish(block, content)
         sequence.kept_blocks = kept
-        sequence.num_published = 0
         self._cache.release(sequence)
 
     def _num_full(self, sequence: Sequence) -> int:
@@ -196,11 +195,10 @@ class Mover:
             self._cache.reserve_host(sequence, sequence.max_num_tokens // self._tables.block_size - full[row])
             self._copies.note(row, first=0, num_computed=sequence.num_computed)
             self._tables.versions[row] += 1
-            sequence.num_published = 0
         for sequence in sequences:
             if self._copies.lacks_tail(sequence):
                 self._copies.promise_tail(sequence.row)
-            self._cache.prefixes.publish(sequence)
+            self._cache.prefixes.publish_again(sequence)
         self._copies.limit()
 
     def check_offload(self, sequences: list[Sequence]) -> None:
@@ -262,14 +260,12 @@ class Mover:
         for sequence in sequences:
             self._tables.lifetimes.release_host(present(self._tables.host[sequence.row]))
             self._tables.host[sequence.row] = NO_BLOCK
-            self._cache.num_reserved_host -= sequence.num_reserved_host
-            sequence.num_reserved_host = 0
+            self._cache.cancel_reserved(sequence)
             self._copies.residency.clear(sequence.row)
-            sequence.num_published = 0
         self._tables.rows_without_tail.clear()
         self._drain()
         for sequence in sequences:
-            self._cache.prefixes.publish(sequence)
+            self._cache.prefixes.publish_again(sequence)
 
     def _drain(self) -> None:
         """Wait until no copy is in flight, and reclaim every released block."""
@@ -304,8 +300,7 @@ class Mover:
             keeps_prefixes: whether published blocks are known to have their content; if not, they are forgotten.
         """
         waiting = list(waiting)
-        for sequence in waiting:
-            sequence.num_reserved_host = 0  # promised to a sequence that was being admitted
+        self._cache.forget_reserved([*sequences, *waiting])  # a sequence that waits may have been being admitted
         gave_way = [sequence for sequence in waiting if sequence.kept_blocks is not None]
         self.kept.rebuild(block for sequence in gave_way for block in sequence.kept_blocks)
         self._copier.forget_other_rows({sequence.sequence_id for sequence in gave_way})
@@ -315,7 +310,6 @@ class Mover:
         self._tables.gpu[others] = self._tables.host[others] = NO_BLOCK
         self._cache.free_rows = others[::-1].tolist()
         self._tables.rows_without_tail.clear()
-        self._cache.num_reserved_host = self._cache.num_reserved_splits = 0
         for row in others.tolist():
             self._copies.residency.clear(row)
         for sequence in sequences:
@@ -330,8 +324,7 @@ class Mover:
         self._offload.recover(lifetimes.operation)
         lifetimes.host_blocks.rebuild(present(self._tables.host), lambda key: keeps_prefixes)
         for sequence in sequences:
-            sequence.num_published = 0
-            self._cache.prefixes.publish(sequence)
+            self._cache.prefixes.publish_again(sequence)
         self._copies.drop(-self._copies.gpu_room)
         self._copies.limit()
 
@@ -339,7 +332,6 @@ class Mover:
         """Rebuild a row's promises and residency from its tables and the sequence's number of computed tokens."""
         row, full = sequence.row, self._num_full(sequence)
         self._cache.num_reserved_splits += self._tables.num_blocks(sequence.max_num_tokens)
-        sequence.num_reserved_host = 0
         if not self._tables.is_offload:
             self._tables.host[row] = NO_BLOCK
             self._copies.residency.clear(row)

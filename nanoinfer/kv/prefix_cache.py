@@ -43,8 +43,9 @@ class PrefixCache:
             return None
         return self._keys(sequence, num_hits + 1)[-1]
 
-    def count(self, sequence: Sequence, num_hits: int) -> None:
-        """Count an admitted sequence of which `num_hits` blocks were found."""
+    def begin(self, sequence: Sequence, num_hits: int) -> None:
+        """Count an admitted sequence of which `num_hits` blocks were found, and so are published already."""
+        sequence.num_published = num_hits
         if self._is_enabled:
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += num_hits * self._block_size
@@ -58,6 +59,11 @@ class PrefixCache:
         for s in range(sequence.num_published, known):
             pool.publish(int(table[sequence.row, s]), keys[s])
         sequence.num_published = known
+
+    def publish_again(self, sequence: Sequence) -> None:
+        """Publish all of its full blocks: they lie in another pool than before, or in other blocks."""
+        sequence.num_published = 0
+        self.publish(sequence)
 
     def _keys(self, sequence: Sequence, count: int) -> list[bytes]:
         """Return the keys of the first `count` logical blocks, each a digest of its tokens and of the key before it."""
