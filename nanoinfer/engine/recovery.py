@@ -65,8 +65,9 @@ class Work:
         if not is_sound:
             self.at_risk = [s for s in self.sequences if s.state is not SequenceState.WAITING or s.num_pending]
         for sequence in [*self.at_risk, *(s for s in self.sequences if s.num_pending)]:
-            if sequence.request_id in self.requests:
-                self.requests[sequence.request_id].abort()
+            request = self.requests.get(sequence.request_id)
+            if request is not None and sequence in request.sequences:  # not a later request of the same name
+                request.abort()
         scheduler.recover([s for s in self.sequences if s.finish_reason is None])
         for sequence in self.sequences:
             if sequence.finish_reason is not None:

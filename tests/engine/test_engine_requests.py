@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.requests.sequence import SequenceState
 
 BOTH_MODES = pytest.mark.parametrize("enable_cpu_offload", [False, True], ids=["resident", "offload"])
@@ -321,6 +322,32 @@ def test_what_was_read_before_a_failure_is_returned_by_the_next_step(path, monke
     (output,) = engine.step()
     assert (output.request_id, output.finished, output.finish_reason) == ("done", True, "length")
     assert not engine.has_work
+    assert_pools_as_before(engine)
+
+
+def test_a_failure_ends_no_later_request_of_the_same_name(path, monkeypatch):
+    """A step in flight still has the sequence of a request that was aborted, and whose name is in use again."""
+    prompts, params = random_prompts(2, 30, 30), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    engine = make_engine(path)
+    for name, prompt in zip("ab", prompts, strict=True):
+        engine.add_request(name, prompt, params)
+    while not engine.work.in_flight:
+        engine.step()
+    engine.abort("a")
+    later = engine.add_request("a", prompts[0], params)
+
+    def fail(*_):
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.admission, "admit", lambda sequence: False)
+        patch.setattr(PendingTokens, "read", fail)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            engine.step()
+    assert list(engine.work.requests) == ["a"]
+    while engine.has_work:
+        engine.step()
+    assert later.sequences[0].finish_reason == "length"
     assert_pools_as_before(engine)
 
 
