@@ -41,9 +41,11 @@ class StepTensors:
         return len(self.token_ids)
 
     def widen_positions(self) -> None:
+        """Make `positions` of the given ones."""
         self.positions = self.given_positions.long()
 
     def keep(self, x: Tensor) -> None:
+        """Take x, [N, hidden_size], over as `x`."""
         self.x = x
 
     def drop_q(self) -> None:

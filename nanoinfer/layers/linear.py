@@ -112,6 +112,7 @@ class Embedding(Head):
         self.multiplies, self._dtype = is_tied, dtype
 
     def lookup(self, token_ids: Tensor) -> Tensor:
+        """Return the rows of these tokens: [N] int64 -> [N, hidden_size] in the model's dtype."""
         return self.weights.lookup(self, token_ids, self._dtype)
 
 

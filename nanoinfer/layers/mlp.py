@@ -42,6 +42,7 @@ class GatedMLP(nn.Module):
         self._activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """[N, hidden_size] -> [N, hidden_size]."""
         return self.down_proj(self.hidden(x))
 
     def hidden(self, x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class RMSNorm(nn.Module):
         self._operations = operations_of(device)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the norm of x, [..., size], in x's dtype."""
         return self._operations.rms_norm(x, self.weight, self.eps, offset=self.offset)
 
     def after_sum(self, x: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:

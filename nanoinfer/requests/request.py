@@ -35,6 +35,7 @@ class Request:
     failure: Exception | None = None  # why its completions have the finish reason "error"
 
     def add_sequence(self, sequence: Sequence) -> None:
+        """Add the next completion, and give it what makes text of its tokens."""
         sequence.detokenizer = Detokenizer(
             self.tokenizer,
             self.params.stop or (),
@@ -49,6 +50,7 @@ class Request:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def mark_scheduled(self) -> None:
+        """Note when a sequence of the request is in a step for the first time."""
         if self.first_scheduled is None:
             self.first_scheduled = time.perf_counter()
 
@@ -121,6 +123,7 @@ class Request:
         sequence.cumulative_logprob += chosen
 
     def output(self) -> RequestOutput:
+        """Return all completions as far as they are."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
