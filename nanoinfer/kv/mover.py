@@ -242,17 +242,26 @@ class Mover:
         assert self._tables.is_offload
         self.check_resident(sequences)
         self._drain()
-        pairs, tables = [], {}
+        there, tables = self._gpu_copies(sequences), {}
+        copies = dict(there)
         for sequence in sequences:
-            row, missing = sequence.row, self._missing(sequence)
+            row = sequence.row
             tables[row] = self._tables.gpu[row].copy()
-            tables[row][missing] = self._tables.gpu_blocks.allocate(len(missing))
-            on_host = np.flatnonzero(self._tables.host[row] != NO_BLOCK)
-            if self._copies.window is None:
-                on_host = np.intersect1d(on_host, missing, assume_unique=True)
-            # else: blocks that came back through the ring lack the layers whose window had moved on
-            pairs += zip(tables[row][on_host].tolist(), self._tables.host[row, on_host].tolist(), strict=True)
-        self._offload.load(pairs)
+            for place in self._missing(sequence).tolist():
+                host_block = int(self._tables.host[row, place])
+                if host_block in copies:
+                    self._tables.gpu_blocks.hold(copies[host_block])
+                    tables[row][place] = copies[host_block]
+                else:
+                    tables[row][place] = self._tables.gpu_blocks.allocate(1)[0]
+                    if host_block != NO_BLOCK:
+                        copies[host_block] = int(tables[row][place])
+        pairs = [(copy, block) for block, copy in copies.items() if block not in there]
+        if self._copies.window is not None:  # blocks that came back through the ring lack layers: all are loaded again
+            for row, table in tables.items():
+                on_host = np.flatnonzero(self._tables.host[row] != NO_BLOCK)
+                pairs += zip(table[on_host].tolist(), self._tables.host[row, on_host].tolist(), strict=True)
+        self._offload.load(list(dict.fromkeys(pairs)))
         for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
             self._tables.gpu[row] = table
             self._tables.versions[row] += 1
@@ -274,10 +283,19 @@ class Mover:
 
     def check_resident(self, sequences: list[Sequence]) -> None:
         """Raise what `switch_to_resident` would raise, without changing anything or waiting for copies."""
-        needed = sum(len(self._missing(sequence)) for sequence in sequences)
+        missing = [self._tables.host[sequence.row, self._missing(sequence)] for sequence in sequences]
+        on_host = {block for blocks in missing for block in present(blocks)}
+        needed = len(on_host - self._gpu_copies(sequences).keys()) + sum(int((b == NO_BLOCK).sum()) for b in missing)
         self._check_room(
             "resident", "still need", needed, "GPU", self._tables.gpu_blocks, self._tables.lifetimes.num_deferred_gpu
         )
+
+    def _gpu_copies(self, sequences: list[Sequence]) -> dict[int, int]:
+        """Return a GPU copy of each host block of the sequences that has one, by host block."""
+        rows = [sequence.row for sequence in sequences]
+        gpu, host = self._tables.gpu[rows], self._tables.host[rows]
+        is_copy = (gpu != NO_BLOCK) & (host != NO_BLOCK)
+        return dict(zip(host[is_copy].tolist(), gpu[is_copy].tolist(), strict=True))
 
     def _missing(self, sequence: Sequence) -> np.ndarray:
         """Return the logical blocks of the sequence that do not lie on the GPU, up to its last token."""

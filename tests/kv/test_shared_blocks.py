@@ -262,6 +262,26 @@ def test_completions_of_one_prompt_stream_it_once(paths):
         assert all(sorted(blocks) == list(range(16)) for blocks in layers)
 
 
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kept_blocks", [0, 20])
+def test_a_switch_to_resident_mode_brings_each_block_once(paths, name, kept_blocks, seed):
+    """The pool holds what the rows share, and less than each of them by itself."""
+    arguments = LENGTHS | dict(max_num_seqs=4, num_gpu_blocks_override=40)
+    wanted = run(make_engine(paths[name], **arguments), [DOCUMENT[:261]], [greedy(40, n=4, temperature=0.9)])
+    offload = dict(enable_cpu_offload=True, resident_kv_limit=kept_blocks * BLOCK_BYTES)
+    engine = make_engine(paths[name], SimulatedRuntime(seed), **arguments | offload)
+    request = engine.add_request("0", DOCUMENT[:261], greedy(40, n=4, temperature=0.9))
+    while not all(sequence.num_generated > 15 for sequence in request.sequences):
+        engine.step()
+    engine.switch_mode("resident")
+    assert check_references(engine) == 16, "the blocks of the prompt"
+    while engine.has_work:
+        engine.step()
+    assert [outcome(request)] == wanted
+    assert_pools_as_before(engine)
+
+
 @pytest.mark.parametrize("max_mixed", [[], [24, 40]])
 def test_sixteen_questions_about_one_document_move_the_bytes_of_one(paths, max_mixed):
     """The whole run, prefill and decode. Nothing may stay on the GPU; no question and answer fill a block."""
