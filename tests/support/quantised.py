@@ -348,6 +348,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "ct-int4-channel": lambda: compressed("pack-quantized", **_INT4, strategy="channel"),
     "ct-int4-channel-zeros": lambda: compressed("pack-quantized", **_INT4, strategy="channel", symmetric=False),
     "ct-int4-tensor-zeros": lambda: compressed("pack-quantized", **_INT4, strategy="tensor", symmetric=False),
+    "ct-int4-block-zeros": lambda: compressed("pack-quantized", **_INT4, strategy="block", block_structure=[24, 32],
+                                              symmetric=False),
     "ct-int8-packed": lambda: compressed("pack-quantized", **_INT8, **_GROUP),
     "ct-int8-packed-zeros": lambda: compressed("pack-quantized", **_INT8, **_GROUP, symmetric=False),
     "ct-int8-channel": lambda: compressed("int-quantized", **_INT8, strategy="channel", activations=_DYNAMIC),

@@ -22,6 +22,8 @@ _FORMATS = (
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
 )
+# Strategies of which the reference packs zeros, where it packs codes.
+_PACKS_ZEROS = ("group", "channel")
 # Names of the class of projections, and of the classes that it derives from.
 _CLASSES = ("Linear", "Module")
 # Targets of head and embeddings alone, and what weights of one kind are called.
@@ -122,7 +124,8 @@ class CompressedTensors(Quantization):
         )
         words = torch.int32 if is_packed else torch.float8_e4m3fn if kind == "float" else torch.int8
         codes_name = "weight_packed" if is_packed else "weight"
-        return PackedScaled(packing, name, words, strategy == "tensor", codes_name)
+        zeros_in_words = is_packed and strategy in _PACKS_ZEROS
+        return PackedScaled(packing, name, words, strategy == "tensor", codes_name, has_zeros_in_words=zeros_in_words)
 
 
 def _packed_fp4(name: str, stored_as: str) -> PackedScaled:

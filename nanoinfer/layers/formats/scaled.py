@@ -25,6 +25,7 @@ class PackedScaled(Packed):
         words: the dtype of the checkpoint's codes: int32 (packed, without a sign), int8 (one for each weight, with a
             sign), uint8 (two in a byte) or float8_e4m3fn.
         scale_of_tensor: whether there is one scale for all rows.
+        has_zeros_in_words: whether the checkpoint's zeros lie in words, along the rows; else each is an int8.
         codes_name, scales_name: the ends of the names of the checkpoint's tensors.
         global_scale_name: of the scale of a whole tensor; None: there is none.
     """
@@ -34,6 +35,7 @@ class PackedScaled(Packed):
     codes_name: str = "weight"
     scales_name: str = "weight_scale"
     global_scale_name: str | None = None
+    has_zeros_in_words: bool = False
 
     def check_size(self, num_rows: int, in_features: int) -> None:
         if self.words == torch.uint8 and in_features % 8:
@@ -117,7 +119,7 @@ class PackedScaled(Packed):
                 raise ValueError(f"has zero points that are no numbers of {packing.bits} bits")
             module.packed.put_zeros(begin, end, wide + middle)
 
-        if self.words == torch.int32 and not self.scale_of_tensor:
+        if self.has_zeros_in_words:
             return Filling(((-(-count * packing.bits // 32), groups),), (torch.int32,), fill_packed)
         shapes = ((1,), (), (1, 1)) if self.scale_of_tensor else ((num_rows, groups),)
         return Filling(shapes, (torch.int8,), fill_signed)
