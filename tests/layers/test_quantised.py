@@ -402,6 +402,10 @@ def test_fp8_weights_that_are_nan_are_refused_by_name(tmp_path, name, module, co
         ("ct-int4-group", dict(format="marlin-24"), "format is 'marlin-24' .* supported are pack-quantized, "),
         ("ct-int4-group", dict(quantization_status="frozen"), "quantization_status is 'frozen'"),
         ("ct-int4-group", dict(transform_config={"config_groups": {"u": {}}}), "transform_config is not supported"),
+        ("ct-int4-group", dict(transform_config={"hadamard": {}, "block": 64}), "transform_config is not supported"),
+        ("ct-int4-group", dict(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is not supported"),
+        ("fp8-blocks", dict(transform_config={"rotation": "R1"}), "transform_config is .* need rotated activations"),
+        ("auto-round", dict(rotation_config={"algorithm": "spinquant"}), "rotation_config is not supported"),
         ("ct-int4-group", dict(config_groups={"group_0": 4}), "config_groups has 4 in the quantization_config"),
         ("ct-int4-group", dict(quant_method="compressed"), "Supported: compressed-tensors, gptq, auto-round, awq, fp8"),
     ],
@@ -506,6 +510,20 @@ def test_a_scheme_of_the_kv_cache_must_be_that_of_the_engine(tmp_path):
     make_engine(packed)  # which quantises no keys, so that their scale does not matter
     settle(packed, kv_cache_scheme=dict(num_bits=8, type="int"))
     with pytest.raises(ValueError, match="kv_cache_scheme is .* supported are 8 bits of type float"):
+        make_engine(packed)
+
+
+@pytest.mark.parametrize("name", ["fp8-tensors", "gptq-int4", "awq", "auto-round", "modelopt-fp8"])
+def test_every_method_may_have_a_scheme_of_the_kv_cache(tmp_path, name):
+    """AutoFP8 and what is made like its checkpoints say "static", which is fp8 with a scale for each tensor."""
+    packed, _ = write(tmp_path, CASES[name]())
+    for scheme in ("static", dict(num_bits=8, type="float", dynamic=False)):
+        settle(packed, kv_cache_scheme=scheme)
+        with pytest.raises(ValueError, match="the KV cache is fp8, and kv_cache_dtype='auto': give kv_cache_dtype="):
+            make_engine(packed)
+        make_engine(packed, kv_cache_dtype="fp8")
+    settle(packed, kv_cache_scheme="dynamic")
+    with pytest.raises(ValueError, match="kv_cache_scheme is 'dynamic' .* supported are 8 bits of type float"):
         make_engine(packed)
 
 

@@ -10,7 +10,7 @@ import torch
 from nanoinfer.common.errors import shown
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, WeightFormat
-from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, kv_cache_dtype_of, searches
+from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, searches
 from nanoinfer.layers.formats.scaled import PackedScaled
 
 _MIXED = "mixed-precision"
@@ -41,10 +41,9 @@ class CompressedTensors(Quantization):
         super().__init__(settings, tensors)
         self._format = self.setting("format", (*_FORMATS, _MIXED, "dense"), "dense")
         self.setting("quantization_status", ("compressed",), "compressed")
-        for name in ("transform_config", "sparsity_config"):
-            given = self.setting(name, dict, {})
-            if given.get("config_groups") or given.get("format", "dense") != "dense":
-                raise ValueError(f"{name} is not supported in the quantization_config: it has {shown(given)}")
+        sparsity = self.setting("sparsity_config", dict, {})
+        if sparsity.get("format", "dense") != "dense":
+            raise ValueError(f"sparsity_config is not supported in the quantization_config: it has {shown(sparsity)}")
         groups = self.setting("config_groups", dict, {})
         self._groups: dict[str, dict[str, Any]] = {}
         for group in groups.values():
@@ -52,9 +51,6 @@ class CompressedTensors(Quantization):
                 raise ValueError(f"config_groups has {shown(group)} in the quantization_config, not settings")
             self._groups |= dict.fromkeys(self.names("targets", group), group)
         self._ignored = self.names("ignore")
-        kv_cache = self.setting("kv_cache_scheme", dict)
-        if kv_cache is not None:
-            self.kv_cache_dtype = kv_cache_dtype_of(kv_cache)
         if any(group.get("input_activations") for group in self._groups.values()):
             self.notice = ACTIVATIONS
 

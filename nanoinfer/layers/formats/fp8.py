@@ -9,7 +9,7 @@ import torch
 
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, WeightFormat
-from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, kv_cache_dtype_of, searches
+from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, searches
 from nanoinfer.layers.formats.scaled import PackedScaled
 
 
@@ -51,8 +51,6 @@ class ModelOpt(Quantization):
             self.setting("group_size", (16,), 16)
         if self.setting("kv_cache_quant_algo", ("FP8", "none"), "none") == "FP8":
             self.kv_cache_dtype = "fp8"
-        if kv_cache := self.setting("kv_cache_scheme", dict):
-            self.kv_cache_dtype = kv_cache_dtype_of(kv_cache)
 
     def of(self, name: str) -> WeightFormat:
         if any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in self._left_out):

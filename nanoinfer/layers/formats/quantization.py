@@ -15,6 +15,8 @@ ACTIVATIONS = (
     "model's dtype"
 )
 """What users are told of a checkpoint whose activations are to be quantised, too."""
+# What says that weights were rotated: in compressed-tensors, and in AutoRound.
+_ROTATIONS = ("transform_config", "rotation_config", "spinquant_config", "hadamard_config")
 
 
 class Quantization(Formats):
@@ -35,6 +37,16 @@ class Quantization(Formats):
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         """settings: the config's quantization_config."""
         self.settings, self.tensors = settings, tensors
+        scheme = settings.get("kv_cache_scheme")
+        if scheme is not None:
+            self.kv_cache_dtype = kv_cache_dtype_of(scheme)
+        for name in _ROTATIONS:
+            given = settings.get(name)
+            if any(given.values()) if isinstance(given, dict) else given:
+                raise ValueError(
+                    f"{name} is not supported in the quantization_config: it has {shown(given)}, and rotated weights "
+                    "need rotated activations"
+                )
 
     def scheme_names(self) -> tuple[str, ...]:
         """Return what weights are quantised to, in the words for wide checkpoints ("int4"), where that is known."""
@@ -101,10 +113,13 @@ def searches(pattern: str, name: str) -> bool:
         raise ValueError(f"{shown(pattern)} in the quantization_config is no regular expression: {error}") from error
 
 
-def kv_cache_dtype_of(scheme: dict[str, Any]) -> str:
+def kv_cache_dtype_of(scheme: Any) -> str:
     """Return a kv_cache_scheme as an engine's `kv_cache_dtype`; ValueError if the engine has no such cache."""
-    is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
-    if not is_fp8 or scheme.get("strategy", "tensor") != "tensor" or not scheme.get("symmetric", True):
+    is_fp8 = scheme == "static"  # as AutoFP8 says it, and what is made like its checkpoints
+    if isinstance(scheme, dict):
+        is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
+        is_fp8 = is_fp8 and scheme.get("strategy", "tensor") == "tensor" and bool(scheme.get("symmetric", True))
+    if not is_fp8:
         raise ValueError(
             f"kv_cache_scheme is {shown(scheme)} in the quantization_config: supported are 8 bits of type float, one "
             "scale for a tensor, or none"
