@@ -149,6 +149,14 @@ def test_the_older_config_file_of_modelopt_is_read(tmp_path):
         load(packed)
 
 
+def test_auto_rounds_own_settings_may_be_given_by_expressions(tmp_path):
+    packed, dense = write(tmp_path, CASES["auto-round"]())
+    wide, wanted = dict(bits=16, data_type="float"), load_file(dense / "model.safetensors")
+    for key in (r"layers\.0\.mlp\.down_proj", r".*\.0\..*down_proj$"):
+        settle(packed, extra_config={r"q_proj\.": wide, key: wide})
+        assert all(torch.equal(matrix, wanted[f"{name}.weight"]) for name, matrix in matrices(load(packed)).items())
+
+
 def test_a_head_may_be_quantised(tmp_path):
     case = gptq(4, 32, lm_head=True)
     packed, dense = write(tmp_path, case, head=True)
@@ -386,6 +394,7 @@ def test_fp8_weights_that_are_nan_are_refused_by_name(tmp_path, name, module, co
         ("gptq-int4", dict(dynamic={"+:.*down_proj": 4}), "dynamic has 4 in the quantization_config, not settings"),
         ("gptq-int4", dict(modules_in_block_to_quantize=[4]), r"modules_in_block_to_quantize is \[4\] .* not names"),
         ("awq", dict(version="gemv"), "version is 'gemv' in the quantization_config of awq: supported is gemm"),
+        ("awq", dict(version=None, format="gemv_fast"), "format is 'gemv_fast' .* of awq: supported is gemm"),
         ("awq", dict(zero_point="yes"), "zero_point is 'yes' in the quantization_config of awq, not bool"),
         ("awq", dict(modules_to_not_convert=[4]), r"modules_to_not_convert is \[4\] .* of awq, not a list of names"),
         ("awq", dict(group_size=48), "has 64 input features, which groups of 48 do not divide"),
@@ -395,6 +404,13 @@ def test_fp8_weights_that_are_nan_are_refused_by_name(tmp_path, name, module, co
             dict(packing_format="auto_round:auto_awq", bits=8),
             "bits is 8 .* of auto-round: supported are 4",
         ),
+        (
+            "auto-round",
+            dict(packing_format=None, backend="auto_round:exllamav2"),
+            "backend is 'auto_round:exllamav2' .* no packing_format: supported are auto_round:auto_gptq, ",
+        ),
+        ("auto-round", dict(extra_config={r".*\.(": {}}), r"no regular expression"),
+        ("auto-round", dict(act_bits="8"), "act_bits is '8' in the quantization_config of auto-round, not int"),
         ("auto-round", dict(extra_config={DOWN: 4}), f"extra_config has 4 for {DOWN} in the quantization_config"),
         ("fp8-blocks", dict(weight_block_size=[64, 128]), r"weight_scale_inv is \[2, 1\], expected \[3, 1\]"),
         ("fp8-blocks", dict(weight_block_size=[128]), r"weight_block_size is \[128\]"),
@@ -424,6 +440,8 @@ def test_settings_that_are_not_those_of_the_weights_are_refused(tmp_path, name, 
         ("ct-fp8-channel", {}, dict(symmetric=False), "weights of type float have zero points"),
         ("ct-fp8-channel", dict(format="pack-quantized"), {}, "format is pack-quantized for 8 bits of type float"),
         ("ct-int4-group", dict(format="marlin-24"), {}, "format is 'marlin-24' .* supported are pack-quantized, "),
+        ("ct-nvfp4", {}, dict(group_size=32), "group_size is 32 .* supported are 16"),
+        ("ct-mxfp4", {}, dict(group_size=16), "group_size is 16 .* supported are 32"),
         ("ct-nvfp4", dict(format="float-quantized"), {}, "format is float-quantized for 4 bits of type float"),
     ],
 )
@@ -529,8 +547,11 @@ def test_every_method_may_have_a_scheme_of_the_kv_cache(tmp_path, name):
 
 @pytest.mark.filterwarnings("default:the checkpoint was made for quantised activations")
 def test_schemes_of_activations_are_ignored_with_one_notice(tmp_path):
-    for name, count in (("ct-fp8-channel", 1), ("fp8-blocks", 1), ("ct-fp8-tensor", 0)):
-        packed, _ = write(tmp_path / name, CASES[name]())
+    named = (("ct-fp8-channel", 1), ("fp8-blocks", 1), ("ct-fp8-tensor", 0), ("auto-round", 0), ("auto-round", 1))
+    for place, (name, count) in enumerate(named):
+        packed, _ = write(tmp_path / str(place), CASES[name]())
+        if name == "auto-round":
+            settle(packed, act_bits=8 if count else 16)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             make_engine(packed)

@@ -98,7 +98,9 @@ class CompressedTensors(Quantization):
                 "weights of type float have zero points in the quantization_config, which is not supported"
             )
         if kind == "float" and bits == 4:
-            return _packed_fp4(name, stored_as)
+            found = _packed_fp4(name, stored_as)
+            self.setting("group_size", (found.packing.columns,), found.packing.columns, weights)
+            return found
         is_packed = stored_as == "pack-quantized"
         if stored_as.startswith(("nvfp4", "mxfp4")) or (is_packed and kind == "float"):
             raise ValueError(f"format is {stored_as} for {bits} bits of type {kind} in the quantization_config")

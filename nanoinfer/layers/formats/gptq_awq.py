@@ -11,6 +11,7 @@ AWQ, as AutoAWQ writes it for its "gemm" kernels: qweight [in_features, num_rows
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,14 @@ from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats.base import DENSE, FLOATS, CheckpointTensors, Filling, WeightFormat
 from nanoinfer.layers.formats.bits import as_bytes, unpack
 from nanoinfer.layers.formats.packed import Packed, checked, pieces_of_rows
-from nanoinfer.layers.formats.quantization import Quantization, searches
+from nanoinfer.layers.formats.quantization import ACTIVATIONS, Quantization, searches
 
 # One in every field of a word.
 _ONES = {4: 0x11111111, 8: 0x01010101}
 # Which field of AWQ's words has row 0, row 1, and so on.
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
+# What a key of AutoRound's extra_config has if it is no name.
+_EXPRESSION = re.compile(r"[*+?^$()\[\]{}|\\]")
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,10 @@ class AWQ(Quantization):
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
         self.setting("bits", (4,), 4)
-        version = self.setting("version", str, "gemm")
-        if version.lower() != "gemm":
-            raise ValueError(f"version is {version!r} in the quantization_config of awq: supported is gemm")
+        for name in ("version", "format", "checkpoint_format"):  # AutoAWQ and transformers; GPTQModel
+            version = self.setting(name, str, "gemm")
+            if version.lower() != "gemm":
+                raise ValueError(f"{name} is {version!r} in the quantization_config of awq: supported is gemm")
         self._group_size, self._has_zeros = self.group_size(), self.setting("zero_point", bool, True)
         self._left_out = ["lm_head", *self.names("modules_to_not_convert")]
 
@@ -211,14 +215,23 @@ class AutoRound(Quantization):
 
     def __init__(self, settings: dict[str, Any], tensors: CheckpointTensors) -> None:
         super().__init__(settings, tensors)
+        backend = self.setting("backend", str, "")
+        # Before there was a packing_format this said it. Of "auto_round:exllamav2" zeros are not stored one too low.
+        if settings.get("packing_format") is None and backend.startswith("auto_round") and "gptq" not in backend:
+            raise ValueError(
+                f"backend is {backend!r} in the quantization_config of auto-round, which gives no packing_format: "
+                f"supported are {', '.join(self._LAYOUTS)}"
+            )
         self._is_awq = "awq" in self.setting("packing_format", self._LAYOUTS, self._LAYOUTS[0])
         self._allowed_bits = (4,) if self._is_awq else (4, 8)
         self._bits, self._group_size = self.setting("bits", self._allowed_bits, None), self.group_size()
         self.setting("data_type", ("int",), "int")
         self._own = self.setting("extra_config", dict, {})
+        if self.setting("act_bits", int, 16) < 16:
+            self.notice = ACTIVATIONS
 
     def of(self, name: str) -> WeightFormat:
-        own = self._own.get(name, {})
+        own = self._overrides(name)
         if not isinstance(own, dict):
             raise ValueError(f"extra_config has {shown(own)} for {name} in the quantization_config, not settings")
         if (name == "lm_head" and name not in self._own) or own.get("bits", self._bits) == 16:
@@ -226,3 +239,10 @@ class AutoRound(Quantization):
         bits = self.setting("bits", self._allowed_bits, self._bits, own)
         group_size = self.group_size(own, self._group_size)
         return _transposed(name, self.tensors, bits, group_size, is_awq=self._is_awq)
+
+    def _overrides(self, name: str) -> Any:
+        """Return the settings of one projection that differ: a key of `extra_config` is a name, or an expression."""
+        if name in self._own:
+            return self._own[name]
+        expressions = (key for key in self._own if _EXPRESSION.search(key))
+        return next((self._own[key] for key in expressions if searches(f".*?(?:{key})", name)), {})
