@@ -121,6 +121,7 @@ _FIELDS = {
     "num_labels": _count(0, 2**16),
     "per_layer_config": Rule("left out: all layers have the same sizes here", lambda value: value in (None, {})),
     "quantization_config": _optional(OBJECT),
+    "compression_config": _optional(OBJECT),
 }
 _ROPE_FIELDS = {
     "rope_type": _TEXT,

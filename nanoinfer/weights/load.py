@@ -113,6 +113,9 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
     except Exception as error:  # transformers uses values before it checks them, so any error is possible
         raise ValueError(f"{path} is no valid config: {error}") from error
     check_config(path, hf_config, model_class)
+    if not getattr(hf_config, "quantization_config", None) and raw.get("compression_config"):
+        # So older versions of compressed-tensors called it.
+        hf_config.quantization_config = {"quant_method": "compressed-tensors", **raw["compression_config"]}
     older = model_dir / "hf_quant_config.json"  # where ModelOpt said what newer versions write to config.json
     if not getattr(hf_config, "quantization_config", None) and older.is_file():
         settings = read_json_object(older).get("quantization")

@@ -149,6 +149,19 @@ def test_the_older_config_file_of_modelopt_is_read(tmp_path):
         load(packed)
 
 
+def test_the_older_name_of_the_settings_is_read(tmp_path):
+    packed, dense = write(tmp_path, CASES["ct-int4-group"]())
+    config = json.loads((packed / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    del config["compression_config"]["quant_method"]
+    (packed / "config.json").write_text(json.dumps(config))
+    wanted = load_file(dense / "model.safetensors")
+    assert all(torch.equal(matrix, wanted[f"{name}.weight"]) for name, matrix in matrices(load(packed)).items())
+    (packed / "config.json").write_text(json.dumps(config | dict(compression_config=[4])))
+    with pytest.raises(ValueError, match=r"config.json is no valid config: compression_config is \[4\]"):
+        load(packed)
+
+
 def test_auto_rounds_own_settings_may_be_given_by_expressions(tmp_path):
     packed, dense = write(tmp_path, CASES["auto-round"]())
     wide, wanted = dict(bits=16, data_type="float"), load_file(dense / "model.safetensors")
