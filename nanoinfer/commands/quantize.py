@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from nanoinfer.common.units import format_size
 from nanoinfer.config import QUANTISED
@@ -28,14 +31,31 @@ def run(options: argparse.Namespace) -> int:
     from nanoinfer.memory.machine import resolve_device
     from nanoinfer.weights.write import quantise_checkpoint
 
-    out = quantise_checkpoint(
-        options.model,
-        options.out,
-        options.to,
-        head_quantization=options.head,
-        device=resolve_device(options.device),
-        progress=sys.stderr.isatty(),
-    )
+    with _signals_interrupt():
+        out = quantise_checkpoint(
+            options.model,
+            options.out,
+            options.to,
+            head_quantization=options.head,
+            device=resolve_device(options.device),
+            progress=sys.stderr.isatty(),
+        )
     num_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     print(f"{out}: {format_size(num_bytes)} of weights in the compressed-tensors format")
     return 0
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Let signals that would end the process interrupt it as Ctrl-C does, so that no part of a checkpoint is left."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ending = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, interrupt) for number in ending}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

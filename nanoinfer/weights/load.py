@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterable
@@ -59,7 +60,7 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
     Raises:
         ValueError: there is no such directory, or the hub does not provide it. The message gives the nearest name.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # which, unlike Path's own, leaves a name of no user as it is
     packaged = PACKAGED.get(str(model))
     # A directory of that name without a checkpoint, such as the results of an evaluation, must not hide the model.
     if packaged is not None and packaged.is_dir() and not (path / "config.json").is_file():

@@ -83,7 +83,9 @@ def quantise_checkpoint(
         ValueError: `out` holds something, the disk is too full, the source is quantised already or cannot be read, or a
             weight cannot be quantised.
     """
-    out = Path(out).expanduser()
+    out = Path(os.path.expanduser(out))  # which, unlike Path's own, leaves a name of no user as it is
+    if out.is_symlink() and not out.exists():
+        raise ValueError(f"{out} is a link to {os.readlink(out)}, which does not exist: make that directory first")
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} exists and is no directory: give a directory that does not exist yet")
     if out.exists() and any(out.iterdir()):
@@ -127,27 +129,44 @@ def _parts(model_dir: Path, hf_config: PretrainedConfig) -> list[_Part]:
 
 @contextmanager
 def _whole_directory(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Make a directory beside `out` that becomes `out` at the end, or is removed after an error.
+    """Make a directory whose content is that of `out` at the end, or that is removed after an error.
 
-    A ValueError says that it cannot be made, or that the disk has less free space than `num_bytes`.
+    If there is none it lies beside `out`, and is renamed. An empty one may be a mount point, a link or the working
+    directory, which cannot be replaced: then it lies inside, and files are moved up, the config last.
+
+    A ValueError says that it cannot be made or written, or that the disk has less free space than `num_bytes`.
     """
+    is_there = out.is_dir()
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(out.parent).free
+        if not is_there:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        place = out if is_there else out.parent
+        free = shutil.disk_usage(place).free
         if free < num_bytes:
             raise ValueError(
                 f"{out} needs {format_size(num_bytes)}, its disk has {format_size(free)} free: give a directory "
                 "on another disk, or make room"
             )
-        directory = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+        directory = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=place))
     except OSError as error:
         raise ValueError(f"{out} cannot be made ({error}): give another directory") from error
+    moved: list[Path] = []
     try:
         yield directory
-        directory.chmod(0o755)
-        os.replace(directory, out)
-    except BaseException:
+        if is_there:
+            for path in sorted(directory.iterdir(), key=lambda path: path.name == "config.json"):
+                moved.append(out / path.name)
+                os.replace(path, moved[-1])
+            directory.rmdir()
+        else:
+            directory.chmod(0o755)
+            os.replace(directory, out)
+    except BaseException as error:
         shutil.rmtree(directory, ignore_errors=True)
+        for path in moved:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ValueError(f"{out} cannot be written ({error}): nothing is left there") from error
         raise
 
 

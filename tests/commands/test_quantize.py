@@ -1,7 +1,9 @@
 """`nanoinfer quantize`, and the options of other commands that quantise."""
 
+import errno
 import os
 import re
+import signal
 
 import pytest
 from online import QUIET, equal, load, make, matrices
@@ -77,6 +79,95 @@ def test_a_file_that_is_cut_while_it_is_copied_is_refused(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="model.safetensors is cut short: .* needs bytes .* Download it again"):
         quantise_checkpoint(source, tmp_path / "out", "int4", **QUIET)
     assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_command_leaves_nothing(tmp_path, monkeypatch, capsys, number):
+    source = make(tmp_path / "wide")
+    monkeypatch.setattr(writing, "_write_tensor", lambda *arguments: os.kill(os.getpid(), number))
+
+    def ignored(*_):
+        pass
+
+    before = signal.signal(number, ignored)  # the default would end the tests
+    try:
+        assert command(source, "--to", "int4", "--out", tmp_path / "out") == 130
+        assert signal.getsignal(number) is ignored
+    finally:
+        signal.signal(number, before)
+    assert "interrupted" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path, monkeypatch):
+    source, write_header = make(tmp_path / "wide"), writing._write_header
+
+    def hung_up(*arguments):
+        os.kill(os.getpid(), signal.SIGHUP)
+        write_header(*arguments)
+
+    monkeypatch.setattr(writing, "_write_header", hung_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert command(source, "--to", "int4", "--out", tmp_path / "out") == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("place", ["empty", "link", "."])
+def test_a_directory_that_is_there_is_filled_and_stays_itself(tmp_path, monkeypatch, place):
+    """It may be a mount point, which can neither be replaced nor renamed."""
+    source, empty = make(tmp_path / "wide"), tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "link").symlink_to(empty)
+    monkeypatch.chdir(empty if place == "." else tmp_path)
+    inode = empty.stat().st_ino
+    out = quantise_checkpoint(source, place, "int4", **QUIET)
+    assert equal(matrices(load(out)), matrices(load(source, "int4")))
+    assert empty.stat().st_ino == inode and {"config.json", "model.safetensors"} <= {
+        one.name for one in empty.iterdir()
+    }
+    assert not [path for path in [*tmp_path.iterdir(), *empty.iterdir()] if path.suffix == ".partial"]
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_an_interrupt_leaves_a_directory_that_is_there_empty(tmp_path, monkeypatch):
+    source, empty, replace, moved = make(tmp_path / "wide"), tmp_path / "empty", os.replace, []
+    empty.mkdir()
+
+    def interrupted(path, target):
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(target)
+        replace(path, target)
+
+    monkeypatch.setattr(writing.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantise_checkpoint(source, empty, "int4", **QUIET)
+    assert moved and not list(empty.iterdir())
+
+
+def test_a_disk_that_is_filled_meanwhile_is_named(tmp_path, monkeypatch):
+    source = make(tmp_path / "wide")
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writing, "_write_tensor", full)
+    with pytest.raises(ValueError, match=r"out cannot be written \(.*No space left on device\): nothing is left there"):
+        quantise_checkpoint(source, tmp_path / "out", "int4", **QUIET)
+    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+
+
+def test_paths_that_lead_nowhere_are_refused(tmp_path, monkeypatch):
+    source = make(tmp_path / "wide")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="link is a link to nowhere, which does not exist: make that directory first"):
+        quantise_checkpoint(source, tmp_path / "link", "int4", **QUIET)
+    with pytest.raises(ValueError, match="'~nobody-of-this-name/model' does not exist"):
+        quantise_checkpoint("~nobody-of-this-name/model", tmp_path / "out", "int4", **QUIET)
+    monkeypatch.chdir(tmp_path)
+    assert quantise_checkpoint(source, "~nobody-of-this-name/out", "int4", **QUIET).is_dir()
 
 
 # Other commands
