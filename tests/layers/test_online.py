@@ -329,6 +329,27 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["wide"]
 
 
+@pytest.mark.parametrize("name", QUANTISED)
+def test_weights_beyond_the_dtype_of_scales_are_refused_by_name(tmp_path, name):
+    """A float32 file under a config of float16: `quantize` wrote infinite scales, which nobody reads."""
+    source, tensor = make(tmp_path / "wide", dtype=torch.float32), "model.layers.1.mlp.down_proj.weight"
+    config = json.loads((source / "config.json").read_text()) | dict(dtype="float16")
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    for value in (1e9, 65504.0):  # of the second int8's scale is a number, and the weight is not
+        tensors[tensor][3, 7] = value
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        if (name, value) == ("fp8", 65504.0):
+            continue  # whose scale happens to be rounded down
+        for attempt in (
+            lambda: load(source, name),
+            lambda: quantise_checkpoint(source, tmp_path / "out", name, **QUIET),
+        ):
+            with pytest.raises(ValueError, match=f"{tensor} in .* holds weights too large for scales in float16"):
+                attempt()
+    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+
+
 def test_scales_for_several_rows_of_embeddings_are_refused(tmp_path):
     out = quantise_checkpoint(make(tmp_path / "wide"), tmp_path / "out", "int8", head_quantization="int8", **QUIET)
     config = json.loads((out / "config.json").read_text())

@@ -21,6 +21,7 @@ _WEIGHTS_AT_ONCE = {"cpu": 2**18}
 _WEIGHTS_AT_ONCE_ELSEWHERE = 2**21
 # A scale below this would be rounded to zero; float16 keeps numbers below its normal ones.
 _SMALLEST_SCALE = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
+_LARGEST_CODES = {("int", 4): 8, ("int", 8): 127, ("fp8", 8): torch.finfo(torch.float8_e4m3fn).max}
 # Quarters from 7 (the largest code, so that nothing is cut) to 11.5 (where 0.61 of the largest magnitude is kept).
 _DIVISORS = tuple(7 + quarter / 4 for quarter in range(19))
 
@@ -49,7 +50,7 @@ def quantise(
     pieces: of some rows each, in their order, on the device; shape: of all rows, [num_rows, in_features].
 
     Raises:
-        ValueError: a weight is NaN or infinite; the message follows the tensor's name.
+        ValueError: a weight is NaN or infinite, or would become so; the message follows the tensor's name.
     """
     found = {
         ending: torch.empty(size, dtype=dtype, device=device)
@@ -58,6 +59,7 @@ def quantise(
     if "weight_shape" in found:
         found["weight_shape"].copy_(torch.tensor(shape))
     codes, scales, begin = found[weights.codes_name], found[weights.scales_name], 0
+    largest_scale = torch.finfo(scales.dtype).max / _LARGEST_CODES[weights.packing.kind, weights.packing.bits]
     step = max(1, _WEIGHTS_AT_ONCE.get(codes.device.type, _WEIGHTS_AT_ONCE_ELSEWHERE) // shape[1])
     for piece in pieces:
         for rows in piece.split(step):
@@ -66,6 +68,12 @@ def quantise(
                 raise ValueError("holds NaN or infinite weights, which cannot be quantised")
             groups, end = rows.unflatten(1, (-1, weights.packing.columns or shape[1])), begin + len(rows)
             codes[begin:end], scales[begin:end] = _codes_and_scales(groups, weights)
+            if not bool((scales[begin:end].float() <= largest_scale).all()):
+                dtype = str(scales.dtype)[6:]
+                raise ValueError(
+                    f"holds weights too large for scales in {dtype}, the dtype that config.json gives: they would "
+                    "become infinite"
+                )
             begin = end
     return found
 
