@@ -10,6 +10,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.initialization import no_init_weights
 
+from nanoinfer.measure.reference import load_in_transformers
 from nanoinfer.measure.run import PROGRESS_DELAY_S, Row, random_prompts
 from nanoinfer.memory.floors import bytes_read_per_step, kv_bytes
 from nanoinfer.models.base import ModelSpec
@@ -46,8 +47,7 @@ def load_reference(
     if load_format == "dummy" and getattr(config, "quantization_config", None):
         raise ValueError("random weights of a quantised config cannot be given to transformers: leave out the mode hf")
     if load_format != "dummy":
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=spec.dtype)
-        return model.to(device).eval(), spec
+        return load_in_transformers(model_dir, spec.dtype).to(device).eval(), spec
     ours = load_model(
         model_dir, config, spec.dtype, device, load_format="dummy", seed=seed, max_position=16, progress=progress
     )

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
+from nanoinfer.measure.reference import load_in_transformers
 from nanoinfer.recall.answers import NUM_LOGPROBS, Answer, Answers
 from offload.memory.host_memory import memory_available_bytes
 
@@ -28,7 +29,7 @@ class ReferenceAnswers(Answers):
     """
 
     def __init__(self, model_dir: str | Path, end_token_id: int, *, device: torch.device | str = "cpu") -> None:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
+        model = load_in_transformers(model_dir, torch.float32, attn_implementation="sdpa")
         model.generation_config = GenerationConfig()  # greedy, whatever the checkpoint recommends
         self._model, self._end, self._device = model.to(device).eval(), end_token_id, torch.device(device)
 

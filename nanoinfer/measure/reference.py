@@ -1,0 +1,47 @@
+"""Loading a checkpoint in transformers, as the reference that figures and answers are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
+
+from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
+from nanoinfer.weights.fill import is_kv_scale
+from nanoinfer.weights.load import load_config
+
+
+def load_in_transformers(model_dir: str | Path, dtype: torch.dtype, **arguments: Any) -> PreTrainedModel:
+    """Return the model on the CPU, to be computed in `dtype`. arguments: others of `from_pretrained`.
+
+    Quantised weights are expanded in the checkpoint's dtype, as their method says, and cast then.
+
+    Raises:
+        ValueError: transformers does not read this quantised checkpoint, or leaves its scales out.
+    """
+    settings = getattr(load_config(model_dir), "quantization_config", None)
+    if not settings:
+        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **arguments)
+    if settings.get("quant_method") == CompressedTensors.name:
+        arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # now, not in the first step
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype="auto", output_loading_info=True, **arguments
+        )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of a package that it needs for the method, or of what it does not know of it
+        reason = (str(error) or "no reason given").splitlines()[0]
+        raise _unread(model_dir, f"{type(error).__name__}: {reason}") from error
+    names = sorted([*found["missing_keys"], *found["unexpected_keys"]])
+    if names := [name for name in names if not is_kv_scale(name) and not name.endswith("input_scale")]:
+        raise _unread(model_dir, f"it does not know {names[0]} and {len(names) - 1} more tensors")
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    return model
+
+
+def _unread(model_dir: str | Path, reason: str) -> ValueError:
+    return ValueError(f"transformers does not read {model_dir} ({reason}): leave hf out of --mode")
