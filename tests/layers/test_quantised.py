@@ -537,6 +537,9 @@ def test_a_scheme_of_the_kv_cache_must_be_that_of_the_engine(tmp_path):
     edit(packed, lambda tensors: tensors | {scale: torch.full((1,), 0.5)})
     with pytest.raises(ValueError, match=f"{scale} in .* is 0.5: the scale of an fp8 KV cache is 1"):
         make_engine(packed, kv_cache_dtype="fp8")
+    edit(packed, lambda tensors: tensors | {scale: torch.tensor([1.0, 2.0])})
+    with pytest.raises(ValueError, match=f"{scale} in .* is 2: the scale of an fp8 KV cache is 1"):
+        make_engine(packed, kv_cache_dtype="fp8")
     settle(packed, kv_cache_scheme=None)
     make_engine(packed)  # which quantises no keys, so that their scale does not matter
     settle(packed, kv_cache_scheme=dict(num_bits=8, type="int"))
