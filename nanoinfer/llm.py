@@ -142,10 +142,10 @@ class LLM:
         prompts = as_list(prompts)
         params = self._one_each(sampling_params, len(prompts))
         unread: deque[StreamOutput] = deque()
+        ids = [next(self._new_ids) for _ in prompts]
         streams: list[_Stream] = []
         try:
-            for prompt, param in zip(prompts, params, strict=True):
-                request_id = next(self._new_ids)
+            for request_id, prompt, param in zip(ids, prompts, params, strict=True):
                 try:
                     request = self.engine.add_request(request_id, prompt, param)
                 except ValueError as error:
@@ -162,10 +162,11 @@ class LLM:
                 else:
                     return  # the requests were ended directly in the engine
         finally:
-            for stream in streams:
-                del self._streams[stream.request.request_id]
+            # By id: an interrupt may come between a request and its entry in `streams`.
+            for request_id in ids:
+                self._streams.pop(request_id, None)
                 if self._engine is not None:
-                    self._engine.abort(stream.request.request_id)
+                    self._engine.abort(request_id)
 
     def chat(
         self,

@@ -105,6 +105,36 @@ def test_generate_is_not_harmed_by_a_request_of_a_stream_that_can_never_run(path
         assert_pools_as_before(llm.engine)
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_an_interrupt_behind_a_request_that_was_added_leaves_none_of_the_stream(llm, monkeypatch, place):
+    """Ctrl-C may come when `add_request` has returned and nobody has noted the request yet."""
+    added = []
+
+    def interrupted(*arguments):
+        added.append(add_request(*arguments))
+        if len(added) > place:
+            raise KeyboardInterrupt
+        return added[-1]
+
+    add_request = llm.engine.add_request
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine, "add_request", interrupted)
+        list(llm.generate_stream(PROMPTS[:3], GREEDY))
+    assert all(request.is_finished for request in added) and not llm._streams
+    assert_pools_as_before(llm.engine)
+
+
+def test_an_interrupt_before_a_stream_knows_its_request_is_no_other_error(llm, monkeypatch):
+    class Interrupted(dict):
+        def __setitem__(self, *_):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm, "_streams", Interrupted())
+        list(llm.generate_stream(PROMPTS[:2], GREEDY))
+    assert_pools_as_before(llm.engine)
+
+
 def test_an_error_that_ends_nobody_is_raised(llm, monkeypatch):
     stream = llm.generate_stream(PROMPTS[0], GREEDY)
     next(stream)
