@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from nanoinfer.common.errors import RequestError
+from nanoinfer.common.errors import RequestError, shown
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.start import BuiltEngine
 from nanoinfer.requests.prompts import Prompt, encode, too_long, unpack
@@ -46,7 +46,7 @@ class Intake:
         for token_id in token_ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                 raise RequestError(
-                    f"prompt token {token_id!r} is outside the vocabulary: token ids are whole numbers from 0 to "
+                    f"prompt token {shown(token_id)} is outside the vocabulary: token ids are whole numbers from 0 to "
                     f"{self._vocab_size - 1}",
                     field="prompt",
                 )

@@ -217,6 +217,7 @@ def test_an_unsupported_architecture_lists_the_supported_ones(path, tmp_path):
         ([3, VOCAB], f"prompt token {VOCAB} is outside the vocabulary: .* whole numbers from 0 to {VOCAB - 1}"),
         ([3, -1], "prompt token -1 is outside the vocabulary"),
         ([3, 1.5], "prompt token 1.5 is outside the vocabulary"),
+        ([3, "w3" * 50], "prompt token 'w3w3[w3]{1,80}... is outside the vocabulary"),  # a request may be large
         ([3] * 384, "the prompt has 384 tokens, max_model_len is 384"),
         ("text", "the prompt is text, but there is no tokenizer"),
     ],
