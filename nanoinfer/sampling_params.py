@@ -123,11 +123,14 @@ def _message(name: str, given: object, allowed: str, fix: str) -> str:
 def _number(name: str, given: object) -> int | float:
     kind, allowed, accepts, fix = _NUMBERS[name]
     # bool is an int in Python; n=True is far more likely a mistake than a 1. NaN is not accepted either.
-    if isinstance(given, bool) or not isinstance(given, kind) or not accepts(given):
-        raise ValueError(_message(name, given, allowed, fix))
-    if isinstance(given, Advised):
-        return given
-    return int(given) if kind is numbers.Integral else float(given)
+    if not isinstance(given, bool) and isinstance(given, kind) and accepts(given):
+        if isinstance(given, Advised):
+            return given
+        try:
+            return int(given) if kind is numbers.Integral else float(given)
+        except OverflowError:  # a whole number beyond the largest float
+            pass
+    raise ValueError(_message(name, given, allowed, fix))
 
 
 def _listed(name: str, given: object, allowed: str) -> tuple:
