@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{error.name} is not installed: pip install 'nanoinfer[serve]'") from error
     if options.api_key == "":  # as of a variable that is not set: anybody could guess it
         raise ValueError("--api-key is empty: give a key, or leave the option out to serve without one")
-    if options.shutdown_timeout < 0:
+    if not options.shutdown_timeout >= 0:  # also where it is NaN
         raise ValueError(f"--shutdown-timeout is {options.shutdown_timeout}, it must be 0 or more seconds")
     for name in ("body_timeout", "max_step_seconds"):
         if not getattr(options, name) > 0:

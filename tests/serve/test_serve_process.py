@@ -222,7 +222,9 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", str(path), "--port", str(taken.getsockname()[1])]) == 2
     assert "cannot be used" in capsys.readouterr().err
-    assert main(["serve", str(path), "--shutdown-timeout", "-1"]) == 2
+    for seconds in ("-1", "nan"):
+        assert main(["serve", str(path), "--shutdown-timeout", seconds]) == 2
+        assert f"--shutdown-timeout is {float(seconds)}, it must be 0 or more" in capsys.readouterr().err
 
 
 @pytest.mark.sampled()
