@@ -98,8 +98,8 @@ def _offload(text: str) -> bool | str:
 
 
 def _size(text: str) -> int | float | str:
-    if re.fullmatch(r"0?\.[0-9]+", text):
-        return float(text)  # a share
+    if re.fullmatch(r"0?\.[0-9]+|1\.0*", text):
+        return float(text)  # a share; "1" is a byte, as it is for the engine
     return 0 if text == "0" else text
 
 

@@ -35,6 +35,7 @@ def test_every_field_has_an_option_with_the_default_and_the_words_of_the_config(
         (["--gpu-memory", "12GiB"], "gpu_memory_limit", "12GiB"),
         (["--gpu-memory-limit", "12GiB"], "gpu_memory_limit", "12GiB"),
         (["--gpu-memory", "0.5"], "gpu_memory_limit", 0.5),
+        (["--gpu-memory", "1.0"], "gpu_memory_limit", 1.0),
         (["--resident-kv", "0"], "resident_kv_limit", 0),
         (["--prefill-chunk", "2k"], "max_num_batched_tokens", 2048),
         (["--max-num-batched-tokens", "512"], "max_num_batched_tokens", 512),
