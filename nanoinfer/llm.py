@@ -41,7 +41,7 @@ class LLM:
         UnknownNameError (a TypeError and ValueError): an argument does not exist; the message names the nearest one.
         ValueError: a value is not allowed, the checkpoint cannot be used, or memory limits are too small.
 
-    Several LLMs can live in one process. Only one thread at a time may call an LLM.
+    Several LLMs can live in one process. Only one thread at a time may call an LLM; another one gets a RuntimeError.
     """
 
     def __init__(self, model: str | Path, **arguments: Any) -> None:
@@ -99,19 +99,20 @@ class LLM:
         for place, prompt in enumerate(prompts):
             with _naming(place, len(prompts)):
                 token_ids.append(self.engine.intake.tokenize(prompt))
-        before = self.engine.meter.snapshot()
         ids = [next(self._new_ids) for _ in prompts]
         requests = []
-        try:
-            for place, (request_id, *arguments) in enumerate(zip(ids, prompts, params, token_ids, strict=True)):
-                with _naming(place, len(prompts)):
-                    requests.append(self.engine.add_request(request_id, *arguments))
-            self._run(requests, use_tqdm)
-            if use_tqdm and self.engine.config.progress_bar:
-                _report(run_line(self.engine, before))
-        finally:
-            for request_id in ids:
-                self.engine.abort(request_id)  # requests that an exception left behind
+        with self.engine.alone():
+            before = self.engine.meter.snapshot()
+            try:
+                for place, (request_id, *arguments) in enumerate(zip(ids, prompts, params, token_ids, strict=True)):
+                    with _naming(place, len(prompts)):
+                        requests.append(self.engine.add_request(request_id, *arguments))
+                self._run(requests, use_tqdm)
+                if use_tqdm and self.engine.config.progress_bar:
+                    _report(run_line(self.engine, before))
+            finally:
+                for request_id in ids:
+                    self.engine.abort(request_id)  # requests that an exception left behind
         failed = [(place, request) for place, request in enumerate(requests) if request.failure is not None]
         if failed and len(failed) == len(requests):
             raise failed[0][1].failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from offload import Runtime
 
 
 class LLMEngine:
-    """Runs requests step by step. Not thread-safe: only one thread may call it.
+    """Runs requests step by step. Not thread-safe: one thread at a time may call it, and another one is refused.
 
     Args:
         runtime: streams, events and graphs. The engine closes it, so it serves one engine. None: make the one that fits
@@ -44,6 +45,7 @@ class LLMEngine:
 
     @torch.inference_mode()
     def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
+        self._inside: dict[str, int] = {}  # the thread that is in a call, if one is
         built = build(config, runtime)
         self.config, self.plan, self.tokenizer, self.runner = config, built.runner.plan, built.tokenizer, built.runner
         self.kv_cache, self.mover, self.admission = built.kv_cache, built.mover, built.admission
@@ -158,19 +160,41 @@ class LLMEngine:
             self.work.in_flight = launched
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
-        work = self.work
-        if not work.is_whole:  # a recovery was interrupted
-            work.recover()
-        work.is_whole = False
+    def alone(self) -> Iterator[None]:
+        """Refuse other threads while this one is inside. May be nested.
+
+        What another thread has half changed would be taken for an interrupted recovery, and its requests would end.
+
+        Raises:
+            RuntimeError: another thread is inside. Nothing has changed.
+        """
+        caller, is_outermost = threading.get_ident(), not self._inside
+        if self._inside.setdefault("thread", caller) != caller:  # one operation, between whose parts no thread comes
+            raise RuntimeError(
+                "another thread is in a call of this engine, and one at a time may be: wait until it has returned "
+                "(threading.Lock), give each thread an engine of its own, or ask a server (nanoinfer serve)"
+            )
         try:
             yield
-        except BaseException:
-            work.recover()
-            raise
-        work.at_risk = []
-        work.is_whole = True
+        finally:
+            if is_outermost:
+                self._inside.clear()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
+        with self.alone():
+            work = self.work
+            if not work.is_whole:  # a recovery was interrupted
+                work.recover()
+            work.is_whole = False
+            try:
+                yield
+            except BaseException:
+                work.recover()
+                raise
+            work.at_risk = []
+            work.is_whole = True
 
     def _refuse_first_waiting(self) -> None:
         """Fail the first waiting request, which no usable pool can hold.
@@ -318,9 +342,10 @@ class LLMEngine:
 
     def close(self) -> None:
         """Abort all requests and free device and host memory. The engine cannot be used afterwards."""
-        for request in self.work.requests.values():
-            request.abort()
-        self.admission.forget()  # what it remembers refers back to it: memory would wait for the garbage collector
-        self.runner.close()
-        self.modes.close()  # prompts can still be checked
-        del self.work, self.runner, self.scheduler, self.planner, self.kv_cache, self.mover, self.admission
+        with self.alone():
+            for request in self.work.requests.values():
+                request.abort()
+            self.admission.forget()  # what it remembers refers back to it: memory would wait for the garbage collector
+            self.runner.close()
+            self.modes.close()  # prompts can still be checked
+            del self.work, self.runner, self.scheduler, self.planner, self.kv_cache, self.mover, self.admission

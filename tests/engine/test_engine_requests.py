@@ -1,5 +1,7 @@
 """What a user sees of requests: alone or in company, one after the other, ended early, preempted, failed."""
 
+import threading
+
 import pytest
 from engines import COMMON, VOCAB, assert_pools_as_before, make_engine, outcome, random_prompts, run, some_params
 from request_helpers import shrink_gpu_pool
@@ -277,6 +279,42 @@ def test_a_closed_llm_leaves_its_streams_to_the_next(path, monkeypatch):
     assert not closed
     llm.close()
     assert closed == [runtime]
+
+
+@pytest.mark.parametrize("call", ["generate", "generate_stream", "stats", "switch_mode", "abort", "close"])
+def test_another_thread_is_refused_while_one_generates(path, monkeypatch, call):
+    """It would take what is half changed for an interrupted recovery, and end the requests without a word."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    arguments = dict(
+        generate=([7], params), generate_stream=([7], params), switch_mode=("offload",), abort=("0",)
+    ).get(call, ())  # fmt: skip
+    errors = []
+
+    def other():
+        try:
+            list(getattr(llm, call)(*arguments) or ())
+        except Exception as error:
+            errors.append(str(error))
+
+    def while_it_steps(*args):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return execute(*args)
+
+    with LLM(path, **COMMON) as llm:
+        wanted = [output.outputs for output in llm.generate([[5, 6], [8]], params, use_tqdm=False)]
+        execute = llm.engine.runner.execute
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.runner, "execute", while_it_steps)
+            found = [output.outputs for output in llm.generate([[5, 6], [8]], params, use_tqdm=False)]
+        assert found == wanted and len(errors) > 1
+        assert all(error.startswith("another thread is in a call of this engine") for error in errors), errors[0]
+        assert_pools_as_before(llm.engine)
+        num_refused, thread = len(errors), threading.Thread(target=other)  # one after the other is allowed
+        thread.start()
+        thread.join()
+        assert len(errors) == num_refused
 
 
 def test_a_closed_llm_says_so(path):
