@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,6 +27,9 @@ from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling_params import SamplingParams
 from offload import Runtime
+
+# What a closed engine lacks.
+_PARTS = ("work", "runner", "scheduler", "planner", "kv_cache", "mover", "admission")
 
 
 class LLMEngine:
@@ -72,6 +76,11 @@ class LLMEngine:
         except BaseException:
             self.close()
             raise
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _PARTS:
+            raise RuntimeError("this engine is closed: make a new one")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # Requests
 
@@ -341,7 +350,12 @@ class LLMEngine:
         return trace.events(name, number)
 
     def close(self) -> None:
-        """Abort all requests and free device and host memory. The engine cannot be used afterwards."""
+        """Abort all requests and free device and host memory. The engine cannot be used afterwards.
+
+        May be called again.
+        """
+        if "work" not in vars(self):
+            return
         with self.alone():
             for request in self.work.requests.values():
                 request.abort()

@@ -281,6 +281,17 @@ def test_a_closed_llm_leaves_its_streams_to_the_next(path, monkeypatch):
     assert closed == [runtime]
 
 
+def test_a_closed_engine_says_so_and_may_be_closed_again(path):
+    engine = make_engine(path)
+    engine.close()
+    engine.close()
+    for call in (engine.step, engine.stats, lambda: engine.abort("r"), lambda: engine.has_work):
+        with pytest.raises(RuntimeError, match="this engine is closed: make a new one"):
+            call()
+    with pytest.raises(AttributeError, match="'LLMEngine' object has no attribute 'stop'"):
+        engine.stop()
+
+
 @pytest.mark.parametrize("call", ["generate", "generate_stream", "stats", "switch_mode", "abort", "close"])
 def test_another_thread_is_refused_while_one_generates(path, monkeypatch, call):
     """It would take what is half changed for an interrupted recovery, and end the requests without a word."""

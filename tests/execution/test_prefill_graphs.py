@@ -369,7 +369,7 @@ def test_an_abort_in_the_middle_of_a_prompt_and_close_give_everything_back(path)
     engine.add_request("c", CHUNKED[1], some_params(1)[0])
     engine.step()
     engine.close()
-    assert not hasattr(engine, "runner")
+    assert "runner" not in vars(engine)
 
 
 def test_a_finished_step_holds_no_activations(path, monkeypatch):
