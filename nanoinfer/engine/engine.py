@@ -178,15 +178,15 @@ class LLMEngine:
             RuntimeError: another thread is inside. Nothing has changed.
         """
         caller, is_outermost = threading.get_ident(), not self._inside
-        if self._inside.setdefault("thread", caller) != caller:  # one operation, between whose parts no thread comes
-            raise RuntimeError(
-                "another thread is in a call of this engine, and one at a time may be: wait until it has returned "
-                "(threading.Lock), give each thread an engine of its own, or ask a server (nanoinfer serve)"
-            )
         try:
+            if self._inside.setdefault("thread", caller) != caller:  # one operation: no thread comes in between
+                raise RuntimeError(
+                    "another thread is in a call of this engine, and one at a time may be: wait until it has returned "
+                    "(threading.Lock), give each thread an engine of its own, or ask a server (nanoinfer serve)"
+                )
             yield
         finally:
-            if is_outermost:
+            if is_outermost and self._inside.get("thread") == caller:
                 self._inside.clear()
 
     @contextmanager
