@@ -55,7 +55,7 @@ class Modes:
             return
         if self.may_spill:
             try:
-                self._require_host_pool()
+                self._require_host_pool([])
             except (MemoryError, PinError) as error:
                 self._note(error)
         self._runner.capture(self.may_spill)
@@ -75,7 +75,7 @@ class Modes:
                 f"{'host_memory_limit' if mode == 'offload' else 'gpu_memory_limit'} or wait until it has ended"
             )
         if mode == "offload":
-            self._require_host_pool()
+            self._require_host_pool(running)
             self._mover.check_offload(running)
         else:
             self._mover.check_resident(running)
@@ -87,7 +87,7 @@ class Modes:
             ValueError, MemoryError, PinError: the other pool cannot hold or be used for them; nothing changes.
         """
         if mode == "offload":
-            self._require_host_pool()
+            self._require_host_pool(running)
         with self._runner.compute.current():
             if mode == "offload":
                 self._mover.switch_to_offload(running)
@@ -112,9 +112,12 @@ class Modes:
             warnings.warn(f"offload mode cannot be entered, so requests are preempted: {error}", stacklevel=2)
         self.error = error
 
-    def _require_host_pool(self) -> None:
-        """Begin to map and pin the host pool, if it is needed for the first time."""
-        self._runner.open_host_pool()
+    def _require_host_pool(self, running: list[Sequence]) -> None:
+        """Begin to map and pin the host pool, if it is needed for the first time and has room for these sequences."""
         lifetimes = self._tables.lifetimes
-        if not lifetimes.host_blocks.num_blocks:
-            lifetimes.host_blocks = BlockPool(self._runner.plan.num_host_blocks)
+        blocks = lifetimes.host_blocks
+        if not blocks.num_blocks:
+            blocks = BlockPool(self._runner.plan.num_host_blocks)
+        self._mover.check_host_room(running, blocks)  # first: a switch that is refused takes no memory
+        self._runner.open_host_pool()
+        lifetimes.host_blocks = blocks

@@ -204,8 +204,12 @@ class Mover:
     def check_offload(self, sequences: list[Sequence]) -> None:
         """Raise what `switch_to_offload` would raise, without changing anything or waiting for copies."""
         self._offload.host.check()  # with nothing to store, only the first step would notice, and fail
+        self.check_host_room(sequences, self._tables.lifetimes.host_blocks)
+
+    def check_host_room(self, sequences: list[Sequence], host_blocks: BlockPool) -> None:
+        """Raise ValueError if these sequences can grow to more than the free blocks of a host pool."""
         needed = sum(sequence.max_num_tokens // self._tables.block_size for sequence in sequences)
-        self._check_room("offload", "can grow to", needed, "host", self._tables.lifetimes.host_blocks)
+        self._check_room("offload", "can grow to", needed, "host", host_blocks)
 
     def _pairs_to_store(self, full: dict[int, int]) -> list[tuple[int, int]]:
         """Allocate a host block for each of the first `full[row]` blocks of each row; a shared block gets one.

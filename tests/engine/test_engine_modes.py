@@ -151,6 +151,7 @@ def test_switch_to_offload_is_refused_with_the_numbers_when_it_cannot_fit(paths,
             with pytest.raises(ValueError, match=r"can grow to \d+ KV blocks .* the host pool has 24 free"):
                 engine.switch_mode("offload")
             assert engine.mode == "resident"
+            assert engine.runner.offload.host.num_bytes == 0, "a switch that is refused takes no memory"
 
     assert run(engine, PROMPTS, PARAMS, at_step) == expected["qwen3"]
     assert_pools_as_before(engine)
