@@ -158,6 +158,6 @@ def _plain_ids(ids: Any) -> Any:
     """Convert arrays, tensors and ranges to lists; return everything else unchanged."""
     if isinstance(ids, np.ndarray | torch.Tensor):
         return ids.tolist()
-    if isinstance(ids, list | tuple) and ids and isinstance(ids[0], np.integer):
+    if isinstance(ids, list | tuple) and any(isinstance(token_id, np.integer) for token_id in ids):
         return [token_id.item() if isinstance(token_id, np.integer) else token_id for token_id in ids]
     return list(ids) if isinstance(ids, range) else ids

@@ -35,8 +35,8 @@ def test_the_tokenizer_is_there_for_prompts_that_come_as_ids(llm):
 
 def test_a_list_of_numpy_integers_is_one_of_token_ids(llm):
     outputs = llm.generate(list(np.array([20, 21])), GREEDY, use_tqdm=False)
-    outputs += llm.generate([[np.int32(20), 21]], GREEDY, use_tqdm=False)
-    assert [output.prompt_token_ids for output in outputs] == [[20, 21]] * 2
+    outputs += llm.generate([[np.int32(20), 21], [20, np.int64(21)]], GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [[20, 21]] * 3
     assert all(type(token_id) is int for output in outputs for token_id in output.prompt_token_ids)
 
 
