@@ -100,6 +100,7 @@ class LLMEngine:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
         request = self.intake.make_request(request_id, prompt, params, token_ids)
         with self._changing():
+            self.work.at_risk = request.sequences  # half queued it would never end
             self.work.requests[request_id] = request
             for sequence in request.sequences:
                 self.scheduler.waiting.append(sequence)

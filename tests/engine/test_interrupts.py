@@ -10,7 +10,7 @@ import itertools
 import operator
 import random
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 import pytest
@@ -238,6 +238,27 @@ def test_an_interrupted_recovery_is_work_that_the_next_step_does(path, monkeypat
     assert engine.has_work and not engine.scheduler.has_work
     while engine.has_work:
         engine.step()
+    assert_pools_as_before(engine)
+
+
+def test_a_request_that_is_interrupted_while_it_is_queued_is_not_there(path):
+    """Without its second completion in a queue it would be work that no step does."""
+
+    class Interrupted(deque):
+        def append(self, sequence):
+            if self:
+                raise KeyboardInterrupt
+            super().append(sequence)
+
+    engine = make_engine(path, **ARGUMENTS)
+    engine.scheduler.waiting = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        engine.add_request("r", PROMPTS[0], SamplingParams(n=2))
+    assert not engine.work.requests and not engine.has_work
+    request = engine.add_request("r", PROMPTS[0], SamplingParams(n=2, max_tokens=3))
+    while engine.has_work:
+        engine.step()
+    assert request.is_finished
     assert_pools_as_before(engine)
 
 
