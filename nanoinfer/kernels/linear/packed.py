@@ -210,9 +210,14 @@ def packed_linear(
     elif is_hopper(x.device) and is_even and block_m >= 16 and block_n >= 64:
         x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [block_m, block])
     grid = (triton.cdiv(num_tokens, block_m), triton.cdiv(weight.num_rows, block_n), num_parts)
-    if x_rows is not None and prod(grid) <= PROGRAMS:  # two on a core, beside an empty one, would take longer
+    if x_rows is not None:
         x_bytes, word_bytes = unroll * block * 2 * block_m, unroll * block * block_n * weight.packing.bits // 8
-        stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // (x_bytes + word_bytes))
+        if prod(grid) <= PROGRAMS:  # two on a core, beside an empty one, would take longer
+            stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // (x_bytes + word_bytes))
+        # Small groups with wide scales and zeros take as much as a tenth of a step.
+        num_scales = unroll * block // (weight.packing.columns or size) * block_n
+        scale_bytes = num_scales * weight.scales.element_size() * (2 if weight.packing.has_zeros else 1)
+        stages = min(stages, (_shared_memory(x.device) - 1024) // (x_bytes + word_bytes + scale_bytes))
     packed_linear_kernel[grid](
         x, x_rows, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, FORM=form,
         PART_SIZE=part_size, UNROLL=unroll, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
