@@ -363,4 +363,5 @@ class LLMEngine:
             self.admission.forget()  # what it remembers refers back to it: memory would wait for the garbage collector
             self.runner.close()
             self.modes.close()  # prompts can still be checked
-            del self.work, self.runner, self.scheduler, self.planner, self.kv_cache, self.mover, self.admission
+            for name in _PARTS:
+                delattr(self, name)
