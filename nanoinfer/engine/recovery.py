@@ -54,8 +54,8 @@ class Work:
         The recovery may itself be interrupted and called again. Every request that has begun is aborted then.
         """
         built, scheduler = self._built, self._scheduler
-        has_begun_before, self._is_recovering = self._is_recovering, True
-        is_sound = built.runner.settle() and not has_begun_before
+        is_sound, self._is_recovering = not self._is_recovering, True
+        built.runner.settle()
         step, self.in_flight = self.in_flight, None
         if step is not None and is_sound:
             try:

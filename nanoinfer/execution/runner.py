@@ -305,9 +305,9 @@ class ModelRunner:
         self.compute.record(done)
         return PendingTokens(count, on_host, found, wanted, done)
 
-    def settle(self) -> bool:
-        """Wait, after an exception, until nothing is in flight. Return False if work of a step in flight was lost."""
-        return self.runtime.settle()
+    def settle(self) -> None:
+        """Wait, after an exception, until nothing is in flight."""
+        self.runtime.synchronize()
 
     def forget(self) -> None:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""

@@ -93,10 +93,5 @@ class Runtime(ABC):
     def synchronize(self) -> None:
         """Block the host until every stream of this runtime is idle. Never called inside a step."""
 
-    def settle(self) -> bool:
-        """Block as `synchronize` does, after an exception at any point. Return False if enqueued work was lost."""
-        self.synchronize()
-        return True
-
     def close(self) -> None:
         """Give the streams to the next runtime. Nothing may be enqueued on them afterwards."""

@@ -361,7 +361,7 @@ def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
         setattr(toy, place, failing)
         with pytest.raises(RuntimeError, match="out of luck"):
             toy.run()
-        toy.runtime.settle()
+        toy.runtime.synchronize()
         toy.lifetimes.recover()
         toy.engine.recover(toy.lifetimes.operation)
         setattr(toy, place, original)

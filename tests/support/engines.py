@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from simulated import SimulatedRuntime
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
+from nanoinfer.engine.recovery import Work
 from nanoinfer.step.plan import NO_BLOCK
 from offload import Runtime
 
@@ -50,7 +52,20 @@ COMMON = dict(
 
 
 def make_engine(path: Path, runtime: Runtime | None = None, **arguments) -> LLMEngine:
-    return LLMEngine(EngineConfig(model=path, **(COMMON | arguments)), runtime)
+    engine = LLMEngine(EngineConfig(model=path, **(COMMON | arguments)), runtime)
+    if isinstance(runtime, SimulatedRuntime):
+        engine.work.__class__ = SimulatedWork
+    return engine
+
+
+class SimulatedWork(Work):
+    """Where work of a step in flight was lost, that step is no sounder than after a recovery that was interrupted."""
+
+    def recover(self) -> None:
+        runtime = self._built.runner.runtime
+        self._is_recovering |= runtime.has_lost_work
+        super().recover()
+        runtime.forget_lost_work()
 
 
 def random_prompts(count: int, shortest: int = 1, longest: int = 120, seed: int = 0) -> list[list[int]]:

@@ -166,6 +166,8 @@ class SimulatedRuntime(Runtime):
 
     def synchronize(self) -> None:
         self.advance(lambda: not any(stream.queue for stream in self._streams))
+        for event in self._events:  # a record may have been interrupted
+            event.num_recorded = event.num_reached = max(event.num_recorded, event.num_reached)
 
     def enforces(self, rule: str) -> bool:
         """Notes the rule, and says whether its waits are kept."""
@@ -195,12 +197,16 @@ class SimulatedRuntime(Runtime):
             raise RaceError(f"streams are left to the next runtime with work in them: {queued}")
         self._is_closed = True
 
-    def settle(self) -> bool:
-        self.synchronize()
-        for event in self._events:
-            event.num_recorded = event.num_reached = max(event.num_recorded, event.num_reached)
-        has_lost_work, self._has_lost_work = self._has_lost_work, False
-        return not has_lost_work
+    @property
+    def has_lost_work(self) -> bool:
+        """Whether work failed since `forget_lost_work`, and with it what was enqueued behind it.
+
+        A device loses none: what fails there fails while the host enqueues it.
+        """
+        return self._has_lost_work or self._executing is not None
+
+    def forget_lost_work(self) -> None:
+        self._has_lost_work = False
 
     def advance(self, finished: Callable[[], bool]) -> None:
         """Runs queued work in a random legal order until `finished()`; other work may stay behind."""
