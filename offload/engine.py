@@ -37,9 +37,10 @@ class OffloadStep(Protocol):
     plan: StreamPlan
     ahead: StreamPlan | None  # what the next step will stream if nothing changes
     write_through: Sequence[tuple[int, int]]  # (GPU block, host block) of blocks that this step makes full
+    is_one_graph: bool  # where nothing streams, the whole step is launched at once, and written through behind it
 
-    def compute_all(self) -> bool:
-        """Enqueue the whole step at once and return True, or False if it cannot. Asked when nothing streams."""
+    def compute_all(self) -> None:
+        """Enqueue all pieces of a step in which nothing streams."""
 
     def compute(self, layer: int) -> None:
         """Enqueue the piece before layer `layer`'s chunks; write the layer's new KV. `num_layers`: the last piece."""
@@ -116,7 +117,8 @@ class OffloadEngine:
             self._has_unread_writes = False
         self._adopt_prefetch(plan)
         timeline.begin(self.compute, COMPUTE)
-        if not any(plan.chunks) and step.compute_all():
+        if step.is_one_graph and not any(plan.chunks):
+            step.compute_all()
             if step.write_through:
                 self._write_through(range(self.layout.num_layers), step.write_through)
                 self._note_writes()

@@ -102,7 +102,6 @@ class StepPlanner:
             gpu_blocks=gpu_blocks,
             host_blocks=host_blocks,
             later_gpu_blocks=None if promoted is None else tables.gpu[rows, :width],
-            may_stream=tables.is_offload,
             changed_rows=changed,
             sampling=sampling,
             sampled_rows=all_rows[[*(chunk.is_last for chunk in chunks), *[True] * len(rows)]] if chunks else rows,

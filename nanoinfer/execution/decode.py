@@ -258,6 +258,7 @@ class DecodeStep:
     rows: np.ndarray
     until: np.ndarray
     shares: np.ndarray | None = None
+    is_one_graph = True
 
     def is_repeated_by(self, step: StepPlan) -> bool:
         """Whether the next step reads just what this one reads.
@@ -268,11 +269,10 @@ class DecodeStep:
             return False
         return bool(np.all(step.ends <= self.until))
 
-    def compute_all(self) -> bool:
+    def compute_all(self) -> None:
         program, size = self.program, self.size
         is_graph = program.enqueue(("step", size), partial(program.run_pieces, program.indices, size))
         program.counters.eager_steps += not is_graph
-        return True
 
     def compute(self, index: int) -> None:
         program, size = self.program, self.size

@@ -23,16 +23,18 @@ class MixedStep:
         prefill: planned with the sequences of `decode` after the chunks, and with the write-through of all sequences.
         decode: planned for its sequences, beside what the prefill step streams.
         count: number of sequences of `decode`.
-        whole_rows: whether the decode rows attend to whole rows of the GPU pool.
     """
 
-    def __init__(self, prefill: PrefillStep, decode: DecodeStep, count: int, whole_rows: bool) -> None:
-        self._prefill, self._decode, self._count, self._whole_rows = prefill, decode, count, whole_rows
+    is_one_graph = False
+
+    def __init__(self, prefill: PrefillStep, decode: DecodeStep, count: int) -> None:
+        self._prefill, self._decode, self._count = prefill, decode, count
         self._attention, self._compute = decode.program.attention, decode.program.parts.compute
         # Ring chunks of the decode rows come first: some of them may be in the ring already.
         self.plan = StreamPlan(
             tuple([*ours, *theirs] for ours, theirs in zip(decode.plan.chunks, prefill.plan.chunks, strict=True))
         )
+        self._whole_rows = self._attention.whole_rows and not any(self.plan.chunks)
         self.ahead = decode.ahead  # as if the decode rows went on alone
         self.write_through = prefill.write_through
         self.shares: np.ndarray | None = None  # as in `DecodeStep`
@@ -45,8 +47,9 @@ class MixedStep:
             result.append((np.concatenate([chunks, first + rows]), np.concatenate([theirs, ours])))
         return result
 
-    def compute_all(self) -> bool:
-        return False
+    def compute_all(self) -> None:
+        for index in range(len(self.plan.chunks) + 1):
+            self.compute(index)
 
     def compute(self, index: int) -> None:
         parts = self._prefill.program.parts

@@ -210,9 +210,11 @@ class PrefillStep:
     ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
     last_normed: torch.Tensor = field(init=False)
     _state: PrefillState | None = None
+    is_one_graph = False
 
-    def compute_all(self) -> bool:
-        return False
+    def compute_all(self) -> None:
+        for index in range(len(self.plan.chunks) + 1):
+            self.compute(index)
 
     def compute(self, index: int) -> None:
         parts = self.program.parts

@@ -211,14 +211,12 @@ class ModelRunner:
             step, prefill = self._begin(plan)
             if prefill is None and plan.sampling:
                 self.decode_program.sampling.update(self.compute, plan.sampling)
-            if plan.may_stream:
+            if plan.operation:
                 self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
             else:
                 lanes = NoTimeline() if timeline is None else timeline
                 lanes.begin(self.compute, COMPUTE)
-                if not step.compute_all():
-                    for index in range(self.layout.num_layers + 1):
-                        step.compute(index)
+                step.compute_all()
                 lanes.lap(self.compute, COMPUTE, "whole step")
             if prefill is None:
                 program, count = self.decode_program, len(plan.rows)
@@ -239,9 +237,8 @@ class ModelRunner:
         prefill = self.prefill_program.begin(plan)
         if not len(plan.rows):
             return prefill, prefill
-        decode = self.decode_program.begin(plan, beside=prefill.plan if plan.may_stream else None)
-        whole_rows = self.decode_program.attention.whole_rows and not plan.may_stream
-        return MixedStep(prefill, decode, len(plan.rows), whole_rows), prefill
+        decode = self.decode_program.begin(plan, beside=prefill.plan if any(prefill.plan.chunks) else None)
+        return MixedStep(prefill, decode, len(plan.rows)), prefill
 
     def _sample_prefill(
         self, plan: StepPlan, step: PrefillStep, on_logits: Callable[[Callable[[], torch.Tensor]], None] | None

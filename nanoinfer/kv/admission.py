@@ -103,12 +103,12 @@ class Admission:
                 would have slowed the running ones; None if there was no room.
         """
         cache, next_key = self._cache, self._cache.prefixes.key_behind(sequence, len(hits))
-        _, pool = self._tables.home()
+        _, pool = self._tables.home
         pool.release(hits)
         room_from = cache.num_given_back + num_short
 
         def is_refused(other: Sequence) -> bool:
-            if other is not sequence or pool is not self._tables.home()[1] or cache.num_given_back >= room_from:
+            if other is not sequence or pool is not self._tables.home[1] or cache.num_given_back >= room_from:
                 return False
             if next_key is not None and pool.published(next_key) is not None:
                 return False  # more of the prefix is known

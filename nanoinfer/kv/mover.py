@@ -185,7 +185,8 @@ class Mover:
         host_blocks = dict(pairs)
         for row, count in full.items():
             self._tables.host[row, :count] = [host_blocks[block] for block in self._tables.gpu[row, :count].tolist()]
-        self._tables.is_offload = True  # from here on every full block lies on the host
+        # From here on every full block lies on the host.
+        self._tables.is_offload, self._tables.home = True, (self._tables.host, lifetimes.host_blocks)
         for row in full:
             for block in present(self._tables.host[row]):
                 lifetimes.host_blocks.hold(block)
@@ -269,7 +270,7 @@ class Mover:
         for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
             self._tables.gpu[row] = table
             self._tables.versions[row] += 1
-        self._tables.is_offload = False
+        self._tables.is_offload, self._tables.home = False, (self._tables.gpu, self._tables.gpu_blocks)
         for sequence in sequences:
             self._tables.lifetimes.release_host(present(self._tables.host[sequence.row]))
             self._tables.host[sequence.row] = NO_BLOCK

@@ -29,7 +29,7 @@ class PrefixCache:
         """Take up and return the published blocks of the longest known prefix. At least one token stays to compute."""
         if not self._is_enabled:
             return []
-        hits, (_, pool) = [], self._tables.home()
+        hits, (_, pool) = [], self._tables.home
         for key in self._keys(sequence, (sequence.num_tokens - 1) // self._block_size):
             block = pool.lookup(key)
             if block is None:
@@ -55,7 +55,7 @@ class PrefixCache:
         known = min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
         if not self._is_enabled or known <= sequence.num_published:
             return
-        (table, pool), keys = self._tables.home(), self._keys(sequence, known)
+        (table, pool), keys = self._tables.home, self._keys(sequence, known)
         for s in range(sequence.num_published, known):
             pool.publish(int(table[sequence.row, s]), keys[s])
         sequence.num_published = known

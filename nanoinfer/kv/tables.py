@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nanoinfer.step.plan import NO_BLOCK
-from offload import BlockLifetimes, BlockPool
+from offload import BlockLifetimes
 
 
 class BlockTables:
@@ -22,7 +22,8 @@ class BlockTables:
         gpu, host: [max_num_seqs, max_blocks_per_seq] int32, where each row's blocks lie (or `NO_BLOCK`).
         versions: [max_num_seqs] int64, counts up whenever GPU blocks of the row come or go.
         gpu_blocks: who holds which block of the GPU pool.
-        is_offload: whether the mode is offload mode. Only `Mover` sets it, at the end of a switch.
+        is_offload: whether the mode is offload mode.
+        home: table and pool of the tier in which full blocks are published. Only `Mover` sets the two, at a switch.
         rows_without_tail: the rows to which a GPU block is promised; none in resident mode.
     """
 
@@ -32,14 +33,8 @@ class BlockTables:
         self.host = np.full((max_num_seqs, max_blocks_per_seq), NO_BLOCK, dtype=np.int32)
         self.versions = np.zeros(max_num_seqs, dtype=np.int64)
         self.lifetimes, self.gpu_blocks = lifetimes, lifetimes.gpu_blocks
-        self.is_offload = False
+        self.is_offload, self.home = False, (self.gpu, self.gpu_blocks)
         self.rows_without_tail: set[int] = set()
-
-    def home(self) -> tuple[np.ndarray, BlockPool]:
-        """Return the table and pool of the tier in which full blocks are published in this mode."""
-        if self.is_offload:
-            return self.host, self.lifetimes.host_blocks
-        return self.gpu, self.gpu_blocks
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks of so many tokens."""

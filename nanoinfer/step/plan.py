@@ -44,7 +44,6 @@ class StepPlan:
         begins, ends: [d] int64; row i computes its tokens [begins[i], ends[i]), one token for now.
         gpu_blocks, host_blocks: [parts, width] int32, the parts' block tables (or `NO_BLOCK`) when the step begins.
         later_gpu_blocks: [d, width] int32, the decoding rows' GPU blocks when the step ends; None: as at its beginning.
-        may_stream: whether blocks may lie in the host pool only.
         changed_rows: [n, 3 + max_blocks_per_seq] int32, a line for each decoding row whose state on the device is out
             of date: row, last token (or `ON_DEVICE`), length, and its GPU blocks (0, the scratch block, for none).
         sampling: the settings of rows that sample and whose settings on the device are out of date.
@@ -53,7 +52,8 @@ class StepPlan:
         num_logprobs: place in `sampled_rows` -> how many log-probabilities are wanted there.
         write_through: (GPU block, host block) of each block that this step makes full.
         promoted: host block -> GPU block that takes over its content as it passes through the ring.
-        operation: number under which the step's copies are acknowledged.
+        operation: number under which the step's copies are acknowledged; 0: no block of any row lies on the host, so
+            the step has none, and none to wait for.
         gone_host_blocks: host blocks that nobody holds any more; what was prefetched of them is worthless.
     """
 
@@ -65,7 +65,6 @@ class StepPlan:
     gpu_blocks: np.ndarray
     host_blocks: np.ndarray
     later_gpu_blocks: np.ndarray | None
-    may_stream: bool
     changed_rows: np.ndarray
     sampling: tuple[tuple[int, RowSampling], ...]
     sampled_rows: np.ndarray
@@ -82,7 +81,7 @@ class StepPlan:
     def __str__(self) -> str:
         """Describe the step in a line for each part and each kind of change."""
         names = [name for name, there in (("prefill", self.chunks), ("decode", len(self.rows))) if there]
-        lines = [f"step {self.number}: {' and '.join(names)}{', may stream' if self.may_stream else ''}"]
+        lines = [f"step {self.number}: {' and '.join(names)}{', may stream' if self.operation else ''}"]
         sampled = self.sampled_rows.tolist()
         spans = [(chunk.row, chunk.begin, chunk.end) for chunk in self.chunks]
         spans += zip(self.rows.tolist(), self.begins.tolist(), self.ends.tolist(), strict=True)

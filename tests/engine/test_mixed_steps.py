@@ -159,10 +159,12 @@ def whole_row_attention(backend):
     return decode_rows
 
 
-def test_a_backend_that_attends_to_whole_rows_does_so_in_mixed_steps(qwen3, monkeypatch):
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+def test_a_backend_that_attends_to_whole_rows_does_so_in_mixed_steps(qwen3, enable_cpu_offload, monkeypatch):
+    """In offload mode, too, where nothing streams."""
     script = Script({2 * i: [(prompt, GREEDY)] for i, prompt in enumerate(random_prompts(6, 5, 30, seed=8))})
     wanted = played(mixing_engine(qwen3), script)
-    engine = mixing_engine(qwen3, enforce_eager=True)
+    engine = mixing_engine(qwen3, enforce_eager=True, enable_cpu_offload=enable_cpu_offload, resident_kv_limit=None)
     backend, num_calls = engine.runner.backend, []
     decode_rows = whole_row_attention(backend)
     monkeypatch.setattr(backend, "exact_splits", False, raising=False)

@@ -70,6 +70,23 @@ def test_a_step_uploads_and_plans_nothing_while_no_row_comes_goes_or_begins_a_bl
     assert (work["shares"] > 0) == (engine.stats()["streamed_bytes"] > 0)
 
 
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+def test_a_mixed_step_plans_nothing_for_decoding_rows_if_its_prompt_streams_nothing(path, work, enable_cpu_offload):
+    engine = make_engine(path, enable_cpu_offload=enable_cpu_offload, resident_kv_limit=None, capture_num_tokens=[16])
+    engine.add_request("decodes", [5] * 48, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    while not engine.scheduler.running or engine.scheduler.running[0].num_tokens < 51:
+        engine.step()
+    costs = []
+    for number in range(8):
+        engine.add_request(f"prompt {number}", [6, 7, number], SamplingParams(temperature=0, max_tokens=1))
+        before = work["lists"]
+        engine.step()
+        costs.append(work["lists"] - before)
+    assert engine.stats()["num_mixed_steps"] == 7, "the last is not read yet"
+    assert engine.stats()["streamed_bytes"] == 0
+    assert not any(costs), costs
+
+
 def test_rows_whose_blocks_are_cut_are_planned_once_a_split(path, work, monkeypatch):
     monkeypatch.setattr(TorchBackend, "tiles_per_block", 4)
     monkeypatch.setattr("nanoinfer.execution.splits.MAX_TILES_APART", 16)

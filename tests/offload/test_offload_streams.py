@@ -89,10 +89,11 @@ class Toy:
 
     # The step, as the engine sees it
 
-    def compute_all(self) -> bool:
+    is_one_graph = True
+
+    def compute_all(self) -> None:
         for layer in range(LAYOUT.num_layers + 1):
             self.compute(layer)
-        return True
 
     def compute(self, layer: int) -> None:
         if layer == LAYOUT.num_layers:

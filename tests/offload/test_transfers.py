@@ -58,7 +58,7 @@ class StepWithWeights:
         self.step, self.weights, self.write_through = step, weights, step.write_through
         self.plan = weights.beside(step.plan)
         self.ahead = None if step.ahead is None else weights.beside(step.ahead)
-        self.compute, self.compute_all = step.compute, lambda: False
+        self.compute, self.is_one_graph = step.compute, False
 
     def attend(self, layer, transfer, ring_slot):
         if not isinstance(transfer, WeightOfLayer):
