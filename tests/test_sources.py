@@ -1,7 +1,12 @@
-"""What holds for the sources: few files look at the mode."""
+"""What holds for the sources: each field of a sequence has one writer, and few files look at the mode."""
 
 import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+
+from nanoinfer.requests.sequence import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {
@@ -9,6 +14,109 @@ SOURCES = {
     for package in ("nanoinfer", "offload")
     for path in (ROOT / package).rglob("*.py")
 }
+SEQUENCE = "nanoinfer/requests/sequence.py"
+FIELDS = {field.name for field in fields(Sequence)}
+# The file that writes a field after its initial value. Whatever is not named keeps its initial value.
+WRITERS = {
+    "state": "nanoinfer/engine/scheduler.py",
+    "num_tokens": "nanoinfer/engine/planner.py",
+    "num_blocks_read": "nanoinfer/engine/planner.py",
+    "num_resident_read": "nanoinfer/engine/planner.py",
+    "streamed_bytes": "nanoinfer/engine/engine.py",
+    "copy_wait_seconds": "nanoinfer/engine/meter.py",
+    "row": "nanoinfer/kv/cache.py",
+    "num_computed": "nanoinfer/kv/cache.py",
+    "num_cached": "nanoinfer/kv/cache.py",
+    "num_reserved_host": "nanoinfer/kv/cache.py",
+    "kept_blocks": "nanoinfer/kv/mover.py",
+    "num_published": "nanoinfer/kv/prefix_cache.py",
+    "block_keys": "nanoinfer/kv/prefix_cache.py",
+    "token_ids": "nanoinfer/requests/request.py",
+    "logprobs": "nanoinfer/requests/request.py",
+    "cumulative_logprob": "nanoinfer/requests/request.py",
+    "detokenizer": "nanoinfer/requests/request.py",
+    "text_delta": "nanoinfer/requests/request.py",
+    "num_streamed": "nanoinfer/requests/request.py",
+    "finish_reason": "nanoinfer/requests/request.py",
+    "stop_reason": "nanoinfer/requests/request.py",
+}
+# Other objects with fields of these names, as the sources call them. Any other name counts as a sequence's.
+OTHERS = {
+    ("nanoinfer/engine/meter.py", "times"),
+    ("nanoinfer/execution/runner.py", "pending"),
+    ("nanoinfer/recall/evaluate.py", "scores"),
+    ("nanoinfer/verify/report.py", "report"),
+    ("offload/engine.py", "counters"),
+    ("offload/engine.py", "self.counters"),
+}
+CHANGES = {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"}
+
+
+def written(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.Attribute]]:
+    """Each attribute that is assigned, deleted or changed in place, also under another name, with where."""
+    names = {  # in the whole file: a name that ever stands for a field counts as that field
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            changed = node.func.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
+            name = node.args[1]
+            changed = ast.Attribute(node.args[0], name.value if isinstance(name, ast.Constant) else ast.unparse(name))
+        elif isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+            changed = node
+            while isinstance(changed, ast.Subscript):
+                changed = changed.value
+            if isinstance(node, ast.Name):
+                continue
+        else:
+            continue
+        if isinstance(changed, ast.Name):
+            changed = names.get(changed.id)
+        if isinstance(changed, ast.Attribute):
+            yield node, changed
+
+
+def writers_of_sequences(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Which files write each field of a sequence, initial values apart."""
+    found = defaultdict(set)
+    for path, source in sources.items():
+        tree = ast.parse(source)
+        methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and path == SEQUENCE]
+        initial = {id(node) for method in methods if method.name == "__post_init__" for node in ast.walk(method)}
+        for node, attribute in written(tree):
+            owner = ast.unparse(attribute.value)
+            is_other = owner == "self" and path != SEQUENCE or (path, owner) in OTHERS
+            if attribute.attr in FIELDS and id(node) not in initial and not is_other:
+                found[attribute.attr].add(path)
+    return found
+
+
+def test_each_field_of_a_sequence_has_one_writer():
+    assert writers_of_sequences(SOURCES) == {name: {path} for name, path in WRITERS.items()}
+
+
+def test_a_second_writer_is_found():
+    lines = (
+        "victim.row = None", "victim.row, other = 1, 2", "victim.row += 1", "victim.row: int = 2", "del victim.row",
+        "for victim.row in x: pass", "with x as victim.row: pass", "setattr(victim, 'row', 1)", "victim.row[2:3] = []",
+        "victim.row.append(1)", "a = victim.row\na.clear()",
+    )  # fmt: skip
+    for line in lines:
+        assert writers_of_sequences({"nanoinfer/kv/mover.py": line}) == {"row": {"nanoinfer/kv/mover.py"}}, line
+    assert not writers_of_sequences(
+        {"nanoinfer/kv/mover.py": "row = victim.row\nself.row = row.append\nx[victim.row] = 1"}
+    )
+    method = "class Sequence:\n    def __post_init__(self):\n        self.row = 1\n"
+    assert not writers_of_sequences({SEQUENCE: method})
+    assert writers_of_sequences({SEQUENCE: method + "    def leave(self):\n        self.row = 1\n"}) == {
+        "row": {SEQUENCE}
+    }
+
 
 # What says which mode is current, or was asked for. `may_offload` is not of them: it says what can ever come.
 MODE_NAMES = {"is_offload", "is_resident", "may_stream", "enable_cpu_offload"}

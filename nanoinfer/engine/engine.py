@@ -17,7 +17,7 @@ from nanoinfer.engine.meter import LaunchedStep, StepMeter
 from nanoinfer.engine.modes import Modes
 from nanoinfer.engine.planner import StepPlanner
 from nanoinfer.engine.recovery import Work
-from nanoinfer.engine.scheduler import Batch, Scheduler
+from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import build
 from nanoinfer.engine.stats import statistics
 from nanoinfer.engine.trace import Trace
@@ -26,6 +26,7 @@ from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.step.batch import Batch
 from offload import Runtime
 
 # What a closed engine lacks.
@@ -163,7 +164,7 @@ class LLMEngine:
         launched = self._launch(batch)
         if before is not None:
             self._take(before, launched)
-        if any(sequence.params.logprobs is not None for sequence in launched.sampled):
+        if any(sequence.params.logprobs is not None for sequence in batch.sampled):
             # The log-probabilities of a whole step are too large to keep until the next step.
             self._take(launched)
         elif any(not sequence.is_finished for sequence in batch.sequences):
@@ -236,16 +237,15 @@ class LLMEngine:
             if request.is_finished:
                 self.work.requests.pop(request.request_id, None)
 
-    def _launch(self, batch: Batch) -> LaunchedStep:
+    def _launch(self, batch: Batch[Sequence]) -> LaunchedStep:
         begin, copied = time.perf_counter(), self.runner.offload.counters
-        streamed_before = copied.streamed_bytes
-        is_decode, sampled = not batch.chunks, batch.sampled
+        streamed_before, is_decode = copied.streamed_bytes, not batch.chunks
         if not is_decode:  # a request's first step is never a decode step
             for sequence in batch.sequences:
                 self.work.requests[sequence.request_id].mark_scheduled()
         timeline = self.meter.timeline(is_decode)
         plan = self.planner.begin_step(batch)
-        on_logits = None if self.on_logits is None else partial(self.on_logits, sampled)
+        on_logits = None if self.on_logits is None else partial(self.on_logits, batch.sampled)
         tokens = self.runner.execute(plan, timeline, on_logits)
         self.planner.end_step(batch, plan)
         if tokens.streamed_bytes is not None:
@@ -253,7 +253,7 @@ class LLMEngine:
                 sequence.streamed_bytes += num_bytes
         self.meter.resident_share = self.kv_cache.copies.resident_share
         self.meter.trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
-        return LaunchedStep(batch, sampled, tokens, begin, copied.streamed_bytes - streamed_before, timeline)
+        return LaunchedStep(batch, tokens, begin, copied.streamed_bytes - streamed_before, timeline)
 
     def _take(self, step: LaunchedStep, behind: LaunchedStep | None = None) -> None:
         """Wait for a step, hand out its tokens and free the sequences that have ended.
@@ -261,11 +261,11 @@ class LLMEngine:
         If this fails, the requests of the step are at risk, and so are those of the step `behind` it, which depends on
         its tokens.
         """
-        self.work.at_risk = [*step.sampled, *([] if behind is None else behind.batch.sequences)]
+        self.work.at_risk = [*step.batch.sampled, *([] if behind is None else behind.batch.sequences)]
         self.work.in_flight = None
         self._read_tokens(step)
         begin = time.perf_counter()
-        sequences = step.sampled
+        sequences = step.batch.sampled
         # In their order: in which order blocks are given back decides which cached ones are evicted first.
         names = dict.fromkeys(sequence.request_id for sequence in sequences if sequence.finish_reason is not None)
         self._remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
@@ -281,9 +281,8 @@ class LLMEngine:
         read = time.perf_counter()
         self.meter.trace_host("wait for tokens", begin)
         self.meter.count(step, read, read - begin)
-        for sequence, (token_id, logprobs, error) in zip(step.sampled, sampled, strict=True):
+        for sequence, (token_id, logprobs, error) in zip(step.batch.sampled, sampled, strict=True):
             if sequence.finish_reason is not None:
-                sequence.num_tokens -= 1
                 continue
             request = self.work.requests[sequence.request_id]
             try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, fields
 
-from nanoinfer.engine.scheduler import Batch
 from nanoinfer.engine.trace import Trace
 from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.requests.sequence import Sequence
+from nanoinfer.step.batch import Batch
 from offload import Runtime, Timeline
 from offload.runtime.timeline import COMPUTE, COPY
 
@@ -22,12 +22,11 @@ class LaunchedStep:
     """A step that was launched and not read yet.
 
     Attributes:
-        sampled: the sequences that get a token, in the order of `tokens`.
+        tokens: of the sequences in `batch.sampled`.
         launched: `time.perf_counter` at the begin of the launch.
     """
 
-    batch: Batch
-    sampled: list[Sequence]
+    batch: Batch[Sequence]
     tokens: PendingTokens
     launched: float
     streamed_bytes: int

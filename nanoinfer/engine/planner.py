@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from nanoinfer.engine.scheduler import Batch
 from nanoinfer.kv.cache import KVCache
-from nanoinfer.requests.sequence import Sequence, SequenceState
+from nanoinfer.requests.sequence import Sequence
 from nanoinfer.sampling.settings import RowSampling
+from nanoinfer.step.batch import Batch
 from nanoinfer.step.plan import NUM_HEAD_COLUMNS, ON_DEVICE, PromptChunk, StepPlan
 
 UNKNOWN = -1
@@ -39,7 +39,7 @@ class StepPlanner:
         self._versions[:] = UNKNOWN
         self._settings_of = [UNKNOWN] * len(self._settings_of)
 
-    def begin_step(self, batch: Batch) -> StepPlan:
+    def begin_step(self, batch: Batch[Sequence]) -> StepPlan:
         """Take the host blocks and GPU copies that the step needs, and describe the step.
 
         Every part already has the GPU blocks that the step writes to (`KVCache.grow`).
@@ -50,7 +50,7 @@ class StepPlanner:
         self._number += 1
         return plan
 
-    def _repeated(self, batch: Batch) -> StepPlan | None:
+    def _repeated(self, batch: Batch[Sequence]) -> StepPlan | None:
         """Return the plan before with other lengths if nothing else can have changed since; else None.
 
         Nothing else has changed if the sequences are the same, none of their blocks becomes full, and no GPU block of
@@ -65,7 +65,7 @@ class StepPlanner:
         operation = tables.lifetimes.begin() if tables.is_offload else 0
         return replace(self._last[0], number=self._number, begins=ends - 1, ends=ends, operation=operation)
 
-    def _made(self, batch: Batch) -> StepPlan:
+    def _made(self, batch: Batch[Sequence]) -> StepPlan:
         kv_cache, chunks, decoding, sampled = self._kv_cache, batch.chunks, batch.decoding, batch.sampled
         rows = np.array([sequence.row for sequence in decoding], dtype=np.int32)
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
@@ -119,12 +119,11 @@ class StepPlanner:
         self._last = None if changes else (plan, decoding, tables.versions.sum())
         return plan
 
-    def end_step(self, batch: Batch, plan: StepPlan) -> None:
+    def end_step(self, batch: Batch[Sequence], plan: StepPlan) -> None:
         """Note that the step was launched: whatever reads KV later reads what it writes."""
         for chunk in batch.chunks:
             self._kv_cache.commit(chunk.sequence, chunk.end)
             if chunk.is_last:
-                chunk.sequence.state = SequenceState.DECODE
                 self._versions[chunk.sequence.row] = UNKNOWN  # length and token, too, are not those on the device
         for sequence, end in zip(batch.decoding, plan.ends.tolist(), strict=True):
             self._kv_cache.commit(sequence, end)

@@ -61,19 +61,17 @@ class Work:
             try:
                 self._read_tokens(step)
             except Exception:
-                self.at_risk = [*self.at_risk, *step.sampled]
+                self.at_risk = [*self.at_risk, *step.batch.sampled]
         if not is_sound:
             self.at_risk = [s for s in self.sequences if s.state is not SequenceState.WAITING or s.num_pending]
-        for sequence in [*self.at_risk, *(s for s in self.sequences if s.num_pending)]:
+        for sequence in [*self.at_risk, *(s for s in self.sequences if s.num_pending and s.finish_reason is None)]:
             request = self.requests.get(sequence.request_id)
             if request is not None and sequence in request.sequences:  # not a later request of the same name
                 request.abort()
-        scheduler.recover([s for s in self.sequences if s.finish_reason is None])
-        for sequence in self.sequences:
-            if sequence.finish_reason is not None:
-                sequence.state, sequence.row, sequence.kept_blocks = SequenceState.FINISHED, None, None
+        scheduler.recover(self.sequences)
+        ended = [sequence for sequence in self.sequences if sequence.is_finished]
+        built.mover.recover(scheduler.running, [*scheduler.waiting, *ended], keeps_prefixes=is_sound)
         self.requests = {name: request for name, request in self.requests.items() if not request.is_finished}
-        built.mover.recover(scheduler.running, scheduler.waiting, keeps_prefixes=is_sound)
         built.admission.forget()
         self._planner.forget()
         built.runner.forget()

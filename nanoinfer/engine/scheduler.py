@@ -4,43 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
 from nanoinfer.requests.sequence import Sequence, SequenceState
-
-
-@dataclass(frozen=True)
-class PrefillChunk:
-    """Tokens [begin, end) of one sequence.
-
-    Attributes:
-        is_last: whether the next token can be sampled after this chunk.
-    """
-
-    sequence: Sequence
-    begin: int
-    end: int
-    is_last: bool
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Chunks of prompts, one new token for each of the sequences in `decoding`, or both (a mixed step)."""
-
-    chunks: list[PrefillChunk]
-    decoding: list[Sequence]
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [chunk.sequence for chunk in self.chunks] + self.decoding
-
-    @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences that get a token, in the order of `StepPlan.sampled_rows`."""
-        return [chunk.sequence for chunk in self.chunks if chunk.is_last] + self.decoding
+from nanoinfer.step.batch import Batch, PrefillChunk
 
 
 class Scheduler:
@@ -96,7 +65,7 @@ class Scheduler:
         self._mover.forget(sequence)
         sequence.state = SequenceState.FINISHED
 
-    def schedule(self) -> Batch | None:
+    def schedule(self) -> Batch[Sequence] | None:
         """Return the next step, with the blocks that it writes to already allocated; None when nothing can run."""
         wanting = [sequence for sequence in self.running if _wants_token(sequence)]
         if not (wanting and self._last_was_prefill):
@@ -112,15 +81,15 @@ class Scheduler:
                 num_tokens = len(decoding) + sum(chunk.end - chunk.begin for chunk in chunks)
                 is_mixed = bool(decoding) and num_tokens <= self.max_mixed_tokens
                 self._last_was_prefill = not is_mixed
-                return Batch(chunks, decoding if is_mixed else [])
+                return _batch(chunks, decoding if is_mixed else [])
             if (num_preemptions, num_running) != (self.num_preemptions, len(self.running)):  # some were admitted again
                 wanting = [sequence for sequence in self.running if _wants_token(sequence)]
         self._last_was_prefill = False
         sequences = self._make_room(wanting)
-        return Batch([], sequences) if sequences else None
+        return _batch([], sequences) if sequences else None
 
-    def _schedule_prefill(self) -> list[PrefillChunk]:
-        chunks: list[PrefillChunk] = []
+    def _schedule_prefill(self) -> list[PrefillChunk[Sequence]]:
+        chunks: list[PrefillChunk[Sequence]] = []
         budget = self._max_num_batched_tokens
         for sequence in self.running:
             if sequence.state is SequenceState.PREFILL and budget:
@@ -139,7 +108,7 @@ class Scheduler:
                 budget -= self._add_chunk(sequence, budget, chunks)
         return chunks
 
-    def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
+    def _add_chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk[Sequence]]) -> int:
         """Append the sequence's next chunk if there is room for one; return the chunk's number of tokens, or 0."""
         begin = sequence.num_computed
         end = begin + self._kv_cache.max_chunk(sequence, min(budget, sequence.num_tokens - begin))
@@ -150,6 +119,8 @@ class Scheduler:
             return 0
         self._kv_cache.grow(sequence, end)
         chunks.append(PrefillChunk(sequence, begin, end, is_last=end == sequence.num_tokens))
+        if chunks[-1].is_last:
+            sequence.state = SequenceState.DECODE  # from this step on: if it fails, `recover` looks again
         return end - begin
 
     def _make_room(self, wanting: list[Sequence]) -> list[Sequence]:
@@ -180,23 +151,26 @@ class Scheduler:
         self.num_preemptions += 1
 
     def recover(self, sequences: list[Sequence]) -> None:
-        """After an exception at any point, sort the surviving `sequences` into running and waiting ones.
+        """After an exception at any point, sort the `sequences` into running, waiting and finished ones.
 
         A sequence is running if it has a row and no kept blocks. A sequence that was being admitted or preempted waits.
         May be interrupted and called again.
         """
-        alive = set(sequences)
+        alive = {sequence for sequence in sequences if sequence.finish_reason is None}
         in_order = [sequence for sequence in dict.fromkeys([*self.running, *self.waiting]) if sequence in alive]
-        has_row = {s for s in self.running if s.row is not None and s.kept_blocks is None}
-        self.running = [sequence for sequence in in_order if sequence in has_row]
-        self.waiting = deque(sequence for sequence in in_order if sequence not in has_row)
-        for sequence in self.waiting:
-            sequence.state, sequence.row = SequenceState.WAITING, None
-            if sequence.kept_blocks is None:
-                sequence.num_computed = sequence.num_cached = 0
-        for sequence in self.running:
-            sequence.state = _state(sequence)
+        has_row = {s for s in alive.intersection(self.running) if s.row is not None and s.kept_blocks is None}
+        running = [sequence for sequence in in_order if sequence in has_row]
+        waiting = deque(sequence for sequence in in_order if sequence not in has_row)
+        self.running, self.waiting = running, waiting  # in one line: an interrupt loses no sequence
+        for sequence in sequences:
+            otherwise = SequenceState.WAITING if sequence in alive else SequenceState.FINISHED
+            sequence.state = _state(sequence) if sequence in has_row else otherwise
         self._last_was_prefill = False
+
+
+def _batch(chunks: list[PrefillChunk[Sequence]], decoding: list[Sequence]) -> Batch[Sequence]:
+    ending = [chunk.sequence for chunk in chunks if chunk.is_last]
+    return Batch(chunks, decoding, [chunk.sequence for chunk in chunks] + decoding, ending + decoding)
 
 
 def _state(sequence: Sequence) -> SequenceState:

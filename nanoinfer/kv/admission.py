@@ -46,17 +46,13 @@ class Admission:
         if self._cache.num_reserved_splits + self._tables.num_blocks(sequence.max_num_tokens) > self.max_splits:
             return False
         if sequence.kept_blocks is not None:
-            admitted = self._admit_kept(sequence)
-            if admitted:
-                self._cache.prefixes.publish_again(sequence)
-            return admitted
+            return self._admit_kept(sequence)
         if self._is_refused(sequence):
             return False
         hits = self._admit_resident(sequence) if not self._tables.is_offload else self._admit_offload(sequence)
         if hits is None:
             return False
-        sequence.num_computed = sequence.num_cached = len(hits) * self._tables.block_size
-        self._cache.prefixes.begin(sequence, len(hits))
+        self._cache.begin(sequence, len(hits))
         return True
 
     def _admit_resident(self, sequence: Sequence) -> list[int] | None:
@@ -138,23 +134,18 @@ class Admission:
     def _admit_kept(self, sequence: Sequence) -> bool:
         """Admit a sequence that gave way. Return False, with nothing changed, if there is no room."""
         cache, tables, mover = self._cache, self._tables, self._mover
-        num_blocks = tables.num_blocks(sequence.num_tokens)
         if tables.is_offload:
             needed, num_full = sequence.max_num_tokens // tables.block_size, sequence.num_computed // tables.block_size
-            if (
-                cache.copies.num_obtainable < 1
-                or needed > cache.num_unpromised_host
-                or not self._keeps_throughput(num_blocks)
-            ):
+            has_room = cache.copies.num_obtainable >= 1 and needed <= cache.num_unpromised_host
+            if not has_room or not self._keeps_throughput(tables.num_blocks(sequence.num_tokens)):
                 return False
-            cache.take_row(sequence)
             cache.reserve_host(sequence, needed - num_full)
-            mover.bring_back(sequence)
-            return True
-        # One block to spare for each running row, or the sequence would have to give way again at once.
-        num_running = len(tables.gpu) - len(cache.free_rows)
-        if mover.num_missing(sequence) + num_running > tables.gpu_blocks.num_free:
-            return False
+        else:
+            # One block to spare for each running row, or the sequence would have to give way again at once.
+            num_running = len(tables.gpu) - len(cache.free_rows)
+            if mover.num_missing(sequence) + num_running > tables.gpu_blocks.num_free:
+                return False
         cache.take_row(sequence)
         mover.bring_back(sequence)
+        cache.prefixes.publish_again(sequence)
         return True

@@ -63,18 +63,17 @@ class KVCache:
         self.num_reserved_host -= sequence.num_reserved_host
         sequence.num_reserved_host = 0
 
-    def forget_reserved(self, sequences: list[Sequence]) -> None:
-        """Forget all promises, those of these sequences too, after an exception: the numbers may contradict."""
-        self.num_reserved_host = self.num_reserved_splits = 0
-        for sequence in sequences:
-            sequence.num_reserved_host = 0
-
     def take_row(self, sequence: Sequence) -> int:
         """Give the sequence a row, and return it."""
         sequence.row = self.free_rows.pop()
         self.tables.versions[sequence.row] += 1
         self.num_reserved_splits += self.tables.num_blocks(sequence.max_num_tokens)
         return sequence.row
+
+    def begin(self, sequence: Sequence, num_hits: int) -> None:
+        """Note that the KV of an admitted sequence begins with `num_hits` published blocks."""
+        sequence.num_computed = sequence.num_cached = num_hits * self.tables.block_size
+        self.prefixes.begin(sequence, num_hits)
 
     def take_host(self, count: int) -> list[int]:
         """Hand out host blocks; wait for copies, if need be."""
@@ -168,3 +167,23 @@ class KVCache:
         self.tables.rows_without_tail.discard(row)
         self.copies.residency.clear(row)
         self.free_rows.append(row)
+
+    def recover(self, running: list[Sequence], others: list[Sequence]) -> None:
+        """Empty every row but those of the `running` sequences, and forget all promises: the numbers may contradict.
+
+        others: sequences that wait or have ended. What has no kept blocks is computed anew.
+        """
+        self.num_reserved_host = 0
+        self.num_reserved_splits = sum(self.tables.num_blocks(sequence.max_num_tokens) for sequence in running)
+        for sequence in [*running, *others]:
+            sequence.num_reserved_host = 0
+        for sequence in others:
+            sequence.row = None
+            if not sequence.is_finished and sequence.kept_blocks is None:
+                sequence.num_computed = sequence.num_cached = 0
+        free = np.setdiff1d(np.arange(len(self.tables.gpu)), [sequence.row for sequence in running])
+        self.tables.gpu[free] = self.tables.host[free] = NO_BLOCK
+        self.free_rows = free[::-1].tolist()
+        self.tables.rows_without_tail.clear()
+        for row in free.tolist():
+            self.copies.residency.clear(row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -304,13 +303,12 @@ class Mover:
 
     def _missing(self, sequence: Sequence) -> np.ndarray:
         """Return the logical blocks of the sequence that do not lie on the GPU, up to its last token."""
-        return np.flatnonzero(
-            self._tables.gpu[sequence.row, : self._tables.num_blocks(sequence.num_tokens)] == NO_BLOCK
-        )
+        on_gpu = self._tables.gpu[sequence.row, : self._tables.num_blocks(sequence.num_tokens)]
+        return np.flatnonzero(on_gpu == NO_BLOCK)
 
     # Recovery
 
-    def recover(self, sequences: list[Sequence], waiting: Iterable[Sequence], *, keeps_prefixes: bool) -> None:
+    def recover(self, running: list[Sequence], others: list[Sequence], *, keeps_prefixes: bool) -> None:
         """Rebuild rows, tables, pools and promises from what the given admitted sequences hold.
 
         To be called after an exception at any point, once nothing is in flight. Of the old state it reads only the
@@ -318,35 +316,28 @@ class Mover:
         free. It may be interrupted and called again.
 
         Args:
-            sequences: the sequences that go on, none of which took part in a step that failed.
-            waiting: those that wait; some of them may have given way before.
+            running: the sequences that go on, none of which took part in a step that failed.
+            others: those that wait, some of which may have given way before, and those that have ended.
             keeps_prefixes: whether published blocks are known to have their content; if not, they are forgotten.
         """
-        waiting = list(waiting)
-        self._cache.forget_reserved([*sequences, *waiting])  # a sequence that waits may have been being admitted
-        gave_way = [sequence for sequence in waiting if sequence.kept_blocks is not None]
+        for sequence in others:
+            if sequence.is_finished:
+                sequence.kept_blocks = None
+        gave_way = [sequence for sequence in others if sequence.kept_blocks is not None]
         self.kept.rebuild(block for sequence in gave_way for block in sequence.kept_blocks)
         self._copier.forget_other_rows({sequence.sequence_id for sequence in gave_way})
         self._trim(is_certain=False)
-        rows = [sequence.row for sequence in sequences]
-        others = np.setdiff1d(np.arange(len(self._tables.gpu)), rows)
-        self._tables.gpu[others] = self._tables.host[others] = NO_BLOCK
-        self._cache.free_rows = others[::-1].tolist()
-        self._tables.rows_without_tail.clear()
-        for row in others.tolist():
-            self._copies.residency.clear(row)
-        for sequence in sequences:
+        self._cache.recover(running, others)  # a sequence that waits may have been being admitted
+        for sequence in running:
             self._recover_row(sequence)
         # GPU copies of host blocks, whose keys are numbers, are not kept: a failed step may have written to some of
         # them.
-        self._tables.gpu_blocks.rebuild(
-            present(self._tables.gpu), lambda key: keeps_prefixes and isinstance(key, bytes)
-        )
-        lifetimes = self._tables.lifetimes
+        tables, lifetimes = self._tables, self._tables.lifetimes
+        tables.gpu_blocks.rebuild(present(tables.gpu), lambda key: keeps_prefixes and isinstance(key, bytes))
         lifetimes.recover()
         self._offload.recover(lifetimes.operation)
-        lifetimes.host_blocks.rebuild(present(self._tables.host), lambda key: keeps_prefixes)
-        for sequence in sequences:
+        lifetimes.host_blocks.rebuild(present(tables.host), lambda key: keeps_prefixes)
+        for sequence in running:
             self._cache.prefixes.publish_again(sequence)
         self._copies.drop(-self._copies.gpu_room)
         self._copies.limit()
@@ -354,7 +345,6 @@ class Mover:
     def _recover_row(self, sequence: Sequence) -> None:
         """Rebuild a row's promises and residency from its tables and the sequence's number of computed tokens."""
         row, full = sequence.row, self._num_full(sequence)
-        self._cache.num_reserved_splits += self._tables.num_blocks(sequence.max_num_tokens)
         if not self._tables.is_offload:
             self._tables.host[row] = NO_BLOCK
             self._copies.residency.clear(row)

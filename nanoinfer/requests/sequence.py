@@ -13,7 +13,7 @@ from nanoinfer.sampling_params import SamplingParams
 class SequenceState(enum.Enum):
     WAITING = "waiting"  # not admitted yet, or preempted
     PREFILL = "prefill"  # admitted; part of its tokens has no KV yet
-    DECODE = "decode"  # every token but the last has its KV in the cache
+    DECODE = "decode"  # every token but the last has its KV in the cache, once the scheduled step has run
     FINISHED = "finished"
 
 
@@ -22,9 +22,10 @@ class Sequence:
     """A prompt and what is generated for it: one completion of a request.
 
     `num_computed` counts the tokens whose KV is in the cache. A request with `n > 1` has n sequences.
+    After its initial value each field is written in one file (`tests/test_sources.py` names it).
 
     The host launches a step before it has read the tokens of the previous step. These *pending* tokens count as tokens,
-    but only the device knows their ids.
+    but only the device knows their ids. A token that comes after the end stays pending: it is dropped unread.
 
     Attributes:
         num_tokens: tokens so far, pending ones included.

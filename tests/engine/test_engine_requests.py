@@ -360,7 +360,7 @@ def test_what_was_read_before_a_failure_is_returned_by_the_next_step(path, monke
     read_tokens = engine._read_tokens
 
     def failing(step):
-        if any(sequence.request_id == "fails" for sequence in step.sampled):
+        if any(sequence.request_id == "fails" for sequence in step.batch.sampled):
             raise RuntimeError("out of luck")
         read_tokens(step)
 

@@ -415,7 +415,7 @@ def tokens_and_reasons(engine, pairs, logprobs=None):
     num_ahead = 0
     while engine.has_work:
         engine.step()
-        num_ahead += engine.work.in_flight is not None and len(engine.work.in_flight.sampled)
+        num_ahead += engine.work.in_flight is not None and len(engine.work.in_flight.batch.sampled)
     assert (num_ahead == 0) == (logprobs is not None)
     assert_pools_as_before(engine)
     return [

@@ -87,7 +87,7 @@ def test_rows_that_decode_in_turns_are_not_taken_for_each_other(path, mode, monk
             return batch
         decoding = sorted(batch.decoding, key=lambda sequence: sequence.num_sampled)[:2]
         steps.append([sequence.row for sequence in decoding])
-        return replace(batch, decoding=decoding)
+        return replace(batch, decoding=decoding, sequences=decoding, sampled=decoding)
 
     monkeypatch.setattr(engine.scheduler, "schedule", in_turns)
     assert run(engine, prompts, params) == wanted

@@ -161,7 +161,7 @@ def test_a_state_comes_back_to_a_row_only_behind_the_step_of_who_had_the_row_bef
     (running,), (waiting,) = engine.scheduler.running, engine.scheduler.waiting
     row = running.row
     assert (running.request_id, waiting.request_id) == ("first", "second")
-    assert engine.work.in_flight.sampled == [running]
+    assert engine.work.in_flight.batch.sampled == [running]
     engine.abort("first")
     engine.step()
     assert waiting.row == row
