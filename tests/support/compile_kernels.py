@@ -189,7 +189,7 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
     if not is_common:
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
     is_again = is_brief and gpu.architecture != architectures[0]
-    windows, batch_sizes = ((None, 100), (8, 64)) if is_common else ((100,), ())
+    windows, batch_sizes = ((None, 100), (4, 64)) if is_common else ((100,), ())
     for window in windows[:1] if is_again else windows:
         decode_partial.decode_partial(
             q,

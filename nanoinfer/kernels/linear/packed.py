@@ -251,7 +251,7 @@ def packed_tiles(
     bits = form.bits
     if num_tokens <= 8:
         if not gated:
-            return 8, 16, 1, 4, 256
+            return (8, 32, 2, 4, 256) if bits == 4 else (8, 16, 1, 4, 256)
         if bits == 8 and first_blocks(form) * form.block <= 128:
             return 8, 32, 2, 4, 128
         return (8, 64, 4, 3, 256) if bits == 4 and num_rows >= LARGE_OUTPUT else (8, 32, 2, 3, 256)
