@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.launch.pdl import ask_for, launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import (
@@ -95,6 +95,7 @@ def packed_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # blocks that are asked for before the wait
     PDL: tl.constexpr,
 ):  # fmt: skip
     SIZE: tl.constexpr = FORM.size
@@ -119,6 +120,9 @@ def packed_linear_kernel(
     at = tl.arange(0, PLANE)
     begin = tl.program_id(2) * PART_SIZE
     end = begin + PART_SIZE
+    if PDL and AHEAD > 0:
+        ahead = (begin // BLOCK + tl.arange(0, AHEAD)).to(tl.int64)
+        ask_for(words + (ahead[None, :] * all_rows + row[:, None]) * PLANE)
     wait_for_inputs(PDL)
     of_row = scales_of_rows(scales, zeros, global_scale, row, FORM)
     x_tile = x + token.to(tl.int64)[None, :] * SIZE + at[:, None]
@@ -222,6 +226,7 @@ def packed_linear(
         x, x_rows, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, FORM=form,
         PART_SIZE=part_size, UNROLL=unroll, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
         EVEN=weight.num_rows % block_n == 0, EVEN_SIZE=is_even, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
+        AHEAD=2 if block_m == 8 and part_size >= 2 * block else 0,
         num_warps=num_warps, **launch_options(x),
     )  # fmt: skip
     return out

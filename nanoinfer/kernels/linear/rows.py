@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.launch.pdl import ask_for, launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
 from nanoinfer.kernels.linear.tiles import finished_product, tile_linear
@@ -60,6 +60,7 @@ def rows_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # lines of a row that are asked for before the wait
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -67,6 +68,12 @@ def rows_linear_kernel(
     token = tl.arange(0, BLOCK_M)
     live = token < num_tokens
     column = tl.program_id(1) * PART_SIZE + tl.arange(0, BLOCK_K)
+    if PDL and AHEAD > 0:
+        asked = tl.minimum(row, num_rows - 1)[:, None]
+        in_row = tl.program_id(1) * PART_SIZE + tl.arange(0, AHEAD)[None, :] * 64
+        ask_for(weight + asked.to(tl.int64) * SIZE + in_row)
+        if GATED:
+            ask_for(weight + (asked + num_rows).to(tl.int64) * SIZE + in_row)
     wait_for_inputs(PDL)
     x_tile = x + token[None, :] * SIZE + column[:, None]
     first = weight + row.to(tl.int64)[:, None] * SIZE + column[None, :]
@@ -111,7 +118,8 @@ def rows_linear(
         SIZE=size, PART_SIZE=part_size, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
         EVEN=num_rows % block_n == 0, EVEN_SIZE=part_size % block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=num_warps,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages,
+        AHEAD=2 if part_size >= 128 and num_rows <= LARGE_OUTPUT else 0, num_warps=num_warps,
         **launch_options(x),
     )  # fmt: skip
     return out
