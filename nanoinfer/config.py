@@ -51,7 +51,9 @@ class EngineConfig:
         num_gpu_blocks_override: upper limit of the KV blocks in the GPU pool, the scratch block included, whatever the
             budget leaves; for tests and experiments.
         host_memory_limit: bytes of host memory for KV blocks: pinned ones where offloading is enabled, else those of
-            requests that were preempted. None: what `max_num_seqs` sequences can need, but at most 60 % of the
+            requests that were preempted. Where it is enabled and resident mode is current, preempted requests come on
+            top, with about as many bytes as the GPU pool has at most: within the limit one of them could be left
+            without room, and would fail. None: what `max_num_seqs` sequences can need, but at most 60 % of the
             available memory; without offloading, as much as the system gives.
         block_size: tokens per KV block, a multiple of 16. One block is one split of the attention, so a different block
             size changes the rounding of the results.

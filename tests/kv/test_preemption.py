@@ -1,6 +1,7 @@
 """Who gives way when the GPU pool is full, in which order they come back, and that they find what is theirs."""
 
 import random
+from contextlib import suppress
 
 import pytest
 import torch
@@ -172,6 +173,48 @@ def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path):
     assert engine.stats()["host_blocks_total"] == 0
 
 
+@pytest.mark.parametrize("back_in", ["offload", "resident"])
+@pytest.mark.parametrize("seed", range(2))
+def test_who_gave_way_shares_blocks_after_a_switch_of_the_mode(path, seed, back_in):
+    """Three share a document. Whatever the modes in which they come back, nothing but their tails is copied."""
+    engine = make_engine(path, SimulatedRuntime(seed), max_num_batched_tokens=256, enable_cpu_offload="auto")
+    (document,) = random_prompts(1, 96, 96, seed=6)
+    prompts = [document + end for end in random_prompts(3, 5, 5, seed=7)]
+    wanted = run(make_engine(path, enable_prefix_caching=False), prompts, [greedy(30)] * 3)
+    requests = [engine.add_request("0", prompts[0], greedy(30))]
+    engine.step()
+    requests += [engine.add_request(str(i), prompts[i], greedy(30)) for i in (1, 2)]
+    for _ in range(4):
+        engine.step()
+    with torch.inference_mode():
+        engine.scheduler._preempt_youngest()
+        engine.scheduler._preempt_youngest()
+    copied, copy = [], engine.runner.block_copies.copy
+
+    def counted(source, destination, pairs):
+        copied.append((source, destination, len(pairs)))
+        copy(source, destination, pairs)
+
+    engine.runner.block_copies.copy = counted
+    engine.switch_mode("offload")
+    last = engine.scheduler.waiting.pop()
+    while engine.scheduler.waiting:
+        engine.step()
+    if engine.mode != back_in:
+        engine.switch_mode(back_in)
+    engine.scheduler.waiting.append(last)
+    while engine.scheduler.waiting:
+        engine.step()
+    table, _ = engine.kv_cache.tables.home
+    rows = table[[sequence.row for sequence in engine.scheduler.running], :6]
+    assert len(rows) == 3 and (rows == rows[0]).all() and (rows >= 0).all()
+    assert sum(count for *_, count in copied) == 2, "their tails"
+    while engine.has_work:
+        engine.step()
+    assert [request.sequences[0].output_token_ids for request in requests] == tokens_of(wanted)
+    assert_pools_as_before(engine)
+
+
 def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
     """The one who shared it has ended, and another one has written to it."""
     engine = make_engine(path, max_num_batched_tokens=256)
@@ -244,14 +287,20 @@ def test_a_kept_block_that_was_given_back_is_no_copy_while_another_one_is_kept(p
 
 
 @pytest.mark.parametrize("seed", range(120))
-@pytest.mark.sampled(*map(str, range(4)))
+@pytest.mark.sampled(*map(str, range(6)))
 def test_many_that_share_and_give_way_get_what_they_get_alone(path, seed):
-    """Prompts from a tree, a pool for two or three of them, arrivals and aborts: whoever else is kept meanwhile."""
+    """Prompts from a tree, a pool for two or three of them, arrivals and aborts: whoever else is kept meanwhile.
+
+    Odd seeds switch the mode now and then, too.
+    """
     generator = random.Random(seed)
     prompts = tree_of_prompts(generator, 7)
     params = [greedy(generator.choice([5, 30, 60, 90])) for _ in prompts]
     wanted = tokens_of(run(make_engine(path, enable_prefix_caching=False), prompts, params))
-    engine = make_engine(path, SimulatedRuntime(seed), max_num_batched_tokens=generator.choice([64, 256]))
+    arguments = dict(max_num_batched_tokens=generator.choice([64, 256]))
+    if seed % 2:  # at most two run in offload mode, so there are some that wait with what is kept of them
+        arguments |= dict(enable_cpu_offload="auto", host_memory_limit=generator.randint(24, 30) * 2**13)
+    engine = make_engine(path, SimulatedRuntime(seed), **arguments)
     give_back = shrink_gpu_pool(engine, generator.randint(16, 24))
     requests, waiting = {}, list(range(len(prompts)))
     while waiting or engine.has_work:
@@ -261,6 +310,9 @@ def test_many_that_share_and_give_way_get_what_they_get_alone(path, seed):
         engine.step()
         if generator.random() < 0.01:
             engine.abort(str(generator.choice(list(requests))))
+        if seed % 2 and generator.random() < 0.1:
+            with suppress(ValueError):
+                engine.switch_mode("resident" if engine.mode == "offload" else "offload")
     for number, request in requests.items():
         found, is_whole = request.sequences[0].output_token_ids, request.sequences[0].finish_reason == "length"
         assert found == wanted[number] if is_whole else found == wanted[number][: len(found)], f"request {number}"
