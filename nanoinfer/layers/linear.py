@@ -107,13 +107,13 @@ class Head(Linear):
 class Embedding(Head):
     """A weight [vocab_size, hidden_size]: rows of it by token id, and logits where the head is tied."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, is_tied: bool, dtype: torch.dtype, **options) -> None:
-        super().__init__(hidden_size, vocab_size, dtype=dtype, **options)
-        self.multiplies, self._dtype = is_tied, dtype
+    def __init__(self, vocab_size: int, hidden_size: int, *, is_tied: bool, **options) -> None:
+        super().__init__(hidden_size, vocab_size, **options)
+        self.multiplies = is_tied
 
     def lookup(self, token_ids: Tensor) -> Tensor:
         """Return the rows of these tokens: [N] int64 -> [N, hidden_size] in the model's dtype."""
-        return self.weights.lookup(self, token_ids, self._dtype)
+        return self.weights.lookup(self, token_ids)
 
 
 def scratch_size(model: nn.Module, has_kernels: bool) -> int:

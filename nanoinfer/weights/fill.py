@@ -63,6 +63,10 @@ def fill_from_files(
             if filling.by_rows:
                 with refusals_of(entry):
                     filling.fill(read_rows(entry, device, bar.update))
+    for entry, filling in fillings:
+        if filling.check is not None:
+            with refusals_of(entry):
+                filling.check()
 
 
 @contextmanager

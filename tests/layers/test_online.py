@@ -336,11 +336,12 @@ def test_weights_beyond_the_dtype_of_scales_are_refused_by_name(tmp_path, name):
     config = json.loads((source / "config.json").read_text()) | dict(dtype="float16")
     (source / "config.json").write_text(json.dumps(config))
     tensors = load_file(source / "model.safetensors")
-    for value in (1e9, 65504.0):  # of the second int8's scale is a number, and the weight is not
+    for value in (1e9, 65504.0):  # of the second int8's scale is a number, and the weight is not; int4's weight is
         tensors[tensor][3, 7] = value
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-        if (name, value) == ("fp8", 65504.0):
-            continue  # whose scale happens to be rounded down
+        if (name, value) == ("int4", 65504.0):
+            assert all(matrix.isfinite().all() for matrix in matrices(load(source, name)).values())
+            continue
         for attempt in (
             lambda: load(source, name),
             lambda: quantise_checkpoint(source, tmp_path / "out", name, **QUIET),
@@ -348,6 +349,24 @@ def test_weights_beyond_the_dtype_of_scales_are_refused_by_name(tmp_path, name):
             with pytest.raises(ValueError, match=f"{tensor} in .* holds weights too large for scales in float16"):
                 attempt()
     assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_weights_that_are_numbers_in_the_dtype_of_scales_alone_are_refused_by_name(tmp_path, name):
+    source, tensor = make(tmp_path / "wide"), "model.layers.1.self_attn.k_proj.weight"
+    tensors = load_file(source / "model.safetensors")
+    for value, is_refused in ((6e4, False), (-1e5, True)):
+        tensors[tensor][3, 7] = value
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        load(source, name)
+        if not is_refused:
+            assert matrices(load(source, name, dtype="float16"))["layers.1.self_attn.qkv_proj"].abs().max() > 5e4
+            continue
+        with pytest.raises(ValueError, match=f"{tensor} in .* makes weights NaN or infinite in float16, the model's"):
+            load(source, name, dtype="float16")
+        out = quantise_checkpoint(source, tmp_path / "out", name, **QUIET)
+        with pytest.raises(ValueError, match=f"{tensor}_scale in .* makes weights NaN or infinite in float16"):
+            load(out, dtype="float16")
 
 
 def test_scales_for_several_rows_of_embeddings_are_refused(tmp_path):

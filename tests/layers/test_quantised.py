@@ -1,14 +1,17 @@
 """Quantised checkpoints: the model is the one with the matrices that the format's reference makes of them."""
 
 import json
+import shutil
 import warnings
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from engines import assert_pools_as_before, make_engine, random_prompts, run, some_params
 from live_bytes import LiveBytes
+from packings import PACKINGS, filled
 from quantised import CASES, awq, compressed, gptq, write, written_by_the_package
 from safetensors.torch import load_file, save_file
 from simulated import SimulatedRuntime
@@ -17,6 +20,7 @@ from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams, plan
 from nanoinfer.engine import start
+from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats import packed as packed_weights
 from nanoinfer.layers.formats.bits import E2M1_VALUES, unpack
 from nanoinfer.layers.linear import Linear
@@ -366,6 +370,48 @@ def test_values_and_tensors_that_cannot_be_are_refused_by_name(tmp_path, name, c
     with pytest.raises(ValueError, match=message) as refusal:
         load(packed)
     assert DOWN in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_with_which_weights_become_infinite_are_refused_by_name(written, tmp_path, name):
+    packed = Path(shutil.copytree(written(name)[0], tmp_path / "packed"))
+    for module in (DOWN, "model.layers.0.mlp.gate_proj"):
+        tensors = load_file(written(name)[0] / "model.safetensors")
+        endings = {full.rpartition(".")[2] for full in tensors if full.startswith(f"{module}.")}
+        (scales,) = endings & {"weight_scale", "scales", "weight_scale_inv"}
+        of_scales = 200 if tensors[f"{module}.{scales}"].dtype == torch.uint8 else 6e4
+        values = {"weight_global_scale": 1e-30, "weight_scale_2": 1e30, scales: of_scales}  # all are finite
+        changed = next(ending for ending in values if ending in endings)
+        save_file(spoilt(f"{module}.{changed}", values[changed])(tensors), packed / "model.safetensors")
+        is_refused = f"{module}.{scales} in .* makes weights NaN or infinite in float"
+        with pytest.raises(ValueError, match=f"{is_refused}16, the model's dtype"):
+            load(packed, "float16")
+        if tensors[f"{module}.{changed}"].dtype == torch.float16:  # so the reference's matrix is infinite
+            with pytest.raises(ValueError, match=f"{is_refused}32, the model's dtype"):
+                load(packed)
+        elif changed == scales:
+            assert all(matrix.isfinite().all() for matrix in matrices(load(packed)).values())
+
+
+@pytest.mark.parametrize("name", list(PACKINGS))
+def test_large_scales_of_small_codes_are_not_refused(name):
+    packing = Packing(**PACKINGS[name])
+    weights, module = filled(packing, 48, 384)
+    groups, is_byte = packing.num_groups(384), packing.scale_dtype == torch.uint8
+    scale = 200 if is_byte else 300 if packing.has_global_scale else 5e4
+    module.packed.put_scales(0, 48, torch.full((1, groups), scale).to(packing.scale_dtype))
+    zero = 0 if packing.kind != "int" else 3 if packing.has_zeros else 2 ** (packing.bits - 1)
+    if packing.has_zeros:
+        module.packed.put_zeros(0, 48, torch.full((1, groups), zero))
+    if packing.has_global_scale:
+        module.packed.global_scale.fill_(1e-6 if packing.divides_global_scale else 1e6)
+    codes = module.packed.codes_of(slice(0, 48))
+    codes[::2] = zero
+    module.packed.put_codes(0, codes)
+    for row in range(0, 48, 2):
+        weights.check_finite(module, row, row + 1)
+        with pytest.raises(ValueError, match="makes weights NaN or infinite in float16"):
+            weights.check_finite(module, row, row + 2)
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])

@@ -52,6 +52,7 @@ class Filling:
         optional: whether a checkpoint may lack the tensor.
         by_rows: whether `fill` takes the tensor in pieces of some rows each, an iterable in their order. Then the whole
             need not lie on the device.
+        check: what remains to be checked when all tensors are filled. It raises ValueError as `fill` does.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -59,6 +60,7 @@ class Filling:
     fill: Callable[[Any], None] | None
     optional: bool = False
     by_rows: bool = False
+    check: Callable[[], None] | None = None
 
 
 class Formats(ABC):
@@ -176,8 +178,8 @@ class Dense(WeightFormat):
                 f"weights while they are read, with one of {', '.join(QUANTISED)}"
             )
 
-    def lookup(self, module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows of the weight, for embeddings: [N] -> [N, in_features]. dtype: the weight's."""
+    def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
+        """Return rows of the weight, for embeddings: [N] -> [N, in_features]."""
         return torch.nn.functional.embedding(ids, module.weight)
 
 

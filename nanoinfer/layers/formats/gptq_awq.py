@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,10 +74,11 @@ class PackedTransposed(Packed):
         def fill_scales(scales: Tensor) -> None:
             module.packed.put_scales(begin, end, checked(scales).t())
 
+        check = partial(self.check_finite, module, begin, end)
         shape = (in_features, count // fields) if self.is_awq else (in_features // fields, count)
         found = super().views(module, begin, end) | {
             "qweight": Filling((shape,), (torch.int32,), fill_codes),
-            "scales": Filling(((groups, count),), (packing.scale_dtype,), fill_scales),
+            "scales": Filling(((groups, count),), (packing.scale_dtype,), fill_scales, check=check),
         }
         if packing.has_zeros:
             found["qzeros"] = Filling(((groups, count // fields),), (torch.int32,), fill_zeros)

@@ -31,7 +31,7 @@ class QuantisedWhileRead(PackedScaled):
                 assert tuple(values.shape) in stored[ending].shapes and values.dtype in stored[ending].dtypes, ending
                 stored[ending].fill(values)
 
-        return {"weight": Filling((shape,), FLOATS, fill, by_rows=True)}
+        return {"weight": Filling((shape,), FLOATS, fill, by_rows=True, check=stored[self.scales_name].check)}
 
 
 class Online(Formats):

@@ -22,6 +22,8 @@ from nanoinfer.layers.formats.bits import E2M1_VALUES
 # for one.
 EXPANDED_AT_ONCE = 2**22
 _BYTES_WHILE_EXPANDING = 18
+# The largest codes of kinds that are no integers.
+_LARGEST = {"fp8": 448, "fp4": 6}
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale")
 
 
@@ -29,7 +31,7 @@ _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale")
 class Packed(ExpandedFormat):
     """Weights in one `Packing`. A subclass knows how the tensors of a checkpoint hold them.
 
-    `packed` of a module is a `PackedWeight`, whose tensors are the module's parameters.
+    `packed` of a module is a `PackedWeight`, whose tensors are the module's parameters; `dtype` is the model's.
 
     Attributes:
         packing: how weights lie on the device.
@@ -41,7 +43,7 @@ class Packed(ExpandedFormat):
 
     def allocate(self, module: nn.Module, num_rows: int, in_features: int, *, dtype: torch.dtype, device) -> None:
         self.check_size(num_rows, in_features)
-        module.packed = empty_packed(self.packing, num_rows, in_features, device)
+        module.dtype, module.packed = dtype, empty_packed(self.packing, num_rows, in_features, device)
         for name in ("codes", "scales", "zeros", "global_scale", "group_index"):
             if (tensor := getattr(module.packed, name)) is not None:
                 setattr(module, name, nn.Parameter(tensor, requires_grad=False))
@@ -73,6 +75,22 @@ class Packed(ExpandedFormat):
             module.packed.group_index.copy_(values)
 
         return Filling(((module.in_features,),), (torch.int32,), fill)
+
+    def check_finite(self, module: nn.Module, begin: int, end: int) -> None:
+        """Raise ValueError if weights of rows [begin, end) are NaN or infinite; all that they are made of is filled.
+
+        Only rows of which the largest code would make such a weight are expanded.
+        """
+        packing, scales = self.packing, self._scales(module, slice(begin, end)).abs().amax(1)
+        largest = scales.to(packing.product_dtype or scales.dtype) * _LARGEST.get(packing.kind, 2**packing.bits - 1)
+        largest = largest.to(packing.result_dtype or largest.dtype).to(module.dtype)
+        doubtful = begin + torch.nonzero(~largest.isfinite())[:, 0]
+        for rows in pieces_of_rows(len(doubtful), module.in_features):
+            if not bool(self.expand(module, doubtful[rows]).to(module.dtype).isfinite().all()):
+                raise ValueError(
+                    f"makes weights NaN or infinite in {str(module.dtype)[6:]}, the model's dtype: the file is "
+                    "corrupt, download it again, or give a dtype of wider range"
+                )
 
     def fill_with_noise(self, module: nn.Module, generator: torch.Generator) -> None:
         packing, packed = self.packing, module.packed
@@ -114,12 +132,12 @@ class Packed(ExpandedFormat):
         # The head is the largest matrix by far.
         return 0 if has_kernels and module.has_few_rows else super().scratch_size(module, has_kernels)
 
-    def lookup(self, module: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows of the weight, for embeddings: [N] -> [N, in_features], rounded to `dtype` last.
+    def lookup(self, module: nn.Module, ids: Tensor) -> Tensor:
+        """Return rows of the weight, for embeddings: [N] -> [N, in_features] in the model's dtype.
 
         Only these are expanded. Neither a shape nor a wait depends on the ids, so a graph may capture it.
         """
-        out = torch.empty(len(ids), module.in_features, dtype=dtype, device=ids.device)
+        out = torch.empty(len(ids), module.in_features, dtype=module.dtype, device=ids.device)
         self.expand_into(module, out, ids)
         return out
 

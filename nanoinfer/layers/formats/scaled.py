@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +96,7 @@ class PackedScaled(Packed):
             shapes = ((1,), (), (1, 1))
         elif groups == 1:
             shapes += ((num_rows,),)
-        return Filling(shapes, (packing.scale_dtype,), fill)
+        return Filling(shapes, (packing.scale_dtype,), fill, check=partial(self.check_finite, module, begin, end))
 
     def _global_scale(self, module: nn.Module, begin: int, end: int) -> Filling:
         def fill(values: Tensor) -> None:

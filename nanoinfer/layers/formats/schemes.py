@@ -68,7 +68,8 @@ def quantise(
                 raise ValueError("holds NaN or infinite weights, which cannot be quantised")
             groups, end = rows.unflatten(1, (-1, weights.packing.columns or shape[1])), begin + len(rows)
             codes[begin:end], scales[begin:end] = _codes_and_scales(groups, weights)
-            if not bool((scales[begin:end].float() <= largest_scale).all()):
+            is_small = bool((scales[begin:end].float() <= largest_scale).all())
+            if not is_small and not _are_finite(groups, scales[begin:end], weights):
                 dtype = str(scales.dtype)[6:]
                 raise ValueError(
                     f"holds weights too large for scales in {dtype}, the dtype that config.json gives: they would "
@@ -76,6 +77,13 @@ def quantise(
                 )
             begin = end
     return found
+
+
+def _are_finite(groups: Tensor, scales: Tensor, weights: PackedScaled) -> bool:
+    """Whether what these scales make of weights is finite: integers may be below the largest; of e4m3 none is."""
+    codes = _integers(groups, scales, 2 ** (weights.packing.bits - 1))
+    is_finite = torch.isfinite((codes * scales.float().unsqueeze(-1)).to(scales.dtype))
+    return weights.packing.kind == "int" and bool(is_finite.all())
 
 
 def _codes_and_scales(groups: Tensor, weights: PackedScaled) -> tuple[Tensor, Tensor]:
