@@ -49,8 +49,8 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         entries = check_safetensors(model_dir)
         if config.kv_cache_dtype == "fp8":
             check_kv_scales(entries.values())
-        if getattr(setup.hf_config, "checkpoint_dtypes", {}) is None:
-            setup = Setup(config, device)  # the files were downloaded just now; they say what scales are kept in
+        if setup.hf_config.checkpoint_dtypes is None:
+            setup = Setup(config, device)  # the files were downloaded just now
     spec, plan = setup.spec, setup.plan()
     tokenizer = load_tokenizer(config, model_dir)
     end_ids = end_token_ids(model_dir, setup.hf_config)

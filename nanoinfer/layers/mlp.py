@@ -36,7 +36,7 @@ class GatedMLP(nn.Module):
                 f"activation {shown(activation)} is not supported{hint}. Supported: {', '.join(ACTIVATIONS)}"
             )
         options = dict(bias=bias, dtype=dtype, device=device)
-        gate_up = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        gate_up = formats.as_held("gate_up_proj", {"gate_proj": intermediate_size, "up_proj": intermediate_size})
         self.gate_up_proj = Linear(hidden_size, gate_up, formats=formats, **options)
         self.down_proj = Linear(intermediate_size, hidden_size, formats=formats.below("down_proj"), **options)
         self._activation = activation

@@ -12,6 +12,9 @@ from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.weights.fill import is_kv_scale
 from nanoinfer.weights.load import load_config
 
+# Of activations that are not quantised here, and what old checkpoints hold although the config determines it.
+_UNUSED = ("input_scale", "rotary_emb.inv_freq")
+
 
 def load_in_transformers(model_dir: str | Path, dtype: torch.dtype, **arguments: Any) -> PreTrainedModel:
     """Return the model on the CPU, to be computed in `dtype`. arguments: others of `from_pretrained`.
@@ -19,16 +22,14 @@ def load_in_transformers(model_dir: str | Path, dtype: torch.dtype, **arguments:
     Quantised weights are expanded in the checkpoint's dtype, as their method says, and cast then.
 
     Raises:
-        ValueError: transformers does not read this quantised checkpoint, or leaves its scales out.
+        ValueError: transformers does not read this checkpoint, or leaves tensors of it out.
     """
-    settings = getattr(load_config(model_dir), "quantization_config", None)
-    if not settings:
-        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **arguments)
+    settings = getattr(load_config(model_dir), "quantization_config", None) or {}
     if settings.get("quant_method") == CompressedTensors.name:
         arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # now, not in the first step
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype="auto", output_loading_info=True, **arguments
+            model_dir, dtype="auto" if settings else dtype, output_loading_info=True, **arguments
         )
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -36,7 +37,7 @@ def load_in_transformers(model_dir: str | Path, dtype: torch.dtype, **arguments:
         reason = (str(error) or "no reason given").splitlines()[0]
         raise _unread(model_dir, f"{type(error).__name__}: {reason}") from error
     names = sorted([*found["missing_keys"], *found["unexpected_keys"]])
-    if names := [name for name in names if not is_kv_scale(name) and not name.endswith("input_scale")]:
+    if names := [name for name in names if not is_kv_scale(name) and not name.endswith(_UNUSED)]:
         raise _unread(model_dir, f"it does not know {names[0]} and {len(names) - 1} more tensors")
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)

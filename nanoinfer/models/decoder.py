@@ -89,9 +89,9 @@ class Attention(nn.Module):
         super().__init__()
         q_size, kv_size = spec.attention.q_size, spec.attention.kv_size
         self._num_q_heads, self._head_dim = spec.attention.num_q_heads, spec.attention.head_dim
-        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        options = dict(dtype=spec.dtype, device=device)
         formats = traits.formats.below("self_attn")
+        qkv = formats.as_held("qkv_proj", {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size})
+        options = dict(dtype=spec.dtype, device=device)
         self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, formats=formats, **options)
         formats = formats.below("o_proj")
         self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, formats=formats, **options)
@@ -164,8 +164,9 @@ class Decoder(nn.Module):
         table = dict(is_tied=spec.tied_embeddings, formats=formats.of_embeddings("model.embed_tokens"))
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **table, **options)
         self.layers = nn.ModuleList()
+        held = {name.rpartition(".")[0] for name in getattr(hf_config, "checkpoint_dtypes", None) or ()}
         for index, state in enumerate(spec.layers):
-            own = replace(traits, formats=formats.below(f"model.layers.{index}"))
+            own = replace(traits, formats=formats.below(f"model.layers.{index}", held))
             self.layers.append(self.layer_classes[type(state)](spec, own, device=device))
         self.norm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
         if not spec.tied_embeddings:

@@ -23,7 +23,9 @@ _PROGRESS_DELAY_S = 2.0
 # What is repacked is read in batches of at least this size, where a tensor is not larger: each read has a fixed cost.
 _BATCH_BYTES = 64 * 2**20
 Item = TypeVar("Item")
-_KV_SCALE = re.compile(r".*\.self_attn\.([kv]_proj\.output_scale|([kv]_proj\.|attn\.)?(k|v|kv|q|prob|output)_scale)")
+_KV_SCALE = re.compile(
+    r".*\.self_attn\.((k|v|qkv)_proj\.output_scale|((k|v|qkv)_proj\.|attn\.)?(k|v|kv|q|prob|output)_scale)"
+)
 
 
 def fill_from_files(

@@ -89,8 +89,8 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
 def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedConfig:
     """Return the checkpoint's config, as transformers reads it. No code of the checkpoint runs.
 
-    The config of a quantised checkpoint has `checkpoint_dtypes`: the dtype of each tensor by name, or None if the
-    weights are not there. Formats need it, because a config does not say what scales are kept in.
+    The config has `checkpoint_dtypes`: the dtype of each tensor by name, or None if the weights are not there. It does
+    not say itself what scales are kept in, nor whether projections are merged.
 
     names: as in `find_model`.
 
@@ -122,11 +122,10 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
         settings = read_json_object(older).get("quantization")
         OBJECT.check(f"{older} is not valid", "quantization", settings)
         hf_config.quantization_config = {**settings, "quant_method": "modelopt"}
-    if getattr(hf_config, "quantization_config", None):
-        try:
-            hf_config.checkpoint_dtypes = {name: one.dtype for name, one in check_safetensors(model_dir).items()}
-        except ValueError:  # the files are not there, or not whole: loading says what is wrong
-            hf_config.checkpoint_dtypes = None
+    try:
+        hf_config.checkpoint_dtypes = {name: one.dtype for name, one in check_safetensors(model_dir).items()}
+    except ValueError:  # the files are not there, or not whole: loading says what is wrong
+        hf_config.checkpoint_dtypes = None
     return hf_config
 
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from fused import fuse
 from quantised import CASES, write
 from tiny_models import make_checkpoint
 
@@ -234,3 +235,10 @@ def test_random_weights_of_a_quantised_config_are_not_given_to_transformers(tmp_
     options = dict(dtype="auto", device=torch.device("cpu"), seed=0)
     with pytest.raises(ValueError, match="random weights of a quantised config cannot be given to transformers"):
         load_reference(packed, load_format="dummy", **options)
+
+
+def test_random_weights_of_a_checkpoint_with_merged_projections_are_given_to_transformers(tmp_path):
+    path = fuse(make_checkpoint("qwen3", tmp_path))
+    options = dict(dtype="auto", device=torch.device("cpu"), seed=0)
+    model, _ = load_reference(str(path), load_format="dummy", **options)
+    assert 0.01 < model.model.layers[0].self_attn.k_proj.weight.std() < 0.03

@@ -27,7 +27,7 @@ class Int8Rows(WeightFormat):
         if settings.get("bits") != 8:
             raise ValueError(f"bits is {settings.get('bits')} in the quantization_config: {METHOD} has 8")
 
-    def below(self, path):
+    def below(self, path, held=None):
         return DENSE if path == "lm_head" else self
 
     def allocate(self, module, num_rows, in_features, *, dtype, device):

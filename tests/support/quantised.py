@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fused import apart, fused
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 from torch import Tensor
@@ -30,15 +31,18 @@ class Case:
 
 def write(
     directory: Path, case: Case, family: str = "qwen3", *, shards: int = 1, dtype: str = "bfloat16", seed: int = 0,
-    head: bool = False, **sizes
+    head: bool = False, is_fused: bool = False, **sizes
 ) -> tuple[Path, Path]:  # fmt: skip
-    """Write a checkpoint and the same one with the reference's matrices in float32. Returns both directories."""
+    """Write a checkpoint and the same one with the reference's matrices in float32. Returns both directories.
+
+    is_fused: q, k and v, and gate and up, are one tensor each in the first one.
+    """
     paths = directory / "packed", directory / "dense"
     for path in paths:
         make_checkpoint(family, path, seed=seed, **(SIZES | sizes))
     tensors = load_file(paths[0] / "model.safetensors")
     packed, dense, generator = {}, {}, torch.Generator().manual_seed(seed)
-    for name, weight in tensors.items():
+    for name, weight in (fused(tensors) if is_fused else tensors).items():
         module, _, ending = name.rpartition(".")
         found = None
         if ending == "weight" and ("_proj." in name or (head and module == "lm_head")):
@@ -48,6 +52,7 @@ def write(
         else:
             packed |= {f"{module}.{end}": tensor.contiguous() for end, tensor in found[0].items()}
             dense[name] = found[1].float().contiguous()
+    dense = apart(dense, tensors)
     for path, content in zip(paths, (packed, dense), strict=True):
         config = json.loads((path / "config.json").read_text()) | dict(dtype=dtype)
         if path == paths[0]:

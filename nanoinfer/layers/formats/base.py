@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +77,21 @@ class Formats(ABC):
         """Return the format of the embeddings, which has `lookup` as `Dense` has; ValueError: not supported."""
         return DENSE
 
-    def below(self, path: str) -> Formats:
-        """Return the formats of the projections whose names begin with `path`, by the rest of their names."""
-        return _Below(self, path)
+    def below(self, path: str, held: Collection[str] | None = None) -> Formats:
+        """Return the formats of the projections whose names begin with `path`, by the rest of their names.
+
+        held: the modules of the checkpoint by their whole names, if it is known now which there are.
+        """
+        return _Below(self, path, held)
+
+    def holds(self, name: str) -> bool:
+        """Whether the checkpoint is known to hold tensors of a module."""
+        return False
+
+    def as_held(self, merged: str, sizes: dict[str, int]) -> dict[str, int]:
+        """Return the rows of projections by their names in the checkpoint: as given, or all in one of this name."""
+        is_merged = self.holds(merged) and not self.holds(next(iter(sizes)))
+        return {merged: sum(sizes.values())} if is_merged else sizes
 
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
         """Raise ValueError if options of the engine contradict the checkpoint.
@@ -89,11 +101,15 @@ class Formats(ABC):
 
 
 class _Below(Formats):
-    def __init__(self, formats: Formats, path: str) -> None:
-        self._formats, self._path = formats, path
+    def __init__(self, formats: Formats, path: str, held: Collection[str] | None) -> None:
+        self._formats, self._path, self._held = formats, path, held
 
     def of(self, name: str) -> WeightFormat:
         return self._formats.of(f"{self._path}.{name}".strip("."))
+
+    def holds(self, name: str) -> bool:
+        name = f"{self._path}.{name}"
+        return self._formats.holds(name) if self._held is None else name in self._held
 
 
 class WeightFormat(Formats):
