@@ -42,7 +42,7 @@ def quantised(bench: Bench) -> dict:
         for context in contexts:
             measure(llm, [context], 4, seed=1)
             bench.measure(llm, [context], 40)
-        held = {"weight_bytes": llm.engine.runner.model.spec.weight_bytes}
+        held = {"weight_bytes": llm.engine.runner.spec.weight_bytes}
         for context, found in zip(contexts, bench.release(llm), strict=True):
             wide = result.get(f"bf16, 1 x {context}", found)
             found["ratio_to_bf16"] = found["seconds_per_token"] / wide["seconds_per_token"]

@@ -154,7 +154,7 @@ def kernels(bench: Bench) -> dict:
             gpu_memory_limit=bench.limit(60),
         )
         measure(llm, [context], 4, seed=1)
-        spec, block_size = llm.engine.runner.model.spec, llm.engine.config.block_size
+        spec, block_size = llm.engine.runner.spec, llm.engine.config.block_size
         found, events = _timed_and_profiled(bench, llm, [context] * batch, temperature)
         release(llm)
         before, earlier = measure_floors(bench.device), before

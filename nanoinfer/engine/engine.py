@@ -54,7 +54,7 @@ class LLMEngine:
         built = build(config, runtime)
         self.config, self.plan, self.tokenizer, self.runner = config, built.runner.plan, built.tokenizer, built.runner
         self.kv_cache, self.mover, self.admission = built.kv_cache, built.mover, built.admission
-        self.vocab_size = built.runner.model.spec.vocab_size
+        self.vocab_size = built.runner.spec.vocab_size
         self.modes = Modes(built)
         self.intake = Intake(built, self.modes)
         self.planner = StepPlanner(self.kv_cache, built.end_token_ids)

@@ -68,15 +68,14 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         max_position=plan.max_model_len,
         progress=config.progress_bar,
     )
-    model.spec = spec  # the spec with the KV cache's dtype, which the checkpoint does not contain
-    runner = ModelRunner(config, plan, runtime, model, setup.backend, spec.layout, memory_before)
+    runner = ModelRunner(config, plan, runtime, model, setup.backend, spec, memory_before)
     parts = kv_side(config, runner)
     return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **parts)
 
 
 def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
     """Return the parts that know who holds which block, as arguments of `BuiltEngine`. They hold no tensor."""
-    plan, layout, copies, windows = runner.plan, runner.layout, runner.block_copies, runner.model.spec.windows
+    plan, layout, copies, windows = runner.plan, runner.layout, runner.block_copies, runner.spec.windows
     # Block 0 of the GPU pool is scratch: padding rows write there.
     gpu_blocks = BlockPool(runner.num_gpu_blocks, first=1)
     lifetimes = BlockLifetimes(gpu_blocks, BlockPool(0), runner.offload, copies.poison)

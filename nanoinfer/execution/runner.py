@@ -25,10 +25,11 @@ from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.stream_shares import stream_shares
 from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.sampling.reference import logprobs_of
 from nanoinfer.step.plan import StepPlan
-from offload import HostPool, KVLayout, OffloadEngine, Ring, Runtime, Stream, Timeline
+from offload import HostPool, OffloadEngine, Ring, Runtime, Stream, Timeline
 from offload.memory.pageable_pool import PageablePool
 from offload.memory.pinned import HostArena
 from offload.runtime.timeline import COMPUTE, NoTimeline
@@ -41,6 +42,7 @@ class ModelRunner:
 
     Args:
         plan: what the memory budget is spent on.
+        spec: the model's numbers, with the block size and the KV dtype of this engine.
         memory_before: bytes that the allocator held before this engine allocated any.
 
     Attributes:
@@ -56,11 +58,12 @@ class ModelRunner:
         runtime: Runtime,
         model: Decoder,
         backend: AttentionBackend,
-        layout: KVLayout,
+        spec: ModelSpec,
         memory_before: int = 0,
     ) -> None:
-        self.config, self.plan, self.runtime, self.layout = config, plan, runtime, layout
-        self.model, self.backend = model, backend
+        self.config, self.plan, self.runtime, self.model, self.backend = config, plan, runtime, model, backend
+        self.spec = spec
+        layout = self.layout = spec.layout
         self.compute: Stream = runtime.stream("compute")
         self.ring = Ring(runtime, layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
@@ -74,8 +77,8 @@ class ModelRunner:
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
             self.num_gpu_blocks -= blocks_over_plan
         self.gpu_kv = _zeros(layout.pool_shape(self.num_gpu_blocks), layout.dtype, runtime.device)
-        self.kept = PageablePool(layout, _kept_limit(config, plan.max_num_seqs * model.spec.row_bytes))
-        states = RecurrentStates(model.spec, plan.max_num_seqs, runtime.device)
+        self.kept = PageablePool(layout, _kept_limit(config, plan.max_num_seqs * spec.row_bytes))
+        states = RecurrentStates(spec, plan.max_num_seqs, runtime.device)
         blocks_per_segment = max(1, min(plan.num_host_blocks, SEGMENT_BYTES // layout.block_bytes))
         host = HostPool(layout, plan.num_host_blocks, blocks_per_segment)
         self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute)
@@ -118,7 +121,7 @@ class ModelRunner:
             self._activations.run_each_kind()
             if self._has_graphs:
                 kv = _zeros(self.layout.pool_shape(1), self.layout.dtype, self.runtime.device)
-                states = RecurrentStates(self.model.spec, self.plan.max_num_seqs, self.runtime.device)
+                states = RecurrentStates(self.spec, self.plan.max_num_seqs, self.runtime.device)
                 decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
                 prefill.segments.run_each_kind()
@@ -274,7 +277,7 @@ class ModelRunner:
         self._are_logits_sound = not all(found)
         overflow = ', or the model overflows in float16 (set dtype="bfloat16" or "float32")'
         message = "all logits of the prompt are NaN: the checkpoint's weights are damaged (download it again)" + (
-            overflow if self.model.spec.dtype == torch.float16 else ""
+            overflow if self.spec.dtype == torch.float16 else ""
         )
         return [ValueError(message) if is_nan else None for is_nan in found]
 

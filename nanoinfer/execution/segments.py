@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.step_tensors import StepTensors
-from nanoinfer.models.base import AttentionState
 from nanoinfer.models.decoder import Decoder, KVSlots
 
 
@@ -47,9 +46,8 @@ class Segments:
 
     def __init__(self, model: Decoder, gpu_kv: Sequence[Tensor], states: RecurrentStates) -> None:
         self._model, self._gpu_kv, self._states = model, gpu_kv, states
-        layers = model.spec.layers
-        cuts = [layer for layer, state in enumerate(layers) if isinstance(state, AttentionState)]
-        begins, ends = [0, *(layer + 1 for layer in cuts)], [*cuts, len(layers)]
+        cuts = model.spec.cuts
+        begins, ends = [0, *(layer + 1 for layer in cuts)], [*cuts, len(model.spec.layers)]
         # The layers of each segment that lie between its two attentions.
         self._between = [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
 

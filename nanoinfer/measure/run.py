@@ -170,7 +170,7 @@ def measure(
         row.streamed_bytes_per_step = statistics.median(streamed[WARM_UP_STEPS:] or streamed)
         row.link_gbps = row.streamed_bytes_per_step / row.seconds_per_token / 1e9
         middle = [length + output_len // 2 for length in lengths]
-        row.least_bytes = row.streamed_bytes_per_step, bytes_read_per_step(engine.runner.model.spec, middle)
+        row.least_bytes = row.streamed_bytes_per_step, bytes_read_per_step(engine.runner.spec, middle)
     else:
         row.problem = _why_no_step(llm, lengths, output_len)
     row.bound = engine.meter.times.since(before).bound

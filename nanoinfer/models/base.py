@@ -68,9 +68,14 @@ class ModelSpec:
     """The most bytes that a product takes on a CPU, beside this buffer, its arguments and its result."""
 
     @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """The layers at whose attention the model is cut, ascending: all that keep keys and values."""
+        return tuple(layer for layer, state in enumerate(self.layers) if isinstance(state, AttentionState))
+
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer with attention. The engine counts these layers alone where it places KV."""
-        return tuple(state.window for state in self.layers if isinstance(state, AttentionState))
+        return tuple(self.layers[layer].window for layer in self.cuts)
 
     @property
     def layout(self) -> KVLayout:

@@ -4,8 +4,8 @@ A family says in `Traits` where it differs, overrides the classmethods that read
 `DecoderLayer` of its own where the order of a layer differs. Modules are named as in the checkpoints, so that only
 merged weights need another name.
 
-A model says for each layer what state the layer keeps (`ModelSpec.layers`). It is cut where a layer attends to keys and
-values, because they may lie anywhere. The engine runs
+A model says for each layer what state the layer keeps (`ModelSpec.layers`), and where it is cut (`ModelSpec.cuts`):
+where a layer attends to keys and values, because they may lie anywhere. The engine runs
 
     x, normed = model.embed(token_ids)
     for layer, state in enumerate(spec.layers):

@@ -156,7 +156,7 @@ def test_a_request_has_the_bits_that_it_has_alone(shape, tmp_path):
     generator = random.Random(0)
     llm, recorder = make(shape, tmp_path, enable_prefix_caching=False)
     with llm:
-        drawn = draw_requests(llm.engine.runner.model.spec.vocab_size, 30, generator)
+        drawn = draw_requests(llm.engine.runner.spec.vocab_size, 30, generator)
         requests = dict(enumerate(drawn))
         alone = {}
         for number, request in requests.items():

@@ -32,8 +32,8 @@ def test_a_block_takes_a_byte_per_value(path):
     assert wide.runner.layout.block_bytes == BLOCK_BYTES
     assert engine.runner.layout.block_bytes == BLOCK_BYTES // 4  # the model is float32
     assert engine.runner.gpu_kv.dtype == FP8
-    spec: ModelSpec = engine.runner.model.spec
-    assert kv_bytes(spec, [100]) * 4 == kv_bytes(wide.runner.model.spec, [100])
+    spec: ModelSpec = engine.runner.spec
+    assert kv_bytes(spec, [100]) * 4 == kv_bytes(wide.runner.spec, [100])
 
 
 def test_every_mode_gives_the_same_bits(path):

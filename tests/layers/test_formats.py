@@ -91,7 +91,7 @@ def test_a_quantised_model_has_the_bits_of_its_dequantised_weights_in_every_mode
 
 
 def test_bytes_are_those_of_the_format(checkpoints):
-    specs = [make_engine(path).runner.model.spec for path in checkpoints]
+    specs = [make_engine(path).runner.spec for path in checkpoints]
     held = [make_engine(path).plan.weight_bytes for path in checkpoints]
     model = make_engine(checkpoints[1]).runner.model
     projections = [weight for name, weight in model.named_parameters() if "_proj." in name]

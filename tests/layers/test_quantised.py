@@ -224,7 +224,7 @@ def test_the_plan_counts_the_bytes_that_are_held_and_the_buffer(written, name):
                   and module.scratch is not None and module.weights.scratch_size(module, False))  # fmt: skip
     assert model.spec.scratch_bytes == 4 * largest
     assert engine.plan.weight_bytes - wide.plan.weight_bytes == (
-        model.spec.weight_bytes + model.spec.scratch_bytes - wide.runner.model.spec.weight_bytes
+        model.spec.weight_bytes + model.spec.scratch_bytes - wide.runner.spec.weight_bytes
     )
     assert engine.plan.activation_bytes == wide.plan.activation_bytes + model.spec.product_bytes
     buffers = {module.scratch.data_ptr() for module in model.modules() if isinstance(module, Linear)}

@@ -75,7 +75,7 @@ def buffers(engine: LLMEngine) -> tuple[int, int]:
     runner, plan = engine.runner, engine.plan
     kv = [runner.ring, *runner.ring.slots, runner.gpu_kv, runner.offload, runner.offload.host.arena]
     on_host = [buffer for buffer, _ in runner._tokens_host]
-    kernels = sampling_workspace(len(runner.decode_program.logits), runner.model.spec.vocab_size, torch.device("cpu"))
+    kernels = sampling_workspace(len(runner.decode_program.logits), runner.spec.vocab_size, torch.device("cpu"))
     held = held_bytes(runner, kernels, without=[runner.model, *kv, *on_host])
     return held, plan.workspace_bytes + plan.max_splits * plan.split_bytes
 

@@ -31,7 +31,7 @@ def execute_steps(connection, config: EngineConfig) -> None:
         built = build(config, None)
         runner, pending = built.runner, {}
         capture = runner.prefill_program.segments.capture_num_tokens
-        connection.send((runner.plan, runner.model.spec, runner.layout, runner.num_gpu_blocks, capture))
+        connection.send((runner.plan, runner.spec, runner.layout, runner.num_gpu_blocks, capture))
 
         def execute(plan):
             pending[plan.number] = runner.execute(plan)
@@ -84,9 +84,8 @@ class RemoteRunner(Remote):
     def __init__(self, connection, config: EngineConfig) -> None:
         self._connection = connection
         self._connection.send(config)
-        self.plan, spec, self.layout, self.num_gpu_blocks, capture = self._connection.recv()
+        self.plan, self.spec, self.layout, self.num_gpu_blocks, capture = self._connection.recv()
         super().__init__(self._ask, "", runtime=CpuRuntime(), compute=SimpleNamespace(current=nullcontext))
-        self.model = SimpleNamespace(spec=spec)
         counters, host = SimpleNamespace(streamed_bytes=0), Remote(self._ask, "offload.host")
         self.offload = Remote(self._ask, "offload", counters=counters, host=host)
         self.prefill_program = SimpleNamespace(segments=SimpleNamespace(capture_num_tokens=capture))
