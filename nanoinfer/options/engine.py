@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.options.parser import length
+from nanoinfer.options.parser import OFFLOAD, length
 
-OFFLOAD = {"on": True, "auto": "auto", "off": False}
 _WORDS = {value: word for word, value in OFFLOAD.items()}
 # Fields that are no options: commands take the model by position, and have their own switch for progress bars.
 _NO_OPTIONS = ("model", "progress_bar")

@@ -16,15 +16,14 @@ REFUSED = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
-# Arguments whose options have other names. Of several names, the first that the command has counts.
-_OPTIONS = {
-    "gpu_memory": ("--gpu-memory",),
-    "host_memory": ("--host-memory",),
-    "max_model_len": ("--max-model-len", "--context", "--input-len"),
-    "max_num_seqs": ("--max-num-seqs", "--batch"),
+OFFLOAD = {"on": True, "auto": "auto", "off": False}
+"""The words for the values of `enable_cpu_offload`."""
+# Arguments that a command without an option for them takes from one of these, the first that it has.
+_TAKEN_FROM = {
+    "max_model_len": ("--context", "--input-len"),
+    "max_num_seqs": ("--batch",),
     "num_requests": ("--requests",),
 }
-_OFFLOAD_WORDS = {"True": "on", "False": "off", "'auto'": "auto", '"auto"': "auto"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,21 +75,21 @@ def in_options(text: str, parser: argparse.ArgumentParser) -> str:
 
     An argument without an option in this command keeps its name.
     """
-    known = parser._option_string_actions
+    known = {option: action for option, action in parser._option_string_actions.items() if option.startswith("--")}
+    options = {option[2:].replace("-", "_"): option for option in known}
     # If an option has both `--name` and `--no-name`, the first counts.
-    options = {action.dest: option for option, action in reversed(known.items()) if option.startswith("--")}
-    for argument, names in _OPTIONS.items():
-        found = [name for name in names if name in known]
-        if found:
-            options[argument] = found[0]
-
+    options |= {action.dest: option for option, action in reversed(known.items())}
+    for argument, names in _TAKEN_FROM.items():
+        options |= {argument: name for name in reversed(names) if name in known and argument not in options}
     for argument, option in options.items():
         text = re.sub(rf"(?<![\w./-]){argument}=(?=\S)", f"{option} ", text)
         text = re.sub(rf"^{argument} is ", f"{option} is ", text)
         if "_" in argument:  # arguments without "_" may be ordinary words
             text = re.sub(rf"(?<![\w./-]){argument}(?![\w=/-])", option, text)
-    for value, word in _OFFLOAD_WORDS.items():
-        text = text.replace(f"--offload {value}", f"--offload {word}")
+    if offload := options.get("enable_cpu_offload"):
+        for word, value in OFFLOAD.items():
+            text = text.replace(f"{offload} {value!r}", f"{offload} {word}")
+            text = text.replace(f'{offload} "{value}"', f"{offload} {word}")
     return text
 
 

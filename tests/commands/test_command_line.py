@@ -135,6 +135,14 @@ def test_a_message_calls_the_options_by_their_names(message, shown):
     assert in_options(message, small_parser()) == shown
 
 
+def test_an_option_of_its_own_comes_before_one_that_an_argument_is_taken_from():
+    parser = small_parser()
+    parser.add_argument("--input-len", type=length)
+    assert in_options("lower max_model_len or max_num_seqs", parser) == "lower --context or --batch"
+    add_engine_options(parser, ("max_num_seqs",))
+    assert in_options("lower max_model_len or max_num_seqs", parser) == "lower --context or --max-num-seqs"
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
