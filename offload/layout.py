@@ -29,7 +29,7 @@ class KVLayout:
 
     @property
     def layer_block_bytes(self) -> int:
-        """Bytes of one block in one layer: the smallest piece that crosses the link."""
+        """Bytes of one block in one layer: the least that crosses the link at a time."""
         return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property

@@ -14,7 +14,7 @@ from gpu_common import Bench
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanoinfer.attention.base import PrefillPiece
+from nanoinfer.attention.base import KeyRange
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import write_shape
@@ -67,9 +67,9 @@ def prefill_attention(bench: Bench) -> dict:
 
 
 def _ours(backend, q: Tensor, kv: Tensor, order: Tensor, begin: int) -> Callable[[], object]:
-    piece = PrefillPiece.of_one(len(q), order.int()[None], begin=begin)
+    key_range = KeyRange.of_one(len(q), order.int()[None], begin=begin)
     out = torch.empty_like(q)
-    return lambda: backend.prefill(q, kv, piece, None, out, None)
+    return lambda: backend.prefill(q, kv, key_range, None, out, None)
 
 
 def _library(library: SDPBackend, q: Tensor, keys: Tensor, values: Tensor, begin: int) -> Callable[[], object]:

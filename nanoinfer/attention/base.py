@@ -52,11 +52,11 @@ class Partials:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillPiece:
+class KeyRange:
     """The keys and values of a consecutive range of each of S sequences, lying in one KV buffer.
 
     A range begins at a block boundary. It also ends at one, unless it is the sequence's last range. So cutting a
-    prompt's KV into pieces does not change a bit of the output (``exact_splits`` backends).
+    prompt's KV into ranges does not change a bit of the output (``exact_splits`` backends).
     """
 
     cu_seqlens_q: Tensor
@@ -66,7 +66,7 @@ class PrefillPiece:
     first_block: Tensor
     """[S] int32, device: logical index of the block in column 0 of block_table."""
     kv_end: Tensor
-    """[S] int32, device: absolute position after the last KV token of this piece."""
+    """[S] int32, device: absolute position after the last KV token of this range."""
     load_state: Tensor
     """[S] int32, device: 1 goes on from the PrefillState, 0 starts fresh (the state is not read)."""
     block_table: Tensor
@@ -76,11 +76,11 @@ class PrefillPiece:
     query_rows: tuple[int, int]
     """(first, last + 1) of the rows of q that the S sequences own: cu_seqlens_q[0] and cu_seqlens_q[S], on the host."""
     store_state: bool
-    """True: more pieces follow, store the state. False: this is the last piece, write the output."""
+    """True: more ranges follow, store the state. False: this is the last range, write the output."""
 
     @classmethod
-    def of_one(cls, num_tokens: int, block_table: Tensor, *, begin: int = 0) -> PrefillPiece:
-        """Return the piece of one sequence's tokens from position `begin` on, with all keys and values up to the last.
+    def of_one(cls, num_tokens: int, block_table: Tensor, *, begin: int = 0) -> KeyRange:
+        """Return what one sequence's tokens from position `begin` on attend to: all keys up to the last token.
 
         block_table: [1, W] int32, of the sequence's blocks from the first one on.
         """
@@ -103,7 +103,7 @@ class PrefillPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillState:
-    """The online softmax between two pieces, float32. Its meaning belongs to the backend that allocated it."""
+    """The online softmax between two key ranges, float32. Its meaning belongs to the backend that allocated it."""
 
     acc: Tensor
     """[num_tokens, num_q_heads, head_dim] float32, device."""
@@ -124,7 +124,7 @@ class AttentionBackend(ABC):
     graph_safe: bool
     """Decode (decode_partial or decode_rows, merge) may be captured in a CUDA graph."""
     exact_splits: bool
-    """Results are bit-identical wherever the blocks lie and however prefill is cut into pieces."""
+    """Results are bit-identical wherever the blocks lie and however prefill is cut into key ranges."""
     tiles_per_block: int = 1
     """Into how many items a block of a short row may be cut. The result has the bits of the uncut block."""
 
@@ -143,7 +143,7 @@ class AttentionBackend(ABC):
         return Partials(out=out, lse=lse, weight=weight)
 
     def prefill_state(self, num_tokens: int) -> PrefillState:
-        """Return an uninitialised state for ``num_tokens`` queries: the first piece has load_state 0."""
+        """Return an uninitialised state for ``num_tokens`` queries: the first key range has load_state 0."""
         acc, m, l = self._uninitialised(num_tokens)
         return PrefillState(acc=acc, m=m, l=l)
 
@@ -175,12 +175,12 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prefill(
-        self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None
+        self, q: Tensor, kv: Tensor, key_range: KeyRange, state: PrefillState | None, out: Tensor, window: int | None
     ) -> None:
-        """Causal attention of all queries to the keys of one piece. Pieces come in ascending order of position.
+        """Causal attention of all queries to one key range. Key ranges come in ascending order of position.
 
         q: [num_tokens, num_q_heads, head_dim], rows may be strided. out: the same shape, contiguous, written by the
-        last piece only. state may be None where the first piece is the last: load_state is 0 for every sequence and
+        last range only. state may be None where the first range is the last: load_state is 0 for every sequence and
         store_state is False.
         """
 

@@ -1,7 +1,7 @@
 """Attention by the flash-attn package (Dao, 2023), version 2.
 
 Resident decode is one call that picks its own splits, so its results equal other modes' to rounding, not to the bit.
-Offload decode treats each split as a sequence of one block; prefill over several pieces merges by log-sum-exp.
+Offload decode treats each split as a sequence of one block; prefill over several key ranges merges by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, Partials, PrefillPiece, PrefillState
+from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, KeyRange, Partials, PrefillState
 from nanoinfer.kernels.attention.merge import merge, store_partials
 
 NEG_INF = float("-inf")
@@ -21,7 +21,7 @@ NEG_INF = float("-inf")
 class FlashAttnBackend(AttentionBackend):
     """bfloat16 or float16, head_dim a multiple of 8 up to 256, blocks of a multiple of 256 tokens.
 
-    If there are several prefill pieces, all but the last must end at or before each sequence's first query, and the
+    If there are several key ranges, all but the last must end at or before each sequence's first query, and the
     last at each sequence's last query: flash-attn aligns its causal mask to the last key. Windows need resident KV.
     """
 
@@ -97,39 +97,40 @@ class FlashAttnBackend(AttentionBackend):
         merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, out, tiles=1)
 
     def prefill(
-        self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None
+        self, q: Tensor, kv: Tensor, key_range: KeyRange, state: PrefillState | None, out: Tensor, window: int | None
     ) -> None:
-        assert state is not None or not piece.store_state, "store_state needs a PrefillState"
+        assert state is not None or not key_range.store_state, "store_state needs a PrefillState"
         assert state is None or window is None, "flash_attn runs windows with resident KV only"
-        key_lens = (piece.kv_end - piece.first_block * self.spec.block_size).clamp(min=0)
-        cu_seqlens_k = torch.zeros_like(piece.cu_seqlens_q)
+        key_lens = (key_range.kv_end - key_range.first_block * self.spec.block_size).clamp(min=0)
+        cu_seqlens_k = torch.zeros_like(key_range.cu_seqlens_q)
         cu_seqlens_k[1:] = key_lens.cumsum(0)
-        causal = not piece.store_state
-        rows = slice(*piece.query_rows)
+        causal = not key_range.store_state
+        rows = slice(*key_range.query_rows)
         result, lse, _ = self._library.flash_attn_varlen_func(
-            q[rows], kv[:, 0], kv[:, 1], piece.cu_seqlens_q - piece.query_rows[0], cu_seqlens_k, piece.max_query_len,
-            piece.block_table.shape[1] * self.spec.block_size, causal=causal, window_size=_window_size(window),
-            block_table=piece.block_table, return_attn_probs=True, **self._scoring(),
+            q[rows], kv[:, 0], kv[:, 1], key_range.cu_seqlens_q - key_range.query_rows[0], cu_seqlens_k,
+            key_range.max_query_len, key_range.block_table.shape[1] * self.spec.block_size, causal=causal,
+            window_size=_window_size(window), block_table=key_range.block_table, return_attn_probs=True,
+            **self._scoring(),
         )  # fmt: skip
         if state is None:
             out[rows].copy_(result)
             return
-        self._merge_state(result, lse.t(), key_lens, piece, state.acc[rows], state.m[rows])
-        if not piece.store_state:
+        self._merge_state(result, lse.t(), key_lens, key_range, state.acc[rows], state.m[rows])
+        if not key_range.store_state:
             out[rows].copy_(state.acc[rows])
 
     def _merge_state(
-        self, result: Tensor, lse: Tensor, key_lens: Tensor, piece: PrefillPiece, acc: Tensor, m: Tensor
+        self, result: Tensor, lse: Tensor, key_lens: Tensor, key_range: KeyRange, acc: Tensor, m: Tensor
     ) -> None:
-        """Merge one piece into acc and m, normalised output and natural log-sum-exp so far. The state's l is unused."""
-        counts = piece.cu_seqlens_q.diff()
+        """Merge one range into acc and m, normalised output and natural log-sum-exp so far. The state's l is unused."""
+        counts = key_range.cu_seqlens_q.diff()
 
         def each_query(values: Tensor) -> Tensor:
             """[S] -> [num_tokens, 1]."""
             return values.repeat_interleave(counts, output_size=result.shape[0])[:, None]
 
-        resume = each_query(piece.load_state).bool()
-        # flash-attn writes nothing useful for a sequence without keys in this piece, and inf for a row that sees none
+        resume = each_query(key_range.load_state).bool()
+        # flash-attn writes nothing useful for a sequence without keys in this range, and inf for a row that sees none
         has_keys = (each_query(key_lens) > 0) & (lse != float("inf"))
         lse = torch.where(has_keys, lse, NEG_INF)
         result = torch.where(has_keys[..., None], result, 0.0)

@@ -19,7 +19,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, Partials, PrefillPiece, PrefillState
+from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, KeyRange, Partials, PrefillState
 from nanoinfer.common.exact import elementwise
 
 NEG_INF = float("-inf")
@@ -34,10 +34,10 @@ ones go back to the system each time, and come back page by page."""
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries of one sequence of a prefill piece, at neighbouring positions.
+    """Queries of one sequence of a `KeyRange`, at neighbouring positions.
 
     Attributes:
-        sequence: number of the sequence in the piece.
+        sequence: number of the sequence in the `KeyRange`.
         rows: the queries' rows of q, first and last + 1.
         position: position of the first query.
         origin: the position of the tile's first place, a multiple of `TILE_QUERIES`.
@@ -129,21 +129,21 @@ class TorchBackend(AttentionBackend):
             out[rows] = mixed.div_(_not_zero(total))
 
     def prefill(
-        self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None
+        self, q: Tensor, kv: Tensor, key_range: KeyRange, state: PrefillState | None, out: Tensor, window: int | None
     ) -> None:
-        assert state is not None or not piece.store_state, "store_state needs a PrefillState"
-        tiles = _tiles(piece.cu_seqlens_q.tolist(), piece.query_pos.tolist())
+        assert state is not None or not key_range.store_state, "store_state needs a PrefillState"
+        tiles = _tiles(key_range.cu_seqlens_q.tolist(), key_range.query_pos.tolist())
         row_elements = TILE_QUERIES * self.spec.num_q_heads
         count = _at_once(row_elements * max(self.spec.block_size, self.spec.head_dim))
         for begin in range(0, len(tiles), count):
-            self._attend_tiles(tiles[begin : begin + count], q, kv, piece, state, out, window)
+            self._attend_tiles(tiles[begin : begin + count], q, kv, key_range, state, out, window)
 
     def _attend_tiles(
         self,
         tiles: list[Tile],
         q: Tensor,
         kv: Tensor,
-        piece: PrefillPiece,
+        key_range: KeyRange,
         state: PrefillState | None,
         out: Tensor,
         window: int | None,
@@ -157,22 +157,22 @@ class TorchBackend(AttentionBackend):
         queries = self._in_tiles(q[rows].float(), places, count, 0.0)  # [tiles, Hkv, G * TILE_QUERIES, D]
         acc = queries.new_zeros(queries.shape)
         m, l = queries.new_full((count, *heads), NEG_INF), queries.new_zeros(count, *heads)
-        load_state = piece.load_state.tolist()
+        load_state = key_range.load_state.tolist()
         if any(load_state[tile.sequence] for tile in tiles):
             assert state is not None, "load_state 1 needs a PrefillState"
             resumed = (
                 torch.tensor([load_state[tile.sequence] for tile in tiles for _ in tile.places], device=q.device) > 0
             )
             acc, m, l = (
-                self._in_tiles(part[rows][resumed], places[resumed], count, fill)
-                for part, fill in ((state.acc, 0.0), (state.m, NEG_INF), (state.l, 0.0))
+                self._in_tiles(part[rows][resumed], places[resumed], count, otherwise)
+                for part, otherwise in ((state.acc, 0.0), (state.m, NEG_INF), (state.l, 0.0))
             )
-        first_block, kv_end = piece.first_block.tolist(), piece.kv_end.tolist()
+        first_block, kv_end = key_range.first_block.tolist(), key_range.kv_end.tolist()
         owners = torch.tensor([tile.sequence for tile in tiles], device=q.device)
         at = torch.tensor([tile.origin for tile in tiles], device=q.device)[:, None, None]
         at = at + torch.arange(TILE_QUERIES, device=q.device)[:, None]  # [tiles, TILE_QUERIES, 1]
-        keys = (piece.first_block.long() * spec.block_size)[:, None] + torch.arange(spec.block_size, device=q.device)
-        for column in range(piece.block_table.shape[1]):
+        keys = torch.arange(spec.block_size, device=q.device) + key_range.first_block.long()[:, None] * spec.block_size
+        for column in range(key_range.block_table.shape[1]):
             first_key = [(first + column) * spec.block_size for first in first_block]
             seeing = [
                 i
@@ -188,8 +188,8 @@ class TorchBackend(AttentionBackend):
             every = len(seeing) == count
             chosen = slice(None) if every else torch.tensor(seeing, device=q.device)
             key = keys + column * spec.block_size  # [S, block_size]
-            is_beyond = key >= piece.kv_end[:, None]
-            k, v = self._heads_first(kv, piece.block_table[sequences, column].long(), is_beyond[sequences])
+            is_beyond = key >= key_range.kv_end[:, None]
+            k, v = self._heads_first(kv, key_range.block_table[sequences, column].long(), is_beyond[sequences])
             own = owners[chosen]
             key, is_beyond = key[own][:, None], is_beyond[own][:, None]  # [seeing, 1, block_size]
             hidden = (key > at[chosen]) | is_beyond
@@ -201,7 +201,7 @@ class TorchBackend(AttentionBackend):
                 acc, m, l = running
             else:
                 acc[chosen], m[chosen], l[chosen] = running
-        if piece.store_state:
+        if key_range.store_state:
             state.acc[rows], state.m[rows], state.l[rows] = (self._in_rows(part, places) for part in (acc, m, l))
         else:
             out[rows] = self._in_rows(acc / _not_zero(l).unsqueeze(-1), places).to(out.dtype)
@@ -228,12 +228,12 @@ class TorchBackend(AttentionBackend):
         acc = acc * alpha.unsqueeze(-1) + _products(p, [values[i] for i in owner])
         return acc, m_new, l * alpha + p.sum(-1)
 
-    def _in_tiles(self, x: Tensor, places: Tensor, count: int, fill: float) -> Tensor:
+    def _in_tiles(self, x: Tensor, places: Tensor, count: int, otherwise: float) -> Tensor:
         """Put n queries into tiles: [n, Hq, ...] -> [count, Hkv, G * TILE_QUERIES, ...] in new memory.
 
-        Places without a query hold `fill`.
+        Places without a query hold `otherwise`.
         """
-        tiles = x.new_full((count * TILE_QUERIES, *x.shape[1:]), fill)
+        tiles = x.new_full((count * TILE_QUERIES, *x.shape[1:]), otherwise)
         tiles[places] = x
         tiles = tiles.unflatten(0, (count, TILE_QUERIES)).transpose(1, 2).contiguous()  # [count, Hq, TILE_QUERIES, ...]
         return tiles.view(count, self.spec.num_kv_heads, -1, *x.shape[2:])

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, Partials, PrefillPiece, PrefillState
+from nanoinfer.attention.base import AttentionBackend, AttentionSpec, DecodeWork, KeyRange, Partials, PrefillState
 from nanoinfer.kernels.attention.decode_partial import decode_partial
 from nanoinfer.kernels.attention.merge import merge
 from nanoinfer.kernels.attention.prefill import prefill
@@ -98,17 +98,16 @@ class TritonBackend(AttentionBackend):
         merge(partials.out, partials.lse, partials.weight, ranges, partials_per_block, out, tiles=tiles)
 
     def prefill(
-        self, q: Tensor, kv: Tensor, piece: PrefillPiece, state: PrefillState | None, out: Tensor, window: int | None
+        self, q: Tensor, kv: Tensor, key_range: KeyRange, state: PrefillState | None, out: Tensor, window: int | None
     ) -> None:
-        assert state is not None or not piece.store_state, "store_state needs a PrefillState"
+        assert state is not None or not key_range.store_state, "store_state needs a PrefillState"
         self._check_rows(q, kv)
         assert out.is_contiguous(), "out must be contiguous"
         prefill(
-            q, kv, out,
-            self._no_state if state is None else (state.acc, state.m, state.l),
-            (piece.cu_seqlens_q, piece.query_pos, piece.first_block, piece.kv_end, piece.load_state),
-            piece.block_table,
-            max_query_len=piece.max_query_len, store_state=piece.store_state, window=window,
+            q, kv, out, self._no_state if state is None else (state.acc, state.m, state.l),
+            (key_range.cu_seqlens_q, key_range.query_pos, key_range.first_block, key_range.kv_end,
+             key_range.load_state), key_range.block_table,
+            max_query_len=key_range.max_query_len, store_state=key_range.store_state, window=window,
             shape=self.shape, tiles=self.tiles,
         )  # fmt: skip
 

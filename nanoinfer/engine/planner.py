@@ -42,7 +42,7 @@ class StepPlanner:
     def begin_step(self, batch: Batch[Sequence]) -> StepPlan:
         """Take the host blocks and GPU copies that the step needs, and describe the step.
 
-        Every part already has the GPU blocks that the step writes to (`KVCache.grow`).
+        Every member already has the GPU blocks that the step writes to (`KVCache.grow`).
         """
         if self._kv_cache.tables.is_offload:
             self._count_blocks_read(batch.sequences)

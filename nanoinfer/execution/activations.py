@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from tqdm import tqdm
 
-from nanoinfer.attention.base import AttentionBackend, PrefillPiece
+from nanoinfer.attention.base import AttentionBackend, KeyRange
 from nanoinfer.common.units import GIB
 from nanoinfer.execution.products import check_products, run_ours
 from nanoinfer.execution.recurrent import RecurrentStates
@@ -114,11 +114,11 @@ class Activations:
     def _around(self, kv: torch.Tensor, tokens: int) -> Around:
         """Return what the step does around segments: one sequence of `tokens` tokens attends to one block."""
         table = torch.zeros(1, -(-tokens // kv.shape[2]), dtype=torch.int32, device=kv.device)
-        piece = PrefillPiece.of_one(tokens, table)
+        key_range = KeyRange.of_one(tokens, table)
         state, window = self.backend.prefill_state(tokens), self.model.spec.windows[0]
 
         def before(index: int, tensors: StepTensors) -> None:
             if index > 0:
-                self.backend.prefill(tensors.q, kv, piece, state, tensors.attention, window)
+                self.backend.prefill(tensors.q, kv, key_range, state, tensors.attention, window)
 
         return SimpleNamespace(before=before, after=lambda index, tensors: None)

@@ -18,7 +18,7 @@ import torch
 
 from nanoinfer.execution.decode_attention import DecodeAttention
 from nanoinfer.execution.graphs import GraphWork
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.segments import Around
 from nanoinfer.execution.splits import NO_SPLITS
@@ -48,14 +48,14 @@ class DecodeProgram:
         indices: of all pieces.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        spec, device, self._block_size = parts.model.spec, parts.runtime.device, parts.layout.block_size
-        self.parts, self._compute = parts, parts.compute
-        self.batch_sizes = parts.config.graph_batch_sizes(parts.plan.max_num_seqs)
-        max_batch = max(self.batch_sizes[-1], parts.plan.max_num_seqs)
-        self.rows = rows = RowState(parts.runtime, parts.plan.max_num_seqs, parts.max_blocks_per_seq)
-        self.sampling = SamplingState(parts.runtime, rows, spec.vocab_size, max_batch)
-        self.indices = range(len(parts.segments))
+    def __init__(self, resources: Resources) -> None:
+        spec, device, self._block_size = resources.model.spec, resources.runtime.device, resources.layout.block_size
+        self.resources, self._compute = resources, resources.compute
+        self.batch_sizes = resources.config.graph_batch_sizes(resources.plan.max_num_seqs)
+        max_batch = max(self.batch_sizes[-1], resources.plan.max_num_seqs)
+        self.rows = rows = RowState(resources.runtime, resources.plan.max_num_seqs, resources.max_blocks_per_seq)
+        self.sampling = SamplingState(resources.runtime, rows, spec.vocab_size, max_batch)
+        self.indices = range(len(resources.segments))
         self.counters = DecodeCounters()
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -65,8 +65,8 @@ class DecodeProgram:
         self._slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
-        self._batch_rows = DeviceTable(parts.runtime, max_batch)
-        self.attention = DecodeAttention(parts, self._buffers.q, self._lengths, self._block_table)
+        self._batch_rows = DeviceTable(resources.runtime, max_batch)
+        self.attention = DecodeAttention(resources, self._buffers.q, self._lengths, self._block_table)
         self._last: DecodeStep | None = None  # the step whose lists the tables hold, if another may repeat it
 
     # Pieces
@@ -77,7 +77,7 @@ class DecodeProgram:
         Each piece may be a graph of its own, so what it leaves for the next piece lies at fixed addresses.
         """
         tensors = self._tensors(size)
-        self.parts.segments.piece(index, tensors, self._around(whole_rows=False))
+        self.resources.segments.piece(index, tensors, self._around(whole_rows=False))
         if index == 0:
             self._buffers.x[:size].copy_(tensors.x)
 
@@ -85,7 +85,7 @@ class DecodeProgram:
         """Run pieces of one padded batch, one after the other."""
         tensors, around = self._tensors(size), self._around(self.attention.whole_rows)
         for index in indices:
-            self.parts.segments.piece(index, tensors, around)
+            self.resources.segments.piece(index, tensors, around)
 
     def _around(self, whole_rows: bool) -> Around:
         """Return what a step does around segments.
@@ -100,8 +100,8 @@ class DecodeProgram:
                 self.attention.end(index - 1, tensors.attention, whole_rows)
 
         def after(index: int, tensors: StepTensors) -> None:
-            if index == len(self.parts.segments) - 1:
-                logits = self.parts.model.logits(tensors.x, self.logits[: len(tensors)])
+            if index == len(self.resources.segments) - 1:
+                logits = self.resources.model.logits(tensors.x, self.logits[: len(tensors)])
                 self.sampling.sample(logits, self._batch_rows.tensor[: len(tensors)], self.tokens[: len(tensors)])
             else:
                 self.attention.begin(index, tensors.q, tensors.attention, whole_rows)
@@ -139,7 +139,7 @@ class DecodeProgram:
     def run_each_kind(self) -> None:
         """Run pieces that together use every kernel of a step, for each kind of batch, on padding rows."""
         self._reset_tables()
-        kind = self.parts.kind
+        kind = self.resources.kind
         layers = {kind.index(one) for one in kind}
         pieces = sorted({0, 1, len(kind)} | layers | {layer + 1 for layer in layers})
         beyond = [size for size in self.batch_sizes if size > MAX_ROWS]
@@ -159,7 +159,7 @@ class DecodeProgram:
         for size in sizes if may_offload else ():
             pieces = [partial(self.run_piece, index, size) for index in indices]
             yield GraphWork(("pieces", size), f"layer graphs, batch {size}", prepare, pieces)
-        slots = product(range(len(self.parts.windows)), range(self.parts.ring.num_ring_slots))
+        slots = product(range(len(self.resources.windows)), range(self.resources.ring.num_ring_slots))
         for slot in slots if may_offload else ():
             yield GraphWork(("slot", *slot), "ring slot graphs", prepare, [partial(self.attention.attend_slot, *slot)])
 
@@ -167,7 +167,7 @@ class DecodeProgram:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
         self._last = None
         self._batch_rows.set(self._compute, np.full(len(self.tokens), self.rows.padding_row, dtype=np.int32))
-        self.attention.upload([NO_SPLITS] * len(self.parts.windows), [])
+        self.attention.upload([NO_SPLITS] * len(self.resources.windows), [])
 
     def forget_tables(self) -> None:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""
@@ -225,13 +225,13 @@ class DecodeProgram:
 
     def enqueue(self, key: tuple, work: Callable[[], None], number: int = 0) -> bool:
         """Enqueue what `works` has under this key, or `work` if it is not captured. Return whether it is."""
-        is_graph = self.parts.graphs.run(key, work, number)
+        is_graph = self.resources.graphs.run(key, work, number)
         self.counters.graph_replays += is_graph
         return is_graph
 
-    def keep(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
+    def promote(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
         """Copy promoted blocks, which stay on the GPU from now on, from the ring slot into the GPU pool."""
-        kv, slot = self.parts.gpu_kv[layer], self.parts.ring.slots[ring_slot]
+        kv, slot = self.resources.gpu_kv[layer], self.resources.ring.slots[ring_slot]
         pairs = [(promoted[block], place) for place, block in enumerate(chunk.blocks) if block in promoted]
         for gpu_block, place, count in runs(pairs):
             self._compute.copy(kv[gpu_block : gpu_block + count], slot[place : place + count])
@@ -282,7 +282,7 @@ class DecodeStep:
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         attention = self.program.attention
         if attention.load_record(layer, chunk, ring_slot):
-            slot = self.program.parts.kind[layer], ring_slot
+            slot = self.program.resources.kind[layer], ring_slot
             self.program.enqueue(("slot", *slot), partial(attention.attend_slot, *slot))
         if self.promoted:
-            self.program.keep(layer, chunk, ring_slot, self.promoted)
+            self.program.promote(layer, chunk, ring_slot, self.promoted)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from nanoinfer.attention.base import DecodeWork, Partials
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.splits import DecodeLists, SplitLists
 from nanoinfer.execution.tables import ChunkRecords, SplitTables
 from nanoinfer.kernels.attention.spec import MAX_TILES_APART
@@ -26,18 +26,18 @@ class DecodeAttention:
         lists: makes the lists of what is attended to.
     """
 
-    def __init__(self, parts: Parts, q: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> None:
-        runtime, ring = parts.runtime, parts.ring
-        self._compute, self._backend, self._ring, self._gpu_kv = parts.compute, parts.backend, ring, parts.gpu_kv
-        self._windows, self._kind, self.lists = parts.windows, parts.kind, DecodeLists(parts)
+    def __init__(self, resources: Resources, q: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> None:
+        runtime, ring, self._gpu_kv = resources.runtime, resources.ring, resources.gpu_kv
+        self._compute, self._backend, self._ring = resources.compute, resources.backend, ring
+        self._windows, self._kind, self.lists = resources.windows, resources.kind, DecodeLists(resources)
         self._q, self._lengths, self._block_table = q, lengths, block_table
         # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial, and a block that
         # several rows share has one for each.
-        self._max_splits = most = parts.plan.max_splits + MAX_TILES_APART
-        self._partials: Partials = parts.backend.partials(most)
+        self._max_splits = most = resources.plan.max_splits + MAX_TILES_APART
+        self._partials: Partials = resources.backend.partials(most)
         # The host's tables, one set per window.
-        self._splits = [SplitTables(runtime, len(q), most) for _ in parts.windows]
-        self._records = [ChunkRecords(runtime, most) for _ in parts.windows]
+        self._splits = [SplitTables(runtime, len(q), most) for _ in resources.windows]
+        self._records = [ChunkRecords(runtime, most) for _ in resources.windows]
         self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=runtime.device)
 
     @property

@@ -29,7 +29,7 @@ class MixedStep:
 
     def __init__(self, prefill: PrefillStep, decode: DecodeStep, count: int) -> None:
         self._prefill, self._decode, self._count = prefill, decode, count
-        self._attention, self._compute = decode.program.attention, decode.program.parts.compute
+        self._attention, self._compute = decode.program.attention, decode.program.resources.compute
         # Ring chunks of the decode rows come first: some of them may be in the ring already.
         self.plan = StreamPlan(
             tuple([*ours, *theirs] for ours, theirs in zip(decode.plan.chunks, prefill.plan.chunks, strict=True))
@@ -52,8 +52,8 @@ class MixedStep:
             self.compute(index)
 
     def compute(self, index: int) -> None:
-        parts = self._prefill.program.parts
-        parts.segments.piece(index, self._prefill.tensors, self, parts.graphs.run)
+        resources = self._prefill.program.resources
+        resources.segments.piece(index, self._prefill.tensors, self, resources.graphs.run)
 
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         if chunk.tag is not None:

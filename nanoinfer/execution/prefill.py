@@ -1,8 +1,8 @@
 """Prefill: chunks of prompts through all layers, with the history from the GPU pool or through the ring.
 
 The keys of a sequence are walked in ascending order. Keys in the host pool come first: they pass through the ring, and
-the running softmax is stored between two ring chunks. The GPU pool holds the newest tokens; its piece comes last and
-writes the output. If everything lies in the GPU pool, there is only that piece. Both ways give the same bits. A prefix
+the running softmax is stored between two ring chunks. The GPU pool holds the newest tokens; its range comes last and
+writes the output. If everything lies in the GPU pool, there is only that range. Both ways give the same bits. A prefix
 that several sequences of a step share passes through the ring once.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from nanoinfer.attention.base import PrefillPiece, PrefillState
-from nanoinfer.execution.parts import Parts
+from nanoinfer.attention.base import KeyRange, PrefillState
 from nanoinfer.execution.prefill_segments import PrefillSegments
+from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.splits import first_visible_block
 from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.execution.tables import DeviceTable, Packer
@@ -29,9 +29,9 @@ from offload.layout import runs
 class PrefillProgram:
     """Runs prefill steps: the pieces of small steps from graphs, attention and larger steps eagerly."""
 
-    def __init__(self, parts: Parts) -> None:
-        runtime, states, plan = parts.runtime, parts.states, parts.plan
-        self.parts, self.block_size = parts, parts.layout.block_size
+    def __init__(self, resources: Resources) -> None:
+        runtime, states, plan = resources.runtime, resources.states, resources.plan
+        self.resources, self.block_size = resources, resources.layout.block_size
         # Token id, position and slot of a padding token, and its row if a layer asks for it: the KV store skips
         # negative slots.
         self._padding = (0, 0, -1, states.padding_row) if states.of_layer else (0, 0, -1)
@@ -39,15 +39,15 @@ class PrefillProgram:
         # The table holds tokens, positions, slots and rows; then per sequence the offsets and ranges; then block tables
         # and ring chunks. Every sequence of the step may have a history on the host (a shared prefix, a switch), with
         # each of its blocks in a separate ring slot.
-        blocks = min(plan.max_splits, max_seqs * parts.max_blocks_per_seq)
+        blocks = min(plan.max_splits, max_seqs * resources.max_blocks_per_seq)
         num_rows = padded_rows(max_tokens) if runtime.device.type == "cuda" else max_tokens
-        size = len(self._padding) * num_rows + 1 + max_seqs * parts.max_blocks_per_seq
-        size += (6 + bool(states.of_layer) + len(parts.windows)) * max_seqs
-        size += 3 * (9 + 2 * bool(states.of_layer) + 2 * len(parts.windows))  # each part begins at a multiple of 4
-        size += 3 * len(parts.windows) * blocks
+        size = len(self._padding) * num_rows + 1 + max_seqs * resources.max_blocks_per_seq
+        size += (6 + bool(states.of_layer) + len(resources.windows)) * max_seqs
+        size += 3 * (9 + 2 * bool(states.of_layer) + 2 * len(resources.windows))  # each table begins at a multiple of 4
+        size += 3 * len(resources.windows) * blocks
         self._table = DeviceTable(runtime, size)
-        self.segments = PrefillSegments(parts, self._table, self._padding)
-        places = torch.arange(parts.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
+        self.segments = PrefillSegments(resources, self._table, self._padding)
+        places = torch.arange(resources.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
         self.slot_places = places.view(1, -1)
 
     def begin(self, step: StepPlan) -> PrefillStep:
@@ -58,7 +58,7 @@ class PrefillProgram:
         packer, chunks, num_decoding, block_size = Packer(self._table), step.chunks, len(step.rows), self.block_size
         gpu_blocks, host_blocks = step.gpu_blocks[: len(chunks)], step.host_blocks[: len(chunks)]
         inputs = [packer.add(values) for values in self._inputs(chunks, gpu_blocks, step.rows)]  # graphs read them
-        begun = packer.add([chunk.row for chunk in chunks if self.parts.states.of_layer and chunk.begin == 0])
+        begun = packer.add([chunk.row for chunk in chunks if self.resources.states.of_layer and chunk.begin == 0])
         lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
         cu_seqlens = packer.add(np.concatenate([[0], np.cumsum(lengths)]))
         finished = [i for i, chunk in enumerate(chunks) if chunk.is_last]
@@ -75,13 +75,14 @@ class PrefillProgram:
         for line, blocks, first, count in zip(table, gpu_blocks, first_blocks, num_blocks, strict=True):
             line[: count - first] = blocks[first:count]
         block_table = packer.add(table)
-        histories = [self._history(chunks, host_blocks, first_blocks, window, packer) for window in self.parts.windows]
+        windows = self.resources.windows
+        histories = [self._history(chunks, host_blocks, first_blocks, window, packer) for window in windows]
         passing, load_states, slot_tables, readers = zip(*histories, strict=True)
-        packer.upload(self.parts.compute)
+        packer.upload(self.resources.compute)
         if num_decoding:
             self._table.forget()  # `MixedStep` writes there, too
-        gpu_pieces = [
-            PrefillPiece(
+        gpu_ranges = [
+            KeyRange(
                 cu_seqlens_q=cu_seqlens,
                 query_pos=query_pos,
                 first_block=first_block,
@@ -98,13 +99,13 @@ class PrefillProgram:
             program=self,
             num_chunks=len(chunks),
             write_through=step.write_through,
-            plan=StreamPlan(tuple(passing[kind] for kind in self.parts.kind)),
+            plan=StreamPlan(tuple(passing[kind] for kind in self.resources.kind)),
             num_tokens=num_tokens,
             tensors=self.segments.begin(num_tokens + num_decoding, inputs),
             begun=begun,
             last=last,
             last_rows=last_rows,
-            gpu_pieces=gpu_pieces,
+            gpu_ranges=gpu_ranges,
             slot_tables=slot_tables,
             lengths=lengths,
             readers=readers,
@@ -131,8 +132,8 @@ class PrefillProgram:
         rows = [np.full(len(at), chunk.row) for chunk, at in zip(chunks, positions, strict=True)]
         num_tokens = sum(map(len, positions))
         count = self.segments.padded_count(num_tokens + len(decoding))
-        for parts, value in zip((token_ids, positions, slots, [*rows, decoding]), self._padding, strict=False):
-            known = np.concatenate(parts)
+        for columns, value in zip((token_ids, positions, slots, [*rows, decoding]), self._padding, strict=False):
+            known = np.concatenate(columns)
             yield np.concatenate([known, np.full(count - len(known), value)])
 
     def _history(
@@ -156,7 +157,7 @@ class PrefillProgram:
             "a block lies neither on the GPU nor on the host"
         )
         found, rows, number = [], [], 0
-        for chunk, readers in pack_together(lists, firsts, self.parts.ring.blocks_per_slot):
+        for chunk, readers in pack_together(lists, firsts, self.resources.ring.blocks_per_slot):
             # Runs of neighbours, which one launch attends to: (number of the first record, first sequence, count).
             neighbours = [(number + place, first, count) for place, first, count in runs(list(enumerate(readers)))]
             end = (chunk.begin + len(chunk.blocks)) * block_size
@@ -164,7 +165,7 @@ class PrefillProgram:
             number += len(readers)
             found.append(replace(chunk, tag=tuple(neighbours)))
         blocks = [blocks[first:] for blocks, first in zip(lists, firsts, strict=True)]
-        readers = np.repeat(np.arange(len(blocks)), [len(part) for part in blocks]), np.concatenate(blocks)
+        readers = np.repeat(np.arange(len(blocks)), [len(one) for one in blocks]), np.concatenate(blocks)
         load_state = packer.add([first < end for first, end in zip(firsts, ends, strict=True)])
         return found, load_state, packer.add(np.array(rows, dtype=np.int32).reshape(-1, 3).T), readers
 
@@ -187,7 +188,7 @@ class PrefillStep:
             their prompt, then the tokens of decoding sequences.
         last_rows: [n] the rows of these tokens.
         last_normed: [n, hidden_size], what the head reads; filled by the last piece.
-        gpu_pieces: for each window what the chunks attend to in the GPU pool.
+        gpu_ranges: for each window what the chunks attend to in the GPU pool.
         slot_tables: for each window [3, n] int32: first block, end of the keys and load state of each pair of a ring
             chunk and a sequence that reads it.
         readers: for each window two parallel arrays, the number of a chunk and a host block that it reads.
@@ -202,7 +203,7 @@ class PrefillStep:
     begun: torch.Tensor
     last: torch.Tensor
     last_rows: torch.Tensor
-    gpu_pieces: list[PrefillPiece]
+    gpu_ranges: list[KeyRange]
     slot_tables: Sequence[torch.Tensor]
     lengths: np.ndarray
     readers: Sequence[tuple[np.ndarray, np.ndarray]]
@@ -217,43 +218,43 @@ class PrefillStep:
             self.compute(index)
 
     def compute(self, index: int) -> None:
-        parts = self.program.parts
-        parts.segments.piece(index, self.tensors, self, parts.graphs.run)
+        resources = self.program.resources
+        resources.segments.piece(index, self.tensors, self, resources.graphs.run)
 
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
-        self.program.parts.compute.run(lambda: self._attend_slot(layer, chunk, ring_slot))
+        self.program.resources.compute.run(lambda: self._attend_slot(layer, chunk, ring_slot))
 
     def before(self, index: int, tensors: StepTensors) -> None:
-        self.program.parts.compute.run(self._begin if index == 0 else lambda: self._attend_gpu(index - 1))
+        self.program.resources.compute.run(self._begin if index == 0 else lambda: self._attend_gpu(index - 1))
 
     def after(self, index: int, tensors: StepTensors) -> None:
-        if index == len(self.program.parts.kind):
-            self.program.parts.compute.run(self._finish)
+        if index == len(self.program.resources.kind):
+            self.program.resources.compute.run(self._finish)
 
     def _begin(self) -> None:
-        parts = self.program.parts
+        resources = self.program.resources
         if any(self.plan.chunks):
-            self._state = parts.backend.prefill_state(self.num_tokens)
-        self.tensors.reserve(parts.model.spec)
-        parts.states.reset(self.begun)
+            self._state = resources.backend.prefill_state(self.num_tokens)
+        self.tensors.reserve(resources.model.spec)
+        resources.states.reset(self.begun)
 
     def _finish(self) -> None:
         self.last_normed = self.tensors.x.index_select(0, self.last)
         self.tensors = self._state = None
 
     def _attend_gpu(self, layer: int) -> None:
-        parts = self.program.parts
-        self._attend(layer, self.gpu_pieces[parts.kind[layer]], parts.gpu_kv[layer])
+        resources = self.program.resources
+        self._attend(layer, self.gpu_ranges[resources.kind[layer]], resources.gpu_kv[layer])
 
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         """Attend to a ring slot: once for each run of neighbouring sequences that read the chunk."""
-        parts = self.program.parts
-        gpu_piece, table = self.gpu_pieces[parts.kind[layer]], self.slot_tables[parts.kind[layer]]
+        resources = self.program.resources
+        gpu_range, table = self.gpu_ranges[resources.kind[layer]], self.slot_tables[resources.kind[layer]]
         for number, first, count in chunk.tag:
             last, records = first + count, table[:, number : number + count]
-            piece = PrefillPiece(
-                cu_seqlens_q=gpu_piece.cu_seqlens_q[first : last + 1],
-                query_pos=gpu_piece.query_pos[first:last],
+            key_range = KeyRange(
+                cu_seqlens_q=gpu_range.cu_seqlens_q[first : last + 1],
+                query_pos=gpu_range.query_pos[first:last],
                 first_block=records[0],
                 kv_end=records[1],
                 load_state=records[2],
@@ -262,8 +263,8 @@ class PrefillStep:
                 query_rows=(int(self.lengths[:first].sum()), int(self.lengths[:last].sum())),
                 store_state=True,
             )
-            self._attend(layer, piece, parts.ring.slots[ring_slot])
+            self._attend(layer, key_range, resources.ring.slots[ring_slot])
 
-    def _attend(self, layer: int, piece: PrefillPiece, kv: torch.Tensor) -> None:
-        parts, (q, out) = self.program.parts, self.tensors.attention_rows(self.num_tokens)
-        parts.backend.prefill(q, kv, piece, self._state, out, parts.windows[parts.kind[layer]])
+    def _attend(self, layer: int, key_range: KeyRange, kv: torch.Tensor) -> None:
+        resources, (q, out) = self.program.resources, self.tensors.attention_rows(self.num_tokens)
+        resources.backend.prefill(q, kv, key_range, self._state, out, resources.windows[resources.kind[layer]])

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from nanoinfer.execution.graphs import GraphWork
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.step_tensors import FixedBuffers, FixedTensors, StepTensors
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
@@ -50,14 +50,14 @@ class PrefillSegments:
         capture_num_tokens: padded token counts, ascending; a larger step runs eagerly.
     """
 
-    def __init__(self, parts: Parts, table: DeviceTable, padding: tuple[int, ...]) -> None:
-        device, max_tokens = parts.runtime.device, parts.plan.max_num_batched_tokens
+    def __init__(self, resources: Resources, table: DeviceTable, padding: tuple[int, ...]) -> None:
+        device, max_tokens = resources.runtime.device, resources.plan.max_num_batched_tokens
         self._pads = device.type == "cuda"
-        self.capture_num_tokens = capture_num_tokens = parts.config.graph_num_tokens(max_tokens, self._pads)
+        self.capture_num_tokens = capture_num_tokens = resources.config.graph_num_tokens(max_tokens, self._pads)
         assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the table"
         self.counters = PrefillCounters()
-        self._parts, self._table, self._padding = parts, table, padding
-        self.buffers = FixedBuffers(parts.model.spec, max(capture_num_tokens, default=0), device)
+        self._resources, self._table, self._padding = resources, table, padding
+        self.buffers = FixedBuffers(resources.model.spec, max(capture_num_tokens, default=0), device)
         self._fixed = {count: FixedTensors(self._pack_padding(count)[1], self.buffers) for count in capture_num_tokens}
 
     def padded_count(self, num_tokens: int) -> int:
@@ -69,14 +69,14 @@ class PrefillSegments:
         """Return the tensors of a step of `num_tokens` tokens, whose padded inputs lie in the table."""
         count = self.padded_count(num_tokens)
         self.counters.padded_tokens += count - num_tokens
-        is_captured = ("segments", count) in self._parts.graphs
+        is_captured = ("segments", count) in self._resources.graphs
         self.counters.graph_steps += is_captured
         self.counters.eager_steps += not is_captured
         return self._fixed[count] if count in self._fixed else StepTensors(*inputs)
 
     def works(self) -> Iterator[GraphWork]:
         """Yield what runs from graphs: each segment for each count, the largest first. It is the same in every mode."""
-        segments = self._parts.segments
+        segments = self._resources.segments
         for count, tensors in reversed(self._fixed.items()):
             launches = [partial(segments.run, index, tensors) for index in range(len(segments))]
             yield GraphWork(
@@ -85,7 +85,7 @@ class PrefillSegments:
 
     def run_each_kind(self) -> None:
         """Run segments that together use every kernel, for each count, on padding."""
-        segments = self._parts.segments
+        segments = self._resources.segments
         for count, tensors in self._fixed.items():
             self._reset_table(count)
             for index in (0, 1, len(segments) - 1):
@@ -96,7 +96,7 @@ class PrefillSegments:
 
         It stores keys and values: with the slots of an earlier step it would overwrite those of running sequences.
         """
-        self._pack_padding(count)[0].upload(self._parts.compute)
+        self._pack_padding(count)[0].upload(self._resources.compute)
 
     def _pack_padding(self, count: int) -> tuple[Packer, list[Tensor]]:
         """Pack a step of padding only, and return its inputs."""

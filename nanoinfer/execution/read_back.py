@@ -20,7 +20,7 @@ class PendingTokens:
 
     Attributes:
         check: returns for each token, once the step has run, why it is unusable, or None.
-        streamed_bytes: [parts of the step] int64, the bytes that the step streams for each part; None: nothing streams.
+        streamed_bytes: [members of the step] int64, the bytes that are streamed for each; None: nothing streams.
     """
 
     def __init__(

@@ -19,10 +19,10 @@ from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.decode import DecodeProgram, DecodeStep
 from nanoinfer.execution.graphs import Graphs, GraphWork
 from nanoinfer.execution.mixed import MixedStep
-from nanoinfer.execution.parts import Parts
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
 from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.stream_shares import stream_shares
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.base import ModelSpec
@@ -93,7 +93,7 @@ class ModelRunner:
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
     def _programs(self, gpu_kv: torch.Tensor, states: RecurrentStates) -> tuple[DecodeProgram, PrefillProgram]:
-        parts = Parts(
+        resources = Resources(
             config=self.config,
             plan=self.plan,
             runtime=self.runtime,
@@ -106,7 +106,7 @@ class ModelRunner:
             states=states,
             graphs=self.graphs,
         )
-        return DecodeProgram(parts), PrefillProgram(parts)
+        return DecodeProgram(resources), PrefillProgram(resources)
 
     def _compile_kernels(self) -> None:
         """Compile the kernels of all steps.
@@ -228,8 +228,8 @@ class ModelRunner:
                 pending = self._sample_prefill(plan, prefill, on_logits)
         if step.plan.transfers:
             if step.shares is None:
-                kind = self.decode_program.parts.kind
-                step.shares = stream_shares(kind, self.layout, plan.num_parts, step.plan, step.readers)
+                kind = self.decode_program.resources.kind
+                step.shares = stream_shares(kind, self.layout, plan.num_members, step.plan, step.readers)
             pending.streamed_bytes = step.shares
         return pending
 

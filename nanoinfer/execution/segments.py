@@ -76,14 +76,14 @@ class Segments:
         if index == 0:
             tensors.widen_positions()
             x, normed = model.embed(tensors.token_ids.long())
-            tensors.keep(x)
+            tensors.set_x(x)
         else:
             tensors.drop_q()
             normed = model.after_attention(between.start - 1, tensors.x, tensors.attention)
         for layer in between:
             normed = model.recur(layer, tensors.x, normed, tensors.rows, self._states.of_layer[layer])
         if index == len(self) - 1:
-            tensors.keep(normed)
+            tensors.set_x(normed)
             return
         target = KVSlots(self._gpu_kv[index], tensors.slots, tensors.q)
         tensors.q = model.before_attention(between.stop, normed, tensors.positions, target)

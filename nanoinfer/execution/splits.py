@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from nanoinfer.execution.parts import Parts
+from nanoinfer.execution.resources import Resources
 from nanoinfer.kernels.attention.spec import MAX_TILES_APART, SHORT_BLOCKS
 from nanoinfer.step.plan import NO_BLOCK
 from offload import Chunk, StreamPlan, pack
@@ -148,10 +148,10 @@ def slot_records(on_host: np.ndarray, chunks: list[Chunk]) -> list[np.ndarray]:
 class DecodeLists:
     """Makes the lists of decode steps."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._windows, self._kind = parts.windows, parts.kind
-        self._backend, self._block_size = parts.backend, parts.layout.block_size
-        self._blocks_per_slot = parts.ring.blocks_per_slot
+    def __init__(self, resources: Resources) -> None:
+        self._windows, self._kind = resources.windows, resources.kind
+        self._backend, self._block_size = resources.backend, resources.layout.block_size
+        self._blocks_per_slot = resources.ring.blocks_per_slot
 
     def splits(
         self, size: int, gpu_blocks: np.ndarray, host_blocks: np.ndarray, lengths: np.ndarray

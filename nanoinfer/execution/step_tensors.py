@@ -21,7 +21,7 @@ class StepTensors:
         slots: [N] int32 or int64, as in `KVSlots`.
         rows: [N] int32, the row of each token; None if no layer keeps a recurrent state.
         positions: [N], int64 from the first segment on.
-        x: [N, hidden_size], the sum of all parts so far; after the last segment the input of the head.
+        x: [N, hidden_size], the residual sum so far; after the last segment the input of the head.
         q: [N, num_q_heads, head_dim].
         attention: [N, num_q_heads, head_dim], which the attention fills; padding rows hold anything.
     """
@@ -44,8 +44,8 @@ class StepTensors:
         """Make `positions` of the given ones."""
         self.positions = self.given_positions.long()
 
-    def keep(self, x: Tensor) -> None:
-        """Take x, [N, hidden_size], over as `x`."""
+    def set_x(self, x: Tensor) -> None:
+        """Take over x, [N, hidden_size]."""
         self.x = x
 
     def drop_q(self) -> None:
@@ -100,5 +100,5 @@ class FixedTensors(StepTensors):
     def widen_positions(self) -> None:
         self.positions.copy_(self.given_positions)
 
-    def keep(self, x: Tensor) -> None:
+    def set_x(self, x: Tensor) -> None:
         self.x.copy_(x)

@@ -1,4 +1,4 @@
-"""Divide the bytes that a step streams among its parts."""
+"""Divide the bytes that a step streams among its members."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from offload import KVLayout, StreamPlan
 
 
 def stream_shares(
-    kind: list[int], layout: KVLayout, num_parts: int, plan: StreamPlan, readers: list[tuple]
+    kind: list[int], layout: KVLayout, num_members: int, plan: StreamPlan, readers: list[tuple]
 ) -> np.ndarray:
-    """Return each part's share of the bytes, [num_parts] int64; readers of one block share it equally.
+    """Return each member's share of the bytes, [num_members] int64; readers of one block share it equally.
 
     Args:
-        kind: as in `Parts`.
-        readers: for each kind two parallel arrays, the number of a part and a host block that it reads.
+        kind: as in `Resources`.
+        readers: for each kind two parallel arrays, the number of a member and a host block that it reads.
     """
     return sum(
-        shares(plan.blocks(kind.index(index)), numbers, blocks, num_parts, kind.count(index) * layout.layer_block_bytes)
-        for index, (numbers, blocks) in enumerate(readers)
+        shares(plan.blocks(kind.index(i)), numbers, blocks, num_members, kind.count(i) * layout.layer_block_bytes)
+        for i, (numbers, blocks) in enumerate(readers)
     )
 
 
 def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: int, block_bytes: int) -> np.ndarray:
-    """Divide the streamed bytes among the sequences: each block's bytes in equal parts among those that read it.
+    """Divide the streamed bytes among the sequences: each block's bytes equally among those that read it.
 
     Args:
         streamed: the blocks that pass, each as often as it passes.
@@ -36,7 +36,7 @@ def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: 
     at = np.searchsorted(found, blocks)
     num_readers = np.bincount(at, minlength=len(found))
     num_bytes = times * block_bytes
-    parts = (num_bytes // num_readers)[at]
+    each = (num_bytes // num_readers)[at]
     _, first_reader = np.unique(at, return_index=True)
-    parts[first_reader] += num_bytes % num_readers
-    return np.bincount(numbers, weights=parts, minlength=count).astype(np.int64)
+    each[first_reader] += num_bytes % num_readers
+    return np.bincount(numbers, weights=each, minlength=count).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The decoder that the families share: RMS norms before each part, rotary positions, grouped queries, a gated MLP.
+"""The decoder that the families share: RMS norms, rotary positions, attention with grouped queries, a gated MLP.
 
 A family says in `Traits` where it differs, overrides the classmethods that read its config, and brings a
 `DecoderLayer` of its own where the order of a layer differs. Modules are named as in the checkpoints, so that only
@@ -129,7 +129,7 @@ class DecoderLayer(nn.Module):
         )
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
-        """Add both parts to x, in place, and return `norm`, the one that follows, of x. attn: [N, q_size]."""
+        """Add attention and MLP to x, in place, and return `norm`, the one that follows, of x. attn: [N, q_size]."""
         normed = self.self_attn.o_proj.project_add_norm(x, attn, self.post_attention_layernorm)
         return self.mlp.down_proj.project_add_norm(x, self.mlp.hidden(normed), norm)
 
@@ -270,7 +270,7 @@ class Decoder(nn.Module):
     def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
         """Add the output projection and the MLP to x, in place. Return x normed for the next layer or the head.
 
-        x: [N, hidden_size], the sum of all parts so far; attn: [N, num_q_heads, head_dim], contiguous.
+        x: [N, hidden_size], the residual sum so far; attn: [N, num_q_heads, head_dim], contiguous.
         """
         return self.layers[layer].after_attention(x, attn.flatten(1), self._norm_before(layer + 1))
 
@@ -278,7 +278,7 @@ class Decoder(nn.Module):
         """Run a whole layer that keeps a `RecurrentState`: add it to x, in place, and update the states of its rows.
 
         Args:
-            x, normed: [N, hidden_size], the sum of all parts so far, and this layer's norm of it.
+            x, normed: [N, hidden_size], the residual sum so far, and this layer's norm of it.
             rows: [N] int32, each token's place in `state`. The tokens of a row are consecutive, in ascending order.
                 Padding tokens name the last row, whose content does not matter.
             state: [number of rows + 1, *shape].

@@ -1,4 +1,4 @@
-"""Gemma 3, text only: sliding and full layers with a rotation each, and norms before and after each part."""
+"""Gemma 3, text only: sliding and full layers with a rotation each, and norms before and after attention and MLP."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class Gemma3Layer(DecoderLayer):
         self.post_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
-        # The output of each part has no name, so it is freed before the gated layer, the largest part of a step.
+        # Attention's output has no name, so it is freed before the gated layer, the largest tensors of a step.
         normed = self.pre_feedforward_layernorm.after_sum(x, self.post_attention_layernorm(self.self_attn.o_proj(attn)))
         return norm.after_sum(x, self.post_feedforward_layernorm(self.mlp(normed)))
 

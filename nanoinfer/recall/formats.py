@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import PrefillPiece
+from nanoinfer.attention.base import KeyRange
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.segments import Segments
@@ -85,7 +85,7 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     num_blocks = -(-count // attention.block_size)
     shape = (num_blocks, 2, attention.block_size, attention.num_kv_heads, attention.head_dim)
     kv = torch.zeros(shape, dtype=attention.kv_dtype, device=device)
-    piece = PrefillPiece.of_one(count, torch.arange(num_blocks, dtype=torch.int32, device=device)[None])
+    key_range = KeyRange.of_one(count, torch.arange(num_blocks, dtype=torch.int32, device=device)[None])
     states = RecurrentStates(spec, 1, device)
     segments = Segments(model, [kv] * len(spec.windows), states)
     positions = torch.arange(count, device=device)
@@ -95,7 +95,7 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     for index in range(len(segments)):
         segments.run(index, tensors)
         if index < len(spec.windows):
-            backend.prefill(tensors.q, kv, piece, None, tensors.attention, spec.windows[index])
+            backend.prefill(tensors.q, kv, key_range, None, tensors.attention, spec.windows[index])
     return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])
 
 

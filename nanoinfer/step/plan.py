@@ -35,14 +35,14 @@ class PromptChunk:
 class StepPlan:
     """What one step computes, where its KV lies, and what changes on the device.
 
-    A step has chunks of prompts, rows that decode, or both. Its *parts* are the chunks, then the decoding rows.
+    A step has chunks of prompts, rows that decode, or both. Its *members* are the chunks, then the decoding rows.
 
     Attributes:
         number: counts up from 0, without gaps.
         chunks: prompts' tokens to compute.
         rows: [d] int32, the rows that decode; their tokens lie on the device.
         begins, ends: [d] int64; row i computes its tokens [begins[i], ends[i]), one token for now.
-        gpu_blocks, host_blocks: [parts, width] int32, the parts' block tables (or `NO_BLOCK`) when the step begins.
+        gpu_blocks, host_blocks: [members, width] int32, the members' block tables (or `NO_BLOCK`) when the step begins.
         later_gpu_blocks: [d, width] int32, the decoding rows' GPU blocks when the step ends; None: as at its beginning.
         changed_rows: [n, 3 + max_blocks_per_seq] int32, a line for each decoding row whose state on the device is out
             of date: row, last token (or `ON_DEVICE`), length, and its GPU blocks (0, the scratch block, for none).
@@ -75,11 +75,11 @@ class StepPlan:
     gone_host_blocks: tuple[int, ...] = ()
 
     @property
-    def num_parts(self) -> int:
+    def num_members(self) -> int:
         return len(self.chunks) + len(self.rows)
 
     def __str__(self) -> str:
-        """Describe the step in a line for each part and each kind of change."""
+        """Describe the step in a line for each member and each kind of change."""
         names = [name for name, there in (("prefill", self.chunks), ("decode", len(self.rows))) if there]
         lines = [f"step {self.number}: {' and '.join(names)}{', may stream' if self.operation else ''}"]
         sampled = self.sampled_rows.tolist()

@@ -10,7 +10,7 @@ from attention_cases import int32, list_items, make_paged, make_q, make_spec, ma
 from request_helpers import threads
 
 from nanoinfer.attention import torch_backend
-from nanoinfer.attention.base import PrefillPiece
+from nanoinfer.attention.base import KeyRange
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.common import exact
 from nanoinfer.kernels.reference import rms_norm
@@ -213,7 +213,7 @@ def prefill_chunks(backend, q, paged, cuts, window):
                     table[at // spec.block_size], :, at % spec.block_size
                 ]
         size = end - begin
-        piece = PrefillPiece(
+        key_range = KeyRange(
             cu_seqlens_q=int32([i * size for i in range(count + 1)]),
             query_pos=int32([begin] * count),
             first_block=int32([0] * count),
@@ -225,7 +225,7 @@ def prefill_chunks(backend, q, paged, cuts, window):
             store_state=False,
         )
         found = torch.empty(count * size, *q.shape[2:], dtype=q.dtype)
-        backend.prefill(q[:, begin:end].flatten(0, 1), kv, piece, None, found, window)
+        backend.prefill(q[:, begin:end].flatten(0, 1), kv, key_range, None, found, window)
         out[:, begin:end] = found.view(count, size, *q.shape[2:])
     return out
 

@@ -357,15 +357,15 @@ def test_sequences_between_two_that_share_a_history_keep_their_own(paths, alone,
     other = random_prompts(1, 70, 70, seed=9)[0]
     run(engine, [DOCUMENT[:165], other], [greedy(2)] * 2)
     prompts = [DOCUMENT[:170], other[:64] + [5, 6], [7, 8, 9], DOCUMENT[:160] + [4] * 20, DOCUMENT[:160] + [3] * 30]
-    pieces, prefill = [], engine.runner.backend.prefill
-    monkeypatch.setattr(engine.runner.backend, "prefill", lambda *args: pieces.append(args[2]) or prefill(*args))
+    ranges, prefill = [], engine.runner.backend.prefill
+    monkeypatch.setattr(engine.runner.backend, "prefill", lambda *args: ranges.append(args[2]) or prefill(*args))
     found = run(engine, prompts, [greedy(6)] * 5)
     assert [completions[0][0] for completions in found] == [alone("qwen3", p, greedy(6))[0][0] for p in prompts]
-    through_ring = [piece for piece in pieces if piece.store_state]
-    assert {tuple(piece.cu_seqlens_q.tolist()) for piece in through_ring} == {(0, 10), (10, 12), (15, 35, 65)}
-    for piece in pieces:
-        bounds = piece.cu_seqlens_q
-        assert piece.max_query_len == bounds.diff().max() and piece.query_rows == (bounds[0], bounds[-1])
+    through_ring = [one for one in ranges if one.store_state]
+    assert {tuple(one.cu_seqlens_q.tolist()) for one in through_ring} == {(0, 10), (10, 12), (15, 35, 65)}
+    for one in ranges:
+        bounds = one.cu_seqlens_q
+        assert one.max_query_len == bounds.diff().max() and one.query_rows == (bounds[0], bounds[-1])
 
 
 def test_with_auto_a_question_about_what_streams_already_is_admitted(paths, alone):

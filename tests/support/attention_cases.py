@@ -10,7 +10,7 @@ import torch
 if "triton" not in sys.modules and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
-from nanoinfer.attention.base import AttentionSpec, DecodeWork, PrefillPiece
+from nanoinfer.attention.base import AttentionSpec, DecodeWork, KeyRange
 
 POISON = float("nan")
 
@@ -145,9 +145,9 @@ def dense_decode(spec, q, paged, lens, window=None):
 
 
 def run_prefill(backend, q, paged, query_pos, q_lens, window=None, cuts=None):
-    """Prefill with the KV in one piece (cuts None), or in pieces that lie in buffers of their own.
+    """Prefill with the KV in one range (cuts None), or in ranges that lie in buffers of their own.
 
-    cuts: blocks per piece. A piece's buffer holds its blocks alone, in reversed order, the rest is poison.
+    cuts: blocks per range. A range's buffer holds its blocks alone, in reversed order, the rest is poison.
     """
     spec, device = backend.spec, q.device
     kv_lens = [pos + n for pos, n in zip(query_pos, q_lens, strict=True)]
@@ -163,7 +163,7 @@ def run_prefill(backend, q, paged, query_pos, q_lens, window=None, cuts=None):
     for first in range(0, widest, step):
         buffer, tables = (paged.kv, paged.tables) if cuts is None else _move(paged, first, step)
         table = [blocks + [2**30] * (step - len(blocks)) for blocks in tables]
-        piece = PrefillPiece(
+        key_range = KeyRange(
             cu_seqlens_q=int32(cu, device),
             query_pos=int32(query_pos, device),
             first_block=int32([first] * len(q_lens), device),
@@ -174,14 +174,14 @@ def run_prefill(backend, q, paged, query_pos, q_lens, window=None, cuts=None):
             query_rows=(0, len(q)),
             store_state=first + step < widest,
         )
-        backend.prefill(q, buffer, piece, state, out, window)
+        backend.prefill(q, buffer, key_range, state, out, window)
     return out
 
 
 def run_prefill_after_history(backend, q, paged, query_pos, q_lens):
-    """Prefill in two pieces that each sequence cuts for itself: its full history blocks, then the rest.
+    """Prefill in two ranges that each sequence cuts for itself: its full history blocks, then the rest.
 
-    A sequence without a full history block has nothing in the first piece.
+    A sequence without a full history block has nothing in the first range.
     """
     spec, device = backend.spec, q.device
     history = [pos // spec.block_size for pos in query_pos]
@@ -193,7 +193,7 @@ def run_prefill_after_history(backend, q, paged, query_pos, q_lens):
     for last in (False, True):
         tables = [table[cut:] if last else table[:cut] for table, cut in zip(paged.tables, history, strict=True)]
         ends = [pos + n for pos, n in zip(query_pos, q_lens, strict=True)]
-        piece = PrefillPiece(
+        key_range = KeyRange(
             cu_seqlens_q=int32([sum(q_lens[:i]) for i in range(len(q_lens) + 1)], device),
             query_pos=int32(query_pos, device),
             first_block=int32(history if last else [0] * len(history), device),
@@ -204,7 +204,7 @@ def run_prefill_after_history(backend, q, paged, query_pos, q_lens):
             query_rows=(0, len(q)),
             store_state=not last,
         )
-        backend.prefill(q, paged.kv, piece, state, out, None)
+        backend.prefill(q, paged.kv, key_range, state, out, None)
     return out
 
 
@@ -223,7 +223,7 @@ def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_sl
             end = min(first + blocks_per_slot, history[i])
             slot = torch.full((blocks_per_slot, *paged.kv.shape[1:]), POISON, dtype=paged.kv.dtype, device=device)
             slot[: end - first] = paged.kv[table[first:end]]
-            piece = PrefillPiece(
+            key_range = KeyRange(
                 cu_seqlens_q=cu_seqlens[i : i + 2],
                 query_pos=int32(query_pos[i : i + 1], device),
                 first_block=int32([first], device),
@@ -234,10 +234,10 @@ def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_sl
                 query_rows=(cu[i], cu[i + 1]),
                 store_state=True,
             )
-            backend.prefill(q, slot, piece, state, out, None)
+            backend.prefill(q, slot, key_range, state, out, None)
     widest = max(len(table) for table in paged.tables)
     rest = [table[cut:] for table, cut in zip(paged.tables, history, strict=True)]
-    piece = PrefillPiece(
+    key_range = KeyRange(
         cu_seqlens_q=cu_seqlens,
         query_pos=int32(query_pos, device),
         first_block=int32(history, device),
@@ -248,7 +248,7 @@ def run_prefill_through_ring(backend, q, paged, query_pos, q_lens, blocks_per_sl
         query_rows=(0, len(q)),
         store_state=False,
     )
-    backend.prefill(q, paged.kv, piece, state, out, None)
+    backend.prefill(q, paged.kv, key_range, state, out, None)
     return out
 
 
@@ -267,7 +267,7 @@ def run_prefill_through_shared_slot(backend, q, paged, query_pos, q_lens, num_sh
         (slot, 0, [num_shared * spec.block_size] * count, int32([list(range(num_shared))], device).expand(count, -1)),
         (paged.kv, num_shared, whole, int32(rest, device)),
     ):
-        piece = PrefillPiece(
+        key_range = KeyRange(
             cu_seqlens_q=int32([sum(q_lens[:i]) for i in range(count + 1)], device),
             query_pos=int32(query_pos, device),
             first_block=int32([first] * count, device),
@@ -278,7 +278,7 @@ def run_prefill_through_shared_slot(backend, q, paged, query_pos, q_lens, num_sh
             query_rows=(0, len(q)),
             store_state=first == 0,
         )
-        backend.prefill(q, kv, piece, state, out, None)
+        backend.prefill(q, kv, key_range, state, out, None)
     return out
 
 

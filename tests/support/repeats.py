@@ -59,7 +59,7 @@ def _check_tables(program: DecodeProgram, step: DecodeStep, plan: StepPlan) -> N
         assert head[splits._max_batch + 1 :][: len(plan.rows)].tolist() == found.partials_per_block.tolist()
         # Which items come first depends on the rows' lengths, and changes no bit.
         assert sorted(items[1 : 1 + items[0, 0]].tolist()) == sorted(found.on_gpu.tolist()), "other splits on the GPU"
-        chunks = step.plan.chunks[program.parts.kind.index(kind)]
+        chunks = step.plan.chunks[program.resources.kind.index(kind)]
         wanted = [record for record in slot_records(found.on_host, chunks) if len(record) > 1]
         if wanted:
             flat = np.concatenate(wanted).reshape(-1)

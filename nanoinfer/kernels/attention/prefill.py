@@ -1,6 +1,6 @@
 """Prefill attention over paged KV (FlashAttention-2, Dao 2023, algorithm 1), which can pause between buffers.
 
-Resident prefill is one piece; offload prefill may be many pieces. Both run the same binary: whether the state is loaded
+Resident prefill is one key range, offload prefill may be many. Both run the same binary: whether the state is loaded
 or stored is a run-time value. How a tile of keys is treated depends on its absolute position alone, and the state
 (acc, m, l) is stored in the float32 it is computed in, so a cut at a block boundary does not change a bit.
 """
@@ -17,7 +17,7 @@ from nanoinfer.kernels.attention.shape import NO_WINDOW, KernelShape, Tiles, kv_
 def attend_tiles(
     acc, m, l,  # the running state: [BLOCK_M, BLOCK_D], [BLOCK_M], [BLOCK_M] float32
     q_tile, positions,  # [BLOCK_M, BLOCK_D], [BLOCK_M]: queries and their absolute positions
-    kv_head, table, piece_start,  # this KV head in block 0, this sequence's block table, position of its column 0
+    kv_head, table, range_start,  # this KV head in block 0, this sequence's block table, position of its column 0
     kv_rows, head_column,  # with TMA: all tokens' rows, and where this KV head begins in them
     begin, end,  # tiles of keys to attend to, absolute; begin is a multiple of BLOCK_N
     first_key, kv_end, window,  # keys outside [first_key, kv_end) are not read
@@ -30,7 +30,7 @@ def attend_tiles(
     in_head = columns < HEAD_DIM
     tokens = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
-        block = tl.load(table + (start - piece_start) // BLOCK_SIZE)
+        block = tl.load(table + (start - range_start) // BLOCK_SIZE)
         k_tile = kv_head + block.to(tl.int64) * (2 * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM)
         address = (start % BLOCK_SIZE + tokens) * (NUM_KV_HEADS * HEAD_DIM)
         k_pointers = k_tile + address[None, :] + columns[:, None]
@@ -91,7 +91,7 @@ def prefill_kernel(
     if tile < 0:
         return
     pos = tl.load(query_pos + seq)
-    piece_start = tl.load(first_block + seq) * BLOCK_SIZE
+    range_start = tl.load(first_block + seq) * BLOCK_SIZE
     keys_end = tl.load(kv_end + seq)
     resume = tl.load(load_state + seq)  # 0 or 1
 
@@ -114,7 +114,7 @@ def prefill_kernel(
     first_query = pos + tile * BLOCK_M
     last_query = pos + tl.minimum(tile * BLOCK_M + BLOCK_M, q_len) - 1
     first_key = tl.maximum(first_query - window + 1, 0)
-    begin = tl.maximum(first_key // BLOCK_N * BLOCK_N, piece_start)
+    begin = tl.maximum(first_key // BLOCK_N * BLOCK_N, range_start)
     end = tl.minimum(keys_end, last_query + 1)
     full = tl.maximum(tl.cdiv(tl.maximum(last_query - window + 1, 0), BLOCK_N) * BLOCK_N, begin)
     full_end = tl.minimum(keys_end, first_query + 1) // BLOCK_N * BLOCK_N
@@ -123,17 +123,17 @@ def prefill_kernel(
     table = block_table + seq.to(tl.int64) * table_stride
     if WINDOWED:  # without a window no first tile is cut, and an empty loop would cost registers
         acc, m, l = attend_tiles(
-            acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, begin,
+            acc, m, l, q_tile, positions, kv_head, table, range_start, kv_rows, head_column, begin,
             tl.minimum(full, end), first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
             TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
         )  # fmt: skip
     acc, m, l = attend_tiles(
-        acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, full, full_end,
+        acc, m, l, q_tile, positions, kv_head, table, range_start, kv_rows, head_column, full, full_end,
         first_key, keys_end, window, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
     )  # fmt: skip
     acc, m, l = attend_tiles(
-        acc, m, l, q_tile, positions, kv_head, table, piece_start, kv_rows, head_column, tl.maximum(full, full_end),
+        acc, m, l, q_tile, positions, kv_head, table, range_start, kv_rows, head_column, tl.maximum(full, full_end),
         end, first_key, keys_end, window, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
         TO_LOG2, SCALE, SOFTCAP, PRECISION, WIDEN, TMA, BLOCK_N,
     )  # fmt: skip
@@ -162,7 +162,7 @@ def prefill(
     shape: KernelShape,
     tiles: Tiles,
 ) -> None:
-    """Causal attention of packed queries to one piece of each sequence's KV.
+    """Causal attention of packed queries to one range of each sequence's KV.
 
     q, out: [num_tokens, num_q_heads, head_dim]; state: (acc, m, l), float32, m in base 2, acc not normalised;
     sequences: (cu_seqlens_q [S + 1], query_pos, first_block, kv_end, load_state [S]), int32; block_table: [S, W] int32.

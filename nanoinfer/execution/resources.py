@@ -18,8 +18,8 @@ from offload import KVLayout, Ring, Runtime, Stream
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of one engine with which steps are carried out. Layers without attention do not count.
+class Resources:
+    """The resources of one engine with which steps are carried out. Layers without attention do not count.
 
     Attributes:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
