@@ -26,24 +26,27 @@ class BlockPool:
     Args:
         num_blocks: how many block numbers there are.
         first: the first number handed out; lower ones are reserved for the owner (a scratch block).
+
+    Attributes:
+        holders: how many hold each block that somebody holds.
+        key_of: the key of each published block.
     """
 
     def __init__(self, num_blocks: int, first: int = 0) -> None:
         assert 0 <= first <= num_blocks
-        self._first = first
-        self._num_blocks = num_blocks
+        self.first, self._num_blocks = first, num_blocks
         self._free = list(range(first, num_blocks))  # a heap
-        self._references: dict[int, int] = {}
+        self.holders: dict[int, int] = {}
         self._num_references = 0
         self._stamps: dict[int, int] = {}  # how often each block was handed out
-        self._key_of: dict[int, Hashable] = {}
+        self.key_of: dict[int, Hashable] = {}
         self._block_of: dict[Hashable, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_blocks(self) -> int:
         """Blocks that the pool can hand out in all."""
-        return self._num_blocks - self._first
+        return self._num_blocks - self.first
 
     @property
     def num_free(self) -> int:
@@ -53,12 +56,12 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks that somebody holds."""
-        return len(self._references)
+        return len(self.holders)
 
     @property
     def num_shared(self) -> int:
         """References beyond the first one of each block."""
-        return self._num_references - len(self._references)
+        return self._num_references - len(self.holders)
 
     @property
     def num_cached(self) -> int:
@@ -80,7 +83,7 @@ class BlockPool:
             else:
                 block, _ = self._cached.popitem(last=False)
                 self._forget(block)
-            self._references[block] = 1
+            self.holders[block] = 1
             self._stamps[block] = self._stamps.get(block, 0) + 1
             blocks.append(block)
         self._num_references += count
@@ -95,9 +98,9 @@ class BlockPool:
 
     def hold(self, block: int) -> None:
         """Add a reference to a held or cached block."""
-        assert block in self._references or block in self._cached, f"block {block} is not held or cached"
+        assert block in self.holders or block in self._cached, f"block {block} is not held or cached"
         self._cached.pop(block, None)
-        self._references[block] = self._references.get(block, 0) + 1
+        self.holders[block] = self.holders.get(block, 0) + 1
         self._num_references += 1
 
     def published(self, key: Hashable) -> int | None:
@@ -106,7 +109,7 @@ class BlockPool:
 
     def key(self, block: int) -> Hashable | None:
         """Return the key under which the block is published, or None."""
-        return self._key_of.get(block)
+        return self.key_of.get(block)
 
     def forget(self, key: Hashable) -> None:
         """Withdraw `key`: nobody finds the block published under it any more. If the block was cached, it is free."""
@@ -120,10 +123,10 @@ class BlockPool:
 
     def publish(self, block: int, key: Hashable) -> None:
         """Offer the content of a held block under `key`; the first block published under a key stays."""
-        assert block in self._references, f"block {block} is not held"
-        if key not in self._block_of and block not in self._key_of:
+        assert block in self.holders, f"block {block} is not held"
+        if key not in self._block_of and block not in self.key_of:
             self._block_of[key] = block
-            self._key_of[block] = key
+            self.key_of[block] = key
 
     def release(self, blocks: Iterable[int]) -> list[int]:
         """Give back one reference to each block. The last one frees the block, or keeps it cached if it is published.
@@ -136,13 +139,13 @@ class BlockPool:
         """
         freed = []
         for block in reversed(list(blocks)):
-            count = self._references[block] - 1
+            count = self.holders[block] - 1
             self._num_references -= 1
             if count:
-                self._references[block] = count
+                self.holders[block] = count
                 continue
-            del self._references[block]
-            if block in self._key_of:
+            del self.holders[block]
+            if block in self.key_of:
                 self._cached[block] = None
             else:
                 heapq.heappush(self._free, block)
@@ -160,7 +163,7 @@ class BlockPool:
 
     def references(self, block: int) -> int:
         """Return the reference count of the block."""
-        return self._references.get(block, 0)
+        return self.holders.get(block, 0)
 
     def rebuild(self, held: Iterable[int], keeps_key: Callable[[Hashable], bool] = lambda key: False) -> None:
         """Rebuild the pool after an exception at any point.
@@ -174,15 +177,15 @@ class BlockPool:
         for block in held:
             references[block] = references.get(block, 0) + 1
         key_of: dict[int, Hashable] = {}
-        for block in [*self._cached, *self._references]:
-            key = self._key_of.get(block)
+        for block in [*self._cached, *self.holders]:
+            key = self.key_of.get(block)
             if key is not None and self._block_of.get(key) == block and keeps_key(key):
                 key_of[block] = key
-        self._key_of, self._block_of = key_of, {key: block for block, key in key_of.items()}
+        self.key_of, self._block_of = key_of, {key: block for block, key in key_of.items()}
         self._cached = OrderedDict.fromkeys(block for block in key_of if block not in references)
         known = references.keys() | key_of.keys()
-        self._free = [block for block in range(self._first, self._num_blocks) if block not in known]
-        self._references, self._num_references = references, sum(references.values())
+        self._free = [block for block in range(self.first, self._num_blocks) if block not in known]
+        self.holders, self._num_references = references, sum(references.values())
 
     def _forget(self, block: int) -> None:
-        del self._block_of[self._key_of.pop(block)]
+        del self._block_of[self.key_of.pop(block)]

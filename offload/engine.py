@@ -37,10 +37,12 @@ class OffloadStep(Protocol):
     plan: StreamPlan
     ahead: StreamPlan | None  # what the next step will stream if nothing changes
     write_through: Sequence[tuple[int, int]]  # (GPU block, host block) of blocks that this step makes full
-    is_one_graph: bool  # where nothing streams, the whole step is launched at once, and written through behind it
+    is_one_graph = False  # if so, a step in which nothing streams is one launch, written through behind it
 
     def compute_all(self) -> None:
         """Enqueue all pieces of a step in which nothing streams."""
+        for index in range(len(self.plan.chunks) + 1):
+            self.compute(index)
 
     def compute(self, layer: int) -> None:
         """Enqueue the piece before layer `layer`'s chunks; write the layer's new KV. `num_layers`: the last piece."""
@@ -67,16 +69,16 @@ class OffloadEngine:
         host: the host pool.
         ring: the ring slots.
         compute: the stream on which the steps' work is enqueued.
+
+    Attributes:
+        prefetched: (layer, chunk) of each chunk of the next step that is in the ring already.
+        unread: for each rule of those who wait, the operations whose copies may not have run, each with an event behind
+            them.
     """
 
     def __init__(self, runtime: Runtime, gpu_kv: torch.Tensor, host: HostPool, ring: Ring, compute: Stream) -> None:
-        self.runtime = runtime
-        self.layout = host.layout
-        self.host = host
-        self.ring = ring
-        self.compute = compute
-        self.copy = runtime.stream("copy")
-        self.write = runtime.stream("write")
+        self.runtime, self.host, self.layout, self.ring, self.compute = runtime, host, host.layout, ring, compute
+        self.copy, self.write = runtime.stream("copy"), runtime.stream("write")
         self.counters = OffloadCounters()
         self._timeline = NoTimeline()  # of the newest step
         self._gpu_kv = gpu_kv
@@ -88,10 +90,9 @@ class OffloadEngine:
         # for all steps that have this plan.
         self._copies: dict[tuple[Transfer, int], list] = {}
         self._copies_of: StreamPlan | None = None
-        self._filled: list[tuple[int, Transfer]] = []  # chunks of the next step that are in the ring already
+        self.prefetched: list[tuple[int, Transfer]] = []
         self._operation = 0  # the newest one that was run
-        # For each rule of those who wait, the operations whose copies may not have run, each with an event behind them.
-        self._unread: dict[tuple[str, str], deque[tuple[int, Event]]] = {
+        self.unread: dict[tuple[str, str], deque[tuple[int, Event]]] = {
             (GPU_RULE, WRITES): deque(), (HOST_RULE, WRITES): deque(), (HOST_RULE, FILLS): deque()
         }  # fmt: skip
 
@@ -128,7 +129,7 @@ class OffloadEngine:
             self._copies, self._copies_of = {}, plan
         ahead = [] if step.ahead is None else step.ahead.transfers[: ring.num_ring_slots]
         chunks = plan.transfers
-        filled, self._filled = len(self._filled), []
+        filled, self.prefetched = len(self.prefetched), []
         for ring_operation in ring_schedule(
             plan.chunks_per_layer, ring.num_ring_slots, first=self._first, filled=filled, chunks_ahead=len(ahead)
         ):
@@ -144,7 +145,7 @@ class OffloadEngine:
                     what = "prefetch for the next step" if is_ahead else "fill of a ring slot"
                     timeline.lap(self.copy, COPY, what, num_bytes=num_bytes, layer=layer, chunk=number)
                     if is_ahead:
-                        self._filled.append((layer, chunk))
+                        self.prefetched.append((layer, chunk))
                 case Attend(layer, number, ring_slot):
                     self.compute.wait(ring.copied[ring_slot], "ring.attention_after_fill")
                     timeline.lap(self.compute, COMPUTE, WAIT, layer=layer, chunk=number)
@@ -168,7 +169,7 @@ class OffloadEngine:
         self._note(WRITES, self._written)
 
     def _note(self, kind: str, event: Event) -> None:
-        for (rule, what), unread in self._unread.items():
+        for (rule, what), unread in self.unread.items():
             if what == kind:
                 while len(unread) >= MAX_UNREAD and unread[0][1].query(rule):
                     unread.popleft()
@@ -179,7 +180,7 @@ class OffloadEngine:
     def has_run(self, kind: str, operation: int, rule: str) -> bool:
         """Whether all copies of this kind up to this operation have run; see `Acknowledgements`."""
         assert operation <= self._operation, f"operation {operation} was not run yet"
-        unread = self._unread.get((rule, kind), deque())
+        unread = self.unread.get((rule, kind), deque())
         while unread and unread[0][0] <= operation:
             if not unread[0][1].query(rule):
                 return False
@@ -188,7 +189,7 @@ class OffloadEngine:
 
     def wait(self, kind: str, operation: int, rule: str) -> None:
         """Wait until `has_run` is true."""
-        unread = self._unread.get((rule, kind), deque())
+        unread = self.unread.get((rule, kind), deque())
         while unread and unread[0][0] <= operation:
             unread[0][1].synchronize(rule)
             unread.popleft()
@@ -218,13 +219,13 @@ class OffloadEngine:
         self._operation = operation
         self._discard_prefetch()
         self._has_unread_writes = False
-        for unread in self._unread.values():
+        for unread in self.unread.values():
             unread.clear()
 
     def _adopt_prefetch(self, plan: StreamPlan) -> None:
         """Keep the chunks that the step before prefetched, as far as they are the first ones of this step."""
         useful = 0
-        for filled, wanted in zip(self._filled, plan.transfers, strict=False):
+        for filled, wanted in zip(self.prefetched, plan.transfers, strict=False):
             if filled != wanted:
                 break
             useful += 1
@@ -232,14 +233,14 @@ class OffloadEngine:
 
     def drop_prefetch(self, gone: Collection[int]) -> None:
         """Drop all prefetched chunks if one of them holds a host block that nobody holds any more."""
-        if gone and any(set(gone).intersection(chunk.host_blocks) for _, chunk in self._filled):
+        if gone and any(set(gone).intersection(chunk.host_blocks) for _, chunk in self.prefetched):
             self._discard_prefetch()
 
     def _discard_prefetch(self, keep: int = 0) -> None:
         """Forget all but the first `keep` prefetched chunks. The copy stream refills their ring slots in order."""
-        for _, chunk in self._filled[keep:]:
+        for _, chunk in self.prefetched[keep:]:
             self.counters.discarded_bytes += chunk.num_bytes(self.layout)
-        del self._filled[keep:]
+        del self.prefetched[keep:]
 
     def _fill(self, layer: int, chunk: Transfer, ring_slot: int) -> int:
         """Bring a layer's chunk into the ring slot, and return its bytes."""

@@ -51,6 +51,8 @@ class BlockLifetimes:
 
     Attributes:
         operation: number of the newest operation.
+        deferred_gpu, deferred_host: released blocks, in the order in which their copies are acknowledged.
+        gone: host blocks that nobody has held since `take_gone`.
     """
 
     def __init__(
@@ -61,15 +63,14 @@ class BlockLifetimes:
         poison: Callable[[str, list[int]], None] = lambda pool, blocks: None,
     ) -> None:
         self.gpu_blocks, self.host_blocks = gpu_blocks, host_blocks
-        self._poison = poison
+        self.acknowledgements, self._poison = acknowledgements, poison
         self.operation = 0
-        self._acknowledgements = acknowledgements
         self._writing: deque[tuple[int, list[int]]] = deque()  # operations whose writes may not have run, their blocks
         self._last_write: dict[int, int] = {}  # the newest of these by GPU block
         self._newest_write = 0
-        self._deferred_gpu: list[_Deferred] = []  # in the order in which they are acknowledged
-        self._deferred_host: list[_Deferred] = []
-        self._gone: set[int] = set()
+        self.deferred_gpu: list[_Deferred] = []
+        self.deferred_host: list[_Deferred] = []
+        self.gone: set[int] = set()
 
     def begin(self, written: Collection[int] = ()) -> int:
         """Count an operation that copies the GPU blocks `written` to the host. It must be run before any other."""
@@ -82,7 +83,7 @@ class BlockLifetimes:
 
     def take_gone(self) -> tuple[int, ...]:
         """Return the host blocks that nobody has held since the last call: what was prefetched of them is worthless."""
-        gone, self._gone = self._gone, set()
+        gone, self.gone = self.gone, set()
         return tuple(sorted(gone))
 
     def release_gpu(self, blocks: Iterable[int]) -> None:
@@ -101,21 +102,21 @@ class BlockLifetimes:
                 waiting.setdefault(write, _Deferred([], write)).blocks.append(block)
         self._free(self.gpu_blocks, finished)
         for deferred in waiting.values():
-            insort(self._deferred_gpu, deferred, key=lambda other: other.writes)
+            insort(self.deferred_gpu, deferred, key=lambda other: other.writes)
 
     def release_host(self, blocks: Iterable[int]) -> None:
         """Give back host blocks, once the copies that read or write them have run."""
         released = list(blocks)
         if released:
-            self._deferred_host.append(_Deferred(released, self._newest_write, self.operation))
-            self._gone |= self._leaving_host.intersection(released)
+            self.deferred_host.append(_Deferred(released, self._newest_write, self.operation))
+            self.gone |= self._leaving_host.intersection(released)
 
     def take_back_gpu(self, block: int) -> bool:
         """Hold a released GPU block again that a write-through still reads. Return False if the block is no such block.
 
         The block may be read at once. When it is released again, it waits for that write-through as before.
         """
-        for deferred in self._deferred_gpu:
+        for deferred in self.deferred_gpu:
             if block in deferred.blocks:
                 deferred.blocks.remove(block)
                 return True
@@ -124,21 +125,21 @@ class BlockLifetimes:
     def reclaim(self) -> None:
         """Put released blocks whose copies have run back into their pools."""
         self._forget_finished_writes()
-        self._reclaim(self._deferred_gpu, self.gpu_blocks, GPU_RULE)
-        self._reclaim(self._deferred_host, self.host_blocks, HOST_RULE)
+        self._reclaim(self.deferred_gpu, self.gpu_blocks, GPU_RULE)
+        self._reclaim(self.deferred_host, self.host_blocks, HOST_RULE)
 
     def wait_for_gpu(self, count: int) -> None:
         """Wait, for as few copies as possible, until `count` GPU blocks are free or all released ones are."""
-        self._reclaim(self._deferred_gpu, self.gpu_blocks, GPU_RULE, wanted=count)
+        self._reclaim(self.deferred_gpu, self.gpu_blocks, GPU_RULE, wanted=count)
 
     def wait_for_host(self, count: int) -> None:
         """Wait, for as few copies as possible, until `count` host blocks are free or all released ones are."""
-        self._reclaim(self._deferred_host, self.host_blocks, HOST_RULE, wanted=count)
+        self._reclaim(self.deferred_host, self.host_blocks, HOST_RULE, wanted=count)
 
     @property
     def num_deferred_gpu(self) -> int:
         """Number of released GPU blocks that a copy may still read."""
-        return sum(len(deferred.blocks) for deferred in self._deferred_gpu)
+        return sum(len(deferred.blocks) for deferred in self.deferred_gpu)
 
     @property
     def num_deferred_host(self) -> int:
@@ -147,19 +148,19 @@ class BlockLifetimes:
 
     @property
     def _leaving_host(self) -> set[int]:
-        released = Counter(block for deferred in self._deferred_host for block in deferred.blocks)
+        released = Counter(block for deferred in self.deferred_host for block in deferred.blocks)
         return {block for block, count in released.items() if self.host_blocks.references(block) == count}
 
     def recover(self) -> None:
         """Forget every operation and every released block. Nothing may be in flight; the owner rebuilds both pools."""
         self._writing.clear()
         self._last_write.clear()
-        self._deferred_gpu.clear()
-        self._deferred_host.clear()
-        self._gone.clear()
+        self.deferred_gpu.clear()
+        self.deferred_host.clear()
+        self.gone.clear()
 
     def _forget_finished_writes(self) -> None:
-        while self._writing and self._acknowledgements.has_run(WRITES, self._writing[0][0], GPU_RULE):
+        while self._writing and self.acknowledgements.has_run(WRITES, self._writing[0][0], GPU_RULE):
             operation, blocks = self._writing.popleft()
             for block in blocks:
                 if self._last_write.get(block) == operation:
@@ -169,11 +170,11 @@ class BlockLifetimes:
         """Free what is acknowledged; wait for more until `wanted` blocks are free."""
         while waiting:
             parts = (WRITES, waiting[0].writes), (FILLS, waiting[0].fills)
-            if not all(self._acknowledgements.has_run(*part, rule) for part in parts):
+            if not all(self.acknowledgements.has_run(*part, rule) for part in parts):
                 if pool.num_free >= wanted:
                     return
                 for part in parts:
-                    self._acknowledgements.wait(*part, rule)
+                    self.acknowledgements.wait(*part, rule)
             self._free(pool, waiting.pop(0).blocks)
 
     def _free(self, pool: BlockPool, blocks: list[int]) -> None:

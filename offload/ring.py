@@ -91,8 +91,7 @@ class Ring:
     """
 
     def __init__(self, runtime: Runtime, layout: KVLayout, num_ring_slots: int, blocks_per_slot: int) -> None:
-        self.num_ring_slots = num_ring_slots
-        self.blocks_per_slot = blocks_per_slot
+        self.num_ring_slots, self.blocks_per_slot = num_ring_slots, blocks_per_slot
         self.slots = torch.zeros(
             (num_ring_slots, blocks_per_slot, *layout.block_shape), dtype=layout.dtype, device=runtime.device
         )

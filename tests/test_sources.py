@@ -1,4 +1,4 @@
-"""What holds for the sources: each field of a sequence has one writer, and few files look at the mode."""
+"""What holds for the sources: one writer for each field of a sequence, few looks at the mode, private names private."""
 
 import ast
 from collections import defaultdict
@@ -143,3 +143,60 @@ def test_only_admission_and_the_mover_look_at_the_mode():
     found = {path for path, source in SOURCES.items() if path.startswith(rooms) and reads_of_the_mode(source)}
     assert found == MAY_LOOK
     assert len(reads_of_the_mode("if tables.is_offload or mode == 'offload': tables.is_offload = may_stream")) == 3
+
+
+TOOLS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tools").rglob("*.py")}
+TESTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+# Private names of our files that a test reads or replaces, where nothing public shows what it asserts.
+TESTS_THAT_LOOK_INSIDE = {
+    "tests/commands/test_quantize.py": {"_write_header"},
+    "tests/engine/test_auto_offload.py": {"_admit_kept"},
+    "tests/engine/test_engine_bad_input.py": {"_thread"},
+    "tests/engine/test_llm_streams.py": {"_streams"},
+    "tests/gpu/test_llm_gpu.py": {"_thread"},
+    "tests/gpu/test_pinned_gpu.py": {"_thread"},
+    "tests/gpu/test_weight_files_gpu.py": {"_registered"},
+    "tests/kv/test_admission.py": {"_admit_kept", "_refuse"},
+    "tests/offload/test_pinned.py": {"_stop", "_thread"},
+    "tests/serve/test_serve_failures.py": {"_inbox", "_thread"},
+    "tests/support/repeats.py": {"_made", "_repeated"},
+    "tests/weights/test_weight_files.py": {"_Readers", "_cut"},
+}
+
+
+def private_names(source: str) -> tuple[set[str], set[str]]:
+    """The private names that a file makes, and those of others that it uses: what is imported, or no `self`'s."""
+    tree, made, used = ast.parse(source), set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            made.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            made.add(node.attr)
+        elif isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            used |= {name.name for name in node.names}
+    return tuple({name for name in names if name.startswith("_") and not name.endswith("__")} for names in (made, used))
+
+
+def foreign_names(sources: dict[str, str], ours: dict[str, str]) -> dict[str, set[str]]:
+    """For each file the private names that it uses, does not make, and that some file of `ours` makes."""
+    known = set().union(*(private_names(source)[0] for source in ours.values()))
+    found = {path: used & known - made for path, (made, used) in ((p, private_names(s)) for p, s in sources.items())}
+    return {path: names for path, names in found.items() if names}
+
+
+def test_no_file_uses_another_ones_private_names():
+    ours = SOURCES | TOOLS
+    assert foreign_names(ours, ours) == {}
+    assert foreign_names(TESTS, ours) == TESTS_THAT_LOOK_INSIDE
+
+
+def test_a_private_name_of_another_file_is_found():
+    ours = {"a.py": "class A:\n    def __init__(self):\n        self._x = 1\n    def _y(self): ...\n_z = 2"}
+    for line in ("a._x", "a.b._x = 1", "del a._y", "from a import _z", "import a\na._z()", "f(a)._y"):
+        assert len(foreign_names({"b.py": line}, ours)["b.py"]) == 1, line
+    for line in ("self._x", "torch._other", "a.__dict__", "_x = 1\na._x", "from torch import _other"):
+        assert not foreign_names({"b.py": line}, ours), line

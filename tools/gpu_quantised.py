@@ -103,13 +103,13 @@ def _seconds_of_products(model: Decoder, rows: int) -> dict:
         options = dict(dtype=model.spec.dtype, device=next(modules[0].parameters()).device)
         x = torch.randn(rows, modules[0].in_features, **options)
         residual = torch.zeros(rows, modules[0].num_rows, **options)
-        found[f"{name}: seconds"] = _seconds(lambda: [work(module, x, residual) for module in modules], x.device) / len(
+        found[f"{name}: seconds"] = timed(lambda: [work(module, x, residual) for module in modules], x.device) / len(
             modules
         )
     return {"seconds": sum(found.values())} | found
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def timed(work: Callable[[], object], device: torch.device) -> float:
     """Median seconds of some work, which a GPU runs from a graph."""
     work()
     seconds = []

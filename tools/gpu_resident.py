@@ -229,11 +229,11 @@ def start_up(bench: Bench) -> dict:
         num_bytes = write_checkpoint(model, bench.large, bench.device)
         result = {"checkpoint_bytes": num_bytes, "write_seconds": time.perf_counter() - begin}
         for name in ("cold", "warm"):
-            result[name] = _start(model, environment, bench)
+            result[name] = start(model, environment, bench)
     return result
 
 
-def _start(model: Path, environment: dict[str, str], bench: Bench) -> dict:
+def start(model: Path, environment: dict[str, str], bench: Bench) -> dict:
     """Figures that a process of its own prints as its last line."""
     limit = "0" if bench.scale == 1 else str(GIB)  # on the CPU the engine would take most of the machine's memory
     script = str(Path(__file__).with_name("gpu_startup.py"))

@@ -327,12 +327,12 @@ class Load:
             tokens, reason = choice["token_ids"], choice["finish_reason"]
         self.outcomes["streamed" if stream else "whole"] += 1
         self.num_tokens += len(tokens)
-        self._judge(case, tokens, reason, usage)
+        self.judge(case, tokens, reason, usage)
         if len(times) > 1:
             self.first_token.append(times[0] - begin)
             self.per_token.append((times[-1] - times[0]) / (len(times) - 1))
 
-    def _judge(self, case: Case, tokens: list[int], reason: str | None, usage: dict | None) -> None:
+    def judge(self, case: Case, tokens: list[int], reason: str | None, usage: dict | None) -> None:
         wanted_usage = (len(case.body["prompt"]), case.body["max_tokens"])
         if reason != "length" or usage is None or (usage["prompt_tokens"], usage["completion_tokens"]) != wanted_usage:
             self.wrong.append(f"finish_reason {reason!r}, usage {usage}, wanted {wanted_usage}")

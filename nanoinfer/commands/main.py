@@ -22,12 +22,12 @@ from nanoinfer.options.parser import Parser, length, run_command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `nanoinfer ...` and return its exit status; see `options.parser.run_command`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
+    parser = make_parser()
     parser.set_defaults(command_line=f"nanoinfer {shlex.join(given)}")
     return run_command(parser, bench.with_default(given), lambda options: options.run(options))
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
     parser = Parser(prog="nanoinfer", description="LLM inference for GPUs with too little memory")
     parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

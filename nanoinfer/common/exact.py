@@ -63,7 +63,7 @@ def row_counts(
     number of rows gives equal bits at every place, the result is one row at a time: (1,).
     """
     out_features = min(out_features, max(16, _CHECKED_ELEMENTS // in_features))
-    x, weight = _sensitive_operands(out_features, in_features, dtype)
+    x, weight = sensitive_operands(out_features, in_features, dtype)
     bias = 1e-3 * torch.randn(out_features, generator=_generator()).to(dtype) if has_bias else None
 
     def products(num_rows: int) -> Tensor:
@@ -76,7 +76,7 @@ def row_counts(
     return tuple(sorted([BASE_ROWS, *agreeing]))
 
 
-def _sensitive_operands(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def sensitive_operands(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return a row and a weight whose exact product is zero: only rounding is left, which any other order changes."""
     generator = _generator()
     half = in_features // 2

@@ -100,7 +100,7 @@ class LLMEngine:
         if request_id in self.work.requests:
             raise ValueError(f"request id {request_id!r} is in use: give each request an id of its own")
         request = self.intake.make_request(request_id, prompt, params, token_ids)
-        with self._changing():
+        with self.changing():
             self.work.at_risk = request.sequences  # half queued it would never end
             self.work.requests[request_id] = request
             for sequence in request.sequences:
@@ -110,7 +110,7 @@ class LLMEngine:
     @torch.inference_mode()
     def abort(self, request_id: str) -> bool:
         """End a request and free its memory; return False if there is no such request."""
-        with self._changing():
+        with self.changing():
             request = self.work.requests.get(request_id)
             if request is None:
                 return False
@@ -144,7 +144,7 @@ class LLMEngine:
                 and the engine goes on with all other requests. Outputs that were read before the failure are returned
                 by the next call.
         """
-        with self._changing():
+        with self.changing():
             self._advance()
         outputs = self._outputs.copy()
         return (self._outputs.clear(), outputs)[1]  # in one line: an interrupt loses no output
@@ -192,7 +192,7 @@ class LLMEngine:
                 self._inside.clear()
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def changing(self) -> Iterator[None]:
         """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
         with self.alone():
             work = self.work
@@ -313,7 +313,7 @@ class LLMEngine:
         running = self.scheduler.running
         self.modes.check(mode, running, self.scheduler.waiting)  # refuse here, before anything has changed
         if mode != self.mode:
-            with self._changing():
+            with self.changing():
                 self.modes.switch(mode, running)
 
     def stats(self) -> dict[str, int | float | str | list[str]]:
@@ -334,7 +334,7 @@ class LLMEngine:
         wait for the device. `bound`, `advice` and `notes` say what bound the decode steps, what would help, and which
         settings had no effect.
         """
-        with self._changing():
+        with self.changing():
             self.kv_cache.tables.lifetimes.reclaim()
             self.runner.offload.drop_prefetch(self.kv_cache.tables.lifetimes.take_gone())
         return statistics(self)

@@ -20,8 +20,7 @@ class Intake:
     def __init__(self, built: BuiltEngine, modes: Modes) -> None:
         self.num_sequences = 0  # made so far; the next one's number
         self._tokenizer, self._end_token_ids, self._modes = built.tokenizer, built.end_token_ids, modes
-        self._vocab_size = built.runner.spec.vocab_size
-        self._max_model_len = built.runner.plan.max_model_len
+        self._vocab_size, self._max_model_len = built.runner.spec.vocab_size, built.runner.plan.max_model_len
         self._random = random.Random(built.config.seed)  # seeds of requests that give none
 
     def tokenize(self, prompt: Prompt) -> list[int]:

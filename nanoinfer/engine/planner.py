@@ -21,22 +21,24 @@ class StepPlanner:
 
     Args:
         end_token_ids: the model's own end tokens, which `min_tokens` bans with the request's stop tokens.
+
+    Attributes:
+        versions: for each row, which version of its block table the device has.
+        last: the newest plan that was made, if it changes nothing but lengths, its sequences, and the sum of all
+            versions.
     """
 
     def __init__(self, kv_cache: KVCache, end_token_ids: Iterable[int]) -> None:
-        self._kv_cache = kv_cache
+        self._kv_cache, self._number = kv_cache, 0
         self._end_token_ids = frozenset(end_token_ids)
-        self._number = 0
-        # For each row, what the device has: the version of the block table, and whose sampling settings.
-        self._versions = np.full(len(kv_cache.tables.gpu), UNKNOWN, dtype=np.int64)
-        self._settings_of = [UNKNOWN] * len(kv_cache.tables.gpu)
-        # The newest plan that was made, if it changes nothing but lengths, its sequences, and the sum of all versions.
-        self._last: tuple[StepPlan, list[Sequence], int] | None = None
+        self.versions = np.full(len(kv_cache.tables.gpu), UNKNOWN, dtype=np.int64)
+        self._settings_of = [UNKNOWN] * len(kv_cache.tables.gpu)  # of each row: whose settings the device has
+        self.last: tuple[StepPlan, list[Sequence], int] | None = None
 
     def forget(self) -> None:
         """Send every row again: after an exception, the device may hold anything."""
-        self._last = None
-        self._versions[:] = UNKNOWN
+        self.last = None
+        self.versions[:] = UNKNOWN
         self._settings_of = [UNKNOWN] * len(self._settings_of)
 
     def begin_step(self, batch: Batch[Sequence]) -> StepPlan:
@@ -57,13 +59,13 @@ class StepPlanner:
         any row has come or gone: what found no room on the GPU then finds none now.
         """
         tables, decoding = self._kv_cache.tables, batch.decoding
-        if batch.chunks or self._last is None or self._last[1:] != (decoding, tables.versions.sum()):
+        if batch.chunks or self.last is None or self.last[1:] != (decoding, tables.versions.sum()):
             return None
         ends = np.array([sequence.num_tokens for sequence in decoding], dtype=np.int64)
         if np.any(ends % tables.block_size == 0):
             return None
         operation = tables.lifetimes.begin() if tables.is_offload else 0
-        return replace(self._last[0], number=self._number, begins=ends - 1, ends=ends, operation=operation)
+        return replace(self.last[0], number=self._number, begins=ends - 1, ends=ends, operation=operation)
 
     def _made(self, batch: Batch[Sequence]) -> StepPlan:
         kv_cache, chunks, decoding, sampled = self._kv_cache, batch.chunks, batch.decoding, batch.sampled
@@ -116,7 +118,7 @@ class StepPlanner:
             gone_host_blocks=gone,
         )
         changes = chunks or len(changed) or sampling or write_through or gone or promoted is not None
-        self._last = None if changes else (plan, decoding, tables.versions.sum())
+        self.last = None if changes else (plan, decoding, tables.versions.sum())
         return plan
 
     def end_step(self, batch: Batch[Sequence], plan: StepPlan) -> None:
@@ -124,7 +126,7 @@ class StepPlanner:
         for chunk in batch.chunks:
             self._kv_cache.commit(chunk.sequence, chunk.end)
             if chunk.is_last:
-                self._versions[chunk.sequence.row] = UNKNOWN  # length and token, too, are not those on the device
+                self.versions[chunk.sequence.row] = UNKNOWN  # length and token, too, are not those on the device
         for sequence, end in zip(batch.decoding, plan.ends.tolist(), strict=True):
             self._kv_cache.commit(sequence, end)
         for sequence in batch.sampled:
@@ -133,7 +135,7 @@ class StepPlanner:
     def _changed_lines(self, sequences: list[Sequence], rows: np.ndarray) -> np.ndarray:
         """Return `StepPlan.changed_rows` for these sequences, whose rows are `rows`, and count them as sent."""
         table, versions = self._kv_cache.tables.gpu, self._kv_cache.tables.versions
-        changed = np.flatnonzero(self._versions[rows] != versions[rows])
+        changed = np.flatnonzero(self.versions[rows] != versions[rows])
         lines = np.zeros((len(changed), NUM_HEAD_COLUMNS + table.shape[1]), dtype=np.int32)
         for line, place in zip(lines, changed.tolist(), strict=True):
             sequence = sequences[place]
@@ -141,7 +143,7 @@ class StepPlanner:
             token = ON_DEVICE if sequence.num_pending else sequence.token_ids[-1]
             line[:NUM_HEAD_COLUMNS] = sequence.row, token, sequence.num_tokens
             np.maximum(table[sequence.row], 0, out=line[NUM_HEAD_COLUMNS:])
-        self._versions[rows] = versions[rows]
+        self.versions[rows] = versions[rows]
         return lines
 
     def _changed_settings(self, sequences: list[Sequence]) -> tuple[tuple[int, RowSampling], ...]:

@@ -129,7 +129,7 @@ class Scheduler:
             wanted = sequence.num_tokens - sequence.num_computed
             while sequence.row is not None and self._kv_cache.max_chunk(sequence, wanted) < wanted:
                 if not self._spill():
-                    self._preempt_youngest()
+                    self.preempt_youngest()
             if sequence.row is not None:
                 self._kv_cache.grow(sequence, sequence.num_tokens)
         return [sequence for sequence in wanting if sequence.row is not None]
@@ -138,7 +138,8 @@ class Scheduler:
         """Enter offload mode, where every full block can leave the GPU; False if impossible or already done."""
         return self._enter_offload is not None and not self._kv_cache.tables.is_offload and self._enter_offload()
 
-    def _preempt_youngest(self) -> None:
+    def preempt_youngest(self) -> None:
+        """Have the sequence that was admitted last give way."""
         victim = self.running[-1]
         try:
             self._mover.give_way(victim)

@@ -26,7 +26,7 @@ from nanoinfer.execution.step_tensors import FixedBuffers, StepTensors
 from nanoinfer.execution.tables import DeviceTable, RowState
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.step.plan import StepPlan
-from offload import Chunk, StreamPlan
+from offload import Chunk, OffloadStep, StreamPlan
 from offload.layout import runs
 
 
@@ -46,6 +46,7 @@ class DecodeProgram:
     Attributes:
         batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
         indices: of all pieces.
+        last: the step whose lists the tables hold, if another may repeat it.
     """
 
     def __init__(self, resources: Resources) -> None:
@@ -65,9 +66,9 @@ class DecodeProgram:
         self._slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
-        self._batch_rows = DeviceTable(resources.runtime, max_batch)
+        self.batch_rows = DeviceTable(resources.runtime, max_batch)
         self.attention = DecodeAttention(resources, self._buffers.q, self._lengths, self._block_table)
-        self._last: DecodeStep | None = None  # the step whose lists the tables hold, if another may repeat it
+        self.last: DecodeStep | None = None
 
     # Pieces
 
@@ -102,14 +103,14 @@ class DecodeProgram:
         def after(index: int, tensors: StepTensors) -> None:
             if index == len(self.resources.segments) - 1:
                 logits = self.resources.model.logits(tensors.x, self.logits[: len(tensors)])
-                self.sampling.sample(logits, self._batch_rows.tensor[: len(tensors)], self.tokens[: len(tensors)])
+                self.sampling.sample(logits, self.batch_rows.tensor[: len(tensors)], self.tokens[: len(tensors)])
             else:
                 self.attention.begin(index, tensors.q, tensors.attention, whole_rows)
 
         return SimpleNamespace(before=before, after=after)
 
     def _tensors(self, size: int) -> StepTensors:
-        rows, fixed = self._batch_rows.tensor[:size], self._buffers.first(size)
+        rows, fixed = self.batch_rows.tensor[:size], self._buffers.first(size)
         return StepTensors(self._next[:size], self._positions[:size], self._slots[:size], rows, **fixed)
 
     def copy_inputs(
@@ -128,7 +129,7 @@ class DecodeProgram:
 
     def _prepare(self, size: int, whole_rows: bool) -> None:
         """Fill in the tokens, lengths, positions and slots of the batch."""
-        rows, state, block_size = self._batch_rows.tensor[:size], self.rows, self._block_size
+        rows, state, block_size = self.batch_rows.tensor[:size], self.rows, self._block_size
         if whole_rows:
             self._block_table[:size].copy_(state.block_table.index_select(0, rows))
         inputs = self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:size]
@@ -165,14 +166,14 @@ class DecodeProgram:
 
     def _reset_tables(self) -> None:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
-        self._last = None
-        self._batch_rows.set(self._compute, np.full(len(self.tokens), self.rows.padding_row, dtype=np.int32))
+        self.last = None
+        self.batch_rows.set(self._compute, np.full(len(self.tokens), self.rows.padding_row, dtype=np.int32))
         self.attention.upload([NO_SPLITS] * len(self.resources.windows), [])
 
     def forget_tables(self) -> None:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""
-        self._last = None
-        self._batch_rows.forget()
+        self.last = None
+        self.batch_rows.forget()
         self.attention.forget_tables()
 
     # Steps
@@ -193,12 +194,12 @@ class DecodeProgram:
         self.counters.num_rows += 0 if step.chunks else len(rows)
         self.counters.padded_rows += 0 if step.chunks else size - len(rows)
         may_repeat = beside is None and step.later_gpu_blocks is None and not step.write_through
-        if may_repeat and self._last is not None and self._last.is_repeated_by(step):
-            return self._last
-        self._last, make = None, self.attention.lists  # forget first: from here on the tables may hold anything
+        if may_repeat and self.last is not None and self.last.is_repeated_by(step):
+            return self.last
+        self.last, make = None, self.attention.lists  # forget first: from here on the tables may hold anything
         self.rows.update(self._compute, step.changed_rows)
         padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
-        self._batch_rows.set(self._compute, np.concatenate([rows, padding]))
+        self.batch_rows.set(self._compute, np.concatenate([rows, padding]))
         host_blocks = step.host_blocks[first:]
         lists = make.splits(size, step.gpu_blocks[first:], host_blocks, step.ends)
         plan = make.stream_plan(lists, beside)
@@ -220,7 +221,7 @@ class DecodeProgram:
             rows=rows,
             until=make.until(size, step.ends),
         )
-        self._last = result if may_repeat else None
+        self.last = result if may_repeat else None
         return result
 
     def enqueue(self, key: tuple, work: Callable[[], None], number: int = 0) -> bool:
@@ -238,7 +239,7 @@ class DecodeProgram:
 
 
 @dataclass
-class DecodeStep:
+class DecodeStep(OffloadStep):
     """One decode step as the offload engine runs it (see `offload.OffloadStep`).
 
     Attributes:

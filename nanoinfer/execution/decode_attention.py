@@ -36,8 +36,8 @@ class DecodeAttention:
         self._max_splits = most = resources.plan.max_splits + MAX_TILES_APART
         self._partials: Partials = resources.backend.partials(most)
         # The host's tables, one set per window.
-        self._splits = [SplitTables(runtime, len(q), most) for _ in resources.windows]
-        self._records = [ChunkRecords(runtime, most) for _ in resources.windows]
+        self.splits = [SplitTables(runtime, len(q), most) for _ in resources.windows]
+        self.records = [ChunkRecords(runtime, most) for _ in resources.windows]
         self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=runtime.device)
 
     @property
@@ -50,13 +50,13 @@ class DecodeAttention:
         for index, lists in enumerate(found):
             num_splits = lists.ranges[-1]
             assert num_splits <= self._max_splits, f"{num_splits} splits in a workspace of {self._max_splits}"
-            self._splits[index].set(self._compute, lists)
+            self.splits[index].set(self._compute, lists)
             chunks = [chunk for plan in plans for chunk in plan.chunks[self._kind.index(index)]]
-            self._records[index].set(self._compute, lists, chunks)
+            self.records[index].set(self._compute, lists, chunks)
 
     def forget_tables(self) -> None:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""
-        for tables in [*self._splits, *self._records]:
+        for tables in [*self.splits, *self.records]:
             tables.table.forget()
 
     def begin(self, layer: int, q: torch.Tensor, out: torch.Tensor, whole_rows: bool) -> None:
@@ -71,13 +71,13 @@ class DecodeAttention:
         if whole_rows:
             self._backend.decode_rows(q, kv, self._block_table[: len(q)], lengths, out, window)
         else:
-            work = self._work(self._splits[kind].items, kind)
+            work = self._work(self.splits[kind].items, kind)
             self._backend.decode_partial(q, kv, work, lengths, self._partials, window)
 
     def end(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
         """Merge the partials of the GPU pool and of ring slots into `out`; arguments as in `begin`."""
         if not whole_rows:
-            splits = self._splits[self._kind[layer]]
+            splits = self.splits[self._kind[layer]]
             self._backend.merge(
                 self._partials,
                 splits.ranges[: len(out) + 1],
@@ -88,7 +88,7 @@ class DecodeAttention:
 
     def load_record(self, layer: int, chunk: Chunk, ring_slot: int) -> bool:
         """Enqueue the upload of what `attend_slot` attends to. Return False if no row attends to the chunk."""
-        records = self._records[self._kind[layer]]
+        records = self.records[self._kind[layer]]
         return records.copy(self._compute, chunk, self._slot_records[ring_slot])
 
     def attend_slot(self, kind: int, ring_slot: int) -> None:
@@ -110,5 +110,5 @@ class DecodeAttention:
         return DecodeWork(
             items=table[4:].view(-1, 4),
             num_items=table[:1],
-            partials_per_block=self._splits[kind].partials_per_block,
+            partials_per_block=self.splits[kind].partials_per_block,
         )

@@ -13,10 +13,10 @@ from torch import Tensor
 from nanoinfer.execution.decode import DecodeStep
 from nanoinfer.execution.prefill import PrefillStep
 from nanoinfer.execution.step_tensors import StepTensors
-from offload import Chunk, StreamPlan
+from offload import Chunk, OffloadStep, StreamPlan
 
 
-class MixedStep:
+class MixedStep(OffloadStep):
     """One mixed step as the offload engine runs it (see `offload.OffloadStep`), and what it does around segments.
 
     Args:
@@ -24,8 +24,6 @@ class MixedStep:
         decode: planned for its sequences, beside what the prefill step streams.
         count: number of sequences of `decode`.
     """
-
-    is_one_graph = False
 
     def __init__(self, prefill: PrefillStep, decode: DecodeStep, count: int) -> None:
         self._prefill, self._decode, self._count = prefill, decode, count
@@ -46,10 +44,6 @@ class MixedStep:
         for (chunks, theirs), (rows, ours) in zip(self._prefill.readers, self._decode.readers, strict=True):
             result.append((np.concatenate([chunks, first + rows]), np.concatenate([theirs, ours])))
         return result
-
-    def compute_all(self) -> None:
-        for index in range(len(self.plan.chunks) + 1):
-            self.compute(index)
 
     def compute(self, index: int) -> None:
         resources = self._prefill.program.resources

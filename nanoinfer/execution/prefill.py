@@ -22,7 +22,7 @@ from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
 from nanoinfer.step.plan import NO_BLOCK, PromptChunk, StepPlan
-from offload import Chunk, StreamPlan, pack_together
+from offload import Chunk, OffloadStep, StreamPlan, pack_together
 from offload.layout import runs
 
 
@@ -177,7 +177,7 @@ def _first_gpu_block(blocks: np.ndarray) -> int:
 
 
 @dataclass
-class PrefillStep:
+class PrefillStep(OffloadStep):
     """One prefill step as the offload engine runs it (see `offload.OffloadStep`), and what it does around segments.
 
     Attributes:
@@ -210,12 +210,7 @@ class PrefillStep:
     shares: np.ndarray | None = None
     ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
     last_normed: torch.Tensor = field(init=False)
-    _state: PrefillState | None = None
-    is_one_graph = False
-
-    def compute_all(self) -> None:
-        for index in range(len(self.plan.chunks) + 1):
-            self.compute(index)
+    state: PrefillState | None = None
 
     def compute(self, index: int) -> None:
         resources = self.program.resources
@@ -234,13 +229,13 @@ class PrefillStep:
     def _begin(self) -> None:
         resources = self.program.resources
         if any(self.plan.chunks):
-            self._state = resources.backend.prefill_state(self.num_tokens)
+            self.state = resources.backend.prefill_state(self.num_tokens)
         self.tensors.reserve(resources.model.spec)
         resources.states.reset(self.begun)
 
     def _finish(self) -> None:
         self.last_normed = self.tensors.x.index_select(0, self.last)
-        self.tensors = self._state = None
+        self.tensors = self.state = None
 
     def _attend_gpu(self, layer: int) -> None:
         resources = self.program.resources
@@ -267,4 +262,4 @@ class PrefillStep:
 
     def _attend(self, layer: int, key_range: KeyRange, kv: torch.Tensor) -> None:
         resources, (q, out) = self.program.resources, self.tensors.attention_rows(self.num_tokens)
-        resources.backend.prefill(q, kv, key_range, self._state, out, resources.windows[resources.kind[layer]])
+        resources.backend.prefill(q, kv, key_range, self.state, out, resources.windows[resources.kind[layer]])

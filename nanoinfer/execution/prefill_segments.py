@@ -48,6 +48,7 @@ class PrefillSegments:
 
     Attributes:
         capture_num_tokens: padded token counts, ascending; a larger step runs eagerly.
+        fixed: the tensors of each of them.
     """
 
     def __init__(self, resources: Resources, table: DeviceTable, padding: tuple[int, ...]) -> None:
@@ -58,7 +59,7 @@ class PrefillSegments:
         self.counters = PrefillCounters()
         self._resources, self._table, self._padding = resources, table, padding
         self.buffers = FixedBuffers(resources.model.spec, max(capture_num_tokens, default=0), device)
-        self._fixed = {count: FixedTensors(self._pack_padding(count)[1], self.buffers) for count in capture_num_tokens}
+        self.fixed = {count: FixedTensors(self._pack_padding(count)[1], self.buffers) for count in capture_num_tokens}
 
     def padded_count(self, num_tokens: int) -> int:
         """Return the smallest captured count that holds `num_tokens`; beyond the largest, as products are padded."""
@@ -72,12 +73,12 @@ class PrefillSegments:
         is_captured = ("segments", count) in self._resources.graphs
         self.counters.graph_steps += is_captured
         self.counters.eager_steps += not is_captured
-        return self._fixed[count] if count in self._fixed else StepTensors(*inputs)
+        return self.fixed[count] if count in self.fixed else StepTensors(*inputs)
 
     def works(self) -> Iterator[GraphWork]:
         """Yield what runs from graphs: each segment for each count, the largest first. It is the same in every mode."""
         segments = self._resources.segments
-        for count, tensors in reversed(self._fixed.items()):
+        for count, tensors in reversed(self.fixed.items()):
             launches = [partial(segments.run, index, tensors) for index in range(len(segments))]
             yield GraphWork(
                 ("segments", count), f"prefill graphs, {count} tokens", partial(self._reset_table, count), launches
@@ -86,7 +87,7 @@ class PrefillSegments:
     def run_each_kind(self) -> None:
         """Run segments that together use every kernel, for each count, on padding."""
         segments = self._resources.segments
-        for count, tensors in self._fixed.items():
+        for count, tensors in self.fixed.items():
             self._reset_table(count)
             for index in (0, 1, len(segments) - 1):
                 segments.run(index, tensors)

@@ -31,7 +31,7 @@ def check_products(model: Decoder, max_rows: int) -> dict[str, list[int]]:
     """
     counts, found = padded_counts(max_rows), {}
     for (num_rows, size, _), modules in _by_shape(model).items():
-        agreeing = _agreeing(modules[0], counts)
+        agreeing = library_counts(modules[0], counts)
         for module in modules:
             module.library_counts = agreeing
         shape = f"{num_rows}x{size}"
@@ -43,7 +43,7 @@ def run_ours(model: Decoder) -> None:
     """Compute what `check_products` compares the library with, for its kernels to be compiled."""
     for modules in _by_shape(model).values():
         weight = modules[0].weights.matrix(modules[0])
-        _ours(modules[0], weight, weight.new_zeros(MAX_ROWS, weight.shape[1]))
+        in_own_tiles(modules[0], weight, weight.new_zeros(MAX_ROWS, weight.shape[1]))
 
 
 def _by_shape(model: Decoder) -> dict[tuple[int, int, bool], list[Linear]]:
@@ -60,7 +60,8 @@ def _by_shape(model: Decoder) -> dict[tuple[int, int, bool], list[Linear]]:
     return groups
 
 
-def _agreeing(module: Linear, counts: list[int]) -> frozenset[int]:
+def library_counts(module: Linear, counts: list[int]) -> frozenset[int]:
+    """Return the `counts` of rows at which the library gives the bits of our kernels for this projection."""
     from nanoinfer.kernels.linear.rows import library_sum  # triton comes with CUDA builds of torch only
 
     weight, parts = module.weights.matrix(module), module.num_parts
@@ -72,10 +73,11 @@ def _agreeing(module: Linear, counts: list[int]) -> frozenset[int]:
             return torch.nn.functional.linear(x, weight, module.bias)
         return library_sum(x, weight, parts)
 
-    return agreeing_counts(rows, lambda x: _ours(module, weight, x), library, counts)
+    return agreeing_counts(rows, lambda x: in_own_tiles(module, weight, x), library, counts)
 
 
-def _ours(module: Linear, weight: Tensor, x: Tensor) -> Tensor:
+def in_own_tiles(module: Linear, weight: Tensor, x: Tensor) -> Tensor:
+    """Compute x @ weight.T, the projection's own bias added, with our kernels."""
     from nanoinfer.kernels.linear import rows as kernels  # triton comes with CUDA builds of torch only
 
     parts = module.num_parts

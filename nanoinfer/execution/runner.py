@@ -73,7 +73,7 @@ class ModelRunner:
         is_cuda = runtime.device.type == "cuda"
         self._has_graphs = not config.enforce_eager and (not is_cuda or backend.graph_safe)
         if is_cuda:
-            self._compile_kernels()
+            self.compile_kernels()
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
             self.num_gpu_blocks -= blocks_over_plan
         self.gpu_kv = _zeros(layout.pool_shape(self.num_gpu_blocks), layout.dtype, runtime.device)
@@ -85,7 +85,7 @@ class ModelRunner:
         self.block_copies = BlockCopies(self.offload, self.gpu_kv, self.kept, states)
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         self._are_logits_sound = False  # not known yet
-        self._tokens_host = deque(
+        self.tokens_host = deque(
             (runtime.staging(self.decode_program.tokens.numel(), torch.int64), runtime.event()) for _ in range(2)
         )
         self._prefill_tokens = torch.zeros_like(self.decode_program.tokens)
@@ -108,7 +108,7 @@ class ModelRunner:
         )
         return DecodeProgram(resources), PrefillProgram(resources)
 
-    def _compile_kernels(self) -> None:
+    def compile_kernels(self) -> None:
         """Compile the kernels of all steps.
 
         Compilation takes most of a cold start, and lasts as long as its slowest kernel, so there is one for prefill and
@@ -298,8 +298,8 @@ class ModelRunner:
             index = torch.tensor(wanted, device=self.runtime.device)
             self.compute.run(lambda: found.extend(logprobs_of(logits()[index].float(), tokens[:count][index], top)))
         # Two buffers: one is written while the host still reads the other.
-        self._tokens_host.rotate()
-        on_host, done = self._tokens_host[0]
+        self.tokens_host.rotate()
+        on_host, done = self.tokens_host[0]
         if count:
             self.compute.copy(on_host[:count], tokens[:count])
         self.compute.record(done)

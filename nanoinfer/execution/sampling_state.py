@@ -34,8 +34,7 @@ class SamplingState:
 
     def __init__(self, runtime: Runtime, rows: RowState, vocab_size: int, max_batch: int) -> None:
         num_rows, device = len(rows.token), runtime.device
-        self.vocab_size = vocab_size
-        self.rows = rows
+        self.vocab_size, self.rows = vocab_size, rows
         lines = self._lines([(row, RowSampling()) for row in range(num_rows)])
         self.settings = SettingsTable(torch.tensor(lines, device=device))
         self.seen = torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)

@@ -12,26 +12,29 @@ from offload import Chunk, Runtime, Staging, Stream
 
 
 class DeviceTable:
-    """A flat int32 table at a fixed device address, written by the host through rotating staging buffers."""
+    """A flat int32 table at a fixed device address, written by the host through rotating staging buffers.
+
+    uploaded: what was uploaded last; empty if the table may hold anything else.
+    """
 
     def __init__(self, runtime: Runtime, num_elements: int) -> None:
         self.tensor = torch.zeros(num_elements, dtype=torch.int32, device=runtime.device)
-        self._staging = Staging(runtime, num_elements, torch.int32)
-        self._last = np.zeros(0, dtype=np.int32)
+        self.staging = Staging(runtime, num_elements, torch.int32)
+        self.uploaded = np.zeros(0, dtype=np.int32)
 
     def set(self, stream: Stream, values: np.ndarray) -> None:
         """Make the table begin with `values` (any shape, int32) for all work enqueued on `stream` from here on."""
         values = values.reshape(-1)
-        if len(values) == 0 or np.array_equal(values, self._last[: len(values)]):
+        if len(values) == 0 or np.array_equal(values, self.uploaded[: len(values)]):
             return
         self.forget()  # first: an upload that fails half-way may have changed the table
-        self._staging.acquire().numpy()[: len(values)] = values
-        self._staging.upload(stream, self.tensor[: len(values)])
-        self._last = values.astype(np.int32, copy=True)
+        self.staging.acquire().numpy()[: len(values)] = values
+        self.staging.upload(stream, self.tensor[: len(values)])
+        self.uploaded = values.astype(np.int32, copy=True)
 
     def forget(self) -> None:
         """Have the next `set` upload its values in any case: the table may not hold what was uploaded last."""
-        self._last = np.zeros(0, dtype=np.int32)
+        self.uploaded = np.zeros(0, dtype=np.int32)
 
 
 class SplitTables:
@@ -45,20 +48,20 @@ class SplitTables:
     """
 
     def __init__(self, runtime: Runtime, max_batch: int, max_splits: int) -> None:
-        self._max_batch = max_batch
-        self._begin_of_items = -(-(2 * max_batch + 1) // 4) * 4
-        self.table = DeviceTable(runtime, self._begin_of_items + 4 + 4 * max_splits)
+        self.max_batch = max_batch
+        self.begin_of_items = -(-(2 * max_batch + 1) // 4) * 4
+        self.table = DeviceTable(runtime, self.begin_of_items + 4 + 4 * max_splits)
         tensor = self.table.tensor
         self.ranges, self.partials_per_block = tensor[: max_batch + 1], tensor[max_batch + 1 : 2 * max_batch + 1]
-        self.items = tensor[self._begin_of_items :]
+        self.items = tensor[self.begin_of_items :]
         self.partials_per_block.fill_(1)
 
     def set(self, stream: Stream, lists: SplitLists) -> None:
         """Upload the lists for all work enqueued on `stream` from here on. Rows beyond the lists have no splits."""
-        head = np.ones(self._begin_of_items, dtype=np.int32)
-        head[: self._max_batch + 1] = lists.ranges[-1]
+        head = np.ones(self.begin_of_items, dtype=np.int32)
+        head[: self.max_batch + 1] = lists.ranges[-1]
         head[: len(lists.ranges)] = lists.ranges
-        head[self._max_batch + 1 :][: len(lists.partials_per_block)] = lists.partials_per_block
+        head[self.max_batch + 1 :][: len(lists.partials_per_block)] = lists.partials_per_block
         self.table.set(stream, np.concatenate([head, work_table(lists.on_gpu).reshape(-1)]))
 
 
@@ -115,15 +118,15 @@ class RowState:
         self.tensors = self.token, self.length, self.block_table
         self._width = NUM_HEAD_COLUMNS + max_blocks_per_seq
         self._updates = torch.zeros(max_num_seqs * self._width, dtype=torch.int32, device=device)
-        self._staging = Staging(runtime, max_num_seqs * self._width, torch.int32)
+        self.staging = Staging(runtime, max_num_seqs * self._width, torch.int32)
 
     def update(self, stream: Stream, lines: np.ndarray) -> None:
         """Upload rows for all work enqueued on `stream` from here on. lines: as `StepPlan.changed_rows`."""
         if not len(lines):
             return
-        self._staging.acquire().numpy()[: lines.size] = lines.reshape(-1)
+        self.staging.acquire().numpy()[: lines.size] = lines.reshape(-1)
         updates = self._updates[: lines.size]
-        self._staging.upload(stream, updates)
+        self.staging.upload(stream, updates)
         stream.run(lambda: self.operations.update_rows(updates.view(lines.shape), self.tensors, ON_DEVICE))
 
 

@@ -36,7 +36,7 @@ class Floors:
 
 def measure_floors(device: torch.device, repeats: int = 7) -> Floors:
     """Return medians over `repeats` copies of 1 GiB (128 MiB on the CPU; less if the GPU has little memory left)."""
-    floors = _floors(device, _copy_bytes(device) if device.type == "cuda" else CPU_COPY_BYTES, repeats)
+    floors = _floors(device, copy_bytes(device) if device.type == "cuda" else CPU_COPY_BYTES, repeats)
     torch.cuda.empty_cache()
     return floors
 
@@ -49,7 +49,7 @@ def _floors(device: torch.device, num_bytes: int, repeats: int) -> Floors:
     return Floors(link=num_bytes / link, device=2 * num_bytes / copy)
 
 
-def _copy_bytes(device: torch.device) -> int:
+def copy_bytes(device: torch.device) -> int:
     """Return the size of a copy. Two buffers take at most half of the free GPU memory, but 64 MiB each at least.
 
     Floors are measured beside an engine that fills its budget.

@@ -183,7 +183,7 @@ def _spend(
         activation_bytes=_activation_bytes(spec, max_num_batched_tokens, max_batch, is_cuda),
         workspace_bytes=workspace,
         library_bytes=LIBRARY_BYTES if is_cuda else 0,
-        graph_bytes=0 if config.enforce_eager or not is_cuda else _graph_bytes(spec, max_batch, graph_tokens),
+        graph_bytes=0 if config.enforce_eager or not is_cuda else graph_bytes(spec, max_batch, graph_tokens),
         ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes,
         block_bytes=layout.block_bytes,
         split_bytes=split_bytes,
@@ -212,11 +212,11 @@ def _activation_bytes(spec: ModelSpec, max_num_batched_tokens: int, max_batch: i
     """Return the bytes of the largest prefill step, or of sampling for all rows behind it; eager decode takes less."""
     tokens = padded_rows(max_num_batched_tokens) if is_cuda else max_num_batched_tokens
     expanding = 0 if is_cuda else spec.product_bytes
-    largest = max(_prefill_bytes(spec, tokens) + expanding, _sampling_bytes(spec, max_batch, is_cuda))
+    largest = max(prefill_bytes(spec, tokens) + expanding, sampling_bytes(spec, max_batch, is_cuda))
     return int(largest * ACTIVATION_SLACK) + ACTIVATION_MARGIN_BYTES if is_cuda else largest
 
 
-def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
+def prefill_bytes(spec: ModelSpec, tokens: int) -> int:
     """Return the bytes of the live tensors of one layer at its peak.
 
     Each line stands for a place in `PrefillStep` and `nanoinfer.layers`.
@@ -234,7 +234,7 @@ def _prefill_bytes(spec: ModelSpec, tokens: int) -> int:
     return tokens * max(attention, mlp, behind)
 
 
-def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
+def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
     size, heads = spec.dtype.itemsize, spec.attention.q_size
     layer = size * (4 * spec.hidden_size + 3 * heads + 3 * spec.intermediate_size)
@@ -242,7 +242,7 @@ def _graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     return max(max(rows, prefill_tokens) * layer, rows * logits)
 
 
-def _sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
+def sampling_bytes(spec: ModelSpec, max_batch: int, is_cuda: bool) -> int:
     """Return the bytes of the logits behind a prefill step and of what sampling adds to them.
 
     Sampling adds whichever takes more: the reference, which samples where there are no kernels, or log-probabilities,

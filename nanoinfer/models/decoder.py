@@ -177,7 +177,7 @@ class Decoder(nn.Module):
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
         self._logits_softcap = traits.logits_softcap
         ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
-        self._rope_tables = [rope_table(rope, spec.attention.head_dim, max_position, **options) for rope in ropes]
+        self.rope_tables = [rope_table(rope, spec.attention.head_dim, max_position, **options) for rope in ropes]
 
     # What a family reads from its config
 
@@ -264,7 +264,7 @@ class Decoder(nn.Module):
         positions: [N] int64, absolute, below max_position. Returns [N, num_q_heads, head_dim], packed: `target.q` where
         that is given.
         """
-        rope = self._rope_tables[self._rope_of_layer[layer]]
+        rope = self.rope_tables[self._rope_of_layer[layer]]
         return self.layers[layer].self_attn.project(normed, rope, positions, target)
 
     def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:

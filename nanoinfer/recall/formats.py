@@ -58,11 +58,11 @@ def divergences(
     that no rounding of products is in it: that of bfloat16 is above that of weights in 8 bits. It is the same in every
     mode, since the modes have the same logits. One model at a time lies on the device.
     """
-    wanted = _logits(model_dir, AS_IT_IS, prompts, device)
-    return {one.name: mean_divergence(wanted, _logits(model_dir, one, prompts, device)) for one in formats}
+    wanted = logits_of(model_dir, AS_IT_IS, prompts, device)
+    return {one.name: mean_divergence(wanted, logits_of(model_dir, one, prompts, device)) for one in formats}
 
 
-def _logits(
+def logits_of(
     model_dir: str | Path, weights: WeightFormat, prompts: list[list[int]], device: torch.device | str
 ) -> Tensor:
     """[tokens of all prompts, vocab_size] float32, CPU."""

@@ -31,7 +31,7 @@ class ReferenceAnswers(Answers):
     def __init__(self, model_dir: str | Path, end_token_id: int, *, device: torch.device | str = "cpu") -> None:
         model = load_in_transformers(model_dir, torch.float32, attn_implementation="sdpa")
         model.generation_config = GenerationConfig()  # greedy, whatever the checkpoint recommends
-        self._model, self._end, self._device = model.to(device).eval(), end_token_id, torch.device(device)
+        self.model, self.end_token_id, self._device = model.to(device).eval(), end_token_id, torch.device(device)
 
     @torch.inference_mode()
     def __call__(
@@ -39,27 +39,27 @@ class ReferenceAnswers(Answers):
     ) -> list[Answer]:
         cache = DynamicCache()  # of whole layers: without the config, those with a sliding window keep all tokens, too
         for part in torch.tensor([document], device=self._device).split(CHUNK_TOKENS, dim=1):
-            self._model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
         found: dict[int, Answer] = {}
         for batch in self._batches(questions, cache):
             copies = DynamicCache()
             room = len(questions[batch[0]]) + max_tokens
             copies.layers = [_Copies(layer, len(batch), room) for layer in cache.layers]
             prompts = torch.tensor([document + questions[i] for i in batch], device=self._device)
-            output = self._model.generate(
+            output = self.model.generate(
                 prompts,
                 attention_mask=torch.ones_like(prompts),
                 past_key_values=copies,
                 max_new_tokens=max_tokens,
-                eos_token_id=self._end,
-                pad_token_id=self._end,
+                eos_token_id=self.end_token_id,
+                pad_token_id=self.end_token_id,
                 return_dict_in_generate=True,
                 output_logits=with_logprobs,
             )
             written = output.sequences[:, prompts.shape[1] :].tolist()
             steps = [_likeliest(logits) for logits in output.logits or ()]
             for row, (i, ids) in enumerate(zip(batch, written, strict=True)):
-                ids = ids[: ids.index(self._end)] if self._end in ids else ids
+                ids = ids[: ids.index(self.end_token_id)] if self.end_token_id in ids else ids
                 found[i] = Answer(ids, [step[row] for step in steps[: len(ids)]] if with_logprobs else None)
         return [found[i] for i in range(len(questions))]
 

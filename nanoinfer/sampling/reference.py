@@ -44,11 +44,11 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     assert logits.shape == (num_rows, batch.vocab_size), (
         f"logits have shape {tuple(logits.shape)}, the batch is {num_rows} x {batch.vocab_size}"
     )
-    scores = _penalise(logits, batch)
+    scores = penalise(logits, batch)
     greedy = scores.argmax(dim=-1)
     if batch.is_greedy.all():
         return greedy
-    scores = _cut(scores, batch, owned=scores is not logits)
+    scores = cut(scores, batch, owned=scores is not logits)
     return torch.where(batch.is_greedy, greedy, _draw(scores, batch))
 
 
@@ -159,7 +159,7 @@ def _chunk_rows(vocab_size: int) -> int:
     return max(1, CHUNK_ELEMENTS // vocab_size)
 
 
-def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Apply repetition penalty (CTRL, section 4.1), frequency and presence penalty and bans; NaN counts as banned.
 
     Returns `logits` itself if there is nothing to apply.
@@ -179,7 +179,7 @@ def _penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return scores
 
 
-def _cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tensor:
+def cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tensor:
     """Put -inf where min_p, top_k or top_p drop a token; in place if `scores` is `owned`."""
     min_p_rows, sort_rows, settings = batch.min_p_rows, batch.sort_rows, batch.settings
     if not len(min_p_rows) and not len(sort_rows):

@@ -15,10 +15,10 @@ from json.scanner import py_make_scanner
 from typing import Any
 
 MAX_VALUES = 200_000  # not counting the numbers at the beginning of lists; each takes some microseconds
-_PIECE_CHARS = 65_536  # about a millisecond of work
+PIECE_CHARS = 65_536  # about a millisecond of work
 _NUMBERS = re.compile(r"[ \t\n\r]*[-0-9][-+.0-9eE \t\n\r,]*,")
 # Whole characters of the decoded text: neither an escape nor a surrogate pair is cut.
-_STRING_PIECE = re.compile(
+STRING_PIECE = re.compile(
     r'(?:[^"\\\x00-\x1f]{1,64}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}'
     r'|\\["\\/bfnrt]){0,1024}+'
 )
@@ -47,7 +47,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON number")
 
 
-_whole = json.JSONDecoder(parse_constant=_refuse)
+WHOLE = json.JSONDecoder(parse_constant=_refuse)
 
 
 class _Decoder(json.JSONDecoder):
@@ -72,10 +72,10 @@ class _Decoder(json.JSONDecoder):
 
     def _array(self, place: tuple[str, int], *_: Any) -> tuple[list, int]:
         (text, at), numbers = place, []
-        while found := _NUMBERS.match(text, at, at + _PIECE_CHARS):
+        while found := _NUMBERS.match(text, at, at + PIECE_CHARS):
             self._ask()
             try:
-                numbers += _whole.decode(f"[{found.group()[:-1]}]")
+                numbers += WHOLE.decode(f"[{found.group()[:-1]}]")
             except ValueError:
                 break  # reading them one by one says which is wrong
             at = found.end()
@@ -88,7 +88,7 @@ class _Decoder(json.JSONDecoder):
         parts, at = [], begin
         while text[at : at + 1] != '"':
             self._ask()
-            piece = _STRING_PIECE.match(text, at).group()
+            piece = STRING_PIECE.match(text, at).group()
             if not piece:
                 return scanstring(text, begin)  # no string goes on like this: raises
             parts.append(scanstring(piece + '"', 0)[0])

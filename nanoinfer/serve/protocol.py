@@ -194,7 +194,7 @@ class _Conversation(Body):
 
     # Parameters of `apply_chat_template` and of the functions that it calls. Only the server may set them: they are not
     # variables of a template.
-    _reserved: ClassVar[frozenset[str]] = frozenset(
+    reserved: ClassVar[frozenset[str]] = frozenset(
         "self tokenizer messages conversation conversations compiled_template chat_template add_generation_prompt "
         "continue_final_message tokenize padding truncation max_length return_tensors return_dict "
         "return_assistant_tokens_mask tokenizer_kwargs tools documents".split()
@@ -208,7 +208,7 @@ class _Conversation(Body):
                     f"messages.{place} is {shown(message)}: Input should be a valid dictionary", param="messages"
                 )
         for name in self.chat_template_kwargs or ():
-            if name in self._reserved:
+            if name in self.reserved:
                 raise BadRequestError(
                     f"chat_template_kwargs may not set {name!r}, which the server does: leave it out, give variables "
                     "of the chat template's own",

@@ -43,7 +43,7 @@ class ServedRequests:
         self.on_finished: Callable[..., None] = lambda *ended: None
         self.num_prompt_tokens = self.num_generated_tokens = 0
         self.step_began: float | None = None
-        self._tracked: dict[str, _Tracked] = {}
+        self.tracked: dict[str, _Tracked] = {}
         self._must_flush = False
 
     @property
@@ -68,7 +68,7 @@ class ServedRequests:
             for request_id in added:
                 self._engine.abort(request_id)
             raise
-        self._tracked.update(added)
+        self.tracked.update(added)
         self.num_prompt_tokens += sum(len(token_ids) for _, token_ids in stream.prompts)
 
     def count_queued(self) -> None:
@@ -100,7 +100,7 @@ class ServedRequests:
 
     def abort(self, stream: RequestStream) -> None:
         """End those requests of a stream that still run."""
-        for request_id in [name for name, tracked in self._tracked.items() if tracked.stream is stream]:
+        for request_id in [name for name, tracked in self.tracked.items() if tracked.stream is stream]:
             self._engine.abort(request_id)
             self._finish(request_id)
 
@@ -119,13 +119,13 @@ class ServedRequests:
         self._hand_out(outputs)
         if self._must_flush:
             self._must_flush = False
-            for request_id in [name for name, tracked in self._tracked.items() if tracked.request.is_finished]:
+            for request_id in [name for name, tracked in self.tracked.items() if tracked.request.is_finished]:
                 self._finish(request_id, "outputs were lost in a failed step")
 
     def _hand_out(self, outputs: list[StreamOutput]) -> None:
         ended = {}
         for output in outputs:
-            tracked = self._tracked.get(output.request_id)
+            tracked = self.tracked.get(output.request_id)
             if tracked is None:
                 continue
             if output.finish_reason == "error":
@@ -152,7 +152,7 @@ class ServedRequests:
         """End the requests that the engine has aborted; if there are none, end one, so that the next step differs."""
         failed = [
             name
-            for name, tracked in self._tracked.items()
+            for name, tracked in self.tracked.items()
             if any(sequence.finish_reason in ("abort", "error") for sequence in tracked.request.sequences)
         ]
         if not failed:
@@ -162,13 +162,13 @@ class ServedRequests:
             victim = scheduler.running[-1] if scheduler.running else next(iter(scheduler.waiting), None)
             if victim is not None:
                 self._engine.abort(victim.request_id)
-                failed = [victim.request_id] if victim.request_id in self._tracked else []
+                failed = [victim.request_id] if victim.request_id in self.tracked else []
         for request_id in failed:
             self._finish(request_id, f"{type(error).__name__}: {error}")
 
     def _finish(self, request_id: str, error: str | None = None) -> None:
         """Forget a request that has ended, by itself or because of an error of the engine, and tell its reader."""
-        tracked = self._tracked.pop(request_id)
+        tracked = self.tracked.pop(request_id)
         request, stream = tracked.request, tracked.stream
         reasons = ["error" if error is not None else sequence.finish_reason for sequence in request.sequences]
         first = None if request.first_token is None else request.first_token - stream.arrival

@@ -24,8 +24,8 @@ def tokenized(asked: TokenizeRequest, prompts: PromptTokenizer) -> bytes:
         tokens = encode_chat(tokenizer, asked.conversation(), **asked.template_arguments)
     else:
         tokens = encode(tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
-    strs = _json(tokenizer.convert_ids_to_tokens(tokens)) if asked.return_token_strs else b"null"
-    parts = (len(tokens), prompts.max_model_len, _json(tokens), strs)
+    strs = json_bytes(tokenizer.convert_ids_to_tokens(tokens)) if asked.return_token_strs else b"null"
+    parts = (len(tokens), prompts.max_model_len, json_bytes(tokens), strs)
     return b'{"count":%d,"max_model_len":%d,"tokens":%s,"token_strs":%s}' % parts
 
 
@@ -34,10 +34,11 @@ def detokenized(asked: DetokenizeRequest, prompts: PromptTokenizer) -> bytes:
     if prompts.tokenizer is None:
         raise RequestError("there is no tokenizer: start the server with one", field="prompt")
     prompts.intake.check_vocabulary(asked.tokens)
-    return b'{"prompt":' + _json(prompts.tokenizer.decode(asked.tokens)) + b"}"
+    return b'{"prompt":' + json_bytes(prompts.tokenizer.decode(asked.tokens)) + b"}"
 
 
-def _json(value: list | str) -> bytes:
+def json_bytes(value: list | str) -> bytes:
+    """Return the value as JSON, written piece by piece."""
     pieces = [value[start : start + _PIECE] for start in range(0, len(value), _PIECE)]
     encoded = [json.dumps(piece, ensure_ascii=False, separators=(",", ":"))[1:-1].encode() for piece in pieces]
     return b'"%s"' % b"".join(encoded) if isinstance(value, str) else b"[%s]" % b",".join(encoded)

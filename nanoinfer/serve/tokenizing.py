@@ -43,11 +43,11 @@ class PromptTokenizer:
         if self.tokenizer is not None:
             self.tokenizer.encode("a")  # turns off truncation and padding; no later call changes that
         self.intake, self.max_model_len = intake, max_model_len
-        self._known = text_pieces.examine(self.tokenizer)
+        self.known = text_pieces.examine(self.tokenizer)
         # Whether the chat template makes a text, which is then tokenised like any other text.
         renders = getattr(type(self.tokenizer), "apply_chat_template", None)
         self._renders_first = renders is PreTrainedTokenizerBase.apply_chat_template
-        self._threads = {
+        self.threads = {
             name: ThreadPoolExecutor(1, f"nanoinfer-tokenizer-{name}")
             for name in ("short", "long", "huge", "aside", "bodies", "huge-bodies")
         }
@@ -108,7 +108,7 @@ class PromptTokenizer:
             is_given_up.set()
 
     def close(self) -> None:
-        for thread in self._threads.values():
+        for thread in self.threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def _tokenize_text(self, text: str, *, is_bare: bool = False) -> list[int]:
@@ -116,26 +116,26 @@ class PromptTokenizer:
 
         Stop as soon as it is clear that the text is too long.
         """
-        if (num_tokens := self._known.num_tokens_at_least(text)) >= self.max_model_len:
+        if (num_tokens := self.known.num_tokens_at_least(text)) >= self.max_model_len:
             raise too_long(f"{len(text)} characters, which are at least {num_tokens} tokens", self.max_model_len)
-        if self._known.cut is None or len(text) <= _LONG_PROMPT_CHARS:
+        if self.known.cut is None or len(text) <= _LONG_PROMPT_CHARS:
             how = dict(add_special_tokens=False) if is_bare else {}
             return await self._on(_lane(len(text)), lambda: self.intake.tokenize(encode(self.tokenizer, text, **how)))
-        token_ids = [] if is_bare else list(self._known.before)
+        token_ids = [] if is_bare else list(self.known.before)
         begin = end = 0
         while end < len(text):
-            end = await self._on("long", lambda: self._known.end_of_piece(text, begin))
+            end = await self._on("long", lambda: self.known.end_of_piece(text, begin))
             lane = "long" if end - begin <= _HUGE_PIECE_CHARS else "huge"
             bare = dict(add_special_tokens=False)
             token_ids += await self._on(lane, lambda: encode(self.tokenizer, text[begin:end], **bare))
             if len(token_ids) >= self.max_model_len and end < len(text):
                 raise too_long(f"at least {len(token_ids)} tokens", self.max_model_len)
             begin = end
-        token_ids += () if is_bare else self._known.after
+        token_ids += () if is_bare else self.known.after
         return await self._on("long", lambda: self.intake.tokenize(token_ids))
 
     async def _on(self, lane: str, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads[lane], work)
+        return await asyncio.get_running_loop().run_in_executor(self.threads[lane], work)
 
 
 def _lane(size: int) -> str:

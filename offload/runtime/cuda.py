@@ -25,13 +25,13 @@ class CudaEvent(Event):
         return earlier.event.elapsed_time(self.event) / 1e3
 
 
-_unused: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = {}
+unused_streams: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = {}
 """Streams of runtimes that are gone, by device and name.
 
 Once graphs were captured on two streams of a process, the driver replays all graphs more slowly, and this lasts until
 the process ends. So a runtime that follows another takes over its streams.
 """
-_taken: set[int] = set()
+taken_streams: set[int] = set()
 """Handles of all streams of runtimes, in use or not. Torch hands out the same 32 of a device again and again."""
 _POOL_SIZE = 32
 
@@ -40,9 +40,9 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
     """Take a stream that no runtime has, as long as there is one."""
     for _ in range(_POOL_SIZE):
         stream = torch.cuda.Stream(device)
-        if stream.cuda_stream not in _taken:
+        if stream.cuda_stream not in taken_streams:
             break
-    _taken.add(stream.cuda_stream)
+    taken_streams.add(stream.cuda_stream)
     return stream
 
 
@@ -54,7 +54,7 @@ class CudaStream(Stream):
     """
 
     def __init__(self, name: str, runtime: CudaRuntime) -> None:
-        unused = _unused.setdefault((runtime.device, name), [])
+        unused = unused_streams.setdefault((runtime.device, name), [])
         try:
             self.stream = unused.pop()
         except IndexError:
@@ -100,8 +100,7 @@ class CudaRuntime(Runtime):
     """
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
-        self.device = device
-        self.poisons = poison
+        self.device, self.poisons = device, poison
         self.current_stream: CudaStream | None = None
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._nan: dict[tuple[CudaStream, torch.dtype], torch.Tensor] = {}

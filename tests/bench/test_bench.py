@@ -233,7 +233,7 @@ def test_the_floor_is_the_slower_of_link_and_device():
 @pytest.mark.parametrize("free_mib, copied_mib", [(80_000, 1024), (1200, 300), (100, 64)])
 def test_floors_leave_room_beside_an_engine_that_fills_its_budget(free_mib, copied_mib, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_mib * 2**20, 2**36))
-    assert floors._copy_bytes(torch.device("cuda", 0)) == copied_mib * 2**20
+    assert floors.copy_bytes(torch.device("cuda", 0)) == copied_mib * 2**20
 
 
 def test_bytes_read_count_windows_and_leave_out_unused_embeddings(tmp_path):

@@ -195,7 +195,7 @@ def test_products_are_timed_with_what_every_runtime_has(monkeypatch):
     monkeypatch.syspath_prepend(TOOLS)
     gpu_quantised, calls = load("gpu_quantised"), []
     monkeypatch.setattr(gpu_quantised, "CudaRuntime", lambda device: CpuRuntime())
-    assert gpu_quantised._seconds(lambda: calls.append(1), torch.device("cuda")) >= 0
+    assert gpu_quantised.timed(lambda: calls.append(1), torch.device("cuda")) >= 0
     assert len(calls) == 1 + gpu_quantised.REPLAYS
 
 
@@ -211,7 +211,7 @@ def test_cases_of_resident_mode_run_without_a_gpu(tmp_path, monkeypatch, capsys,
     gpu_bench = load("gpu_bench")
     if not fuzz:  # a start takes seconds, and the second is as the first
         gpu_resident = sys.modules["gpu_resident"]
-        monkeypatch.setattr(gpu_resident, "_start", start_once(gpu_resident._start))
+        monkeypatch.setattr(gpu_resident, "start", start_once(gpu_resident.start))
     assert gpu_bench.main() == 0
     printed = capsys.readouterr().out
     assert "start_up (" in printed and "7 cases in " in printed

@@ -205,4 +205,4 @@ def test_lengths_may_end_in_k():
 def test_every_length_may_end_in_k(command):
     given = [name[2:].replace("-", "_") for name in command if name.startswith("--") and name != "--prompt"]
     given = ["max_num_batched_tokens" if name == "prefill_chunk" else name for name in given]
-    assert [getattr(cli._parser().parse_args(command), name) for name in given] == [2048] * len(given)
+    assert [getattr(cli.make_parser().parse_args(command), name) for name in given] == [2048] * len(given)

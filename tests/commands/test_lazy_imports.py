@@ -34,7 +34,7 @@ def commands(parser):
             for name, child in action.choices.items():
                 yield from ([name, *rest] for rest in commands(child))
 
-found = list(commands(cli._parser()))
+found = list(commands(cli.make_parser()))
 assert ["bench", "throughput"] in found and ["generate"] in found
 calls = [[*command, option] for command in found for option in ("--help", "--hlep")]
 for call in [*calls, ["--version"], ["plam"], ["bench", "troughput"], []]:

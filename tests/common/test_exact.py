@@ -44,7 +44,7 @@ def fresh_counts():
 @pytest.mark.parametrize(("out_features", "in_features"), [(56, 48), (33, 77), (300, 256), (1, 16)])
 def test_a_row_of_a_product_is_the_same_alone_and_in_any_batch(out_features, in_features, has_bias, dtype):
     # A row whose exact product is zero, of which another order of the sum leaves another rest.
-    row, weight = exact._sensitive_operands(out_features, in_features, dtype)
+    row, weight = exact.sensitive_operands(out_features, in_features, dtype)
     bias = torch.randn(out_features).mul(1e-3).to(dtype) if has_bias else None
     wanted = exact.linear(row, weight, bias)
     for num_rows in [2, 3, 4, 5, 15, 16, 17, 31, 63, 64, 65, 83, 130]:
@@ -61,7 +61,7 @@ def test_a_row_of_a_product_is_the_same_alone_and_in_any_batch(out_features, in_
 
 def test_two_threads_change_no_row_of_a_product_either():
     with threads(2):
-        row, weight = exact._sensitive_operands(96, 112, torch.float32)
+        row, weight = exact.sensitive_operands(96, 112, torch.float32)
         wanted = exact.linear(row, weight)
         for num_rows in (3, 6, 70):
             found = exact.linear(row.expand(num_rows, -1), weight)

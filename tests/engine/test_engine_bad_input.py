@@ -12,7 +12,6 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import LLM, EngineConfig, SamplingParams
 from nanoinfer.common.unsupported import CHAT, ENGINE, GENERATE
-from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.weights.load import load_config, resolve_dtype
 
 
@@ -146,13 +145,14 @@ def test_a_model_all_of_whose_logits_are_nan_says_so_for_every_prompt(nan_path, 
         assert_pools_as_before(llm.engine)
 
 
-def test_the_logits_are_checked_once(path, monkeypatch):
-    checked, check = [], ModelRunner._check_logits
-    monkeypatch.setattr(ModelRunner, "_check_logits", lambda *arguments: checked.append(1) or check(*arguments))
+def test_the_logits_are_checked_until_they_are_numbers_for_once(path):
     with LLM(path, **COMMON) as llm:
-        for _ in range(3):
-            llm.generate([[5, 6], [7]], SamplingParams(max_tokens=2), use_tqdm=False)
-    assert len(checked) == 1
+        ends = []
+        for factor in (torch.nan, torch.nan, 1.0, torch.nan):
+            llm.engine.runner.model.norm.weight.data.fill_(factor)
+            *_, last = llm.generate_stream([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
+            ends.append(last.finish_reason)
+        assert ends == ["error", "error", "length", "length"]
 
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])

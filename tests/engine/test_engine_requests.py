@@ -69,13 +69,13 @@ def test_a_preempted_sequence_comes_back_with_the_same_bits(path):
     def at_step(engine, step):
         if step == 5:
             victim = engine.scheduler.running[0]
-            engine.scheduler._preempt_youngest()
+            engine.scheduler.preempt_youngest()
             assert victim.kept_blocks is not None and victim.row is None
         if step == 7:
             engine.switch_mode("offload")
         if step == 12:
             engine.switch_mode("resident")
-            engine.scheduler._preempt_youngest()
+            engine.scheduler.preempt_youngest()
             engine.switch_mode("offload")  # what was saved in one mode comes back in the other
 
     engine = make_engine(path)
@@ -357,15 +357,15 @@ def test_what_was_read_before_a_failure_is_returned_by_the_next_step(path, monke
     engine.step()
     engine.step()
     engine.add_request("fails", [6] * 9, SamplingParams(temperature=0, max_tokens=5, logprobs=1))
-    read_tokens = engine._read_tokens
+    read = PendingTokens.read
 
-    def failing(step):
-        if any(sequence.request_id == "fails" for sequence in step.batch.sampled):
+    def failing(tokens):
+        if len(found := read(tokens)) and found[0][1] is not None:  # only this request asked for log-probabilities
             raise RuntimeError("out of luck")
-        read_tokens(step)
+        return found
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
-        patch.setattr(engine, "_read_tokens", failing)
+        patch.setattr(PendingTokens, "read", failing)
         engine.step()
     assert engine.has_work
     (output,) = engine.step()
@@ -422,7 +422,7 @@ def test_a_sequence_that_returns_from_preemption_shares_its_blocks_again(path):
     (sequence,) = first.sequences
     while sequence.num_sampled < 2:
         engine.step()
-    engine.scheduler._preempt_youngest()
+    engine.scheduler.preempt_youngest()
     give_back = shrink_gpu_pool(engine, 0)  # others take the blocks that it had
     engine.step()
     give_back()

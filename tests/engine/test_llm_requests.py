@@ -71,7 +71,7 @@ def test_a_preempted_request_can_be_aborted(path, computed):
     while victim.state.value != computed or not victim.num_computed:
         engine.step()
     num_generated = victim.num_generated
-    engine.scheduler._preempt_youngest()
+    engine.scheduler.preempt_youngest()
     assert victim.kept_blocks is not None and victim.state is SequenceState.WAITING and victim.row is None
     assert engine.abort("r1") and victim.kept_blocks is None
     while engine.has_work:

@@ -112,8 +112,9 @@ class Soak:
 
     def _step(self) -> None:
         breaks = self.generator.random() < 0.01
+        execute = self.engine.runner.execute
         if breaks:
-            self.engine.runner._read_back = self._fail
+            self.engine.runner.execute = lambda *step: self._fail(execute(*step))
         try:
             outputs = self.engine.step()
         except RuntimeError as error:
@@ -122,7 +123,7 @@ class Soak:
             return
         finally:
             if breaks:
-                del self.engine.runner._read_back
+                del self.engine.runner.execute
         for output in outputs:
             self.streamed.setdefault((output.request_id, output.index), []).append(output)
 

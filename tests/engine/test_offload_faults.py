@@ -140,7 +140,7 @@ PLACES = {
     "planning": (StepPlanner, "begin_step", (1, 11, 30)),
     "taking promoted blocks": (GPUCopies, "promote", (1, 4, 8)),
     "ring fill": (OffloadEngine, "_fill", (1, 2, 9)),
-    "promotion copy": (DecodeProgram, "keep", (1, 2, 5)),
+    "promotion copy": (DecodeProgram, "promote", (1, 2, 5)),
     "write-through": (OffloadEngine, "_write_through", (1, 2, 6, 12)),
     "sampling": (SamplingState, "sample", (1, 2, 8)),
     "read-back": (ModelRunner, "_read_back", (1, 11, 30)),
@@ -294,7 +294,7 @@ def test_requests_are_aborted_while_their_blocks_are_in_flight(path, alone, mode
             engine.step()
         for _ in range(seed if mode == "auto" else 3 + 2 * seed):
             engine.step()
-        queued = {stream.name for stream in engine.runner.runtime._streams if stream.queue}
+        queued = {stream.name for stream in engine.runner.runtime.streams if stream.queue}
         num_in_flight += bool(queued & {"copy", "write"})
         victims = [request for request in requests if not request.is_finished][: 1 + seed % 2]
         for victim in victims:

@@ -306,14 +306,14 @@ def test_a_step_that_fails_half_way_leaves_none_to_repeat(paths, monkeypatch):
     engine, plans = make_engine(paths["qwen3"], **STREAMED), []
     program, begin_step = engine.runner.decode_program, engine.planner.begin_step
     engine.planner.begin_step = lambda batch: plans.append(begin_step(batch)) or plans[-1]
-    play(engine, lambda engine: plans.append(program._last))
+    play(engine, lambda engine: plans.append(program.last))
     assert plans[AT] is not None, "there was one to repeat"
 
     def failing(*arguments):
         raise OutOfLuck
 
-    program._last = plans[AT]
+    program.last = plans[AT]
     monkeypatch.setattr(program.attention, "upload", failing)
     with pytest.raises(OutOfLuck):
         program.begin(plans[-1])
-    assert program._last is None
+    assert program.last is None

@@ -67,7 +67,7 @@ def test_rows_whose_upload_failed_are_uploaded_again(tmp_path, enable_cpu_offloa
         engine = make_engine(path, enable_cpu_offload=enable_cpu_offload)
         rows = engine.runner.decode_program.rows
         with monkeypatch.context() as patch:
-            patch.setattr(rows._staging, "upload", failing(rows._staging.upload, call, after=after))
+            patch.setattr(rows.staging, "upload", failing(rows.staging.upload, call, after=after))
             requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
             with pytest.raises(RuntimeError, match="out of luck"):
                 while engine.has_work:

@@ -257,7 +257,7 @@ def test_graphs_read_and_write_the_same_addresses_in_every_step(path):
         names = ("token_ids", "given_positions", "slots", "positions", "x", "q", "attention")
         return [
             [getattr(tensors, name).data_ptr() for name in names]
-            for tensors in prefill_segments_of(engine)._fixed.values()
+            for tensors in prefill_segments_of(engine).fixed.values()
         ]
 
     engine = make_engine(path, SimulatedRuntime(), capture_num_tokens=COUNTS)
@@ -375,11 +375,9 @@ def test_an_abort_in_the_middle_of_a_prompt_and_close_give_everything_back(path)
 def test_a_finished_step_holds_no_activations(path, monkeypatch):
     """Logits come after it, and are planned to find the memory free."""
     engine, steps = engine_with_graphs(path), []
-    sample = engine.runner._sample_prefill
-    monkeypatch.setattr(
-        engine.runner, "_sample_prefill", lambda plan, step, *args: steps.append(step) or sample(plan, step, *args)
-    )
+    program, begin = engine.runner.prefill_program, engine.runner.prefill_program.begin
+    monkeypatch.setattr(program, "begin", lambda plan: steps.append(begin(plan)) or steps[-1])
     run(engine, [EVERY_LENGTH[3]], [FIRST_TOKEN])
     run(engine, [CHUNKED[0][:60]], [FIRST_TOKEN])
-    assert [(step.num_tokens, step.tensors, step._state) for step in steps] == [(4, None, None), (60, None, None)]
+    assert [(step.num_tokens, step.tensors, step.state) for step in steps] == [(4, None, None), (60, None, None)]
     assert all(torch.isfinite(step.last_normed).all() for step in steps)

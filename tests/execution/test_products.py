@@ -53,11 +53,11 @@ def test_each_shape_is_asked_once_and_every_projection_of_it_told(differs, monke
         return frozenset(counts if not differs else counts[1:])
 
     computed = []
-    monkeypatch.setattr("nanoinfer.execution.products._ours", lambda *arguments: computed.append(arguments))
+    monkeypatch.setattr("nanoinfer.execution.products.in_own_tiles", lambda *arguments: computed.append(arguments))
     run_ours(model)
     assert [module for module, _, _ in computed] == [model.first, model.third]
     assert all(weight is module.weight and x.shape == (MAX_ROWS, 64) for module, weight, x in computed)
-    monkeypatch.setattr("nanoinfer.execution.products._agreeing", agreeing)
+    monkeypatch.setattr("nanoinfer.execution.products.library_counts", agreeing)
     found = check_products(model, 1100)
     counts = padded_counts(1100)
     assert counts == [768, 1024, 1280] and asked == [model.first, model.third]

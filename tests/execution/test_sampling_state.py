@@ -46,7 +46,7 @@ def test_penalties_follow_the_formula(settings, expected):
     """Tokens 0, 0 and 1 were generated. score - frequency_penalty * count - presence_penalty * (count > 0)."""
     row = RowSampling(output_token_ids=[0, 1, 0], **settings)
     logits = torch.tensor([[4.0, 3.0, 2.0, -2.0], [9.0, 9.0, 9.0, 9.0]])
-    scores = sampler._penalise(logits, build([row, RowSampling()], 4))
+    scores = sampler.penalise(logits, build([row, RowSampling()], 4))
     assert scores.tolist() == [expected, [9.0] * 4]
 
 

@@ -94,7 +94,7 @@ SIZES = [
 @pytest.mark.parametrize("size, num_rows", SIZES)
 def test_the_bits_of_a_row_do_not_depend_on_how_many_rows_there_are_or_on_its_place(size, num_rows, dtype):
     """Of one row, of every number up to where the kernels change, and of any beyond, the library's included."""
-    from nanoinfer.execution.products import _agreeing, padded_counts
+    from nanoinfer.execution.products import library_counts, padded_counts
     from nanoinfer.kernels.linear.rows import linear
     from nanoinfer.layers.linear import Linear
 
@@ -102,7 +102,7 @@ def test_the_bits_of_a_row_do_not_depend_on_how_many_rows_there_are_or_on_its_pl
     module.weight.data = torch.randn_like(module.weight) * size**-0.5
     if module.bias is not None:
         module.bias.data = torch.randn_like(module.bias)
-    counts = _agreeing(module, padded_counts(1500)) if num_rows < 2**15 else ()
+    counts = library_counts(module, padded_counts(1500)) if num_rows < 2**15 else ()
     x = torch.randn(1300, size, dtype=dtype, device="cuda")
     want = linear(x[:512], module.weight, module.bias)
     for num_tokens in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 255, 256, 257, 511):

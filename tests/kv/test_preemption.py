@@ -117,8 +117,8 @@ def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
     rows = [sequence.row for sequence in engine.scheduler.running]
     assert len(rows) == 3 and all((table[row, :6] == table[rows[0], :6]).all() for row in rows)
     with torch.inference_mode():
-        engine.scheduler._preempt_youngest()
-        engine.scheduler._preempt_youngest()
+        engine.scheduler.preempt_youngest()
+        engine.scheduler.preempt_youngest()
     waiting = [sequence.kept_blocks for sequence in engine.scheduler.waiting]
     assert waiting[0][:6] == waiting[1][:6] and not set(waiting[0][6:]) & set(waiting[1][6:])
     num_kept, stats = len({*waiting[0], *waiting[1]}), engine.stats()
@@ -153,8 +153,8 @@ def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path):
 
     engine.runner.block_copies.copy = counted
     with torch.inference_mode():
-        engine.scheduler._preempt_youngest()
-        engine.scheduler._preempt_youngest()
+        engine.scheduler.preempt_youngest()
+        engine.scheduler.preempt_youngest()
     waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
     engine.step()  # reads their tokens
     engine.abort("0")
@@ -226,13 +226,13 @@ def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
     while len(engine.scheduler.running) < 2:
         engine.step()
     with torch.inference_mode():
-        engine.scheduler._preempt_youngest()
-    assert engine.mover.kept._key_of
+        engine.scheduler.preempt_youngest()
+    assert engine.mover.kept.key_of
     waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
     while not first.is_finished:
         engine.step()
     engine.kv_cache.tables.gpu_blocks.allocate(engine.kv_cache.tables.gpu_blocks.num_free)  # every cached block goes
-    held = list(engine.kv_cache.tables.gpu_blocks._references)
+    held = list(engine.kv_cache.tables.gpu_blocks.holders)
     with torch.inference_mode():
         engine.runner.gpu_kv[:, held] = torch.nan
     (sequence,) = waiting

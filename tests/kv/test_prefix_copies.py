@@ -66,9 +66,9 @@ def test_a_block_that_is_taken_back_and_dropped_still_waits_for_its_write_throug
         engine = make_engine(path, SimulatedRuntime(seed), **ROOMY)
         play(engine, [BEGINNING + ENDS[0]], params=replace(PARAMS, max_tokens=13))
         lifetimes, pool = engine.kv_cache.tables.lifetimes, engine.kv_cache.tables.gpu_blocks
-        unread = [(number, event) for number, event in engine.runner.offload._unread[GPU_RULE, WRITES]]
+        unread = [(number, event) for number, event in engine.runner.offload.unread[GPU_RULE, WRITES]]
         running = {number for number, event in unread if not event.is_reached}
-        waiting = [deferred for deferred in lifetimes._deferred_gpu if deferred.writes in running]
+        waiting = [deferred for deferred in lifetimes.deferred_gpu if deferred.writes in running]
         for block in [deferred.blocks[0] for deferred in waiting[:1]]:
             num_free, num_deferred = pool.num_free, num_deferred + 1
             assert lifetimes.take_back_gpu(block) and not lifetimes.take_back_gpu(block)
@@ -105,7 +105,7 @@ def test_sequences_that_run_beside_each_other_share_a_copy(path):
 
     def at_step(engine, step):
         pool = engine.kv_cache.tables.gpu_blocks
-        held.extend(pool.references(block) for block in list(pool._references))
+        held.extend(pool.references(block) for block in list(pool.holders))
 
     got += run(engine, prompts[1:], [PARAMS] * 2, at_step)
     assert [outcome[0][0] for outcome in got] == [outcome[0][0] for outcome in wanted]

@@ -59,15 +59,15 @@ def check_references(engine) -> int:
     kv_cache, lifetimes = engine.kv_cache, engine.kv_cache.tables.lifetimes
     held = Counter(kv_cache.tables.gpu[kv_cache.tables.gpu != NO_BLOCK].tolist())
     num_shared = sum(count > 1 for count in held.values())
-    leaving = [block for deferred in lifetimes._deferred_gpu for block in deferred.blocks]
+    leaving = [block for deferred in lifetimes.deferred_gpu for block in deferred.blocks]
     assert not set(leaving) & set(held) and len(set(leaving)) == len(leaving), "given back, and in use"
     held.update(leaving)
     on_host = Counter(kv_cache.tables.host[kv_cache.tables.host != NO_BLOCK].tolist())
-    on_host.update(block for deferred in lifetimes._deferred_host for block in deferred.blocks)
-    assert on_host == lifetimes.host_blocks._references
+    on_host.update(block for deferred in lifetimes.deferred_host for block in deferred.blocks)
+    assert on_host == lifetimes.host_blocks.holders
     pool, taken = kv_cache.tables.gpu_blocks, getattr(engine, "taken", [])
-    assert held + Counter(taken) == pool._references
-    assert pool.num_shared == sum(pool._references.values()) - len(pool._references)
+    assert held + Counter(taken) == pool.holders
+    assert pool.num_shared == sum(pool.holders.values()) - len(pool.holders)
     if not kv_cache.tables.is_offload:
         return num_shared
     first, full = kv_cache.copies.residency.first, kv_cache.copies.residency.full
@@ -316,11 +316,11 @@ def test_a_prefetch_of_what_nobody_holds_any_more_is_dropped(paths):
     requests = [engine.add_request(str(i), QUESTIONS[i], greedy(9)) for i in range(2)]
     while not requests[1].sequences[0].num_generated:
         engine.step()
-    prefetched = {block for _, chunk in engine.runner.offload._filled for block in chunk.host_blocks}
+    prefetched = {block for _, chunk in engine.runner.offload.prefetched for block in chunk.host_blocks}
     engine.abort("0")
-    assert prefetched and not prefetched & engine.kv_cache.tables.lifetimes._gone
+    assert prefetched and not prefetched & engine.kv_cache.tables.lifetimes.gone
     engine.abort("1")
-    assert prefetched <= engine.kv_cache.tables.lifetimes._gone
+    assert prefetched <= engine.kv_cache.tables.lifetimes.gone
     discarded = engine.runner.offload.counters.discarded_bytes
     while engine.has_work:
         engine.step()
@@ -337,7 +337,7 @@ def test_a_mixed_step_streams_once_what_its_prompt_and_its_running_rows_share(pa
         requests.append(engine.add_request(str(len(requests)), question, greedy(9)))
         for _ in range(5 if len(requests) == 1 else 1):
             engine.step()
-        assert len(requests) == 1 or [chunk.blocks for _, chunk in engine.runner.offload._filled] == [
+        assert len(requests) == 1 or [chunk.blocks for _, chunk in engine.runner.offload.prefetched] == [
             tuple(range(begin, begin + 4)) for begin in (0, 4, 8)
         ], "the next step's first chunks are on their way"
     while engine.has_work:
@@ -400,7 +400,7 @@ def shared_engine(path, num_free: int | None, runtime=None, **arguments):
     engine.runner.offload.drain()
     engine.kv_cache.tables.lifetimes.reclaim()
     pool = engine.kv_cache.tables.gpu_blocks
-    for key in [key for key in pool._block_of if isinstance(key, int)]:
+    for key in [key for key in pool.key_of.values() if isinstance(key, int)]:
         pool.forget(key)  # what the first one left on the GPU
     engine.give_back = (lambda: None) if num_free is None else shrink_gpu_pool(engine, num_free)
     return engine
@@ -461,7 +461,9 @@ def test_a_row_takes_up_what_another_one_has_and_the_next_step_streams_less(path
     engine.step()
     assert check_references(engine) == 10 and kv_cache.copies.num_streamed == 0
     ((_, layers, _),) = link.steps
-    assert all(len(blocks) == 10 for blocks in layers) and not offload._filled, "nothing is to stream in the next step"
+    assert all(len(blocks) == 10 for blocks in layers) and not offload.prefetched, (
+        "nothing is to stream in the next step"
+    )
     engine.step()
     on_device = engine.runner.decode_program.rows.block_table[row, :10]
     assert on_device.tolist() == kv_cache.tables.gpu[row, :10].tolist()

@@ -74,7 +74,7 @@ def buffers(engine: LLMEngine) -> tuple[int, int]:
     """Bytes of all else that the engine holds, and what is planned for it."""
     runner, plan = engine.runner, engine.plan
     kv = [runner.ring, *runner.ring.slots, runner.gpu_kv, runner.offload, runner.offload.host.arena]
-    on_host = [buffer for buffer, _ in runner._tokens_host]
+    on_host = [buffer for buffer, _ in runner.tokens_host]
     kernels = sampling_workspace(len(runner.decode_program.logits), runner.spec.vocab_size, torch.device("cpu"))
     held = held_bytes(runner, kernels, without=[runner.model, *kv, *on_host])
     return held, plan.workspace_bytes + plan.max_splits * plan.split_bytes
@@ -188,7 +188,7 @@ def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
         for index in range(len(segments)):
             segments.run(index, tensors)
     assert state is not None
-    planned = memory._prefill_bytes(model.spec, num_tokens)
+    planned = memory.prefill_bytes(model.spec, num_tokens)
     if shape == "behind it" and family == "gemma3":  # the product ends one norm sooner
         planned -= num_tokens * 8 * 2
     assert live.peak == planned
@@ -209,9 +209,9 @@ def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
             model.before_attention(layer, normed, numbers, KVSlots(pool[layer], numbers, q))
             del normed
             normed = model.after_attention(layer, x, attention)  # noqa: F841 - lives until the next one
-    planned = memory._graph_bytes(spec, num_rows, 0)
+    planned = memory.graph_bytes(spec, num_rows, 0)
     assert live.peak <= planned <= 1.08 * live.peak
-    assert memory._graph_bytes(spec, 1, num_rows) == planned, "small prefill steps run in graphs, too"
+    assert memory.graph_bytes(spec, 1, num_rows) == planned, "small prefill steps run in graphs, too"
 
 
 def test_logits_that_graphs_and_sampling_take(as_on_cuda):
@@ -223,8 +223,8 @@ def test_logits_that_graphs_and_sampling_take(as_on_cuda):
         logits = model.logits(normed)
         wide = logits[index].float()
     assert wide.dtype == torch.float32
-    planned = memory._sampling_bytes(spec, rows, True) - memory.logprobs_bytes(rows, spec.vocab_size)
+    planned = memory.sampling_bytes(spec, rows, True) - memory.logprobs_bytes(rows, spec.vocab_size)
     assert live.peak == planned
-    assert 2 * memory._sampling_bytes(spec, 1, True) == memory._sampling_bytes(spec, 2, True)
+    assert 2 * memory.sampling_bytes(spec, 1, True) == memory.sampling_bytes(spec, 2, True)
     # In graphs: what is added up in float32, and in the model's dtype.
-    assert memory._graph_bytes(spec, rows, 0) == rows * (spec.vocab_size * (4 + 2) + spec.hidden_size * 2)
+    assert memory.graph_bytes(spec, rows, 0) == rows * (spec.vocab_size * (4 + 2) + spec.hidden_size * 2)

@@ -154,6 +154,6 @@ def test_no_weight_takes_a_gradient(tmp_path):
 def test_spec_reports_the_rope_tables_it_allocates(tmp_path):
     directory = make_checkpoint("gemma3", tmp_path)
     model = load_model(directory, load_config(directory), "float32", "cpu", max_position=100)
-    tables = model._rope_tables
+    tables = model.rope_tables
     assert [tuple(table.shape) for table in tables] == [(100, 16), (100, 16)]
     assert model.spec.rope_bytes(100) == sum(table.numel() * table.element_size() for table in tables)

@@ -123,7 +123,7 @@ def test_kernels_are_compiled_beside_the_engines_own_rows_and_states(path, argum
     engine, wanted = toy_engine(path, **arguments), run(toy_engine(path, **arguments), prompts, params)
     program = engine.runner.decode_program
     with torch.inference_mode():
-        engine.runner._compile_kernels()
+        engine.runner.compile_kernels()
     assert engine.runner.decode_program is program and run(engine, prompts, params) == wanted
     assert_pools_as_before(engine)
 
@@ -214,11 +214,11 @@ def test_after_an_exception_only_the_states_of_those_that_gave_way_are_kept(path
     while not all(sequence.num_generated > 2 for sequence in engine.work.sequences):
         engine.step()
     copies = engine.runner.block_copies
-    preempt = torch.inference_mode()(engine.scheduler._preempt_youngest)
+    preempt = torch.inference_mode()(engine.scheduler.preempt_youngest)
     preempt()
     if place == "giving way":
         monkeypatch.setattr(engine.mover.kept, "publish", interrupt)
-        with pytest.raises(KeyboardInterrupt), engine._changing():
+        with pytest.raises(KeyboardInterrupt), engine.changing():
             preempt()
     else:
         preempt()

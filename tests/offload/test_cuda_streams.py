@@ -26,8 +26,8 @@ class Handle:
 def no_driver(monkeypatch):
     monkeypatch.setattr("torch.cuda.Stream", Handle)
     monkeypatch.setattr("torch.cuda.graph_pool_handle", object)
-    monkeypatch.setattr("offload.runtime.cuda._unused", {})
-    monkeypatch.setattr("offload.runtime.cuda._taken", set())
+    monkeypatch.setattr("offload.runtime.cuda.unused_streams", {})
+    monkeypatch.setattr("offload.runtime.cuda.taken_streams", set())
 
 
 @pytest.mark.parametrize("is_closed", [True, False])

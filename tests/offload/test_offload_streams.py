@@ -277,7 +277,7 @@ def storing_toy(seed: int) -> tuple[Toy, torch.Tensor]:
 
 
 def is_queued(toy: Toy, name: str) -> bool:
-    return any(stream.name == name and stream.queue for stream in toy.runtime._streams)
+    return any(stream.name == name and stream.queue for stream in toy.runtime.streams)
 
 
 def test_who_wants_one_block_waits_for_the_first_copy_only():
@@ -329,7 +329,7 @@ def test_a_block_that_is_written_twice_waits_for_the_second_time():
     num_pending = 0
     for seed in range(60):
         toy, content = storing_toy(seed)
-        (_, first) = toy.engine._unread[GPU_RULE, WRITES][0]
+        (_, first) = toy.engine.unread[GPU_RULE, WRITES][0]
         toy.lifetimes.host_blocks.allocate(1)
         toy.store([(1, 5)])  # again, to another host block
         toy.runtime.advance(lambda first=first: first.is_reached)
@@ -382,5 +382,5 @@ def test_events_that_nobody_asks_about_do_not_pile_up():
     for _ in range(100):
         toy.run()
         toy.runtime.synchronize()
-    assert all(len(unread) <= 33 for unread in toy.engine._unread.values())
-    assert any(len(unread) > 3 for unread in toy.engine._unread.values())
+    assert all(len(unread) <= 33 for unread in toy.engine.unread.values())
+    assert any(len(unread) > 3 for unread in toy.engine.unread.values())

@@ -322,7 +322,7 @@ def test_the_reference_gives_what_a_fresh_forward_gives(checkpoint, tokenizer, m
         assert len(answer.token_ids) == len(answer.logprobs) > 0
         ids = document + question
         for token, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
-            fresh = answers._model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            fresh = answers.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
             assert token == int(fresh.argmax()) == max(logprobs, key=logprobs.get)
             assert logprobs == pytest.approx({i: fresh[i].item() for i in logprobs}, abs=1e-4)
             ids.append(token)
@@ -336,7 +336,7 @@ def test_the_reference_ends_each_answer_at_its_own_end(checkpoint, tokenizer):
     answers = ReferenceAnswers(checkpoint, tokenizer.eos_token_id)
     document, questions = list(range(5, 60)), [[7, 8, 9], [9, 8, 7], [20, 21, 22]]
     whole = [answer.token_ids for answer in answers(document, questions, 6)]
-    answers._end = whole[0][2]
-    wanted = [ids[: ids.index(answers._end)] if answers._end in ids else ids for ids in whole]
+    answers.end_token_id = whole[0][2]
+    wanted = [ids[: ids.index(answers.end_token_id)] if answers.end_token_id in ids else ids for ids in whole]
     found = [answer.token_ids for answer in answers(document, questions, 6)]
     assert found == wanted and len(set(map(len, found))) > 1

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanoinfer import LLM
-from nanoinfer.execution.decode import DecodeProgram
+from nanoinfer.kernels import reference
 from nanoinfer.recall.answers import EngineAnswers, largest_error
 from nanoinfer.recall.evaluate import Exam, Grid, ask, evaluate
 from nanoinfer.weights.load import PACKAGED
@@ -138,13 +138,13 @@ def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, exam, w
 
 
 def shift_positions_of_decode_steps(monkeypatch, shift):
-    prepare = DecodeProgram._prepare
+    step_inputs = reference.step_inputs
 
-    def shifted(program, size, whole_rows):
-        prepare(program, size, whole_rows)  # the slots, too: tokens are stored where they belong
-        program._positions[:size] += shift
+    def shifted(batch_rows, state, inputs, block_size):
+        step_inputs(batch_rows, state, inputs, block_size)  # the slots, too: tokens are stored where they belong
+        inputs[2].add_(shift)  # the positions
 
-    monkeypatch.setattr(DecodeProgram, "_prepare", shifted)
+    monkeypatch.setattr(reference, "step_inputs", shifted)
 
 
 @pytest.fixture(scope="module")

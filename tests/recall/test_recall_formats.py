@@ -47,7 +47,7 @@ def prompts(tokenizer):
 @pytest.fixture(scope="module", autouse=True)
 def wide_model_runs_once():
     """Its logits are the same each time that they are compared with others."""
-    logits, known = formats._logits, {}
+    logits, known = formats.logits_of, {}
 
     def known_logits(model_dir, weights, prompts, device):
         if weights != AS_IT_IS:
@@ -58,7 +58,7 @@ def wide_model_runs_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "_logits", known_logits)
+        patch.setattr(formats, "logits_of", known_logits)
         yield
 
 

@@ -122,35 +122,33 @@ def test_unfinished_character_comes_out_at_the_flush(byte_bpe):
     assert detokenizer.text == full_decode(byte_bpe, ids)
 
 
-def test_endless_invalid_bytes_keep_coming_out_and_the_window_stays_small(byte_bpe):
+def lengths_of_calls(tokenizer, monkeypatch):
+    """How many tokens each call of the tokenizer decodes from now on."""
+    found, decode = [], tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **how: found.append(len(ids)) or decode(ids, **how))
+    return found
+
+
+def test_endless_invalid_bytes_keep_coming_out_and_the_window_stays_small(byte_bpe, monkeypatch):
     lead_byte = byte_bpe.convert_tokens_to_ids(
         pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é")[0][0][0]
     )
-    detokenizer = Detokenizer(byte_bpe)
-    decoded_lengths = []
-    decode = detokenizer._decode
-    detokenizer._decode = lambda ids: decoded_lengths.append(len(ids)) or decode(ids)
+    detokenizer, decoded_lengths = Detokenizer(byte_bpe), lengths_of_calls(byte_bpe, monkeypatch)
     detokenizer.append([lead_byte] * 200)
     assert len(detokenizer.text) > 150
     assert max(decoded_lengths) <= 2 * MAX_WAITING_TOKENS
     assert detokenizer.append(byte_bpe.encode(" fox.", add_special_tokens=False))[0].endswith(" fox.")
 
 
-def test_endless_tokens_without_text_keep_the_window_small(metaspace):
+def test_endless_tokens_without_text_keep_the_window_small(metaspace, monkeypatch):
     world, end = metaspace.convert_tokens_to_ids(["▁world", "</s>"])
-    detokenizer = Detokenizer(metaspace)
-    decoded_lengths = []
-    decode = detokenizer._decode
-    detokenizer._decode = lambda ids: decoded_lengths.append(len(ids)) or decode(ids)
+    detokenizer, decoded_lengths = Detokenizer(metaspace), lengths_of_calls(metaspace, monkeypatch)
     detokenizer.append([world, *[end] * 200, world])
     assert detokenizer.text == "world world" and max(decoded_lengths) <= 2 * MAX_WAITING_TOKENS
 
 
-def test_cost_per_token_does_not_grow_with_the_text(byte_bpe):
-    detokenizer = Detokenizer(byte_bpe)
-    decoded_lengths = []
-    decode = detokenizer._decode
-    detokenizer._decode = lambda ids: decoded_lengths.append(len(ids)) or decode(ids)
+def test_cost_per_token_does_not_grow_with_the_text(byte_bpe, monkeypatch):
+    detokenizer, decoded_lengths = Detokenizer(byte_bpe), lengths_of_calls(byte_bpe, monkeypatch)
     ids = byte_bpe.encode(" the fox 🙂" * 50, add_special_tokens=False)
     detokenizer.append(ids)
     assert max(decoded_lengths) <= 2 * 4 and len(decoded_lengths) <= 2 * len(ids)

@@ -135,7 +135,7 @@ def naive_kept(logits, row):
 
 
 def kept_by_sampler(logits, rows):
-    cut = sampler._cut(logits, build(rows, logits.shape[1]), owned=False)
+    cut = sampler.cut(logits, build(rows, logits.shape[1]), owned=False)
     kept = cut != -torch.inf
     assert torch.equal(cut[kept], logits[kept])
     return [set(row.nonzero()[:, 0].tolist()) for row in kept]
@@ -216,7 +216,7 @@ def test_repetition_penalty_equals_that_of_transformers(penalty):
     seen = [[4, 7, 7, 9], [0, 49, 1, 1]]
     rows = [RowSampling(repetition_penalty=penalty, penalty_token_ids=ids) for ids in seen]
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(seen), logits.clone())
-    assert torch.equal(sampler._penalise(logits, build(rows, 50)), expected)
+    assert torch.equal(sampler.penalise(logits, build(rows, 50)), expected)
     assert torch.equal(sample(logits, build(rows, 50)), expected.argmax(-1))
 
 

@@ -76,7 +76,7 @@ def test_texts_at_the_limit_are_taken_whether_in_pieces_or_not(kind):
         with tokenizing(kind) as (prompts, _):
             for text in (PROSE * 10, PROSE * 3000):
                 num_tokens = len(prompts.tokenizer.encode(text))
-                prompts._max_model_len = num_tokens + 1
+                prompts.max_model_len = num_tokens + 1
                 assert len((await prompts.tokenize(text))[1]) == num_tokens
 
     asyncio.run(ask())
@@ -88,7 +88,7 @@ def test_texts_at_the_limit_are_taken_whether_in_pieces_or_not(kind):
 def test_a_text_that_can_never_fit_is_refused_by_its_length():
     async def ask():
         with tokenizing(max_model_len=2000) as (prompts, texts):
-            longest = prompts._known.token_chars
+            longest = prompts.known.token_chars
             for text in ("a" * (2000 * longest), PROSE * 10**4):
                 with pytest.raises(RequestError, match=r"characters, .* at least \d+ tokens, max_model_len is 2000"):
                     await prompts.tokenize(text)
@@ -241,7 +241,7 @@ def test_a_client_that_leaves_while_its_text_is_tokenised_ends_the_work(path, ur
         async with serving(path) as served:
             prompts, may_go_on, begun, done = served.async_engine.prompts, threading.Event(), [], []
             inner = prompts.tokenizer.encode
-            queue = prompts._threads["aside" if url == "/tokenize" else "short"]._work_queue
+            queue = prompts.threads["aside" if url == "/tokenize" else "short"]._work_queue
 
             def slow(text, **arguments):
                 begun.append(1)

@@ -37,9 +37,9 @@ def outcome(function, body: bytes):
 @pytest.fixture(params=["small pieces", "as it is"])
 def pieces(request, monkeypatch):
     if request.param == "small pieces":
-        monkeypatch.setattr(json_body, "_PIECE_CHARS", 7)
-        small = json_body._STRING_PIECE.pattern.replace("{1,64}", "{1,2}").replace("{0,1024}", "{0,2}")
-        monkeypatch.setattr(json_body, "_STRING_PIECE", re.compile(small))
+        monkeypatch.setattr(json_body, "PIECE_CHARS", 7)
+        small = json_body.STRING_PIECE.pattern.replace("{1,64}", "{1,2}").replace("{0,1024}", "{0,2}")
+        monkeypatch.setattr(json_body, "STRING_PIECE", re.compile(small))
 
 
 def test_values_and_refusals_are_those_of_the_standard_library(pieces):
@@ -75,7 +75,7 @@ def test_large_values_are_whole(pieces):
 def test_no_call_of_the_json_module_gets_more_than_a_piece(monkeypatch):
     """Python's lock is held all through such a call, and with it the event loop."""
     sizes = []
-    whole, scanstring = json_body._whole, json_body.scanstring
+    whole, scanstring = json_body.WHOLE, json_body.scanstring
 
     class Recorded:
         def decode(self, text):
@@ -86,7 +86,7 @@ def test_no_call_of_the_json_module_gets_more_than_a_piece(monkeypatch):
         sizes.append(len(text))
         return scanstring(text, at)
 
-    monkeypatch.setattr(json_body, "_whole", Recorded())
+    monkeypatch.setattr(json_body, "WHOLE", Recorded())
     monkeypatch.setattr(json_body, "scanstring", recorded)
     value = {"text": "w " * 200_000, "lines": "\n\\é" * 50_000, "ids": [[5] * 300_000, [6] * 10]}
     body = json.dumps(value).encode()
@@ -96,14 +96,14 @@ def test_no_call_of_the_json_module_gets_more_than_a_piece(monkeypatch):
 
 def test_a_wrong_number_is_looked_for_once(monkeypatch):
     """The numbers before it are not read again for each of them."""
-    sizes, whole = [], json_body._whole
+    sizes, whole = [], json_body.WHOLE
 
     class Recorded:
         def decode(self, text):
             sizes.append(len(text))
             return whole.decode(text)
 
-    monkeypatch.setattr(json_body, "_whole", Recorded())
+    monkeypatch.setattr(json_body, "WHOLE", Recorded())
     body = b"[%s,,5,%s5]" % (b"5," * 2000, b"5," * 2000)
     with pytest.raises(ValueError, match="Expecting value"):
         json_body.load(body)

@@ -243,5 +243,5 @@ def test_a_short_load_finds_nothing(tmp_path, capfd):
     case = serve_load.Case(dict(prompt=[5], max_tokens=2), [7, 8])
     usage = dict(prompt_tokens=1, completion_tokens=2)
     for tokens, reason in (([7, 8], "length"), ([7, 9], "length"), ([7], "length"), ([7, 8], "stop")):
-        load._judge(case, tokens, reason, usage)
+        load.judge(case, tokens, reason, usage)
     assert len(load.wrong) == 3 and "token 1 of 2 is 9 instead of 8" in load.wrong

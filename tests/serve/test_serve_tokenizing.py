@@ -8,7 +8,7 @@ import pytest
 from serving import make_served_checkpoint, serving
 
 from nanoinfer.serve.protocol import ChatRequest
-from nanoinfer.serve.token_answers import _json
+from nanoinfer.serve.token_answers import json_bytes
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "w31"}
@@ -23,7 +23,7 @@ def test_names_that_are_no_variables_of_the_template_are_refused(path):
     async def ask():
         async with serving(path) as served:
             for url in (CHAT, "/tokenize"):
-                for name in sorted(ChatRequest._reserved):
+                for name in sorted(ChatRequest.reserved):
                     response = await served.post(url, messages=[USER], chat_template_kwargs={name: 1})
                     assert response.status_code == 400, f"{url} {name}: {response.text}"
                     error = response.json()["error"]
@@ -60,8 +60,8 @@ def test_large_answers_are_whole(path):
 
 @pytest.mark.parametrize("text", ["", 'w"1\\\n\u2028é漢😀' * 5_000])
 def test_json_in_pieces_is_json(text):
-    assert json.loads(_json(text)) == text
-    assert json.loads(_json(list(text))) == list(text)
+    assert json.loads(json_bytes(text)) == text
+    assert json.loads(json_bytes(list(text))) == list(text)
 
 
 def test_a_body_has_at_most_4_mib(path):

@@ -105,7 +105,7 @@ for name, module in list(sys.modules.items()):
         )
 expand.has_instructions = lambda device: True
 packed.is_hopper = lambda device: gpu.is_hopper
-packed._shared_memory = lambda device: gpu.shared_memory
+packed.shared_memory = lambda device: gpu.shared_memory
 tile_linear.takes_descriptors = lambda device, size, itemsize: (
     gpu.architecture // 10 in (9, 10) and size * itemsize % 16 == 0
 )

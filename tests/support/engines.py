@@ -130,7 +130,7 @@ def assert_pools_as_before(engine: LLMEngine) -> None:
         offload.drain()
         lifetimes.reclaim()
         assert lifetimes.host_blocks.num_blocks == offload.host.num_blocks
-        for key, on_gpu in tables.gpu_blocks._block_of.items():
+        for on_gpu, key in tables.gpu_blocks.key_of.items():
             if isinstance(key, int):  # a number of a host block, of which it is a copy; others are digests of tokens
                 pairs = [(layer[on_gpu], offload.host.block(i, key)) for i, layer in enumerate(engine.runner.gpu_kv)]
                 assert all(torch.equal(copy.cpu(), block) for copy, block in pairs), f"host block {key} is another one"

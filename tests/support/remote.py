@@ -85,13 +85,13 @@ class RemoteRunner(Remote):
         self._connection = connection
         self._connection.send(config)
         self.plan, self.spec, self.layout, self.num_gpu_blocks, capture = self._connection.recv()
-        super().__init__(self._ask, "", runtime=CpuRuntime(), compute=SimpleNamespace(current=nullcontext))
-        counters, host = SimpleNamespace(streamed_bytes=0), Remote(self._ask, "offload.host")
-        self.offload = Remote(self._ask, "offload", counters=counters, host=host)
+        super().__init__(self.ask, "", runtime=CpuRuntime(), compute=SimpleNamespace(current=nullcontext))
+        counters, host = SimpleNamespace(streamed_bytes=0), Remote(self.ask, "offload.host")
+        self.offload = Remote(self.ask, "offload", counters=counters, host=host)
         self.prefill_program = SimpleNamespace(segments=SimpleNamespace(capture_num_tokens=capture))
-        self.block_copies = Remote(self._ask, "block_copies")
+        self.block_copies = Remote(self.ask, "block_copies")
 
-    def _ask(self, name: str, *arguments):
+    def ask(self, name: str, *arguments):
         self._connection.send((name, arguments))
         found, error = self._connection.recv()
         if error is not None:
@@ -99,8 +99,8 @@ class RemoteRunner(Remote):
         return found
 
     def execute(self, plan, timeline=None, on_logits=None):
-        streamed = self._ask("execute", plan)
-        return SimpleNamespace(streamed_bytes=streamed, read=lambda: self._ask("read", plan.number))
+        streamed = self.ask("execute", plan)
+        return SimpleNamespace(streamed_bytes=streamed, read=lambda: self.ask("read", plan.number))
 
     def close(self) -> None:
         self._connection.send(None)

@@ -19,21 +19,21 @@ def check_repeats(engine: LLMEngine) -> Counter:
     repeated, begin = planner._repeated, program.begin
 
     def check_plan(batch):
-        plan, last = repeated(batch), planner._last
+        plan, last = repeated(batch), planner.last
         if plan is None:
             return None
         wanted = planner._made(batch)
-        assert planner._last is not None, f"the step changes something\n{wanted}"
+        assert planner.last is not None, f"the step changes something\n{wanted}"
         for field in fields(plan):
             values = getattr(plan, field.name), getattr(wanted, field.name)
             is_same = field.name == "operation" or np.array_equal(*map(np.asarray, values))
             assert is_same, f"{field.name} of the repeat is {values[0]}, not {values[1]}"
-        planner._last = last
+        planner.last = last
         found["plans"] += 1
         return replace(plan, operation=wanted.operation)  # `wanted` has counted one, too
 
     def check_step(plan, beside=None):
-        last, step = program._last, begin(plan, beside)
+        last, step = program.last, begin(plan, beside)
         if step is last:
             assert beside is None and not len(plan.changed_rows)
             _check_tables(program, step, plan)
@@ -50,17 +50,17 @@ def _check_tables(program: DecodeProgram, step: DecodeStep, plan: StepPlan) -> N
     lists = attention.lists.splits(step.size, plan.gpu_blocks[first:], plan.host_blocks[first:], plan.ends)
     assert attention.lists.stream_plan(lists) == step.plan == step.ahead, "another plan of what streams"
     assert not step.write_through and not step.promoted
-    rows = program._batch_rows._last.tolist()
+    rows = program.batch_rows.uploaded.tolist()
     assert rows[: step.size] == plan.rows.tolist() + [program.rows.padding_row] * (step.size - len(plan.rows))
-    for kind, (found, splits, records) in enumerate(zip(lists, attention._splits, attention._records, strict=True)):
-        table = splits.table._last
-        head, items = table[: splits._begin_of_items], table[splits._begin_of_items :].reshape(-1, 4)
+    for kind, (found, splits, records) in enumerate(zip(lists, attention.splits, attention.records, strict=True)):
+        table = splits.table.uploaded
+        head, items = table[: splits.begin_of_items], table[splits.begin_of_items :].reshape(-1, 4)
         assert head[: len(found.ranges)].tolist() == found.ranges.tolist()
-        assert head[splits._max_batch + 1 :][: len(plan.rows)].tolist() == found.partials_per_block.tolist()
+        assert head[splits.max_batch + 1 :][: len(plan.rows)].tolist() == found.partials_per_block.tolist()
         # Which items come first depends on the rows' lengths, and changes no bit.
         assert sorted(items[1 : 1 + items[0, 0]].tolist()) == sorted(found.on_gpu.tolist()), "other splits on the GPU"
         chunks = step.plan.chunks[program.resources.kind.index(kind)]
         wanted = [record for record in slot_records(found.on_host, chunks) if len(record) > 1]
         if wanted:
             flat = np.concatenate(wanted).reshape(-1)
-            assert records.table._last[: len(flat)].tolist() == flat.tolist(), "other records of the ring's chunks"
+            assert records.table.uploaded[: len(flat)].tolist() == flat.tolist(), "other records of the ring's chunks"

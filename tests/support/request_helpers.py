@@ -53,13 +53,13 @@ def shrink_gpu_pool(engine: LLMEngine, num_free: int) -> Callable[[], None]:
     """Leaves `num_free` free blocks in the GPU pool, of which nobody may hold any; the result gives the others back."""
     pool = engine.kv_cache.tables.gpu_blocks
     assert pool.num_free >= num_free, f"{pool.num_free} blocks are free, {num_free} are to be left"
-    first = pool._first
-    pool._first = pool._num_blocks - num_free
+    first = pool.first
+    pool.first += pool.num_blocks - num_free
     pool.rebuild([])
 
     def give_back() -> None:
-        pool._first = first
-        held = [block for block, count in pool._references.items() for _ in range(count)]
+        pool.first = first
+        held = [block for block, count in pool.holders.items() for _ in range(count)]
         pool.rebuild(held, keeps_key=lambda key: True)
 
     return give_back

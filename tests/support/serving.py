@@ -92,7 +92,7 @@ class Served:
             await asyncio.sleep(0.002)
         stats = await self.async_engine.stats()
         assert stats["num_running"] == stats["num_waiting"] == stats["gpu_blocks_used"] == 0
-        assert not self.async_engine.requests._tracked and not self.async_engine._streams
+        assert not self.async_engine.requests.tracked and not self.async_engine.num_streams
         assert self.async_engine.waiting.num_bytes == 0
         return stats
 

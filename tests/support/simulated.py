@@ -135,7 +135,7 @@ class SimulatedRuntime(Runtime):
         self.rules_seen: set[str] = set()
         self._dropped_rule = dropped_rule
         self._random = random.Random(seed)
-        self._streams: list[SimulatedStream] = []
+        self.streams: list[SimulatedStream] = []
         self._events: weakref.WeakSet[SimulatedEvent] = weakref.WeakSet()
         self._favourite: SimulatedStream | None = None
         self._num_enqueued = 0
@@ -145,8 +145,8 @@ class SimulatedRuntime(Runtime):
         self._is_closed = False
 
     def stream(self, name: str) -> SimulatedStream:
-        self._streams.append(SimulatedStream(name, self))
-        return self._streams[-1]
+        self.streams.append(SimulatedStream(name, self))
+        return self.streams[-1]
 
     def event(self, timed: bool = False) -> SimulatedEvent:
         event = SimulatedEvent(self)
@@ -165,7 +165,7 @@ class SimulatedRuntime(Runtime):
             stream.run(lambda: tensor.fill_(torch.nan))
 
     def synchronize(self) -> None:
-        self.advance(lambda: not any(stream.queue for stream in self._streams))
+        self.advance(lambda: not any(stream.queue for stream in self.streams))
         for event in self._events:  # a record may have been interrupted
             event.num_recorded = event.num_reached = max(event.num_recorded, event.num_reached)
 
@@ -192,7 +192,7 @@ class SimulatedRuntime(Runtime):
         stream.queue.append(_Operation(self._num_enqueued, work, wait, reads, writes))
 
     def close(self) -> None:
-        queued = {stream.name: len(stream.queue) for stream in self._streams if stream.queue}
+        queued = {stream.name: len(stream.queue) for stream in self.streams if stream.queue}
         if queued:
             raise RaceError(f"streams are left to the next runtime with work in them: {queued}")
         self._is_closed = True
@@ -235,19 +235,19 @@ class SimulatedRuntime(Runtime):
             self._is_dropping = self._has_lost_work = True
             if self._executing is not None:
                 number = self._executing.number
-                for stream in self._streams:
+                for stream in self.streams:
                     stream.queue = deque(operation for operation in stream.queue if operation.number < number)
                 self._executing = None
-            while any(stream.queue for stream in self._streams):
+            while any(stream.queue for stream in self.streams):
                 self._execute(self._pick())
             for event in self._events:
                 event.num_reached = event.num_recorded
             self._is_dropping = False
 
     def _pick(self) -> SimulatedStream:
-        ready = [stream for stream in self._streams if stream.queue and self._is_ready(stream.queue[0])]
+        ready = [stream for stream in self.streams if stream.queue and self._is_ready(stream.queue[0])]
         if not ready:
-            heads = {stream.name: len(stream.queue) for stream in self._streams if stream.queue}
+            heads = {stream.name: len(stream.queue) for stream in self.streams if stream.queue}
             raise RuntimeError(f"deadlock: every stream waits for an event that nothing will reach; queued: {heads}")
         # A favourite runs ahead for a while: pure chance would rarely let one stream get far ahead of another,
         # and that is where a missing wait shows.
@@ -263,7 +263,7 @@ class SimulatedRuntime(Runtime):
         """Compares a copy that is about to run with the copies enqueued before it that have not run."""
         if operation.writes is None:
             return
-        for other_stream in self._streams:
+        for other_stream in self.streams:
             if other_stream is stream:
                 continue
             for other in other_stream.queue:

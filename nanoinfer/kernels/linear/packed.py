@@ -221,7 +221,7 @@ def packed_linear(
         # Small groups with wide scales and zeros take as much as a tenth of a step.
         num_scales = unroll * block // (weight.packing.columns or size) * block_n
         scale_bytes = num_scales * weight.scales.element_size() * (2 if weight.packing.has_zeros else 1)
-        stages = min(stages, (_shared_memory(x.device) - 1024) // (x_bytes + word_bytes + scale_bytes))
+        stages = min(stages, (shared_memory(x.device) - 1024) // (x_bytes + word_bytes + scale_bytes))
     packed_linear_kernel[grid](
         x, x_rows, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, FORM=form,
         PART_SIZE=part_size, UNROLL=unroll, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
@@ -268,7 +268,7 @@ def packed_tiles(
         return *tiles, columns
     if num_tokens <= 32:
         return (16 if num_tokens <= 16 else 32), 64, 4, 3, 256
-    return 64, 64, 4, (3 if _shared_memory(device) >= LARGE_SHARED_MEMORY else 2), columns
+    return 64, 64, 4, (3 if shared_memory(device) >= LARGE_SHARED_MEMORY else 2), columns
 
 
 _HOPPER_TILES = {
@@ -311,6 +311,6 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Return the most bytes that a program may have; 0: there is no GPU."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
