@@ -72,8 +72,7 @@ class OffloadEngine:
 
     Attributes:
         prefetched: (layer, chunk) of each chunk of the next step that is in the ring already.
-        unread: for each rule of those who wait, the operations whose copies may not have run, each with an event behind
-            them.
+        unread: for each rule of those who wait, operations whose copies may not have run, with an event behind each.
     """
 
     def __init__(self, runtime: Runtime, gpu_kv: torch.Tensor, host: HostPool, ring: Ring, compute: Stream) -> None:
@@ -215,7 +214,7 @@ class OffloadEngine:
         self._discard_prefetch()
 
     def recover(self, operation: int) -> None:
-        """Forget every copy up to `operation`, also where it was not run. Nothing may be in flight."""
+        """Forget every copy of the operations up to `operation`, run or not. Nothing may be in flight."""
         self._operation = operation
         self._discard_prefetch()
         self._has_unread_writes = False

@@ -1,7 +1,7 @@
 """When a released block may be handed out again: once the copies that read or write it are acknowledged.
 
 Everything here is numbers: an *operation* is whatever enqueues copies (a step, or a group of blocks that is stored),
-and operations are counted. The side that runs them acknowledges them by their number; it may be another process.
+and operations are counted. Another process may run the operations: it acknowledges each by its number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BlockLifetimes:
 
     Args:
         gpu_blocks, host_blocks: who holds which block.
-        acknowledgements: what the side that copies says; not asked before the first copy.
+        acknowledgements: tell which copies have run; not asked before the first copy.
         poison: overwrites blocks that became free (the pool's name, the blocks), in runtimes that look for wrong reads.
 
     Attributes:

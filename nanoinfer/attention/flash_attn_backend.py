@@ -104,13 +104,12 @@ class FlashAttnBackend(AttentionBackend):
         key_lens = (key_range.kv_end - key_range.first_block * self.spec.block_size).clamp(min=0)
         cu_seqlens_k = torch.zeros_like(key_range.cu_seqlens_q)
         cu_seqlens_k[1:] = key_lens.cumsum(0)
-        causal = not key_range.store_state
         rows = slice(*key_range.query_rows)
         result, lse, _ = self._library.flash_attn_varlen_func(
             q[rows], kv[:, 0], kv[:, 1], key_range.cu_seqlens_q - key_range.query_rows[0], cu_seqlens_k,
-            key_range.max_query_len, key_range.block_table.shape[1] * self.spec.block_size, causal=causal,
-            window_size=_window_size(window), block_table=key_range.block_table, return_attn_probs=True,
-            **self._scoring(),
+            key_range.max_query_len, key_range.block_table.shape[1] * self.spec.block_size,
+            causal=not key_range.store_state, window_size=_window_size(window), block_table=key_range.block_table,
+            return_attn_probs=True, **self._scoring(),
         )  # fmt: skip
         if state is None:
             out[rows].copy_(result)

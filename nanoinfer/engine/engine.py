@@ -174,7 +174,7 @@ class LLMEngine:
     def alone(self) -> Iterator[None]:
         """Refuse other threads while this one is inside. May be nested.
 
-        What another thread has half changed would be taken for an interrupted recovery, and its requests would end.
+        A change that another thread has half made would be taken for an interrupted recovery, and end its requests.
 
         Raises:
             RuntimeError: another thread is inside. Nothing has changed.

@@ -98,8 +98,8 @@ class StepMeter:
 
     Attributes:
         times: sums over decode steps since the engine was made.
-        prefill_seconds: of prefill steps, like the counts below. Mixed steps are prefill steps that also compute tokens
-            of running sequences; `num_mixed_tokens` counts these tokens.
+        prefill_seconds: the time of prefill steps, which the counts below are of, too. Mixed steps are prefill steps
+            that also compute tokens of running sequences; `num_mixed_tokens` counts these tokens.
         resident_share: share of the full KV blocks of all running sequences that lay on the GPU in the newest step.
     """
 

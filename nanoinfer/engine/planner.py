@@ -24,8 +24,7 @@ class StepPlanner:
 
     Attributes:
         versions: for each row, which version of its block table the device has.
-        last: the newest plan that was made, if it changes nothing but lengths, its sequences, and the sum of all
-            versions.
+        last: the newest plan, if it changes nothing but lengths, with its sequences and the sum of all versions.
     """
 
     def __init__(self, kv_cache: KVCache, end_token_ids: Iterable[int]) -> None:
@@ -53,7 +52,7 @@ class StepPlanner:
         return plan
 
     def _repeated(self, batch: Batch[Sequence]) -> StepPlan | None:
-        """Return the plan before with other lengths if nothing else can have changed since; else None.
+        """Return the newest plan with new lengths if nothing else can have changed since; else None.
 
         Nothing else has changed if the sequences are the same, none of their blocks becomes full, and no GPU block of
         any row has come or gone: what found no room on the GPU then finds none now.

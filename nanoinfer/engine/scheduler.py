@@ -29,7 +29,7 @@ class Scheduler:
         max_mixed_tokens: the most tokens of a mixed step (prompts and running sequences); 0: no mixed steps.
         enter_offload: switches to offload mode and returns True, or returns False if that is not possible; None: never
             switch.
-        fail: ends and removes a running sequence's request, for whose KV the host has no room.
+        fail: ends and removes the request of a running sequence for whose KV the host has no room.
     """
 
     def __init__(

@@ -69,12 +69,12 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         progress=config.progress_bar,
     )
     runner = ModelRunner(config, plan, runtime, model, setup.backend, spec, memory_before)
-    parts = kv_side(config, runner)
-    return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **parts)
+    kv = kv_side(config, runner)
+    return BuiltEngine(config, runner, tokenizer=tokenizer, end_token_ids=end_ids, sampling_defaults=defaults, **kv)
 
 
 def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
-    """Return the parts that know who holds which block, as arguments of `BuiltEngine`. They hold no tensor."""
+    """Return the objects that know who holds which block, as arguments of `BuiltEngine`. None holds a tensor."""
     plan, layout, copies, windows = runner.plan, runner.layout, runner.block_copies, runner.spec.windows
     # Block 0 of the GPU pool is scratch: padding rows write there.
     gpu_blocks = BlockPool(runner.num_gpu_blocks, first=1)

@@ -81,7 +81,7 @@ class Activations:
         return blocks, checks
 
     def run_each_kind(self) -> None:
-        """Run prefill steps that together use the kernels of larger ones, and what the library is compared with."""
+        """Run prefill steps that together use all kernels of larger steps, and the products that are checked."""
         for tokens in sorted({min(count, self.plan.max_num_batched_tokens) for count in (128, MAX_ROWS)}):
             self._run_prefill(tokens)
         if self.plan.max_num_batched_tokens > MAX_ROWS:

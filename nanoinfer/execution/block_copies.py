@@ -46,8 +46,7 @@ class BlockCopies:
     def copy(self, source: str, destination: str, pairs: list[tuple[int, int]]) -> None:
         """Wait for all streams, then copy between two pools, one of which at least lies on the host.
 
-        The copies have run at the end, because torch waits for a copy between host and GPU that is not said to be
-        `non_blocking`.
+        Afterwards the copies have run: torch waits for a copy between host and GPU unless it is `non_blocking`.
         """
         self._runtime.synchronize()
         for layer in self._layers:

@@ -91,7 +91,7 @@ class DecodeProgram:
     def _around(self, whole_rows: bool) -> Around:
         """Return what a step does around segments.
 
-        whole_rows: whether the attention is that over whole rows of the GPU pool.
+        whole_rows: whether attention takes whole rows of the GPU pool, in place of splits.
         """
 
         def before(index: int, tensors: StepTensors) -> None:
@@ -148,10 +148,10 @@ class DecodeProgram:
             self.run_pieces(pieces, size)
 
     def works(self, may_offload: bool) -> Iterator[GraphWork]:
-        """Yield what runs from graphs, the largest batch first, so that the pool that they share grows only once.
+        """Yield the work to capture, the largest batch first, so that the memory that all graphs share grows only once.
 
-        Whole steps for each batch size; with `may_offload`, also each piece, and the attention over each ring slot. A
-        step in which nothing streams runs as in resident mode.
+        There are whole steps for each batch size, which serve wherever nothing streams; with `may_offload` also each
+        piece, and the attention over each ring slot.
         """
         sizes, indices, prepare = self.batch_sizes[::-1], self.indices, self._reset_tables
         for size in sizes:
@@ -184,9 +184,9 @@ class DecodeProgram:
         Args:
             beside: what the prefill step of the same mixed step streams; its blocks are attended to from its chunks.
 
-        The lists of splits change only when a row comes or goes, or one of its GPU blocks, or when it begins a split (a
-        block, or a part of one in short rows). Until then the step before is returned again, with all that was made for
-        it. After an exception here call `forget_tables`, since the tables may hold a part of this step's lists.
+        The lists of splits change only when a row comes or goes, gains or loses a GPU block, or begins a split (in
+        short rows a tile of one). Until then this method returns the same `DecodeStep` again. After an exception here
+        call `forget_tables`: some of the tables may hold this step's lists.
         """
         assert np.all(step.ends - step.begins == 1), "a decoding row computes one token"
         rows, first = step.rows, len(step.chunks)
@@ -264,7 +264,7 @@ class DecodeStep(OffloadStep):
     def is_repeated_by(self, step: StepPlan) -> bool:
         """Whether the next step reads just what this one reads.
 
-        Wherever GPU blocks come or go, at a switch of the mode too, the rows have changed.
+        A row whose GPU blocks have come or gone, at a switch of the mode too, is among `changed_rows`.
         """
         if len(step.changed_rows) or not np.array_equal(step.rows, self.rows):
             return False

@@ -92,7 +92,7 @@ class DecodeAttention:
         return records.copy(self._compute, chunk, self._slot_records[ring_slot])
 
     def attend_slot(self, kind: int, ring_slot: int) -> None:
-        """Attend to what the ring slot holds. The same for all layers: everything that varies lies in device tables.
+        """Attend to what the ring slot holds. All layers share this launch: whatever varies lies in device tables.
 
         kind: the index of the layer's window.
         """

@@ -14,7 +14,7 @@ class GraphWork:
 
     Attributes:
         name: what the progress bar calls it.
-        prepare: enqueues what the run reads that a capture begins with.
+        prepare: enqueues the inputs of the warm-up run with which a capture begins.
         launches: each becomes a graph.
     """
 
@@ -28,7 +28,7 @@ class Graphs:
     """All graphs of one engine, which run on one stream.
 
     Attributes:
-        captured: for each key what replays its graphs, in the order of `GraphWork.launches`.
+        captured: for each key the functions that replay its graphs, in the order of `GraphWork.launches`.
     """
 
     def __init__(self, runtime: Runtime, compute: Stream) -> None:

@@ -21,7 +21,7 @@ class MixedStep(OffloadStep):
 
     Args:
         prefill: planned with the sequences of `decode` after the chunks, and with the write-through of all sequences.
-        decode: planned for its sequences, beside what the prefill step streams.
+        decode: planned beside what the prefill step streams.
         count: number of sequences of `decode`.
     """
 

@@ -75,8 +75,7 @@ class PrefillProgram:
         for line, blocks, first, count in zip(table, gpu_blocks, first_blocks, num_blocks, strict=True):
             line[: count - first] = blocks[first:count]
         block_table = packer.add(table)
-        windows = self.resources.windows
-        histories = [self._history(chunks, host_blocks, first_blocks, window, packer) for window in windows]
+        histories = [self._history(chunks, host_blocks, first_blocks, each, packer) for each in self.resources.windows]
         passing, load_states, slot_tables, readers = zip(*histories, strict=True)
         packer.upload(self.resources.compute)
         if num_decoding:
@@ -120,7 +119,7 @@ class PrefillProgram:
     ) -> Iterator[np.ndarray]:
         """Yield token ids, positions, slots and, if a layer asks for them, rows of the step's tokens and padding.
 
-        decoding: the rows that decode, whose tokens follow the chunks'; of them the host knows the rows alone.
+        decoding: the rows that decode, whose tokens follow the chunks' and are known to the device alone.
         """
         block_size = self.block_size
         positions = [np.arange(chunk.begin, chunk.end) for chunk in chunks]
@@ -147,8 +146,8 @@ class PrefillProgram:
         """Pack the host blocks before logical block `ends[i]` that a query of chunk i sees, for layers of one window.
 
         Returns:
-            The ring chunks; [sequences] int32, whether each has any (the load state for the GPU pool); and what
-            `PrefillStep` has of them in `slot_tables` and `readers`.
+            The ring chunks; [sequences] int32, whether a sequence has any (its load state for the GPU pool); and this
+            window's `PrefillStep.slot_tables` and `PrefillStep.readers`.
         """
         block_size = self.block_size
         firsts = [int(first_visible_block(np.array(chunk.begin), window, block_size)) for chunk in chunks]

@@ -42,13 +42,13 @@ class PrefillSegments:
     """Pads and captures the segments of prefill steps.
 
     Args:
-        table: the steps' table. What `padding` names is what each step packs first, so its places depend on the padded
-            count alone, and graphs read it there.
-        padding: what a step packs of each padding token.
+        table: the steps' table. A step packs its tokens' inputs first, so that their addresses depend on the padded
+            count alone: graphs read the inputs there.
+        padding: the inputs of a padding token.
 
     Attributes:
         capture_num_tokens: padded token counts, ascending; a larger step runs eagerly.
-        fixed: the tensors of each of them.
+        fixed: for each of these counts the tensors of its steps.
     """
 
     def __init__(self, resources: Resources, table: DeviceTable, padding: tuple[int, ...]) -> None:
@@ -76,7 +76,7 @@ class PrefillSegments:
         return self.fixed[count] if count in self.fixed else StepTensors(*inputs)
 
     def works(self) -> Iterator[GraphWork]:
-        """Yield what runs from graphs: each segment for each count, the largest first. It is the same in every mode."""
+        """Yield the work to capture: each segment for each count, the largest first; the same in every mode."""
         segments = self._resources.segments
         for count, tensors in reversed(self.fixed.items()):
             launches = [partial(segments.run, index, tensors) for index in range(len(segments))]
@@ -95,7 +95,7 @@ class PrefillSegments:
     def _reset_table(self, count: int) -> None:
         """Fill the table with padding, for the warm-up run before a capture to compute.
 
-        It stores keys and values: with the slots of an earlier step it would overwrite those of running sequences.
+        The run stores keys and values: with the slots of an earlier step it would overwrite those of running sequences.
         """
         self._pack_padding(count)[0].upload(self._resources.compute)
 

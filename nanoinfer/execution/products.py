@@ -40,7 +40,7 @@ def check_products(model: Decoder, max_rows: int) -> dict[str, list[int]]:
 
 
 def run_ours(model: Decoder) -> None:
-    """Compute what `check_products` compares the library with, for its kernels to be compiled."""
+    """Compute with our kernels what `check_products` will compute, so that these kernels are compiled."""
     for modules in _by_shape(model).values():
         weight = modules[0].weights.matrix(modules[0])
         in_own_tiles(modules[0], weight, weight.new_zeros(MAX_ROWS, weight.shape[1]))

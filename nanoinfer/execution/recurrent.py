@@ -26,6 +26,6 @@ class RecurrentStates:
         }
 
     def reset(self, rows: torch.Tensor) -> None:
-        """Make the states zero of rows whose sequence begins, [n] int32 on the device, on the current stream."""
+        """Make the states of `rows` zero, whose sequences begin: [n] int32 on the device; on the current stream."""
         for states in self.of_layer.values():
             states.index_fill_(0, rows.long(), 0)

@@ -62,12 +62,11 @@ class ModelRunner:
         memory_before: int = 0,
     ) -> None:
         self.config, self.plan, self.runtime, self.model, self.backend = config, plan, runtime, model, backend
-        self.spec = spec
-        layout = self.layout = spec.layout
+        self.spec, self.layout = spec, spec.layout
         self.compute: Stream = runtime.stream("compute")
-        self.ring = Ring(runtime, layout, config.num_ring_slots, plan.blocks_per_slot)
+        self.ring = Ring(runtime, self.layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
-        self._activations = Activations(self.compute, model, backend, layout, plan, runtime.device, memory_before)
+        self._activations = Activations(self.compute, model, backend, self.layout, plan, runtime.device, memory_before)
         self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
         self.graphs = Graphs(runtime, self.compute)
         is_cuda = runtime.device.type == "cuda"
@@ -76,11 +75,11 @@ class ModelRunner:
             self.compile_kernels()
             blocks_over_plan, self.product_checks = self._activations.measure(config.progress_bar)
             self.num_gpu_blocks -= blocks_over_plan
-        self.gpu_kv = _zeros(layout.pool_shape(self.num_gpu_blocks), layout.dtype, runtime.device)
-        self.kept = PageablePool(layout, _kept_limit(config, plan.max_num_seqs * spec.row_bytes))
+        self.gpu_kv = _zeros(self.layout.pool_shape(self.num_gpu_blocks), self.layout.dtype, runtime.device)
+        self.kept = PageablePool(self.layout, _kept_limit(config, plan.max_num_seqs * spec.row_bytes))
         states = RecurrentStates(spec, plan.max_num_seqs, runtime.device)
-        blocks_per_segment = max(1, min(plan.num_host_blocks, SEGMENT_BYTES // layout.block_bytes))
-        host = HostPool(layout, plan.num_host_blocks, blocks_per_segment)
+        blocks_per_segment = max(1, min(plan.num_host_blocks, SEGMENT_BYTES // self.layout.block_bytes))
+        host = HostPool(self.layout, plan.num_host_blocks, blocks_per_segment)
         self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute)
         self.block_copies = BlockCopies(self.offload, self.gpu_kv, self.kept, states)
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
@@ -111,9 +110,9 @@ class ModelRunner:
     def compile_kernels(self) -> None:
         """Compile the kernels of all steps.
 
-        Compilation takes most of a cold start, and lasts as long as its slowest kernel, so there is one for prefill and
-        decode together. It comes before memory is measured, when the number of blocks is not known yet. So the programs
-        that run here are not the engine's: they have a pool of one block, and give their memory back.
+        Compiling takes most of a cold start, and as long as its slowest kernel, so prefill and decode share one round.
+        The number of blocks is not known yet, because memory is measured afterwards. So the programs that run here are
+        not the engine's: they have a pool of one block, and give their memory back.
         """
         from nanoinfer.kernels.launch.compile_ahead import compile_ahead  # triton comes with CUDA builds of torch only
 
@@ -234,7 +233,7 @@ class ModelRunner:
         return pending
 
     def _begin(self, plan: StepPlan) -> tuple[DecodeStep | PrefillStep | MixedStep, PrefillStep | None]:
-        """Upload what the step reads. Return the step, and its chunks' part of it."""
+        """Upload what the step reads. Return the step, and the `PrefillStep` of its chunks if it has any."""
         if not plan.chunks:
             return self.decode_program.begin(plan), None
         prefill = self.prefill_program.begin(plan)

@@ -76,7 +76,7 @@ def split_lists(
         gpu_rows, host_rows: [batch, max_blocks] int32, the rows' block tables; -1 where there is no block.
         lengths: [batch] tokens of each row, the current one included.
         window: the layers' sliding window in tokens, None for full attention.
-        partials_per_block: gets the number of blocks that each row reads, [batch]; returns the attribute of this name.
+        partials_per_block: a function from the number of blocks that each row reads, [batch], to the attribute.
     """
     first, counts = visible_blocks(lengths, window, block_size)
     block_ranges = np.concatenate([[0], np.cumsum(counts)])
@@ -170,7 +170,7 @@ class DecodeLists:
         ]
 
     def until(self, size: int, lengths: np.ndarray) -> np.ndarray:
-        """Return the length, [rows], up to which each row's splits stay those of `lengths`, if its blocks do."""
+        """Return the length, [rows], up to which a row of the same blocks has the same splits as at `lengths`."""
         ends = []
         for window in self._windows:
             first, counts = visible_blocks(lengths, window, self._block_size)

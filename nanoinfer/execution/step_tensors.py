@@ -14,7 +14,7 @@ from nanoinfer.models.base import ModelSpec
 class StepTensors:
     """The tensors of one step, dropped when no longer needed. Its N rows are tokens, then padding.
 
-    If x, q and attention are given, that is where they lie.
+    Where x, q and attention are given, the step uses these buffers and allocates none.
 
     Attributes:
         token_ids, given_positions: [N] int32 or int64.

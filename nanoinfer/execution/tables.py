@@ -41,7 +41,7 @@ class SplitTables:
     """Which splits a decode step attends to in the GPU pool, for the layers of one window: one upload for all of it.
 
     Attributes:
-        table: what is uploaded; the others are parts of it.
+        table: what is uploaded; the tensors below are views of it.
         ranges: [max_batch + 1] int32, each row's partials.
         partials_per_block: [max_batch] int32.
         items: a flat `work_table` of up to `max_splits` items.

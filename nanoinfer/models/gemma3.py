@@ -20,7 +20,7 @@ class Gemma3Layer(DecoderLayer):
         self.post_feedforward_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
 
     def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
-        # Attention's output has no name, so it is freed before the gated layer, the largest tensors of a step.
+        # Attention's output has no name, so it is freed before the gated layer, the largest user of memory.
         normed = self.pre_feedforward_layernorm.after_sum(x, self.post_attention_layernorm(self.self_attn.o_proj(attn)))
         return norm.after_sum(x, self.post_feedforward_layernorm(self.mlp(normed)))
 

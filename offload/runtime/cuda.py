@@ -37,7 +37,7 @@ _POOL_SIZE = 32
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Take a stream that no runtime has, as long as there is one."""
+    """Return a stream that no runtime has taken yet, as long as torch has one."""
     for _ in range(_POOL_SIZE):
         stream = torch.cuda.Stream(device)
         if stream.cuda_stream not in taken_streams:
