@@ -101,50 +101,36 @@ def test_a_row_that_is_used_again_at_the_same_length_reads_the_blocks_of_its_new
     assert outcomes == fresh and tokens_of(fresh)[0] != tokens_of(fresh)[1]
 
 
-def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
-    """Each of its blocks lies once on the host, however many gave way, and once on the GPU when they come back."""
-    engine = make_engine(path, max_num_batched_tokens=256)
+def share_a_document(engine, path, longest_end=5):
+    """Run three requests that share six full blocks for some tokens. Return them, and what each gets alone."""
     (document,) = random_prompts(1, 96, 96, seed=6)
-    prompts = [document + end for end in random_prompts(3, 5, 12, seed=7)]
-    params = [greedy(30)] * 3
-    wanted = run(make_engine(path, enable_prefix_caching=False), prompts, params)
-    requests = [engine.add_request("0", prompts[0], params[0])]
-    engine.step()
-    requests += [engine.add_request(str(i), prompts[i], params[i]) for i in (1, 2)]
-    for _ in range(4):
-        engine.step()
-    table, kept = engine.kv_cache.tables.gpu, engine.runner.kept
-    rows = [sequence.row for sequence in engine.scheduler.running]
-    assert len(rows) == 3 and all((table[row, :6] == table[rows[0], :6]).all() for row in rows)
-    with torch.inference_mode():
-        engine.scheduler.preempt_youngest()
-        engine.scheduler.preempt_youngest()
-    waiting = [sequence.kept_blocks for sequence in engine.scheduler.waiting]
-    assert waiting[0][:6] == waiting[1][:6] and not set(waiting[0][6:]) & set(waiting[1][6:])
-    num_kept, stats = len({*waiting[0], *waiting[1]}), engine.stats()
-    assert kept.num_bytes == num_kept * kept.layout.block_bytes
-    assert [stats[f"host_blocks_{what}"] for what in ("total", "used", "free", "cached")] == [num_kept, num_kept, 0, 0]
-    while engine.scheduler.waiting:
-        engine.step()
-    rows = [sequence.row for sequence in engine.scheduler.running]
-    assert len(rows) == 3 and all((table[row, :6] == table[rows[0], :6]).all() for row in rows)
-    while engine.has_work:
-        engine.step()
-    assert [request.sequences[0].output_token_ids for request in requests] == tokens_of(wanted)
-    assert_pools_as_before(engine)
-
-
-def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path):
-    """Each shared block is copied once, to the host and back."""
-    engine = make_engine(path, max_num_batched_tokens=256)
-    (document,) = random_prompts(1, 96, 96, seed=6)
-    prompts = [document + end for end in random_prompts(3, 5, 5, seed=7)]
+    prompts = [document + end for end in random_prompts(3, 5, longest_end, seed=7)]
     wanted = run(make_engine(path, enable_prefix_caching=False), prompts, [greedy(30)] * 3)
     requests = [engine.add_request("0", prompts[0], greedy(30))]
     engine.step()
     requests += [engine.add_request(str(i), prompts[i], greedy(30)) for i in (1, 2)]
     for _ in range(4):
         engine.step()
+    assert len(document_blocks(engine)) == 3
+    return requests, tokens_of(wanted)
+
+
+def document_blocks(engine):
+    """The blocks of the document in each running row, all of them the same: [rows, 6]."""
+    table, _ = engine.kv_cache.tables.home
+    blocks = table[[sequence.row for sequence in engine.scheduler.running], :6]
+    assert (blocks == blocks[0]).all() and (blocks >= 0).all()
+    return blocks
+
+
+def two_give_way(engine):
+    with torch.inference_mode():
+        engine.scheduler.preempt_youngest()
+        engine.scheduler.preempt_youngest()
+
+
+def count_copies(engine):
+    """Return a list that gets (source, destination, number of blocks) of each copy from now on."""
     copied, copy = [], engine.runner.block_copies.copy
 
     def counted(source, destination, pairs):
@@ -152,67 +138,73 @@ def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path):
         copy(source, destination, pairs)
 
     engine.runner.block_copies.copy = counted
-    with torch.inference_mode():
-        engine.scheduler.preempt_youngest()
-        engine.scheduler.preempt_youngest()
+    return copied
+
+
+def until_all_run(engine):
+    while engine.scheduler.waiting:
+        engine.step()
+
+
+def to_the_end(engine, requests):
+    while engine.has_work:
+        engine.step()
+    assert_pools_as_before(engine)
+    return [request.sequences[0].output_token_ids for request in requests]
+
+
+def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
+    """Each of its blocks lies once on the host, however many gave way, and once on the GPU when they come back."""
+    engine = make_engine(path, max_num_batched_tokens=256)
+    requests, wanted = share_a_document(engine, path, longest_end=12)
+    two_give_way(engine)
+    kept, waiting = engine.runner.kept, [sequence.kept_blocks for sequence in engine.scheduler.waiting]
+    assert waiting[0][:6] == waiting[1][:6] and not set(waiting[0][6:]) & set(waiting[1][6:])
+    num_kept, stats = len({*waiting[0], *waiting[1]}), engine.stats()
+    assert kept.num_bytes == num_kept * kept.layout.block_bytes
+    assert [stats[f"host_blocks_{what}"] for what in ("total", "used", "free", "cached")] == [num_kept, num_kept, 0, 0]
+    until_all_run(engine)
+    assert len(document_blocks(engine)) == 3
+    assert to_the_end(engine, requests) == wanted
+
+
+def test_two_that_gave_way_share_new_blocks_when_nobody_has_the_old_ones(path):
+    """Each shared block is copied once, to the host and back."""
+    engine = make_engine(path, max_num_batched_tokens=256)
+    requests, wanted = share_a_document(engine, path)
+    copied = count_copies(engine)
+    two_give_way(engine)
     waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
     engine.step()  # reads their tokens
     engine.abort("0")
     pool = engine.kv_cache.tables.gpu_blocks
     pool.release(pool.allocate(pool.num_free))  # what it left is gone
     engine.scheduler.waiting = waiting
-    while engine.scheduler.waiting:
-        engine.step()
-    rows = engine.kv_cache.tables.gpu[[sequence.row for sequence in engine.scheduler.running], :6]
-    assert len(rows) == 2 and (rows[0] == rows[1]).all()
+    until_all_run(engine)
+    assert len(document_blocks(engine)) == 2
     assert copied == [("gpu", "kept", 7), ("gpu", "kept", 1), ("kept", "gpu", 7), ("kept", "gpu", 1)]
-    while engine.has_work:
-        engine.step()
-    assert [request.sequences[0].output_token_ids for request in requests[1:]] == tokens_of(wanted)[1:]
-    assert_pools_as_before(engine)
+    assert to_the_end(engine, requests[1:]) == wanted[1:]
     assert engine.stats()["host_blocks_total"] == 0
 
 
 @pytest.mark.parametrize("back_in", ["offload", "resident"])
 @pytest.mark.parametrize("seed", range(2))
 def test_who_gave_way_shares_blocks_after_a_switch_of_the_mode(path, seed, back_in):
-    """Three share a document. Whatever the modes in which they come back, nothing but their tails is copied."""
+    """Whatever the modes in which they come back, nothing but their tails is copied."""
     engine = make_engine(path, SimulatedRuntime(seed), max_num_batched_tokens=256, enable_cpu_offload="auto")
-    (document,) = random_prompts(1, 96, 96, seed=6)
-    prompts = [document + end for end in random_prompts(3, 5, 5, seed=7)]
-    wanted = run(make_engine(path, enable_prefix_caching=False), prompts, [greedy(30)] * 3)
-    requests = [engine.add_request("0", prompts[0], greedy(30))]
-    engine.step()
-    requests += [engine.add_request(str(i), prompts[i], greedy(30)) for i in (1, 2)]
-    for _ in range(4):
-        engine.step()
-    with torch.inference_mode():
-        engine.scheduler._preempt_youngest()
-        engine.scheduler._preempt_youngest()
-    copied, copy = [], engine.runner.block_copies.copy
-
-    def counted(source, destination, pairs):
-        copied.append((source, destination, len(pairs)))
-        copy(source, destination, pairs)
-
-    engine.runner.block_copies.copy = counted
+    requests, wanted = share_a_document(engine, path)
+    two_give_way(engine)
+    copied = count_copies(engine)
     engine.switch_mode("offload")
     last = engine.scheduler.waiting.pop()
-    while engine.scheduler.waiting:
-        engine.step()
+    until_all_run(engine)
     if engine.mode != back_in:
         engine.switch_mode(back_in)
     engine.scheduler.waiting.append(last)
-    while engine.scheduler.waiting:
-        engine.step()
-    table, _ = engine.kv_cache.tables.home
-    rows = table[[sequence.row for sequence in engine.scheduler.running], :6]
-    assert len(rows) == 3 and (rows == rows[0]).all() and (rows >= 0).all()
+    until_all_run(engine)
+    assert len(document_blocks(engine)) == 3
     assert sum(count for *_, count in copied) == 2, "their tails"
-    while engine.has_work:
-        engine.step()
-    assert [request.sequences[0].output_token_ids for request in requests] == tokens_of(wanted)
-    assert_pools_as_before(engine)
+    assert to_the_end(engine, requests) == wanted
 
 
 def test_a_block_that_was_handed_out_again_is_no_copy_of_what_is_kept(path):
