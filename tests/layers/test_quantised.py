@@ -5,7 +5,6 @@ import shutil
 import warnings
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -374,23 +373,23 @@ def test_values_and_tensors_that_cannot_be_are_refused_by_name(tmp_path, name, c
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scales_with_which_weights_become_infinite_are_refused_by_name(written, tmp_path, name):
-    packed = Path(shutil.copytree(written(name)[0], tmp_path / "packed"))
-    for module in (DOWN, "model.layers.0.mlp.gate_proj"):
-        tensors = load_file(written(name)[0] / "model.safetensors")
-        endings = {full.rpartition(".")[2] for full in tensors if full.startswith(f"{module}.")}
-        (scales,) = endings & {"weight_scale", "scales", "weight_scale_inv"}
-        of_scales = 200 if tensors[f"{module}.{scales}"].dtype == torch.uint8 else 6e4
-        values = {"weight_global_scale": 1e-30, "weight_scale_2": 1e30, scales: of_scales}  # all are finite
-        changed = next(ending for ending in values if ending in endings)
-        save_file(spoilt(f"{module}.{changed}", values[changed])(tensors), packed / "model.safetensors")
-        is_refused = f"{module}.{scales} in .* makes weights NaN or infinite in float"
-        with pytest.raises(ValueError, match=f"{is_refused}16, the model's dtype"):
-            load(packed, "float16")
-        if tensors[f"{module}.{changed}"].dtype == torch.float16:  # so the reference's matrix is infinite
-            with pytest.raises(ValueError, match=f"{is_refused}32, the model's dtype"):
-                load(packed)
-        elif changed == scales:
-            assert all(matrix.isfinite().all() for matrix in matrices(load(packed)).values())
+    packed = shutil.copytree(written(name)[0], tmp_path / "packed")
+    module = "model.layers.0.mlp.gate_proj" if name == "ct-mixed" else DOWN  # beside an up_proj of another format
+    tensors = load_file(packed / "model.safetensors")
+    endings = {full.rpartition(".")[2] for full in tensors if full.startswith(f"{module}.")}
+    (scales,) = endings & {"weight_scale", "scales", "weight_scale_inv"}
+    of_scales = 200 if tensors[f"{module}.{scales}"].dtype == torch.uint8 else 6e4
+    values = {"weight_global_scale": 1e-30, "weight_scale_2": 1e30, scales: of_scales}  # all are finite
+    changed = next(ending for ending in values if ending in endings)
+    edit(packed, spoilt(f"{module}.{changed}", values[changed]))
+    is_refused = f"{module}.{scales} in .* makes weights NaN or infinite in float"
+    with pytest.raises(ValueError, match=f"{is_refused}16, the model's dtype"):
+        load(packed, "float16")
+    if tensors[f"{module}.{changed}"].dtype == torch.float16:  # so the reference's matrix is infinite
+        with pytest.raises(ValueError, match=f"{is_refused}32, the model's dtype"):
+            load(packed)
+    elif changed == scales:
+        assert all(matrix.isfinite().all() for matrix in matrices(load(packed)).values())
 
 
 @pytest.mark.parametrize("name", list(PACKINGS))
