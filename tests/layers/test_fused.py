@@ -47,6 +47,11 @@ def change(path, edit) -> None:
 
 
 @pytest.mark.parametrize("name", [*CASES, *NAMED])
+@pytest.mark.sampled(
+    "ct-int4-group-zeros", "ct-int4-channel-zeros", "ct-int4-act-order", "ct-int4-block-zeros", "ct-int8-tensor-zeros",
+    "ct-fp8-tensor", "ct-fp8-block", "ct-nvfp4", "ct-mxfp4", "gptq-int4", "gptq-int4-act-order", "awq", "fp8-blocks",
+    "fp8-tensors", "modelopt-nvfp4", *NAMED,
+)  # fmt: skip
 def test_weights_are_those_that_the_reference_makes_of_the_whole(tmp_path, name):
     packed, dense = write(tmp_path, (CASES | NAMED)[name](), "qwen2", is_fused=True)
     names = load_file(packed / "model.safetensors").keys()
