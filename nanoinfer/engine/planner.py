@@ -73,8 +73,9 @@ class StepPlanner:
         tables = kv_cache.tables
         write_through, promoted, operation, gone = [], None, 0, ()
         if tables.is_offload:
-            write_through = [pair for chunk in chunks for pair in kv_cache.fill(chunk.sequence, chunk.end)]
-            write_through += [pair for sequence in decoding for pair in kv_cache.fill(sequence, sequence.num_tokens)]
+            take = kv_cache.take_promised
+            write_through = [pair for chunk in chunks for pair in take(chunk.sequence, chunk.end)]
+            write_through += [pair for sequence in decoding for pair in take(sequence, sequence.num_tokens)]
         changed = self._changed_lines(decoding, rows)
         sampling = self._changed_settings(sampled)
         all_rows = np.concatenate([np.array([chunk.sequence.row for chunk in chunks], dtype=np.int32), rows])

@@ -112,7 +112,7 @@ class KVCache:
         self.tables.gpu[row, missing] = self.copies.take(len(missing))
         self.tables.versions[row] += 1
 
-    def fill(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
+    def take_promised(self, sequence: Sequence, end: int) -> list[tuple[int, int]]:
         """Take a promised host block for each block that becomes full when `end` tokens are computed.
 
         Returns:

@@ -37,10 +37,10 @@ class Linear(nn.Module):
         formats: Formats = DENSE,
     ) -> None:
         super().__init__()
-        self.parts = out_features if isinstance(out_features, dict) else None
-        sizes = self.parts or {"": out_features}
+        self.merged = out_features if isinstance(out_features, dict) else None
+        sizes = self.merged or {"": out_features}
         self.num_rows, self.in_features = sum(sizes.values()), in_features
-        self.weights = merged([formats.of(part) for part in sizes], list(sizes.values()))
+        self.weights = merged([formats.of(name) for name in sizes], list(sizes.values()))
         self.operations, self.library_counts, self.scratch = operations_of(device), frozenset(), None
         self.weights.allocate(self, self.num_rows, in_features, dtype=dtype, device=device)
         self.bias = None
@@ -83,11 +83,11 @@ class Linear(nn.Module):
     def checkpoint_views(self) -> dict[str, Tensor | Filling]:
         """Return what checkpoint tensors fill, by the end of their name: after this module's name, or its parent's."""
         found, begin = {}, 0
-        for part, count in (self.parts or {"": self.num_rows}).items():
+        for name, count in (self.merged or {"": self.num_rows}).items():
             views = self.weights.views(self, begin, begin + count)
             if self.bias is not None:
                 views = views | {"bias": self.bias[begin : begin + count]}
-            found |= {f"{part}.{ending}".removeprefix("."): view for ending, view in views.items()}
+            found |= {f"{name}.{ending}".removeprefix("."): view for ending, view in views.items()}
             begin += count
         return found
 

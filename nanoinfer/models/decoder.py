@@ -311,7 +311,7 @@ class Decoder(nn.Module):
             prefix = name if name == "lm_head" else f"model.{name}"
             if isinstance(module, Linear):
                 found = module.checkpoint_views()
-                prefix = prefix if module.parts is None else prefix.rsplit(".", 1)[0]
+                prefix = prefix if module.merged is None else prefix.rsplit(".", 1)[0]
             else:
                 found = dict(module.named_parameters(recurse=False))
             views |= {f"{prefix}.{ending}": view for ending, view in found.items()}

@@ -30,9 +30,9 @@ NAMED = {
         "group_1": dict(targets=["re:.*gate_up_proj", "model.layers.1.self_attn.qkv_proj"], format="int-quantized",
                         weights=dict(num_bits=8, type="int", strategy="tensor")),
     }),
-    "awq-left-out": lambda: awq(32, "qkv_proj"),
-    "fp8-left-out": lambda: fp8_blocks("layers.1.mlp.gate_up_proj"),
-    "modelopt-left-out": lambda: modelopt_nvfp4("qkv_proj"),
+    "awq-merged-left-out": lambda: awq(32, "qkv_proj"),
+    "fp8-merged-left-out": lambda: fp8_blocks("layers.1.mlp.gate_up_proj"),
+    "modelopt-merged-left-out": lambda: modelopt_nvfp4("qkv_proj"),
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_weights_are_those_that_the_reference_makes_of_the_whole(tmp_path, name)
     found, wanted = load(packed), load(dense, dtype="bfloat16")
     assert equal(matrices(found), matrices(wanted)) and equal(biases(found), biases(wanted))
     merged = [module for name, module in found.named_modules() if name.endswith(tuple(PARTS))]
-    assert len(merged) == 4 and all(len(module.parts) == 1 for module in merged)
+    assert len(merged) == 4 and all(len(module.merged) == 1 for module in merged)
 
 
 @pytest.mark.parametrize("name", ["ct-fp8-block", "gptq-int4-act-order", "ct-groups"])

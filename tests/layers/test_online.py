@@ -176,7 +176,7 @@ def test_transformers_expands_what_was_written_to_the_same_bits(tmp_path, family
     for path, module in model.named_modules():
         if isinstance(module, Linear) and module.multiplies and "layers" in path:
             matrix, begin = module.weights.matrix(module), 0
-            for part, count in (module.parts or {path.rpartition(".")[2]: module.num_rows}).items():
+            for part, count in (module.merged or {path.rpartition(".")[2]: module.num_rows}).items():
                 theirs = state[f"model.{path.rpartition('.')[0]}.{part}.weight"]
                 assert torch.equal(theirs, matrix[begin : begin + count]), (path, part)
                 begin += count

@@ -49,7 +49,7 @@ def matrices(model) -> dict[str, torch.Tensor]:
         if isinstance(module, Linear) and name != "embed_tokens":
             matrix = module.weights.matrix(module).clone()
             name = name if name == "lm_head" else f"model.{name}"
-            parts = module.parts or {name.rpartition(".")[2]: module.num_rows}
+            parts = module.merged or {name.rpartition(".")[2]: module.num_rows}
             names = [".".join(filter(None, (name.rpartition(".")[0], part))) for part in parts]
             found |= dict(zip(names, matrix.split(list(parts.values())), strict=True))
     return found
@@ -239,7 +239,7 @@ def test_a_product_takes_no_more_than_the_plan_says(written, name):
             with LiveBytes() as live:
                 module.weights.matrix(module)
             most = packed_weights.temporary_bytes(module.num_rows * module.in_features)
-            assert live.peak <= most <= model.spec.product_bytes, module.parts
+            assert live.peak <= most <= model.spec.product_bytes, module.merged
             assert live.now == 0
 
 
