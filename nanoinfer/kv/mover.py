@@ -8,6 +8,7 @@ import numpy as np
 
 from nanoinfer.common.units import format_gib
 from nanoinfer.kv.cache import KVCache
+from nanoinfer.kv.kept_blocks import KeptBlocks
 from nanoinfer.kv.tables import present
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.plan import NO_BLOCK
@@ -50,12 +51,11 @@ class Mover:
         offload: copies between the GPU pool and the host pool.
 
     Attributes:
-        kept: who holds which pageable block, in which the KV of sequences that gave way lies. A full block is published
-            under the name of the content of the GPU or host block that it equals.
+        kept: who holds which pageable block, in which the KV of sequences that gave way lies.
     """
 
     def __init__(self, cache: KVCache, copier: BlockCopier, offload: OffloadEngine, block_bytes: int) -> None:
-        self.kept = BlockPool(0)
+        self.kept = KeptBlocks(cache.tables)
         self._cache, self._tables, self._copies = cache, cache.tables, cache.copies
         self._copier, self._offload, self._block_bytes = copier, offload, block_bytes
 
@@ -72,7 +72,7 @@ class Mover:
         tables, pool = self._tables, self.kept
         assert not tables.is_offload, "offload mode promises every block at admission, so nobody has to give way"
         blocks = tables.gpu[sequence.row, : tables.num_blocks(sequence.num_computed)].tolist()
-        contents = [self._name(block) for block in blocks[: self._num_full(sequence)]]
+        contents = [self.kept.name(block) for block in blocks[: self._num_full(sequence)]]
         kept = [pool.lookup(content) for content in contents]
         kept += [None] * (len(blocks) - len(kept))  # the tail
         missing = [place for place, block in enumerate(kept) if block is None]
@@ -95,26 +95,9 @@ class Mover:
     def _num_full(self, sequence: Sequence) -> int:
         return sequence.num_computed // self._tables.block_size
 
-    def _name(self, block: int) -> tuple[str, int, int]:
-        """Return the name of the content of a block of the home tier, once that is complete."""
-        return HOST if self._tables.is_offload else GPU, *self._tables.home[1].stamped(block)
-
-    def _equal_to(self, kept: int) -> int | None:
-        """Return the block of the home tier with the content of a kept block that some sequence holds, or None."""
-        content, (_, pool) = self.kept.key(kept), self._tables.home
-        is_there = content is not None and pool.references(content[1]) and self._name(content[1]) == content
-        return content[1] if is_there else None
-
-    def _rename(self, copies: dict[int | None, int]) -> None:
-        """Name kept blocks after the blocks of the home tier that have their content now: who is kept shares these."""
-        for kept, block in copies.items():
-            if kept is not None and self.kept.references(kept):
-                self.kept.forget(self.kept.key(kept))
-                self.kept.publish(kept, self._name(block))
-
     def num_missing(self, sequence: Sequence) -> int:
         """Return how many GPU blocks a sequence that gave way needs to come back in resident mode."""
-        num_there = sum(self._equal_to(block) is not None for block in sequence.kept_blocks)
+        num_there = sum(self.kept.equal_to(block) is not None for block in sequence.kept_blocks)
         return self._tables.num_blocks(sequence.num_tokens) - num_there
 
     def bring_back(self, sequence: Sequence) -> None:
@@ -126,7 +109,7 @@ class Mover:
         num_full, (home, pool) = self._num_full(sequence), tables.home
         num_wanted = num_full if tables.is_offload else tables.num_blocks(sequence.num_tokens)
         self._copier.bring_row_back(row, sequence.sequence_id)
-        table = [self._equal_to(block) for block in kept[:num_full]]
+        table = [self.kept.equal_to(block) for block in kept[:num_full]]
         for block in table:
             if block is not None:
                 pool.hold(block)
@@ -145,7 +128,7 @@ class Mover:
                 self._copies.promise_tail(row)
         pairs = [(kept[place], table[place]) for place in missing if place < len(kept)]
         self._copier.copy(KEPT, HOST if tables.is_offload else GPU, pairs)
-        self._rename({kept[place]: table[place] for place in missing if place < num_full})
+        self.kept.rename({kept[place]: table[place] for place in missing if place < num_full})
 
     def forget(self, sequence: Sequence) -> None:
         """Give back what is kept of a sequence, if anything."""
@@ -161,7 +144,7 @@ class Mover:
         is_certain: whether the pool's numbers say how much memory there is; they may not after an exception.
         """
         if not self.kept.num_used and (self.kept.num_blocks or not is_certain):
-            self.kept = BlockPool(0)
+            self.kept = KeptBlocks(self._tables)
             self._copier.trim()
 
     # The switch
@@ -188,12 +171,12 @@ class Mover:
             lifetimes.host_blocks.release(host_block for _, host_block in pairs)
             raise
         host_blocks = dict(pairs)
-        kept = {self.kept.published(self._name(block)): host_block for block, host_block in pairs}
+        kept = {self.kept.published(self.kept.name(block)): host_block for block, host_block in pairs}
         for row, count in full.items():
             self._tables.host[row, :count] = [host_blocks[block] for block in self._tables.gpu[row, :count].tolist()]
         # From here on every full block lies on the host.
         self._tables.is_offload, self._tables.home = True, (self._tables.host, lifetimes.host_blocks)
-        self._rename(kept)
+        self.kept.rename(kept)
         for row in full:
             for block in present(self._tables.host[row]):
                 lifetimes.host_blocks.hold(block)
@@ -274,12 +257,12 @@ class Mover:
                 on_host = np.flatnonzero(self._tables.host[row] != NO_BLOCK)
                 pairs += zip(table[on_host].tolist(), self._tables.host[row, on_host].tolist(), strict=True)
         self._offload.load(list(dict.fromkeys(pairs)))
-        kept = {self.kept.published(self._name(block)): copy for block, copy in copies.items()}
+        kept = {self.kept.published(self.kept.name(block)): copy for block, copy in copies.items()}
         for row, table in tables.items():  # only now do the new blocks have content: either mode may read them
             self._tables.gpu[row] = table
             self._tables.versions[row] += 1
         self._tables.is_offload, self._tables.home = False, (self._tables.gpu, self._tables.gpu_blocks)
-        self._rename(kept)
+        self.kept.rename(kept)
         for sequence in sequences:
             self._tables.lifetimes.release_host(present(self._tables.host[sequence.row]))
             self._tables.host[sequence.row] = NO_BLOCK
