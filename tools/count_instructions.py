@@ -43,7 +43,7 @@ def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
     types = dict(x="*bf16", bias="*bf16", out="*bf16", num_tokens="i32", num_rows="i32")
     values = dict(
         FORM=form, PART_SIZE=SIZE, UNROLL=unroll, BIAS=False, GATED=False, GELU=False, EVEN=True, EVEN_SIZE=True,
-        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, PDL=architecture >= 90, x_rows=None,
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, AHEAD=2, PDL=architecture >= 90, x_rows=None,
     )  # fmt: skip
     names = ("words", "scales", "zeros", "global_scale", "group_index")
     for name, tensor in zip(names, expand.tensors_of(weight), strict=True):

@@ -166,6 +166,8 @@ def lines_of_recovery(player: Player, alone: list, causes: list[Line]) -> dict[L
         tracer = Tracer()
         tracer.raise_at((cause, 1, None), (("", 0), 1, "recover"), error=KeyboardInterrupt)
         player.check(tracer, alone)
+        if not tracer.raised:
+            continue  # the cause was not met, so what was counted is no recovery
         for line in tracer.counts:
             lines.setdefault(line, []).append(cause)
     return lines

@@ -48,7 +48,6 @@ def test_every_kernel_compiles(architecture, tmp_path):
     assert {tuple(line.split()) for line in compiled.splitlines()} == {(str(architecture), name) for name in wanted}
 
 
-@pytest.mark.sampled()
 def test_a_weight_takes_the_instructions_that_the_docs_say(tmp_path):
     """As counted for Hopper: at most a tenth more."""
     text = " ".join((TESTS.parent / "docs" / "quantization.md").read_text().split())
