@@ -158,7 +158,8 @@ class LLMEngine:
             if before is not None:
                 self._take(before)
             elif self.scheduler.has_work:
-                self._refuse_first_waiting()
+                first = self.scheduler.waiting[0]
+                self._fail_sequence(first, self.modes.refusal(first))
             return
         self.work.at_risk = batch.sequences
         launched = self._launch(batch)
@@ -206,21 +207,6 @@ class LLMEngine:
                 raise
             work.at_risk = []
             work.is_whole = True
-
-    def _refuse_first_waiting(self) -> None:
-        """Fail the first waiting request, which no usable pool can hold.
-
-        With "auto", a request that only the host pool can hold is accepted before it is known whether that pool can be
-        used.
-        """
-        assert self.modes.error is not None, "nothing can run, although every block is free"
-        sequence = self.scheduler.waiting[0]
-        error = MemoryError(
-            f"request {sequence.request_id!r} cannot run: it has {sequence.num_tokens} tokens, the GPU's KV pool holds "
-            f"{self.modes.max_sequence_tokens('resident')} and the host's cannot be used ({self.modes.error}): lower "
-            "max_tokens, shorten the prompt or raise gpu_memory_limit"
-        )
-        self._fail_sequence(sequence, error)
 
     def _fail_sequence(self, sequence: Sequence, error: Exception) -> None:
         """End the request of a sequence because of an error that concerns only this request; free what it holds."""

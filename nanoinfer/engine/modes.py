@@ -48,6 +48,19 @@ class Modes:
             return self._runner.plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
         return self._tables.gpu_blocks.num_blocks * block_size
 
+    def refusal(self, sequence: Sequence) -> MemoryError:
+        """Return why a waiting sequence, which no usable pool can hold, cannot run.
+
+        With "auto", a request that only the host pool can hold is accepted before it is known whether that pool can be
+        used.
+        """
+        assert self.error is not None, "nothing can run, although every block is free"
+        return MemoryError(
+            f"request {sequence.request_id!r} cannot run: it has {sequence.num_tokens} tokens, the GPU's KV pool holds "
+            f"{self.max_sequence_tokens('resident')} and the host's cannot be used ({self.error}): lower "
+            "max_tokens, shorten the prompt or raise gpu_memory_limit"
+        )
+
     def start(self) -> None:
         """Enter the first mode, and capture the graphs of every mode that the engine may enter by itself."""
         if self._config.enable_cpu_offload is True:
