@@ -25,6 +25,7 @@ def num_parts(size: int) -> int:
 
     The parts are added in float32, in ascending order, before the sum is rounded. The matrix units of one core take
     `size / 16` dependent steps for a sum: for a long sum and few rows, that lasts longer than reading the weight. The
-    cut depends on the weight alone, so the bits are the same for any number of rows.
+    cut depends on the weight alone, so the bits are the same for any number of rows. Four parts of 9,728 columns make a
+    step of one row 1% shorter in int4 and 1% longer in bfloat16 on an H200, and products of 512 rows 6% to 9% longer.
     """
     return NUM_PARTS if size >= LONG_SIZE and size % (NUM_PARTS * 128) == 0 else 1
