@@ -113,13 +113,14 @@ def rows_linear(
     part_size = size // num_parts
     block_m = 8 if num_tokens <= 8 else 16 if num_tokens <= 16 else 32
     block_n, block_k, num_warps, stages = row_tiles(num_rows, part_size, gated)
+    asks = block_m == 8 or gated  # 9 to 16 rows without a gate take 4% longer if they ask, the others 1% to 5% less
     rows_linear_kernel[(triton.cdiv(num_rows, block_n), num_parts)](
         x, weight, x if bias is None else bias, out, num_tokens, num_rows,
         SIZE=size, PART_SIZE=part_size, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
         EVEN=num_rows % block_n == 0, EVEN_SIZE=part_size % block_k == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages,
-        AHEAD=2 if part_size >= 128 and num_rows <= LARGE_OUTPUT else 0, num_warps=num_warps,
+        AHEAD=2 if asks and part_size >= 128 and num_rows <= LARGE_OUTPUT else 0, num_warps=num_warps,
         **launch_options(x),
     )  # fmt: skip
     return out
