@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Instructions for each weight in the loop of products of one row with packed weights, as compiled for a GPU.
 
-python tools/count_instructions.py [ARCHITECTURE]          such as 90; it needs no GPU
+python tools/count_instructions.py [ARCHITECTURE] [FORMAT ...]          such as 90 int4; it needs no GPU
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def instructions_of_loop(program: bytes) -> int:
 
 def main() -> None:
     architecture = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    for name, settings in FORMATS.items():
+    for name, settings in ((name, FORMATS[name]) for name in sys.argv[2:] or FORMATS):
         program, weights = compiled(Packing(scale_dtype=torch.bfloat16, **settings), architecture)
         count = instructions_of_loop(program)
         print(f"{name}: {count} instructions for {weights} weights of a thread, {count / weights:.1f} each")

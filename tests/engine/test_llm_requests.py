@@ -93,6 +93,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.sampled("reading the tokens", "a ring fill")  # test_offload_faults.py has all of them, step by step
 def test_an_error_anywhere_in_a_step_frees_what_it_held_and_nothing_else(path, place, fuzz, monkeypatch):
     prompts, params = random_prompts(4, 40, 90, seed=9), some_params(4)
     arguments = dict(max_num_seqs=3, enable_prefix_caching=False, num_ring_slots=2, ring_slot_bytes=LAYER_BLOCK_BYTES)

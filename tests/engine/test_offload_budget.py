@@ -483,7 +483,7 @@ def test_a_stop_token_ends_a_request_with_itself_although_one_more_step_was_laun
 
 @BOTH_MODES
 @pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.sampled("None-None", "None-resident", "3-32768", "3-None")
+@pytest.mark.sampled("None-resident", "3-32768")
 def test_an_abort_between_steps_touches_nobody_else_and_its_id_and_row_serve_again(path_of, budget, seed, fuzz):
     """The step in flight still writes to the row when another sequence has it already."""
     prompts = random_prompts(3, 20, 50, seed=8)

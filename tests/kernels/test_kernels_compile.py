@@ -48,19 +48,23 @@ def test_every_kernel_compiles(architecture, tmp_path):
     assert {tuple(line.split()) for line in compiled.splitlines()} == {(str(architecture), name) for name in wanted}
 
 
-def test_a_weight_takes_the_instructions_that_the_docs_say(tmp_path):
+def test_a_weight_takes_the_instructions_that_the_docs_say(tmp_path, fuzz):
     """As counted for Hopper: at most a tenth more."""
     text = " ".join((TESTS.parent / "docs" / "quantization.md").read_text().split())
     stated = re.search(
         r"units, ([\d.]+) in int4, ([\d.]+) in int8 and ([\d.]+) in fp8 \(`python tools/count_inst", text
     ).groups()
+    most = dict(zip(("int4", "int8", "fp8"), map(float, stated), strict=True))
+    names = most if fuzz else ("int4",)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-W", "ignore", str(TESTS.parent / "tools" / "count_instructions.py")]
+    script = TESTS.parent / "tools" / "count_instructions.py"
+    command = [sys.executable, "-W", "ignore", str(script), "90", *names]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     found = dict(re.findall(r"^(\w+): .* ([\d.]+) each$", printed, flags=re.MULTILINE))
-    for name, said in zip(("int4", "int8", "fp8"), stated, strict=True):
-        assert float(found[name]) <= float(said) + 0.11, printed
+    assert set(found) == set(names)
+    for name, count in found.items():
+        assert float(count) <= most[name] + 0.11, printed
 
 
 def test_kernels_are_compiled_ahead_without_being_run_and_an_interruption_leaves_nothing_behind(tmp_path):
