@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Instructions for each weight in the loop of products of one row with packed weights, as compiled for a GPU.
 
-python tools/count_instructions.py [ARCHITECTURE] [FORMAT ...]          such as 90 int4; it needs no GPU
+python tools/count_instructions.py [ARCHITECTURE] [--format FORMAT]          such as 90; it needs no GPU
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -85,9 +86,12 @@ def instructions_of_loop(program: bytes) -> int:
 
 
 def main() -> None:
-    architecture = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    for name, settings in ((name, FORMATS[name]) for name in sys.argv[2:] or FORMATS):
-        program, weights = compiled(Packing(scale_dtype=torch.bfloat16, **settings), architecture)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("architecture", nargs="?", type=int, default=90, help="compute capability without its point")
+    parser.add_argument("--format", choices=FORMATS, help="all if it is not given")
+    options = parser.parse_args()
+    for name in [options.format] if options.format else FORMATS:
+        program, weights = compiled(Packing(scale_dtype=torch.bfloat16, **FORMATS[name]), options.architecture)
         count = instructions_of_loop(program)
         print(f"{name}: {count} instructions for {weights} weights of a thread, {count / weights:.1f} each")
 

@@ -113,7 +113,8 @@ def rows_linear(
     part_size = size // num_parts
     block_m = 8 if num_tokens <= 8 else 16 if num_tokens <= 16 else 32
     block_n, block_k, num_warps, stages = row_tiles(num_rows, part_size, gated)
-    asks = block_m == 8 or gated  # 9 to 16 rows without a gate take 4% longer if they ask, the others 1% to 5% less
+    # On an H200, products of 9 to 16 rows without a gate take 4% longer if they ask ahead, all others up to 5% less.
+    asks = block_m == 8 or gated
     rows_linear_kernel[(triton.cdiv(num_rows, block_n), num_parts)](
         x, weight, x if bias is None else bias, out, num_tokens, num_rows,
         SIZE=size, PART_SIZE=part_size, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
