@@ -56,6 +56,7 @@ def main() -> int:
         "--resume", action="store_true", help="measure what the record at --out lacks, if it is of the same source"
     )
     parser.add_argument("--shape", help="another shape for all cases, such as tiny")
+    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="folder of llama-bench, to measure beside it")
     parser.add_argument("--scale", type=int, default=1, help="divide contexts and sizes, to try the code")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(CASES)
@@ -67,7 +68,7 @@ def main() -> int:
     out = Path(options.out).absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    bench = Bench(options.shape, options.scale, device)
+    bench = Bench(options.shape, options.scale, device, options.llama_cpp)
     floors = measure_floors(device)
     # Where the record is written does not matter.
     given = [

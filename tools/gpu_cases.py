@@ -5,23 +5,20 @@ from __future__ import annotations
 
 import gc
 import random
-import tempfile
 import time
 from collections.abc import Callable
 
 import psutil
 import torch
-from gpu_common import GIB, Bench, figures, peak, reset_peak, timed, token_bytes
+from gpu_common import GIB, Bench, peak, reset_peak, timed, token_bytes
+from gpu_peers import curve, hf_offloaded, llama_cpp
 from gpu_prefill import prefill_attention
 from gpu_quantised import packed_products, quantised
 from gpu_resident import arrivals, batch_throughput, kernels, resident, start_up
 
 import nanoinfer
 from nanoinfer import SamplingParams
-from nanoinfer.bench.hf import load_reference, measure_reference
-from nanoinfer.measure.run import free_memory, measure, random_prompts, release
-from nanoinfer.memory.floors import measure_floors
-from nanoinfer.models.shapes import write_shape
+from nanoinfer.measure.run import measure, random_prompts, release
 from offload.memory.pinned import HostArena
 
 
@@ -140,24 +137,6 @@ def streamed_batches(bench: Bench) -> dict:
         chunks = -(-sum(lengths) // llm.engine.plan.max_num_batched_tokens)
         bench.measure(llm, lengths, min(output_len, chunks + 9))
     return dict(zip(cases, bench.release(llm), strict=True))
-
-
-def hf_offloaded(bench: Bench) -> dict:
-    """transformers' offloaded caches on the same weights."""
-    context = bench.tokens(32768)
-    with tempfile.TemporaryDirectory() as directory:
-        model_dir = str(write_shape(bench.large, directory))
-        reference = load_reference(model_dir, dtype="auto", device=bench.device, load_format="dummy", seed=0)
-    result = {}
-    for mode in ("hf", "hf-static"):
-        before = measure_floors(bench.device)
-        row = measure_reference(mode, *reference, [context], 12)
-        row.add_floor(before, measure_floors(bench.device))
-        result[mode] = figures(row)
-        free_memory()
-    del reference
-    free_memory()
-    return result
 
 
 def planner(bench: Bench) -> dict:
@@ -378,7 +357,9 @@ CASES: dict[str, Callable[[Bench], dict]] = {
         quantised,
         packed_products,
         start_up,
+        curve,
         hf_offloaded,
+        llama_cpp,
         planner,
         one_sequence_400k,
         auto_3x,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -25,10 +26,11 @@ class Bench:
     Args:
         shape: for all cases, in place of their own.
         scale: divides contexts, batches and sizes, to try the code without a GPU.
+        llama_cpp: the folder with llama.cpp's programs; None: it is not measured.
     """
 
-    def __init__(self, shape: str | None, scale: int, device: torch.device) -> None:
-        self.device, self.scale = device, scale
+    def __init__(self, shape: str | None, scale: int, device: torch.device, llama_cpp: Path | None = None) -> None:
+        self.device, self.scale, self.llama_cpp = device, scale, llama_cpp
         self.is_cuda = device.type == "cuda"
         self.large, self.small = shape or "qwen3-4b", shape or "qwen3-0.6b"
         self._before = measure_floors(device)

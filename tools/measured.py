@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Writes the measured tables of README.md and docs/*.md from latest.json, serve.json and recall/ in docs/measurements.
+"""Writes the measured tables of README.md and docs/*.md, and the picture of steps over context.
+
+The figures are those of latest.json, serve.json and recall/ in docs/measurements.
 
 python tools/measured.py            (after make gpu-bench)
 """
@@ -8,12 +10,18 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from nanoinfer.measure.report import draw_steps  # noqa: E402
+
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
 SERVE = LATEST.with_name("serve.json")  # what tools/serve_load.py wrote, by machine
+PICTURE = LATEST.with_name("offload_h200.png")
 RECALL = LATEST.with_name(
     "recall"
 )  # curve.json and figures.json of train_recall.py, eval.json of `nanoinfer eval recall`
@@ -370,6 +378,54 @@ def packed_products(record: dict) -> str:
     return _table(["products of a layer", "µs", "of bf16", "of one row"], rows) if rows else ""
 
 
+def beside_llama_cpp(record: dict) -> str:
+    """llama.cpp's figures beside ours, all of one run."""
+    cases = record["cases"]
+    theirs = cases.get("llama_cpp", {})
+    if "build" not in theirs:
+        return ""
+    packed, one, over_context = cases["quantised"], cases["one_sequence_32k"]["resident"], cases["curve"]
+    steps = [
+        ("16 bits, 1 x 1k", "f16, 1024", packed["bf16, 1 x 1024"]),
+        ("16 bits, 1 x 32k", "f16, 32768", packed["bf16, 1 x 32768"]),
+        ("4 bits (Q4_K_M, int4), 1 x 1k", "Q4_K_M, 1024", packed["int4, 1 x 1024"]),
+        ("4 bits, 1 x 32k", "Q4_K_M, 32768", packed["int4, 1 x 32768"]),
+        ("16 bits, all KV on the host, 1 x 8k", "f16, KV on the host, 8192", over_context["streamed, 8192"]),
+    ]
+    rows = []
+    for name, key, ours in steps:
+        pair = theirs[key]["seconds_per_token"], ours["seconds_per_token"]
+        rows.append(
+            [f"decode step, {name}", *(f"{seconds * 1e3:.2f} ms" for seconds in pair), f"{pair[0] / pair[1]:.2f}"]
+        )
+    pair = theirs["f16, prefill, 32768"]["prefill_tokens_per_second"], one["prefill_tokens_per_second"]
+    rows.append(["prefill of 32k, 16 bits", *(f"{rate:,.0f} tokens/s" for rate in pair), f"{pair[1] / pair[0]:.2f}"])
+    return _table(["Qwen3-4B shape", f"llama.cpp b{theirs['build']}", "nanoinfer", "times as fast"], rows)
+
+
+def draw(record: dict, path: Path) -> None:
+    """Draw ms per decode step over context: ours with their floors, transformers' and llama.cpp's."""
+    cases, lines = record["cases"], {}
+    for label, case, name in (
+        ("all streamed", "curve", "streamed"),
+        ("offload, 12 GiB limit", "curve", "offload"),
+        ("resident, 12 GiB limit", "curve", "resident"),
+        ("transformers, offloaded cache", "hf_offloaded", "hf"),
+        ("transformers, offloaded static cache", "hf_offloaded", "hf-static"),
+        ("llama.cpp, KV on the host", "llama_cpp", "f16, KV on the host"),
+        ("llama.cpp, all on the GPU", "llama_cpp", "f16"),
+    ):
+        points = []
+        for key, found in cases.get(case, {}).items():
+            if key.rpartition(", ")[0] == name:
+                floor = found["floor_seconds"] if case == "curve" else None
+                points.append((int(key.rpartition(", ")[2]), found["seconds_per_token"], floor))
+        if points:
+            lines[label] = points
+    if lines:
+        draw_steps(path, lines)
+
+
 def read_record() -> dict:
     """The GPU record, with the server's figures as `serve` and those of the recall model as `recall`."""
     recall = {path.stem: json.loads(path.read_text()) for path in sorted(RECALL.glob("*.json"))}
@@ -396,6 +452,7 @@ PARTS: dict[str, Callable[[dict], str]] = {
         prefill_attention,
         quantised,
         packed_products,
+        beside_llama_cpp,
         auto,
         other,
         serve,
@@ -427,6 +484,7 @@ def main() -> None:
         text = path.read_text()
         if (filled := fill_in(text, record)) != text:
             path.write_text(filled)
+    draw(record, PICTURE)
 
 
 if __name__ == "__main__":

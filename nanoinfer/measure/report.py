@@ -111,21 +111,35 @@ def write_figures(
 
 def plot(path: str | Path, rows: list[Row]) -> None:
     """Plot ms per token over context: one line per mode and batch, and the floor of each. rows: contexts ascending."""
+    lines: dict[str, list[tuple[int, float, float | None]]] = {}
+    for row in rows:
+        if row.seconds_per_token:
+            point = row.context, row.seconds_per_token, row.floor_seconds
+            lines.setdefault(f"{row.mode} x{row.batch}", []).append(point)
+    draw_steps(path, lines)
+
+
+def draw_steps(path: str | Path, lines: dict[str, list[tuple[int, float, float | None]]]) -> None:
+    """Draw ms per decode step over context.
+
+    lines: by label, points (tokens of context, seconds, seconds of the floor or None), contexts ascending. Floors are
+    dotted; equal ones are drawn once.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
-    lines: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.seconds_per_token:
-            lines.setdefault(f"{row.mode} x{row.batch}", []).append(row)
+    contexts = sorted({context for line in lines.values() for context, _, _ in line})
+    drawn_floors = []
     for label, line in lines.items():
-        contexts = [row.context for row in line]
-        (drawn,) = axes.plot(contexts, [row.seconds_per_token * 1e3 for row in line], "o-", label=label)
-        floors = [row.floor_seconds * 1e3 for row in line]
-        axes.plot(contexts, floors, ":", color=drawn.get_color(), label=f"floor of {label}")
-    axes.set(xlabel="context, tokens", ylabel="ms per decode step", xscale="log", yscale="log")
-    axes.set_xscale("log", base=2)
+        (drawn,) = axes.plot([point[0] for point in line], [point[1] * 1e3 for point in line], "o-", label=label)
+        floors = [(context, floor * 1e3) for context, _, floor in line if floor is not None]
+        if floors and floors not in drawn_floors:
+            drawn_floors.append(floors)
+            axes.plot(*zip(*floors, strict=True), ":", color=drawn.get_color(), label=f"floor of {label}")
+    axes.set(xlabel="context, k tokens", ylabel="ms per decode step", xscale="log", yscale="log")
+    axes.set_xticks(contexts, [f"{context / 1024:g}" for context in contexts])
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()
