@@ -163,11 +163,12 @@ class LLM:
                 else:
                     return  # the requests were ended directly in the engine
         finally:
-            # By id: an interrupt may come between a request and its entry in `streams`.
+            # By id: an interrupt may come between a request and its entry in `streams`. The stream may be left anywhere,
+            # by the garbage collector, too: on another thread, and in the midst of a step.
+            if self._engine is not None:
+                self._engine.drop(ids)
             for request_id in ids:
                 self._streams.pop(request_id, None)
-                if self._engine is not None:
-                    self._engine.abort(request_id)
 
     def chat(
         self,
@@ -218,8 +219,8 @@ class LLM:
         The last output of the request's stream has `finish_reason="abort"`.
         """
         was_there = self.engine.abort(request_id)
-        if request_id in self._streams:
-            self._streams[request_id].end_aborted()
+        if stream := self._streams.get(request_id):
+            stream.end_aborted()
         return was_there
 
     def switch_mode(self, mode: str) -> None:
@@ -260,14 +261,14 @@ class LLM:
             outputs = self.engine.step()
         except BaseException as error:
             # The next step returns the outputs that were read before the failure.
-            num_ended = sum(stream.end_aborted(error) for stream in self._streams.values())
+            num_ended = sum(stream.end_aborted(error) for stream in list(self._streams.values()))
             is_mine = any(s.finish_reason == "abort" for request in requests for s in request.sequences)
             if is_mine or not num_ended or not isinstance(error, Exception):
                 raise
             return []
         for output in outputs:
-            if output.request_id in self._streams:
-                self._streams[output.request_id].put(output)
+            if stream := self._streams.get(output.request_id):
+                stream.put(output)
         return outputs
 
     def _one_each(self, params: Params, count: int) -> list[SamplingParams]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import build
 from nanoinfer.engine.stats import statistics
 from nanoinfer.engine.trace import Trace
+from nanoinfer.engine.turns import Turns
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
@@ -45,12 +45,14 @@ class LLMEngine:
             their logits, [len(sequences), vocab_size], for work on the compute stream in this step. None: no call.
         intake: checks prompts, also those of a closed engine.
         modes: which mode is current, and what each can hold.
+        alone, drop: methods of `Turns`.
         work: the requests, and the step in flight.
     """
 
     @torch.inference_mode()
     def __init__(self, config: EngineConfig, runtime: Runtime | None = None) -> None:
-        self._inside: dict[str, int] = {}  # the thread that is in a call, if one is
+        self._turns = Turns(self._end_dropped)
+        self.alone, self.drop = self._turns.alone, self._turns.drop
         built = build(config, runtime)
         self.config, self.plan, self.tokenizer, self.runner = config, built.runner.plan, built.tokenizer, built.runner
         self.kv_cache, self.mover, self.admission = built.kv_cache, built.mover, built.admission
@@ -107,16 +109,10 @@ class LLMEngine:
                 self.scheduler.waiting.append(sequence)
         return request
 
-    @torch.inference_mode()
     def abort(self, request_id: str) -> bool:
         """End a request and free its memory; return False if there is no such request."""
         with self.changing():
-            request = self.work.requests.get(request_id)
-            if request is None:
-                return False
-            request.abort()
-            self._remove_ended([request])
-        return True
+            return self.work.abort([request_id])
 
     @property
     def has_work(self) -> bool:
@@ -172,27 +168,6 @@ class LLMEngine:
             self.work.in_flight = launched
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Refuse other threads while this one is inside. May be nested.
-
-        A change that another thread has half made would be taken for an interrupted recovery, and end its requests.
-
-        Raises:
-            RuntimeError: another thread is inside. Nothing has changed.
-        """
-        caller, is_outermost = threading.get_ident(), not self._inside
-        try:
-            if self._inside.setdefault("thread", caller) != caller:  # one operation: no thread comes in between
-                raise RuntimeError(
-                    "another thread is in a call of this engine, and one at a time may be: wait until it has returned "
-                    "(threading.Lock), give each thread an engine of its own, or ask a server (nanoinfer serve)"
-                )
-            yield
-        finally:
-            if is_outermost and self._inside.get("thread") == caller:
-                self._inside.clear()
-
-    @contextmanager
     def changing(self) -> Iterator[None]:
         """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
         with self.alone():
@@ -201,6 +176,9 @@ class LLMEngine:
                 work.recover()
             work.is_whole = False
             try:
+                if dropped := self._turns.dropped.copy():
+                    self.work.abort(dropped)
+                    del self._turns.dropped[: len(dropped)]
                 yield
             except BaseException:
                 work.recover()
@@ -208,20 +186,18 @@ class LLMEngine:
             work.at_risk = []
             work.is_whole = True
 
+    def _end_dropped(self) -> None:
+        if "work" in vars(self):
+            with self.changing():
+                pass
+        else:
+            self._turns.dropped.clear()  # closed: nothing runs
+
     def _fail_sequence(self, sequence: Sequence, error: Exception) -> None:
         """End the request of a sequence because of an error that concerns only this request; free what it holds."""
         request = self.work.requests[sequence.request_id]
         self._outputs += request.fail(error)
-        self._remove_ended([request])
-
-    def _remove_ended(self, requests: Iterable[Request]) -> None:
-        """Free the rows and KV blocks of sequences that have ended."""
-        for request in requests:
-            for sequence in request.sequences:
-                if sequence.finish_reason is not None and not sequence.is_finished:
-                    self.scheduler.remove(sequence)
-            if request.is_finished:
-                self.work.requests.pop(request.request_id, None)
+        self.work.remove_ended([request])
 
     def _launch(self, batch: Batch[Sequence]) -> LaunchedStep:
         begin, copied = time.perf_counter(), self.runner.offload.counters
@@ -254,7 +230,7 @@ class LLMEngine:
         sequences = step.batch.sampled
         # In their order: in which order blocks are given back decides which cached ones are evicted first.
         names = dict.fromkeys(sequence.request_id for sequence in sequences if sequence.finish_reason is not None)
-        self._remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
+        self.work.remove_ended([self.work.requests[name] for name in names if name in self.work.requests])
         for sequence in sequences:
             if sequence.row is not None:
                 self.kv_cache.prefixes.publish(sequence)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
 
 from nanoinfer.engine.meter import LaunchedStep
 from nanoinfer.engine.planner import StepPlanner
@@ -44,6 +46,24 @@ class Work:
     def sequences(self) -> list[Sequence]:
         """The sequences of all requests."""
         return [sequence for request in self.requests.values() for sequence in request.sequences]
+
+    @torch.inference_mode()
+    def abort(self, request_ids: Iterable[str]) -> bool:
+        """End requests and free what they hold; return False if none of these is there."""
+        requests = [self.requests[name] for name in request_ids if name in self.requests]
+        for request in requests:
+            request.abort()
+        self.remove_ended(requests)
+        return bool(requests)
+
+    def remove_ended(self, requests: Iterable[Request]) -> None:
+        """Free the rows and KV blocks of sequences that have ended."""
+        for request in requests:
+            for sequence in request.sequences:
+                if sequence.finish_reason is not None and not sequence.is_finished:
+                    self._scheduler.remove(sequence)
+            if request.is_finished:
+                self.requests.pop(request.request_id, None)
 
     def recover(self) -> None:
         """Restore a consistent state after an exception, and keep the requests that it has not touched.

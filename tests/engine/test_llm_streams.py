@@ -1,7 +1,9 @@
 """Streams of an LLM that are read in turns, beside `generate`, and while steps fail."""
 
+import gc
 import json
 import shutil
+import threading
 
 import pytest
 from engines import COMMON, SMALL, assert_pools_as_before, random_prompts
@@ -132,6 +134,51 @@ def test_an_interrupt_before_a_stream_knows_its_request_is_no_other_error(llm, m
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(llm, "_streams", Interrupted())
         list(llm.generate_stream(PROMPTS[:2], GREEDY))
+    assert_pools_as_before(llm.engine)
+
+
+def on_another_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("where", ["another thread", "this thread"])
+def test_a_stream_that_is_left_while_a_step_runs_ends_before_the_next_one(llm, monkeypatch, where):
+    """The garbage collector closes generators on any thread, also on the one that is in the midst of a step."""
+    wanted = tokens_of(llm, PROMPTS[:1])
+    long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    streams = [llm.generate_stream(PROMPTS[1:3], long)]
+    next(streams[0])
+    requests = list(llm.engine.work.requests.values())
+    unread, execute = next(iter(llm._streams.values())).unread, llm.engine.runner.execute
+    lengths = []
+
+    def leave():
+        streams.clear()
+        gc.collect()
+
+    def while_it_steps(*arguments):
+        if streams:
+            leave() if where == "this thread" else on_another_thread(leave)
+        else:
+            lengths.append((len(unread), len(llm.engine.work.requests)))
+        return execute(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "execute", while_it_steps)
+        assert tokens_of(llm, PROMPTS[:1]) == wanted, "a step of others was harmed"
+    assert lengths and set(lengths) == {(len(unread), 1)}, "requests that nobody reads go on"
+    assert [request.sequences[0].finish_reason for request in requests] == ["abort", "abort"]
+    assert max(request.sequences[0].num_generated for request in requests) < 5 and not llm._streams
+
+
+def test_a_stream_that_is_left_in_the_last_call_ends_with_it(llm):
+    stream = llm.generate_stream(PROMPTS[:2], GREEDY)
+    next(stream)
+    with llm.engine.alone():
+        on_another_thread(stream.close)
+        assert len(llm.engine.work.requests) == 2, "another thread changes an engine that is in use"
     assert_pools_as_before(llm.engine)
 
 
