@@ -163,7 +163,7 @@ class LLM:
                 else:
                     return  # the requests were ended directly in the engine
         finally:
-            # By id: an interrupt may come between a request and its entry in `streams`. The stream may be left anywhere,
+            # By id: an interrupt may come between a request and its entry in `streams`. A stream may be left anywhere,
             # by the garbage collector, too: on another thread, and in the midst of a step.
             if self._engine is not None:
                 self._engine.drop(ids)
