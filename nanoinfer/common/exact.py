@@ -26,6 +26,9 @@ BASE_ROWS = 16
 OTHER_ROWS = (4, 64)
 # Size of the weight that the check uses in place of the real one: the check takes some 20 ms at most.
 _CHECKED_ELEMENTS = 2**22
+# Elements of the weights that differ from each other. Small weights are tried with several, up to `_MOST_TRIALS`.
+_DISTINCT_ELEMENTS = 2**16
+_MOST_TRIALS = 64
 # Two vectors of 16-bit values, the step of torch's vectorised loops with AVX-512.
 WIDTH = 64
 # Torch gives a loop of up to 32,768 values to one thread.
@@ -60,14 +63,20 @@ def row_counts(
     """Return the numbers of rows, ascending, at which a product of this shape gives a row the same bits at any place.
 
     They depend on the library and the processor, so they are found by trying, once in a process. Where not even a fixed
-    number of rows gives equal bits at every place, the result is one row at a time: (1,).
+    number of rows gives equal bits at every place, the result is one row at a time: (1,). So it is for one and two
+    columns, of which no operands could show an order.
     """
+    if in_features < 3:
+        return (1,)
     out_features = min(out_features, max(16, _CHECKED_ELEMENTS // in_features))
-    x, weight = sensitive_operands(out_features, in_features, dtype)
-    bias = 1e-3 * torch.randn(out_features, generator=_generator()).to(dtype) if has_bias else None
+    num_trials = min(_MOST_TRIALS, max(1, _DISTINCT_ELEMENTS // (out_features * in_features)))
+    x, weights = sensitive_operands(num_trials * out_features, in_features, dtype)
+    trials = [weight.clone() for weight in weights.split(out_features)]  # aligned as a model's weights are
+    # Small, so that it does not round away what is left of a sum.
+    bias = (1e-4 * torch.randn(out_features, generator=_generator())).to(dtype) if has_bias else None
 
     def products(num_rows: int) -> Tensor:
-        return F.linear(x.expand(num_rows, -1).contiguous(), weight, bias)
+        return torch.cat([F.linear(x.expand(num_rows, -1).contiguous(), weight, bias) for weight in trials], 1)
 
     wanted = products(BASE_ROWS)
     if not torch.equal(wanted, wanted[:1].expand_as(wanted)):
@@ -77,16 +86,31 @@ def row_counts(
 
 
 def sensitive_operands(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a row and a weight whose exact product is zero: only rounding is left, which any other order changes."""
+    """Return a row and a weight whose products show by their bits in which order they were summed.
+
+    Each sum has pairs of terms that cancel, at places and of magnitudes that differ from output to output, and one or
+    two small terms. What the small ones leave depends on what was added before them. The magnitudes span as many bits
+    as a float32 sum keeps: products of two 16-bit values fill 16 or 22 of its 24 bits, so sums of a few terms of like
+    size would be exact, and the same in any order. One or two terms have no order.
+
+    Returns: [1, in_features] and [out_features, in_features], of `dtype`, on the CPU.
+    """
     generator = _generator()
-    half = in_features // 2
-    row, some = torch.randn(1, half, generator=generator), torch.randn(8, half, generator=generator)
-    odd = in_features - 2 * half
-    row, some = F.pad(torch.cat((row, row), 1), (0, odd)), F.pad(torch.cat((some, -some), 1), (0, odd))
-    order = torch.randperm(in_features, generator=generator)
-    # Without the factor of 256, float16 would round what is left to zero.
-    x, some = (256 * row[:, order]).to(dtype), some[:, order].to(dtype)
-    return x, some.repeat(-(-out_features // 8), 1)[:out_features].contiguous()
+    num_distinct = min(out_features, max(8, _DISTINCT_ELEMENTS // in_features))
+    # float16 has normal numbers down to 2^-14. Its products are longer, so less of a span does.
+    span, least = (12, 14) if dtype == torch.float16 else (24, 24)
+    num_pairs = (in_features - 1) // 2
+
+    def draw(columns: int) -> Tensor:
+        return torch.rand(num_distinct, columns, generator=generator)
+
+    large = (1 + draw(num_pairs)) * torch.exp2(-((span + 1) * draw(num_pairs)).floor())
+    small = (1 + draw(in_features - 2 * num_pairs)) * 2.0**-least
+    some = torch.cat((large, -large, small), 1).gather(1, draw(in_features).argsort(1)).to(dtype)
+    # Equal values, so that any two terms may cancel; all bits of their mantissa matter. Without the factor of 256,
+    # float16 would round what is left of a sum to zero.
+    x = torch.full((1, in_features), 256 * 1.7109376).to(dtype)
+    return x, some.repeat(-(-out_features // num_distinct), 1)[:out_features].contiguous()
 
 
 def _generator() -> torch.Generator:
