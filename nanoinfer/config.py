@@ -43,9 +43,10 @@ class EngineConfig:
         max_num_seqs: the most sequences that run at once. None: 256, or 64 if the budget is below 32 GiB.
         max_num_batched_tokens: the most tokens of one prefill step; bounds the activations. None: 8192 on CUDA, cut to
             what the budget holds; 2048 on the CPU.
-        gpu_memory_utilization: share of the GPU's memory to use when no limit is given.
+        gpu_memory_utilization: share of the GPU's memory to use when no limit is given; never more than is free then.
         gpu_memory_limit: GPU memory for weights, KV blocks, ring, activations and graphs together: bytes, "12GiB", or a
-            share of the GPU's memory such as 0.5.
+            share of the GPU's memory such as 0.5. More than is free when the engine starts is refused. None: see
+            `gpu_memory_utilization`.
         resident_kv_limit: in offload mode, bytes of full KV blocks that may stay on the GPU; 0 streams every full
             block. None: what the budget leaves.
         num_gpu_blocks_override: upper limit of the KV blocks in the GPU pool, the scratch block included, whatever the

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from nanoinfer.commands.full_device import advised_when_full
 from nanoinfer.options import bench, offload
 from nanoinfer.options.parser import Parser, run_command
 
@@ -52,23 +53,16 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         ValueError: an option cannot be used; nothing has run then. Or the engine cannot run the benchmark as asked.
-        MemoryError: the GPU is full.
     """
-    import torch  # not at the top: reading the options must not import torch
+    if options.benchmark == "exactness":
+        from nanoinfer.bench import exactness
+        from nanoinfer.serve.local import local_server
 
-    try:
-        if options.benchmark == "exactness":
-            from nanoinfer.bench import exactness
-            from nanoinfer.serve.local import local_server
-
-            return 0 if exactness.run(options, local_server)["identical"] else 1
-        if options.benchmark == "offload":
-            offload.take_task(options)
-        is_recall = options.benchmark == "offload" and options.task == "recall"
-        import_module("nanoinfer.commands.recall" if is_recall else f"nanoinfer.bench.{options.benchmark}").run(options)
-    except torch.OutOfMemoryError as error:  # its message has many lines
-        reason = str(error).splitlines()[0]
-        raise MemoryError(f"{reason} Lower --gpu-memory, or end what else runs on the GPU") from error
+        return 0 if exactness.run(options, local_server)["identical"] else 1
+    if options.benchmark == "offload":
+        offload.take_task(options)
+    is_recall = options.benchmark == "offload" and options.task == "recall"
+    import_module("nanoinfer.commands.recall" if is_recall else f"nanoinfer.bench.{options.benchmark}").run(options)
     return 0
 
 
@@ -78,4 +72,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="bench_offload.py", description=BENCHMARKS["offload"][0])
     offload.add_arguments(parser)
     parser.set_defaults(benchmark="offload", command_line=f"python bench_offload.py {shlex.join(given)}".strip())
-    return run_command(parser, given, run)
+    return run_command(parser, given, advised_when_full(run))

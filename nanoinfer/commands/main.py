@@ -14,6 +14,7 @@ from importlib import import_module
 
 import nanoinfer
 from nanoinfer.commands import bench, plan, quantize, serve, verify
+from nanoinfer.commands.full_device import advised_when_full
 from nanoinfer.options import recall
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import Parser, length, run_command
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser()
     parser.set_defaults(command_line=f"nanoinfer {shlex.join(given)}")
-    return run_command(parser, bench.with_default(given), lambda options: options.run(options))
+    return run_command(parser, bench.with_default(given), advised_when_full(lambda options: options.run(options)))
 
 
 def make_parser() -> Parser:

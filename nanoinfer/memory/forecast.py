@@ -21,6 +21,7 @@ from nanoinfer.common.units import GIB, format_gib, format_size, parse_bytes
 from nanoinfer.config import EngineConfig
 from nanoinfer.kv.residency import promotion_margin
 from nanoinfer.memory.floors import bytes_read_per_step
+from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.memory.setup import spec_of
 from nanoinfer.models.base import ModelSpec
@@ -190,7 +191,8 @@ def _budget(config: EngineConfig, host_available: int) -> int:
         return parse_bytes(config.gpu_memory_limit, "gpu_memory")
     if not torch.cuda.is_available():
         raise ValueError('this machine has no GPU whose memory could be taken: state it, such as gpu_memory="12GiB"')
-    return gpu_budget(config, torch.device("cuda", torch.cuda.current_device()), host_available)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return gpu_budget(config, device_memory(device), host_available)
 
 
 @dataclass(frozen=True)

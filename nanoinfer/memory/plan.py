@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import psutil
-import torch
 
 from nanoinfer.common.units import GIB, format_gib, is_share, parse_bytes
 from nanoinfer.config import EngineConfig
 from nanoinfer.kernels.attention.spec import MAX_TILES_APART
 from nanoinfer.kernels.linear.counts import num_parts, padded_rows
+from nanoinfer.memory.machine import OUTSIDE_BYTES, DeviceMemory
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.sampling.reference import logprobs_bytes
 from nanoinfer.sampling.reference import workspace_bytes as reference_bytes
@@ -273,7 +273,9 @@ def _refuse_gpu(config: EngineConfig, plan: MemoryPlan) -> None:
     needed = plan.fixed_bytes + blocks * plan.block_bytes
     needed += max(plan.max_splits, 2 * blocks + plan.max_num_seqs) * plan.split_bytes
     needed = -(-needed // 2**20) * 2**20
-    given = f"gpu_memory_limit={config.gpu_memory_limit!r}" if config.gpu_memory_limit is not None else "the GPU memory"
+    given = "what is free of the device's memory, or the share of it that may be taken,"
+    if config.gpu_memory_limit is not None:
+        given = f"gpu_memory_limit={config.gpu_memory_limit!r}"
     lower = [name for name in ("max_num_batched_tokens", "max_num_seqs") if getattr(plan, name) > 1]
     if plan.weight_bytes >= plan.budget_bytes:
         lower = []
@@ -339,21 +341,26 @@ def _with_model_len(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
     return replace(plan, max_model_len=min(plan.max_model_len, capacity))
 
 
-def gpu_budget(config: EngineConfig, device: torch.device, host_available_bytes: int) -> int:
-    """Return the bytes that the engine may take on its device; ValueError if the limit is more than the GPU has."""
-    limit, is_cuda = config.gpu_memory_limit, device.type == "cuda"
-    total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
+def gpu_budget(config: EngineConfig, memory: DeviceMemory | None, host_available_bytes: int) -> int:
+    """Return the bytes that the engine may take on its device.
+
+    memory: of the GPU, now; None: the device is the CPU.
+
+    Raises:
+        ValueError: the limit is more than is free on the GPU. Loading would end in an error without advice.
+    """
+    limit = config.gpu_memory_limit
     if limit is None:
-        if not is_cuda:
+        if memory is None:
             return int(host_available_bytes * 0.4)
-        free, _ = torch.cuda.mem_get_info(device)
-        return min(int(total * config.gpu_memory_utilization), free)
-    if is_share(limit):
-        return int(limit * total)
-    limit = parse_bytes(limit, "gpu_memory_limit")
-    if is_cuda and limit > total:
+        return min(int(memory.total_bytes * config.gpu_memory_utilization), memory.usable_bytes)
+    total = psutil.virtual_memory().total if memory is None else memory.total_bytes
+    limit = int(limit * total) if is_share(limit) else parse_bytes(limit, "gpu_memory_limit")
+    if memory is not None and limit > memory.usable_bytes:
+        given = f"gpu_memory_limit={config.gpu_memory_limit!r} is {format_gib(limit)} GiB"
+        has = f"the GPU has {format_gib(total)} GiB, {format_gib(memory.free_bytes)} of them free now"
         raise ValueError(
-            f"gpu_memory_limit={config.gpu_memory_limit!r} is {limit / GIB:.2f} GiB, the GPU has "
-            f"{total / GIB:.2f} GiB: lower gpu_memory_limit"
+            f"{given}, {has}, and {format_gib(OUTSIDE_BYTES)} of these go to libraries. {memory.holders()}: give at "
+            f'most "{memory.largest_limit()}", leave gpu_memory_limit out to take what is free, or end what runs there'
         )
     return limit

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
 from nanoinfer.layers.formats.registry import formats_of
+from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.weights.load import load_config, read_spec
@@ -40,7 +41,7 @@ class Setup:
         return make_plan(
             config,
             self.spec,
-            budget_bytes=gpu_budget(config, self.device, available),
+            budget_bytes=gpu_budget(config, device_memory(self.device), available),
             host_available_bytes=available,
             is_cuda=self.device.type == "cuda",
         )
