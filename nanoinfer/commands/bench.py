@@ -27,10 +27,6 @@ BENCHMARKS = {
         "decode with the KV cache in host memory against the GPU, with the floors of this machine",
         offload.add_arguments,
     ),
-    "exactness": (
-        "the same requests alone, in batches, in every mode and through a server: how many bits differ",
-        bench.add_exactness_arguments,
-    ),
 }
 
 
@@ -49,16 +45,11 @@ def with_default(arguments: list[str]) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the benchmark, which prints its report. Return the exit status: 1 where bits differ.
+    """Run the benchmark, which prints its report. Return the exit status.
 
     Raises:
         ValueError: an option cannot be used; nothing has run then. Or the engine cannot run the benchmark as asked.
     """
-    if options.benchmark == "exactness":
-        from nanoinfer.bench import exactness
-        from nanoinfer.serve.local import local_server
-
-        return 0 if exactness.run(options, local_server)["identical"] else 1
     if options.benchmark == "offload":
         offload.take_task(options)
     is_recall = options.benchmark == "offload" and options.task == "recall"

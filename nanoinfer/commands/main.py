@@ -33,7 +33,7 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"nanoinfer {nanoinfer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, summary, add_arguments, run in (
-        ("bench", "measure latency, throughput, offload against resident decode, or exactness",
+        ("bench", "measure latency, throughput, or offload against resident decode",
          bench.add_arguments, bench.run),
         ("eval", "questions whose answers are known", _add_evaluations, _evaluate),
         ("generate", "complete a prompt", _add_generate_arguments, _generate),

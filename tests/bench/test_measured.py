@@ -162,7 +162,7 @@ def test_a_part_of_another_tool_stays_as_it_is():
     assert load("measured").fill_in(text, {"cases": {}}) == text
 
 
-@pytest.mark.parametrize("name, num_samples", [("planner", 2), ("verify", 1), ("exactness", 1)])
+@pytest.mark.parametrize("name, num_samples", [("planner", 2), ("verify", 1)])
 @pytest.mark.sampled("planner-2")
 def test_the_samples_are_what_the_commands_print(name, num_samples, capsys):
     text = (ROOT / "docs" / f"{name}.md").read_text()

@@ -7,9 +7,9 @@ import ssl
 from typing import Any
 
 import httpx
+from exactness_comparison import NUM_LOGPROBS, Answer, token_logprobs
+from exactness_workload import Crowd
 
-from nanoinfer.bench.exactness.comparison import NUM_LOGPROBS, Answer, token_logprobs
-from nanoinfer.bench.exactness.workload import Crowd
 from nanoinfer.common.errors import did_you_mean, shown
 from nanoinfer.sampling_params import SamplingParams
 

@@ -1,4 +1,7 @@
-"""`nanoinfer bench exactness`: do a request's bits depend on the other requests in the batch, or on how it is sent?
+#!/usr/bin/env python
+"""Does a request's answer depend on the other requests in the batch, or on how it is sent? To the bit, in any server.
+
+python tools/exactness.py MODEL            or            python tools/exactness.py --base-url http://127.0.0.1:8000
 
 The same requests are sent one after the other, and then in batches, in every mode and through a server. Each answer is
 compared with the answer to the request alone. With `--base-url` another server gets the same requests alone and in
@@ -9,18 +12,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from nanoinfer.bench.exactness.comparison import Answer, Condition, is_identical, table, verdict
-from nanoinfer.bench.exactness.engines import CROWD, ask_setting, check_finite, make_settings, open_engine
-from nanoinfer.bench.exactness.servers import ServerAsker
-from nanoinfer.bench.exactness.workload import Workload, all_answers, make_workload
+import torch
+from exactness_comparison import Answer, Condition, is_identical, table, verdict
+from exactness_engines import CROWD, ask_setting, check_finite, make_settings, open_engine
+from exactness_local import local_server
+from exactness_servers import ServerAsker
+from exactness_workload import Workload, all_answers, make_workload
+
 from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
@@ -28,22 +37,55 @@ from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.measure.report import write_figures
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.setup import Setup
-from nanoinfer.options.bench import CONDITIONS
 from nanoinfer.options.measuring import (
+    add_engine_arguments,
+    add_model_arguments,
     check_at_least,
     check_can_write,
     counts,
     open_model,
     shared_engine_arguments,
 )
-from nanoinfer.options.parser import in_options
+from nanoinfer.options.parser import Parser, in_options, length, run_command
 
-LocalServer = Callable[[dict[str, Any], int], AbstractContextManager[str]]
-"""Opens a server in this process: (arguments of its engine, the most requests that may wait) -> its address."""
 DEFAULT_VOCAB_SIZE = 1000
+# The conditions that are compared with each request alone, in this order.
+CONDITIONS = {
+    "batch": "beside others",
+    "logprobs": "with log-probabilities",
+    "chunk": "with another prefill chunk",
+    "offload": "every full block streams",
+    "auto": "a pool that fills up",
+    "prefix": "with prefix caching, asked twice",
+    "server": "through HTTP",
+}
 
 
-def run(options: argparse.Namespace, local_server: LocalServer) -> dict:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--base-url", metavar="URL",
+        help="ask this server with OpenAI's API, such as http://127.0.0.1:8000, and no engine here; --model is a name "
+        "that it serves (default: the first one)",
+    )  # fmt: skip
+    parser.add_argument("--api-key", help="bearer token for --base-url (default: $OPENAI_API_KEY, where it is set)")
+    parser.add_argument("--vocab-size", type=int, help="prompts for --base-url have token ids below it (default: 1000)")
+    parser.add_argument("--requests", type=int, default=16, help="that are compared (default: %(default)s)")
+    parser.add_argument(
+        "--batch", default="2,16,64,256",
+        help="requests at once, filled up with others that are not compared (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--output-len", type=length, default=32, help="tokens to generate (default: %(default)s)")
+    parser.add_argument(
+        "--conditions", default=",".join(CONDITIONS),
+        help="which of them, such as batch,server; default: all. "
+        + ", ".join(f"{name}: {what}" for name, what in CONDITIONS.items()),
+    )  # fmt: skip
+    parser.add_argument("--output-json", metavar="FILE", help="write all figures")
+    add_engine_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> dict:
     """Run the benchmark, print the report and return its figures; `identical` is the result."""
     check_at_least(options, requests=1, output_len=1)
     check_can_write(options.output_json)
@@ -56,7 +98,7 @@ def run(options: argparse.Namespace, local_server: LocalServer) -> dict:
         title, conditions, device = *_ask_server(options, sizes), None
     else:
         device = resolve_device(options.device)
-        title, conditions = _ask_engines(options, sizes, names, device, local_server)
+        title, conditions = _ask_engines(options, sizes, names, device)
     # The reasons why conditions were left out are written in the terms of the Python API.
     print(f"{title}\nhow many differ from each request alone:\n\n{in_options(table(conditions), options.parser)}\n")
     if all(condition.left_out for condition in conditions):
@@ -115,7 +157,7 @@ def _ask_server(options: argparse.Namespace, sizes: list[int]) -> tuple[str, lis
 
 
 def _ask_engines(
-    options: argparse.Namespace, sizes: list[int], names: list[str], device: torch.device, local_server: LocalServer
+    options: argparse.Namespace, sizes: list[int], names: list[str], device: torch.device
 ) -> tuple[str, list[Condition]]:
     common: dict[str, Any] = shared_engine_arguments(options) | dict(enable_cpu_offload=False)
     if options.max_num_seqs is None:
@@ -203,3 +245,16 @@ def _describe(workload: Workload) -> str:
 def _progress(options: argparse.Namespace, name: str) -> None:
     if not options.no_progress:
         print(f"nanoinfer: {name}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit status: 1 where bits differ or a request failed, 2 where nothing could be compared."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = Parser(prog="exactness.py", description="how many bits of an answer depend on other requests")
+    add_arguments(parser)
+    parser.set_defaults(command_line=f"python tools/exactness.py {shlex.join(given)}".strip())
+    return run_command(parser, given, lambda options: 0 if run(options)["identical"] else 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,27 +1,33 @@
-"""`nanoinfer bench exactness`, on the CPU with the tiny shape: nothing differs, and what differs is counted."""
+"""`tools/exactness.py`, on the CPU with the tiny shape: nothing differs, and what differs is counted."""
 
 import json
+import re
+import sys
 import threading
 import time
 import weakref
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import engines
 import pytest
 import torch
 from tiny_models import make_checkpoint
 
-from nanoinfer.bench.exactness import comparison
-from nanoinfer.bench.exactness.comparison import Answer, Condition
-from nanoinfer.bench.exactness.engines import EngineAsker, check_finite, open_engine
-from nanoinfer.bench.exactness.workload import make_workload
-from nanoinfer.commands import main as cli
 from nanoinfer.common import exact
 from nanoinfer.models.shapes import write_shape
-from nanoinfer.serve.local import local_server
 
-COMMAND = ["bench", "exactness"]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+
+import exactness as cli  # noqa: E402
+import exactness_comparison as comparison  # noqa: E402
+from exactness_comparison import Answer, Condition  # noqa: E402
+from exactness_engines import EngineAsker, check_finite, open_engine  # noqa: E402
+from exactness_local import local_server  # noqa: E402
+from exactness_workload import make_workload  # noqa: E402
+
+COMMAND: list[str] = []
 SMALL = ["--block-size", "16", "--output-len", "5", "--requests", "6", "--no-progress"]
 ENGINE = [*COMMAND, "--shape", "tiny", "--device", "cpu", *SMALL]
 
@@ -36,7 +42,7 @@ def figures_of(arguments, path, status):
 def test_every_condition_gives_the_bits_of_each_request_alone(tmp_path, capsys):
     figures, found = figures_of([*ENGINE, "--batch", "2,9", "--seed", "1"], tmp_path, 0)
     printed = capsys.readouterr().out
-    assert figures["identical"] and figures["command"].startswith("nanoinfer bench exactness --shape tiny ")
+    assert figures["identical"] and figures["command"].startswith("python tools/exactness.py --shape tiny ")
     assert list(found) == [
         "batch of 2",
         "batch of 9",
@@ -88,7 +94,7 @@ def test_a_setting_that_does_not_fit_is_left_out_with_the_reason(capsys):
     assert "prefill chunk of 15: left out: --capture-num-tokens [16, 32] holds 32, and a prefill step" in printed
     assert printed.splitlines()[-1].endswith(" logits in 1 condition (left out: prefill chunk of 15)")
     assert cli.main([*arguments, "--conditions", "chunk"]) == 2
-    assert capsys.readouterr().err == "nanoinfer bench exactness: nothing was compared: the table says why\n"
+    assert capsys.readouterr().err == "exactness.py: nothing was compared: the table says why\n"
 
 
 def test_a_request_that_fails_is_no_equal_answer(tmp_path, capsys, monkeypatch):
@@ -292,7 +298,7 @@ def test_a_server_of_ours_that_does_not_start_in_time_says_so(tmp_path, monkeypa
             time.sleep(0.001)
 
     monkeypatch.setattr("uvicorn.Server.run", never_ready)
-    monkeypatch.setattr("nanoinfer.serve.local._START_SECONDS", 0.05)
+    monkeypatch.setattr("exactness_local._START_SECONDS", 0.05)
     arguments = engines.COMMON | dict(model=make_checkpoint("qwen3", tmp_path, **engines.SMALL))
     with pytest.raises(ValueError, match="did not start within 0.05 seconds"), local_server(arguments, max_queue=4):
         pytest.fail("it is there")
@@ -389,3 +395,10 @@ def test_an_unknown_option_is_refused_with_the_nearest_one(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([*COMMAND, "--base-ulr", "http://x"])
     assert stop.value.code == 2 and "unknown option --base-ulr: did you mean --base-url?" in capsys.readouterr().err
+
+
+def test_the_sample_in_the_document_is_what_the_tool_prints(capsys):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "exactness.md").read_text()
+    ((command, printed),) = re.findall(r"```\n\$ python tools/exactness.py (.*?)\n(.*?)\n```", text, flags=re.DOTALL)
+    assert cli.main(command.split()) == 0
+    assert capsys.readouterr().out.strip() == printed

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from exactness_comparison import NUM_LOGPROBS, Answer, Condition, token_logprobs
+from exactness_workload import Crowd, Workload, all_answers
 
-from nanoinfer.bench.exactness.comparison import NUM_LOGPROBS, Answer, Condition, token_logprobs
-from nanoinfer.bench.exactness.workload import Crowd, Workload, all_answers
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.measure.logits import LogitsRecorder
