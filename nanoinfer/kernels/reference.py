@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.common import exact
+from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.sampling.reference import sample_rows as sample_rows
 
 # By the names that configs give them.
@@ -45,30 +46,44 @@ def packed_linear(x, weight, bias=None, *, activation=None, out=None, num_parts=
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: bool,
+    rounds_once: bool = False,
+    other: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return the norm of x, [..., size], in `out` if that is given. With `other`, x becomes x + other first, in place.
 
-    The weight broadcasts to x. With `offset` it counts from 1, and the product is rounded once; otherwise x / rms(x) is
-    rounded first.
+    The weight broadcasts to x. With `offset` it counts from 1. With `offset` or `rounds_once` the product is rounded
+    once; otherwise x / rms(x) is rounded first.
     """
     if other is not None:
         x += other
     wide = x.float()
     normed = wide * exact.elementwise(torch.rsqrt, (wide * wide).mean(-1, keepdim=True).add_(eps))
-    result = (normed * (1.0 + weight.float())).to(x.dtype) if offset else weight * normed.to(x.dtype)
+    if offset or rounds_once:
+        result = (normed * (weight.float() + offset)).to(x.dtype)
+    else:
+        result = weight * normed.to(x.dtype)
     return result if out is None else out.copy_(result)
 
 
-def apply_rope(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+def apply_rope(x: Tensor, table: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate every head of x: [N, num_heads, head_dim], at positions [N] int64; returns a new contiguous tensor.
 
-    table: [max_position, head_dim] cosines and sines. The products are rounded to x's dtype before they are added, as
-    in transformers (x * cos + rotate_half(x) * sin).
+    table: [max_position, rotary_dim] cosines and sines, for the first rotary_dim elements of each head. In x's dtype:
+    the products are rounded to it before they are added, as in transformers (x * cos + rotate_half(x) * sin). In
+    float32: the sum alone is rounded. interleaved: pairs are neighbours, and not half of rotary_dim apart.
     """
     cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned, rest = x[..., : table.shape[1]], x[..., table.shape[1] :]
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    pair = (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def store_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
@@ -93,24 +108,43 @@ def store_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
 def norm_rope_store(
     qkv: Tensor,
     weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    offset: bool,
-    table: Tensor,
+    steps: HeadSteps,
+    table: Tensor | None,
     positions: Tensor,
     kv: Tensor,
     slots: Tensor,
     q: Tensor,
+    *,
+    q_scales: Tensor | None = None,
 ) -> None:
     """Apply norm and rotation to query and key heads; write queries to `q`, keys and values to their slots of `kv`."""
     num_q_heads, num_kv_heads = q.shape[1], kv.shape[3]
     qk, v = qkv.split((num_q_heads + num_kv_heads, num_kv_heads), dim=1)
-    if weights is not None:
-        # [num_qk_heads, head_dim]: each head with its own weight.
-        weight = torch.cat((weights[0].expand(num_q_heads, -1), weights[1].expand(num_kv_heads, -1)))
-        qk = rms_norm(qk, weight, eps, offset=offset)
-    rotated, k = apply_rope(qk, table, positions).split((num_q_heads, num_kv_heads), dim=1)
-    q.copy_(rotated)
+    if weights is not None and not steps.norm_last:
+        qk = _norm_of_heads(qk, weights, num_q_heads, steps)
+    if steps.clip is not None:
+        qk, v = qk.clamp(-steps.clip, steps.clip), v.clamp(-steps.clip, steps.clip)
+    if table is not None:
+        qk = apply_rope(qk, table, positions, interleaved=steps.interleaved)
+    if weights is not None and steps.norm_last:
+        qk = _norm_of_heads(qk, weights, num_q_heads, steps)
+    rotated, k = qk.split((num_q_heads, num_kv_heads), dim=1)
+    q.copy_(rotated if q_scales is None else rotated * q_scales.index_select(0, positions)[:, None, None])
     store_kv(k, v, kv, slots)
+
+
+def _norm_of_heads(qk: Tensor, weights: tuple[Tensor, Tensor], num_q_heads: int, steps: HeadSteps) -> Tensor:
+    """qk: [N, num_q_heads + num_kv_heads, head_dim]; weights: [head_dim] each, or of all heads together."""
+    counts = num_q_heads, qk.shape[1] - num_q_heads
+    if weights[0].numel() == qk.shape[2]:
+        # [num_qk_heads, head_dim]: each head with its own weight.
+        weight = torch.cat([weight.expand(count, -1) for weight, count in zip(weights, counts, strict=True)])
+        return rms_norm(qk, weight, steps.eps, offset=steps.offset, rounds_once=steps.rounds_once)
+    parts = [
+        rms_norm(part.flatten(1), weight, steps.eps, offset=steps.offset, rounds_once=steps.rounds_once).view_as(part)
+        for part, weight in zip(qk.split(counts, dim=1), weights, strict=True)
+    ]
+    return torch.cat(parts, dim=1)
 
 
 def update_rows(lines: Tensor, state: tuple[Tensor, ...], kept: int) -> None:

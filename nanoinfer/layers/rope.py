@@ -1,11 +1,13 @@
-"""Rotary position embeddings (Su et al., "RoFormer", arXiv:2104.09864), in the half-split layout of Hugging Face.
+"""Rotary position embeddings (Su et al., "RoFormer", arXiv:2104.09864), as transformers has them.
 
-Element d of a head and element d + head_dim / 2 are one pair, turned by the angle position * inv_freq[d].
+Two elements of a head are one pair, turned by the angle position * inv_freq[d]: d and d + half of what is turned, or
+neighbours. What is turned is a whole head or its beginning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -18,51 +20,92 @@ from nanoinfer.common.errors import did_you_mean, shown
 _TABLE_ROWS = 16384
 
 
-def rope_inv_freq(parameters: Mapping, head_dim: int, device: torch.device | str) -> Tensor:
-    """Return the radians per position of each pair: [head_dim / 2] float32 on `device`.
+@dataclass(frozen=True)
+class Context:
+    """The lengths that a rotation may depend on, in tokens.
+
+    limit: the config's max_position_embeddings; length: the most tokens of a sequence. Types "dynamic" and "longrope"
+    turn short sequences otherwise than long ones. transformers looks at the length of the moment. Here `length` decides
+    for all, once: no token may depend on what comes behind it.
+    """
+
+    limit: int
+    length: int
+
+
+def rotary_dim(parameters: Mapping, head_dim: int) -> int:
+    """Return the number of elements of a head that are turned, its first ones; ValueError if they are not pairs."""
+    factor = parameters.get("partial_rotary_factor")
+    if factor is None or parameters.get("rope_type") == "proportional":  # which leaves angles of 0 instead
+        return head_dim
+    dim = int(head_dim * factor)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ValueError(
+            f"partial_rotary_factor={factor} turns {dim} of the {head_dim} elements of a head: it must be an even "
+            f"number of 2 to {head_dim}"
+        )
+    return dim
+
+
+def rope_inv_freq(
+    parameters: Mapping, head_dim: int, device: torch.device | str, context: Context | None = None
+) -> tuple[Tensor, float]:
+    """Return the radians per position of each pair, [rotary_dim / 2] float32 on `device`, and a factor on the cosines.
 
     parameters: the config's `rope_parameters` (of one kind of layer): `rope_type` and `rope_theta`, and what the type
-    needs. Of type "default", inv_freq[d] = rope_theta ** (-2d / head_dim). What other types make of it is transformers'
-    code: "linear" is position interpolation (Chen et al., arXiv:2306.15595), "llama3" the scaling of Llama 3.1.
+    needs. Of type "default", inv_freq[d] = rope_theta ** (-2d / rotary_dim). What other types make of it is
+    transformers' code: "linear" is position interpolation (Chen et al., arXiv:2306.15595), "yarn" arXiv:2309.00071,
+    "longrope" arXiv:2402.13753, "llama3" the scaling of Llama 3.1. context: read by "dynamic" and "longrope".
 
     Raises:
-        ValueError: another type, a missing parameter, or only a part of each head is rotated.
+        ValueError: another type, a missing parameter, or one that does not fit the heads.
     """
-    rope_type = parameters.get("rope_type", "default")
+    rope_type, dim = parameters.get("rope_type", "default"), rotary_dim(parameters, head_dim)
     if rope_type not in _NEEDED:
         hint = did_you_mean(rope_type, _NEEDED)
         raise ValueError(f"rope_type {shown(rope_type)} is not supported{hint}. Supported: {', '.join(_NEEDED)}")
     missing = [name for name in ("rope_theta", *_NEEDED[rope_type]) if parameters.get(name) is None]
     if missing:
         raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)} in the config's rope_parameters")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported, only 1.0 is")
     if rope_type == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-        return 1.0 / (parameters["rope_theta"] ** exponents)
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    for name in ("short_factor", "long_factor") if rope_type == "longrope" else ():
+        if len(parameters[name]) != dim // 2:
+            raise ValueError(
+                f"{name} has {len(parameters[name])} entries, it must have one for each of a head's {dim // 2} pairs"
+            )
+    context = context or Context(2**30, 0)
+    # transformers has a tensor here, and rounds to float32 what it makes of it.
+    length = torch.tensor(context.length, device=device) if context.length > context.limit else context.length or None
     # Use the full names, so that transformers imports these now and not with this module: it takes seconds.
     config = transformers.LlamaConfig(
-        head_dim=head_dim, max_position_embeddings=2**30, rope_parameters=dict(parameters)
+        head_dim=head_dim, max_position_embeddings=context.limit, rope_parameters=dict(parameters)
     )
-    return transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](config, device)[0]
+    return transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](config, device, seq_len=length)
 
 
 def rope_table(
-    parameters: Mapping, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device | str
+    parameters: Mapping,
+    head_dim: int,
+    max_position: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    context: Context | None = None,
 ) -> Tensor:
-    """Return the cosines and sines of all positions: [max_position, head_dim] in `dtype` on `device`.
+    """Return the cosines and sines of all positions: [max_position, rotary_dim] in `dtype` on `device`.
 
-    Row p holds cos(p * inv_freq) in its first half and sin(p * inv_freq) in its second. They are computed in float32
-    and rounded to `dtype` once, as transformers rounds them to the dtype of the activations.
+    Row p holds cos(p * inv_freq) in its first half and sin(p * inv_freq) in its second, times the factor on both. They
+    are computed in float32 and rounded to `dtype` once, as transformers rounds them to the dtype of the activations.
     """
-    inv_freq = rope_inv_freq(parameters, head_dim, device)
-    table = torch.empty(max_position, head_dim, dtype=dtype, device=device)
+    inv_freq, factor = rope_inv_freq(parameters, head_dim, device, context)
+    table = torch.empty(max_position, 2 * len(inv_freq), dtype=dtype, device=device)
     for begin in range(0, max_position, _TABLE_ROWS):
         rows = table[begin : begin + _TABLE_ROWS]
         positions = torch.arange(begin, begin + len(rows), dtype=torch.float32, device=device)
         angles = positions[:, None] * inv_freq
-        rows[:, : head_dim // 2] = exact.elementwise(torch.cos, angles)
-        rows[:, head_dim // 2 :] = exact.elementwise(torch.sin, angles)
+        rows[:, : len(inv_freq)] = exact.elementwise(torch.cos, angles).mul_(factor)
+        rows[:, len(inv_freq) :] = exact.elementwise(torch.sin, angles).mul_(factor)
     return table
 
 
@@ -70,5 +113,9 @@ def rope_table(
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "proportional": (),
 }

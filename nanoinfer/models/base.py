@@ -54,8 +54,8 @@ class ModelSpec:
     max_position: int
     """Tokens of context that the checkpoint's config allows."""
     tied_embeddings: bool
-    num_rope_tables: int = 1
-    """Distinct position tables that the layers share."""
+    rope_row_bytes: int = 0
+    """Bytes that the position tables of all layers together take for one position."""
     weight_bytes: int = 0
     """Bytes of all weights on the device, in the formats that they have there; a tied head counts once."""
     embedding_bytes: int = 0
@@ -106,4 +106,4 @@ class ModelSpec:
 
     def rope_bytes(self, max_position: int) -> int:
         """Return the bytes of the position tables of a model built for `max_position` tokens."""
-        return self.num_rope_tables * max_position * self.attention.head_dim * self.dtype.itemsize
+        return max_position * self.rope_row_bytes

@@ -34,6 +34,7 @@ from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
+from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.layers.formats.base import DENSE, Filling, Formats
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.registry import formats_of
@@ -55,8 +56,15 @@ class Traits:
     output_bias: bool = False
     """Bias of the attention's output projection."""
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """Norm of each query and key head, before the rotation."""
+    qk_norm: str | None = None
+    """Norm of queries and keys: "head", of each head, before the rotation; "rotated head", of each head, behind it;
+    "all heads", of all query heads together and of all key heads together, before it."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are cut to [-clip_qkv, clip_qkv] before the rotation."""
+    interleaved_rope: bool = False
+    """Elements 2d and 2d + 1 of a head are turned together; otherwise d and d + half of what is turned."""
+    float32_rope: bool = False
+    """Cosines, sines and products stay in float32, and their sum is rounded once; otherwise each is rounded."""
     attention_scale: float | None = None
     """Factor on q.k; None: head_dim ** -0.5."""
     attention_softcap: float | None = None
@@ -95,18 +103,26 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, formats=formats, **options)
         formats = formats.below("o_proj")
         self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, formats=formats, **options)
-        self.q_norm = traits.norm(self._head_dim, traits.norm_eps, **options) if traits.qk_norm else None
-        self.k_norm = traits.norm(self._head_dim, traits.norm_eps, **options) if traits.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if traits.qk_norm is not None:
+            sizes = (q_size, kv_size) if traits.qk_norm == "all heads" else (self._head_dim, self._head_dim)
+            self.q_norm, self.k_norm = (traits.norm(size, traits.norm_eps, **options) for size in sizes)
+        self._steps = HeadSteps(
+            eps=traits.norm_eps,
+            offset=traits.norm.offset,
+            rounds_once=traits.norm.rounds_once,
+            norm_last=traits.qk_norm == "rotated head",
+            interleaved=traits.interleaved_rope,
+            clip=traits.clip_qkv,
+        )
 
-    def project(self, normed: Tensor, rope: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
-        """Do what `Decoder.before_attention` says; normed: [N, hidden_size]; rope: `rope_table`."""
+    def project(self, normed: Tensor, rope: Tensor | None, positions: Tensor, target: KVSlots) -> Tensor:
+        """Do what `Decoder.before_attention` says; normed: [N, hidden_size]; rope: `rope_table`, None: no rotation."""
         qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._head_dim))
         q = qkv.new_empty(len(qkv), self._num_q_heads, self._head_dim) if target.q is None else target.q
-        weights, eps, offset = None, 0.0, False
-        if self.q_norm is not None:
-            weights, eps, offset = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps, self.q_norm.offset
+        weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
         store = self.qkv_proj.operations.norm_rope_store
-        store(qkv, weights, eps, offset, rope, positions, target.kv, target.slots, q)
+        store(qkv, weights, self._steps, rope, positions, target.kv, target.slots, q)
         return q
 
 
@@ -177,6 +193,7 @@ class Decoder(nn.Module):
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
         self._logits_softcap = traits.logits_softcap
         ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
+        options["dtype"] = torch.float32 if traits.float32_rope else spec.dtype
         self.rope_tables = [rope_table(rope, spec.attention.head_dim, max_position, **options) for rope in ropes]
 
     # What a family reads from its config
@@ -198,8 +215,8 @@ class Decoder(nn.Module):
         return tuple(AttentionState(windows[layer_type]) for layer_type in layer_types)
 
     @classmethod
-    def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping, ...]:
-        """Return the rotation of each layer."""
+    def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping | None, ...]:
+        """Return the rotation of each layer; None: its heads are not rotated."""
         if cls.rotates_by_layer_type:
             return tuple(hf_config.rope_parameters[layer_type] for layer_type in hf_config.layer_types)
         return (hf_config.rope_parameters,) * hf_config.num_hidden_layers
@@ -227,7 +244,6 @@ class Decoder(nn.Module):
             windows=tuple(dict.fromkeys(state.window for state in layers if isinstance(state, AttentionState))),
             dtype=dtype,
         )
-        ropes, _ = _distinct(cls.rope_parameters(hf_config))
         spec = ModelSpec(
             architecture=architecture,
             layers=layers,
@@ -237,7 +253,6 @@ class Decoder(nn.Module):
             vocab_size=hf_config.vocab_size,
             max_position=hf_config.max_position_embeddings,
             tied_embeddings=hf_config.tie_word_embeddings,
-            num_rope_tables=len(ropes),
         )
         # Counted, not calculated: the bytes cannot drift from what the constructor allocates.
         shapes_only = cls(hf_config, spec, device="meta", max_position=1)
@@ -248,6 +263,7 @@ class Decoder(nn.Module):
             scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
             gpu_scratch_bytes=dtype.itemsize * scratch_size(shapes_only, dtype.itemsize == 2),
             product_bytes=temporary_bytes(scratch_size(shapes_only, False)),
+            rope_row_bytes=sum(table.nbytes for table in shapes_only.rope_tables),
         )
 
     # The calls
@@ -264,7 +280,8 @@ class Decoder(nn.Module):
         positions: [N] int64, absolute, below max_position. Returns [N, num_q_heads, head_dim], packed: `target.q` where
         that is given.
         """
-        rope = self.rope_tables[self._rope_of_layer[layer]]
+        index = self._rope_of_layer[layer]
+        rope = None if index is None else self.rope_tables[index]
         return self.layers[layer].self_attn.project(normed, rope, positions, target)
 
     def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
@@ -324,10 +341,10 @@ class Decoder(nn.Module):
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.spec.tied_embeddings)
 
 
-def _distinct(ropes: tuple[Mapping, ...]) -> tuple[list[Mapping], list[int]]:
-    """Return the distinct rotations of the layers, and for each layer the index of its rotation."""
+def _distinct(ropes: tuple[Mapping | None, ...]) -> tuple[list[Mapping], list[int | None]]:
+    """Return the distinct rotations of the layers, and for each layer the index of its rotation, or None."""
     distinct: list[Mapping] = []
     for rope in ropes:
-        if rope not in distinct:
+        if rope is not None and rope not in distinct:
             distinct.append(rope)
-    return distinct, [distinct.index(rope) for rope in ropes]
+    return distinct, [None if rope is None else distinct.index(rope) for rope in ropes]

@@ -45,7 +45,7 @@ class Gemma3(Decoder):
             norm=OffsetRMSNorm,
             qkv_bias=hf_config.attention_bias,
             output_bias=hf_config.attention_bias,
-            qk_norm=True,
+            qk_norm="head",
             attention_scale=hf_config.query_pre_attn_scalar**-0.5,
             # The released checkpoints have none, and transformers reads the field but does not apply it.
             attention_softcap=hf_config.attn_logit_softcapping,

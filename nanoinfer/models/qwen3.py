@@ -16,4 +16,4 @@ class Qwen3(Decoder):
     @classmethod
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
         bias = hf_config.attention_bias
-        return super().traits(hf_config, qkv_bias=bias, output_bias=bias, qk_norm=True)
+        return super().traits(hf_config, qkv_bias=bias, output_bias=bias, qk_norm="head")

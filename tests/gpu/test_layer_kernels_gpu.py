@@ -8,6 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from nanoinfer.kernels.layer.head_steps import HeadSteps
+
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 cuda = pytest.importorskip("triton.language.extra.cuda")
@@ -18,32 +20,41 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 @DTYPES
-@pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("size", [48, 1024, 2560, 4096, 5376])
-def test_rms_norm(size, offset, dtype):
-    from layer_kernel_cases import check_rms_norm
+def test_rms_norm(size, dtype):
+    from layer_kernel_cases import RMS_NORMS, check_rms_norm
 
-    check_rms_norm(size, offset, dtype, "cuda")
+    for variant in RMS_NORMS:
+        check_rms_norm(size, variant, dtype, "cuda")
 
 
 @DTYPES
-@pytest.mark.parametrize("with_norm, offset", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("heads", [(4, 2, 16), (7, 1, 80), (32, 8, 128), (16, 8, 256), (3, 3, 48)])
-def test_norm_rotation_and_store(heads, with_norm, offset, dtype):
-    from layer_kernel_cases import check_norm_rope_store
+def test_norm_rotation_and_store(heads, dtype):
+    from layer_kernel_cases import HEAD_CASES, check_norm_rope_store
 
-    check_norm_rope_store(heads, with_norm, offset, dtype, "cuda")
+    for case in HEAD_CASES:
+        check_norm_rope_store(heads, case, dtype, "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [(4, 2, 16), (32, 8, 128), (40, 8, 128), (16, 8, 256)])
+def test_a_token_is_turned_and_normed_as_if_it_were_alone(heads, dtype):
+    from layer_kernel_cases import HEAD_CASES, check_each_token_alone
+
+    for case in HEAD_CASES:
+        check_each_token_alone(heads, case, dtype, "cuda")
 
 
 @DTYPES
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs compute capability 8.9"
 )
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_what_is_beyond_the_range_of_float8_is_stored_as_its_largest(with_norm, dtype):
+@pytest.mark.parametrize("case", ["plain", "norm", "part"])
+def test_what_is_beyond_the_range_of_float8_is_stored_as_its_largest(case, dtype):
     from layer_kernel_cases import check_norm_rope_store
 
-    check_norm_rope_store((4, 2, 16), with_norm, False, dtype, "cuda", kv_dtype=torch.float8_e4m3fn)
+    check_norm_rope_store((4, 2, 16), case, dtype, "cuda", kv_dtype=torch.float8_e4m3fn)
 
 
 @DTYPES
@@ -191,6 +202,9 @@ def test_a_library_that_adds_up_in_another_order_is_found_at_start():
     assert agreeing_counts(rows, lambda x: linear(x, weight), mixed, counts) == {768, 1280}
 
 
+HEADS = HeadSteps(eps=1e-6)
+
+
 class LayerSteps:
     """A decode step of a few layers, through every kernel that may start before the one in front has ended."""
 
@@ -235,7 +249,7 @@ class LayerSteps:
         for layer, kv in zip(self.layers, self.pools, strict=True):
             qkv = kernels.linear(normed, layer["qkv"]).unflatten(-1, (48, 128))
             heads = (self.head_norm, self.head_norm)
-            kernels.norm_rope_store(qkv, heads, 1e-6, False, self.rope, self.positions, kv, self.slots, self.q)
+            kernels.norm_rope_store(qkv, heads, HEADS, self.rope, self.positions, kv, self.slots, self.q)
             self.backend.decode_partial(self.q, kv, self.work, self.lengths, self.partials, None)
             self.backend.merge(self.partials, self.ranges, self.work.partials_per_block, self.attn)
             added = kernels.linear(self.attn.flatten(1), layer["o"])
@@ -321,7 +335,7 @@ def test_each_kernel_that_starts_early_waits_for_what_it_reads(kernel):
         if kernel == "norm_rope_store":
             q, heads = torch.zeros_like(step.q), (step.head_norm, step.head_norm)
             source = delayed(qkv)
-            kernels.norm_rope_store(source, heads, 1e-6, False, step.rope, step.positions, kv, step.slots, q)
+            kernels.norm_rope_store(source, heads, HEADS, step.rope, step.positions, kv, step.slots, q)
             return q
         if kernel == "decode_partial":
             partials = step.backend.partials(len(step.work.items))

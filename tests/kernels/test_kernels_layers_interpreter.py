@@ -8,7 +8,10 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 from layer_kernel_cases import (
+    HEAD_CASES,
+    RMS_NORMS,
     check_act_and_mul,
+    check_each_token_alone,
     check_linear,
     check_linear_parts,
     check_norm_rope_store,
@@ -22,10 +25,10 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 
 
 @DTYPES
-@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("variant", RMS_NORMS, ids=str)
 @pytest.mark.parametrize("size", [48, 256])
-def test_rms_norm(size, offset, dtype):
-    check_rms_norm(size, offset, dtype, "cpu")
+def test_rms_norm(size, variant, dtype):
+    check_rms_norm(size, variant, dtype, "cpu")
 
 
 @pytest.mark.parametrize("operations", [fused, reference])
@@ -38,16 +41,22 @@ def test_a_norm_lies_where_it_is_asked_for(operations):
 
 
 @DTYPES
-@pytest.mark.parametrize("with_norm, offset", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("case", ["plain", "norm", "norm with offset"])
 @pytest.mark.parametrize("heads", [(4, 2, 16), (7, 1, 80), (12, 4, 48)])
-def test_norm_rotation_and_store(heads, with_norm, offset, dtype):
-    check_norm_rope_store(heads, with_norm, offset, dtype, "cpu")
+def test_norm_rotation_and_store(heads, case, dtype):
+    check_norm_rope_store(heads, case, dtype, "cpu")
+
+
+@pytest.mark.parametrize("case", HEAD_CASES)
+def test_norm_rotation_and_store_of_every_kind(case):
+    check_norm_rope_store((7, 2, 48), case, torch.float16, "cpu")
+    check_each_token_alone((7, 2, 48), case, torch.float16, "cpu", num_tokens=4)
 
 
 @DTYPES
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_what_is_beyond_the_range_of_float8_is_stored_as_its_largest(with_norm, dtype):
-    check_norm_rope_store((4, 2, 16), with_norm, False, dtype, "cpu", kv_dtype=torch.float8_e4m3fn)
+@pytest.mark.parametrize("case", ["plain", "norm", "part"])
+def test_what_is_beyond_the_range_of_float8_is_stored_as_its_largest(case, dtype):
+    check_norm_rope_store((4, 2, 16), case, dtype, "cpu", kv_dtype=torch.float8_e4m3fn)
 
 
 @DTYPES

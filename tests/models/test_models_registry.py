@@ -56,8 +56,8 @@ def test_windows_of_the_layers(family, fields, windows):
 
 
 def test_one_rotation_table_serves_layers_that_rotate_alike():
-    assert spec_of("llama").num_rope_tables == 1
-    assert spec_of("gemma3").num_rope_tables == 2
+    assert spec_of("llama").rope_bytes(10) == 10 * 16 * 2
+    assert spec_of("gemma3").rope_bytes(10) == 2 * 10 * 16 * 2
 
 
 def test_unsupported_architecture_is_refused_with_the_supported_ones():
@@ -83,7 +83,7 @@ def test_an_architecture_registers_once():
         ("llama", dict(head_dim=272), "head_dim=272"),
         ("llama", dict(num_heads=4, num_kv_heads=3), "4 query heads and 3 KV heads"),
         ("llama", dict(hidden_act="gelu_tanh"), "'gelu_tanh' is not supported.*silu, gelu, gelu_pytorch_tanh"),
-        ("llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "'dynamic'"),
+        ("llama", dict(rope_parameters=dict(rope_type="axial", rope_theta=1e4)), "'axial' is not supported"),
         (
             "llama",
             dict(quantization_config=dict(quant_method="quanto")),

@@ -33,7 +33,7 @@ def test_rotation_equals_transformers_bit_for_bit(parameters, dtype):
 
 
 def test_llama3_keeps_short_and_divides_long_wavelengths():
-    default, scaled = rope_inv_freq(dict(LLAMA3, rope_type="default"), 64, "cpu"), rope_inv_freq(LLAMA3, 64, "cpu")
+    (default, _), (scaled, _) = (rope_inv_freq(rope, 64, "cpu") for rope in (dict(LLAMA3, rope_type="default"), LLAMA3))
     wavelength = 2 * torch.pi / default
     short, long = wavelength < 512 / 4, wavelength > 512
     assert short.any() and long.any() and not (short | long).all()
@@ -52,11 +52,13 @@ def test_table_does_not_depend_on_the_rows_made_at_a_time(monkeypatch):
 @pytest.mark.parametrize(
     "parameters, message",
     [
-        (dict(DEFAULT, rope_type="yarn"), "'yarn' is not supported.*Supported: default, linear, llama3"),
+        (dict(DEFAULT, rope_type="axial"), "'axial' is not supported.*Supported: default, linear, dynamic, yarn"),
         (dict(DEFAULT, rope_type="llama"), "did you mean 'llama3'"),
         (dict(DEFAULT, rope_type="linear"), "'linear' needs factor"),
         (dict(rope_type="default"), "'default' needs rope_theta"),
-        (dict(DEFAULT, partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
+        (dict(DEFAULT, rope_type="yarn", factor=4.0), "'yarn' needs original_max_position_embeddings"),
+        (dict(DEFAULT, partial_rotary_factor=0.48), "0.48 turns 15 of the 32 elements"),
+        (dict(DEFAULT, partial_rotary_factor=0.01), "0.01 turns 0 of the 32 elements"),
     ],
 )
 def test_unsupported_rotations_are_refused(parameters, message):

@@ -91,6 +91,7 @@ from nanoinfer.kernels import fused as layers
 from nanoinfer.kernels.attention import decode_partial, merge, prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
 from nanoinfer.kernels.layer.activation import act_and_mul
+from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.kernels.linear import expand, packed
 from nanoinfer.kernels.linear import tiles as tile_linear
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
@@ -193,7 +194,13 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
     )  # fmt: skip
     qkv, table, slots = zeros(8, 48, head_dim), zeros(100, head_dim), torch.zeros(8, dtype=torch.int64)
     weights = zeros(head_dim), zeros(head_dim)
-    layers.norm_rope_store(qkv, weights, 1e-6, False, table, slots, kv, slots, q)
+    layers.norm_rope_store(qkv, weights, HeadSteps(eps=1e-6), table, slots, kv, slots, q)
+    if is_common:
+        pairs, all_heads = HeadSteps(interleaved=True, norm_last=True), (zeros(32 * head_dim), zeros(8 * head_dim))
+        part = table[:, : head_dim // 2].contiguous()
+        layers.norm_rope_store(qkv, weights, pairs, part, slots, kv, slots, q, q_scales=table[:, 0].contiguous())
+        layers.norm_rope_store(qkv, all_heads, HeadSteps(clip=8.0), table.float(), slots, kv, slots, q)
+        layers.norm_rope_store(qkv, None, HeadSteps(), None, slots, kv, slots, q)
     out, lse, state = floats(8, 32, head_dim), floats(8, 32), (floats(8, 32, head_dim), floats(8, 32), floats(8, 32))
     tables = (ints(2), ints(1), ints(1), ints(1), ints(1))
     tiles = prefill_tiles(shape, gpu.shared_memory)

@@ -1,10 +1,13 @@
 """Checks of the layer kernels against `nanoinfer.kernels.reference`, for the interpreter and for a GPU."""
 
+from dataclasses import dataclass
+
 import torch
 
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.fused import linear, linear_parts, norm_rope_store, rms_norm
 from nanoinfer.kernels.layer.activation import act_and_mul
+from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.layers.rope import rope_table
 
 EPS = 1e-6
@@ -21,31 +24,73 @@ def make_weight(size: int, offset: bool, dtype: torch.dtype, device: str) -> tor
     return (torch.randn(size) * 0.2 + (not offset)).to(device, dtype)
 
 
-def check_rms_norm(size: int, offset: bool, dtype: torch.dtype, device: str) -> None:
+RMS_NORMS = [dict(offset=False), dict(offset=True), dict(offset=False, rounds_once=True)]
+
+
+def check_rms_norm(size: int, variant: dict, dtype: torch.dtype, device: str) -> None:
     wide = torch.randn(5, size + 16).to(device, dtype)
     x, other = wide[:, :size], torch.randn(5, size).to(device, dtype)
-    weight = make_weight(size, offset, dtype, device)
+    weight = make_weight(size, variant["offset"], dtype, device)
     before = x.clone()
-    assert is_close(rms_norm(x, weight, EPS, offset=offset), reference.rms_norm(x, weight, EPS, offset=offset))
+    assert is_close(rms_norm(x, weight, EPS, **variant), reference.rms_norm(x, weight, EPS, **variant))
     assert torch.equal(x, before)
-    alone = rms_norm(x[3:4], weight, EPS, offset=offset)
-    assert torch.equal(alone, rms_norm(x, weight, EPS, offset=offset)[3:4]), "a row depends on its neighbours"
-    normed = rms_norm(x, weight, EPS, offset=offset, other=other)
-    want = reference.rms_norm(before, weight, EPS, offset=offset, other=other)
+    alone = rms_norm(x[3:4], weight, EPS, **variant)
+    assert torch.equal(alone, rms_norm(x, weight, EPS, **variant)[3:4]), "a row depends on its neighbours"
+    normed = rms_norm(x, weight, EPS, **variant, other=other)
+    want = reference.rms_norm(before, weight, EPS, **variant, other=other)
     assert torch.equal(x, before) and is_close(normed, want)
     parts, before = torch.randn(3, 5, size).to(device), x.clone()
-    normed = rms_norm(x, weight, EPS, offset=offset, other=parts)
-    want = reference.rms_norm(x, weight, EPS, offset=offset)
+    normed = rms_norm(x, weight, EPS, **variant, other=parts)
+    want = reference.rms_norm(x, weight, EPS, **variant)
     assert is_close(x, before + parts.sum(0).to(dtype)) and is_close(normed, want)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadCase:
+    """norm: none, of each head, or of all; turned: the part of a head that is turned."""
+
+    norm: str | None = None
+    turned: float = 1.0
+    float32_table: bool = False
+    scales: bool = False
+    steps: HeadSteps = HeadSteps(eps=EPS)
+
+    def tensors(self, heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> dict:
+        """What `norm_rope_store` takes beside the heads themselves."""
+        num_q_heads, num_kv_heads, head_dim = heads
+        counts = {None: (), "head": (1, 1), "all": (num_q_heads, num_kv_heads)}[self.norm]
+        weights = tuple(make_weight(count * head_dim, self.steps.offset, dtype, device) for count in counts)
+        rope = {"rope_theta": 10000.0, "partial_rotary_factor": self.turned}
+        table_dtype = torch.float32 if self.float32_table else dtype
+        table = rope_table(rope, head_dim, 200, table_dtype, device) if self.turned else None
+        scales = (1 + torch.arange(200) / 100).to(device, dtype) if self.scales else None
+        return dict(weights=weights or None, steps=self.steps, table=table, q_scales=scales)
+
+
+HEAD_CASES = {
+    "plain": HeadCase(),
+    "norm": HeadCase(norm="head"),
+    "norm with offset": HeadCase(norm="head", steps=HeadSteps(eps=EPS, offset=True)),
+    "norm of all heads": HeadCase(norm="all"),
+    "norm of all, in float32": HeadCase(
+        norm="all", float32_table=True, steps=HeadSteps(eps=EPS, rounds_once=True, clip=1.25)
+    ),
+    "norm behind": HeadCase(norm="head", steps=HeadSteps(eps=EPS, norm_last=True)),
+    "part": HeadCase(turned=0.5, steps=HeadSteps(clip=0.7)),
+    "part, norm": HeadCase(norm="head", turned=0.75),
+    "part, norm of all": HeadCase(norm="all", turned=0.75),
+    "part, norm behind": HeadCase(norm="head", turned=0.25, scales=True, steps=HeadSteps(eps=EPS, norm_last=True)),
+    "pairs": HeadCase(steps=HeadSteps(interleaved=True)),
+    "pairs, in float32": HeadCase(float32_table=True, steps=HeadSteps(interleaved=True)),
+    "pairs of a part": HeadCase(turned=0.5, norm="head", steps=HeadSteps(eps=EPS, interleaved=True)),
+    "none": HeadCase(turned=0),
+    "none, norm": HeadCase(turned=0, norm="head"),
+    "scaled queries": HeadCase(scales=True),
+}
+
+
 def check_norm_rope_store(
-    heads: tuple[int, int, int],
-    with_norm: bool,
-    offset: bool,
-    dtype: torch.dtype,
-    device: str,
-    kv_dtype: torch.dtype | None = None,
+    heads: tuple[int, int, int], case: str, dtype: torch.dtype, device: str, kv_dtype: torch.dtype | None = None
 ) -> None:
     """Queries, keys and values, each where it belongs, and nothing else in the pool.
 
@@ -57,32 +102,58 @@ def check_norm_rope_store(
     if kv_dtype is not None:
         wide *= 300
     qkv = wide[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
-    table = rope_table({"rope_theta": 10000.0}, head_dim, 200, dtype, device)
     positions = torch.tensor([0, 7, 199, 3, 64], device=device)
     slots = torch.tensor([47, 0, -1, 16, 33], device=device)
-    weights = tuple(make_weight(head_dim, offset, dtype, device) for _ in range(2)) if with_norm else None
     kv = torch.full((3, 2, block_size, num_kv_heads, head_dim), 7.0, device=device).to(kv_dtype or dtype)
     q = torch.full((num_tokens, num_q_heads, head_dim), 7.0, dtype=dtype, device=device)
-    want_kv = kv.to("cpu", copy=True)
-    norm_rope_store(qkv, weights, EPS, offset, table, positions, kv, slots, q)
-    on_cpu, want_q = weights and tuple(weight.cpu() for weight in weights), torch.empty_like(q, device="cpu")
-    reference.norm_rope_store(
-        qkv.cpu(), on_cpu, EPS, offset, table.cpu(), positions.cpu(), want_kv, slots.cpu(), want_q
-    )
+    want_kv, tensors = kv.to("cpu", copy=True), HEAD_CASES[case].tensors(heads, dtype, device)
+    norm_rope_store(qkv, positions=positions, kv=kv, slots=slots, q=q, **tensors)
+    on_cpu, want_q = {name: _on_cpu(value) for name, value in tensors.items()}, torch.empty_like(q, device="cpu")
+    reference.norm_rope_store(qkv.cpu(), positions=positions.cpu(), kv=want_kv, slots=slots.cpu(), q=want_q, **on_cpu)
     got_kv, want_kv = kv.cpu().float(), want_kv.float()
-    scale = 1 if kv_dtype is None or with_norm else 300
+    scale = 300 if kv_dtype is not None and HEAD_CASES[case].norm is None else 1
     assert is_close(q, want_q, scale)
     if kv_dtype is None:
         assert is_close(got_kv.to(dtype), want_kv.to(dtype))
     else:
         is_largest = want_kv.abs() == torch.finfo(kv_dtype).max
-        assert is_largest[:, 1].any() and (with_norm or is_largest[:, 0].any()), "no value was too large"
+        assert is_largest[:, 1].any() or HEAD_CASES[case].steps.clip, "no value was too large"
         assert torch.equal(got_kv[:, 1][is_largest[:, 1]], want_kv[:, 1][is_largest[:, 1]]), (
             "values are stored as they are"
         )
         # Triton's interpreter drops the carry where a value is rounded up to a power of two.
         assert torch.allclose(got_kv, want_kv, rtol=0.5 if device == "cpu" else 0.125, atol=0.02 * scale)
     assert torch.equal(got_kv == 7, want_kv == 7), "a slot that belongs to no token was written, or the other way round"
+
+
+def _on_cpu(value):
+    if isinstance(value, tuple):
+        return tuple(map(_on_cpu, value))
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def check_each_token_alone(
+    heads: tuple[int, int, int], case: str, dtype: torch.dtype, device: str, num_tokens: int = 40
+) -> None:
+    """The bits of a token's queries, keys and values are the same at every number of tokens, and at any place."""
+    num_q_heads, num_kv_heads, head_dim = heads
+    num_heads, tensors = num_q_heads + 2 * num_kv_heads, HEAD_CASES[case].tensors(heads, dtype, device)
+    qkv = torch.randn(num_tokens, num_heads, head_dim).to(device, dtype)
+    positions = torch.arange(num_tokens, device=device) * 4
+
+    def run(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        kv = torch.zeros(3, 2, 16, num_kv_heads, head_dim, dtype=dtype, device=device)
+        q = torch.zeros(end - begin, num_q_heads, head_dim, dtype=dtype, device=device)
+        rows, slots = qkv[begin:end].clone(), torch.arange(begin, end, device=device)
+        norm_rope_store(rows, positions=positions[begin:end], kv=kv, slots=slots, q=q, **tensors)
+        return q, kv.transpose(0, 1).flatten(1, 2)[:, begin:end]
+
+    want_q, want_kv = run(0, num_tokens)
+    parts = [(0, 1), (0, 2), (1, 2), (num_tokens - 1, num_tokens)]
+    parts += [(0, count) for count in (3, 8, 17, 32) if count < num_tokens]
+    for begin, end in parts if num_tokens > 8 else parts[1:]:
+        q, kv = run(begin, end)
+        assert torch.equal(q, want_q[begin:end]) and torch.equal(kv, want_kv[:, begin:end]), f"{begin} to {end}"
 
 
 def check_act_and_mul(size: int, activation: str, dtype: torch.dtype, device: str) -> None:

@@ -9,31 +9,101 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
 from nanoinfer.kernels.launch.sizes import next_power_of_2
+from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.kernels.layer.rms_norm import rounded
 
 HEADS_PER_PROGRAM = 8
 
 
+@triton.jit
+def mean_square(first, second, rest, SIZE: tl.constexpr, HAS_REST: tl.constexpr):
+    """The mean of the squares of each head, [HEADS, 1]."""
+    total = tl.sum(first * first + second * second, axis=1)[:, None]
+    if HAS_REST:
+        total += tl.sum(rest * rest, axis=1)[:, None]
+    return total / SIZE
+
+
+@triton.jit
+def mean_square_of_all(heads, COUNT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr):
+    """The mean of the squares of a token's COUNT heads of SIZE values together; heads: where they begin."""
+    row = tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    total = tl.zeros([HEADS, WIDTH], tl.float32)
+    for begin in tl.static_range(0, COUNT, HEADS):
+        inside = (begin + row < COUNT) & (column < SIZE)
+        value = tl.load(heads + (begin + row) * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+        total += value * value
+    return tl.sum(tl.sum(total, axis=1), axis=0) / (COUNT * SIZE)
+
+
+@triton.jit
+def head_weight(
+    q_weight, k_weight, head, at, inside,
+    NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr, OF_ALL: tl.constexpr,
+):  # fmt: skip
+    """Return the norm's weights at the columns `at` of each head, as float32."""
+    if OF_ALL:
+        k_head = head - NUM_Q_HEADS
+        is_k = (k_head >= 0) & (k_head < NUM_KV_HEADS)
+        of_q = tl.load(q_weight + head * SIZE + at, mask=inside & (k_head < 0), other=0.0)
+        of_k = tl.load(k_weight + k_head * SIZE + at, mask=inside & is_k, other=0.0)
+    else:
+        of_q = tl.load(q_weight + at, mask=inside, other=0.0)
+        of_k = tl.load(k_weight + at, mask=inside, other=0.0)
+    return tl.where(head < NUM_Q_HEADS, of_q, of_k).to(tl.float32)
+
+
+@triton.jit
+def cut(value, clip):
+    """The value within [-clip, clip]; a NaN stays one."""
+    return tl.clamp(value, -clip, clip, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def scaled(value, scale, weight, like, OFFSET: tl.constexpr, ROUNDS_ONCE: tl.constexpr):
+    """The norm of values whose 1 / rms is `scale`."""
+    if OFFSET:
+        return rounded(value * scale * (1.0 + weight), like)
+    elif ROUNDS_ONCE:
+        return rounded(value * scale * weight, like)
+    else:
+        return rounded(rounded(value * scale, like) * weight, like)
+
+
 @triton.jit(do_not_specialize=["qkv_stride"], do_not_specialize_on_alignment=["positions", "slots"])
 def norm_rope_store_kernel(
-    qkv,  # [N, at least NUM_Q_HEADS + 2 * NUM_KV_HEADS, 2 * HALF], tokens qkv_stride apart
-    q_weight,  # [2 * HALF], read with NORM
+    qkv,  # [N, at least NUM_Q_HEADS + 2 * NUM_KV_HEADS, SIZE], tokens qkv_stride apart
+    q_weight,  # [SIZE], or with OF_ALL [NUM_Q_HEADS, SIZE]; read with NORM or NORM_LAST
     k_weight,
-    table,  # [max_position, 2 * HALF]: cosines, sines
+    table,  # [max_position, 2 * HALF]: cosines, sines; read with TURN
+    q_scales,  # [max_position], read with SCALE
     positions,  # [N] int64
     slots,  # [N] int32 or int64
-    q,  # [N, NUM_Q_HEADS, 2 * HALF]
-    kv,  # [num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, 2 * HALF]
+    q,  # [N, NUM_Q_HEADS, SIZE]
+    kv,  # [num_blocks, 2, BLOCK_SIZE, NUM_KV_HEADS, SIZE]
     qkv_stride,
     eps,
+    clip,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HALF: tl.constexpr,
+    SIZE: tl.constexpr,  # of a head
+    HALF: tl.constexpr,  # pairs of a head that are turned; with no TURN half of the head
     TILE: tl.constexpr,
+    WIDTH: tl.constexpr,  # the tile of a whole head
+    REST: tl.constexpr,  # the tile of the columns behind the pairs, 0: there are none
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    OF_ALL: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     OFFSET: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,
+    TURN: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CLIP: tl.constexpr,
+    SCALE: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -41,75 +111,136 @@ def norm_rope_store_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, TILE)[None, :]
     in_half = column < HALF
-    inside = (head < NUM_Q_HEADS + 2 * NUM_KV_HEADS) & in_half
-    row = table + tl.load(positions + token) * (2 * HALF) + column
-    cos = tl.load(row, mask=in_half, other=0.0).to(tl.float32)
-    sin = tl.load(row + HALF, mask=in_half, other=0.0).to(tl.float32)
+    is_head = head < NUM_Q_HEADS + 2 * NUM_KV_HEADS
+    inside = is_head & in_half
+    if INTERLEAVED:
+        first_at = 2 * column
+        second_at = 2 * column + 1
+    else:
+        first_at = column
+        second_at = HALF + column
+    if TURN:
+        row = table + tl.load(positions + token) * (2 * HALF) + column
+        cos = tl.load(row, mask=in_half, other=0.0).to(tl.float32)
+        sin = tl.load(row + HALF, mask=in_half, other=0.0).to(tl.float32)
+    if SCALE:
+        q_scale = tl.load(q_scales + tl.load(positions + token)).to(tl.float32)
     slot = tl.load(slots + token).to(tl.int64)
     is_q = head < NUM_Q_HEADS
     is_v = head >= NUM_Q_HEADS + NUM_KV_HEADS
-    if NORM:
-        first_q = tl.load(q_weight + column, mask=in_half, other=0.0)
-        first_k = tl.load(k_weight + column, mask=in_half, other=0.0)
-        second_q = tl.load(q_weight + HALF + column, mask=in_half, other=0.0)
-        second_k = tl.load(k_weight + HALF + column, mask=in_half, other=0.0)
-        first_weight = tl.where(is_q, first_q, first_k).to(tl.float32)
-        second_weight = tl.where(is_q, second_q, second_k).to(tl.float32)
+    if REST:
+        rest_at = 2 * HALF + tl.arange(0, REST)[None, :]
+        in_rest = is_head & (rest_at < SIZE)
+    if NORM or NORM_LAST:
+        first_weight = head_weight(q_weight, k_weight, head, first_at, in_half, NUM_Q_HEADS, NUM_KV_HEADS, SIZE, OF_ALL)
+        second_weight = head_weight(
+            q_weight, k_weight, head, second_at, in_half, NUM_Q_HEADS, NUM_KV_HEADS, SIZE, OF_ALL
+        )
+        if REST:
+            rest_weight = head_weight(
+                q_weight, k_weight, head, rest_at, rest_at < SIZE, NUM_Q_HEADS, NUM_KV_HEADS, SIZE, OF_ALL
+            )
     wait_for_inputs(PDL)
     let_next_in(PDL)
     # heads of a token are whole multiples of 16 values apart
-    source = qkv + token * tl.multiple_of(qkv_stride, 16) + head * (2 * HALF) + column
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    own = qkv + token * tl.multiple_of(qkv_stride, 16)
+    source = own + head * SIZE
+    first = tl.load(source + first_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + second_at, mask=inside, other=0.0).to(tl.float32)
     value_first = first
     value_second = second
+    rest = first
+    if REST:
+        rest = tl.load(source + rest_at, mask=in_rest, other=0.0).to(tl.float32)
+        value_rest = rest
     if NORM:
-        mean = tl.sum(first * first + second * second, axis=1)[:, None] / (2 * HALF)
-        scale = tl.rsqrt(mean + eps)
-        if OFFSET:
-            first = rounded(first * scale * (1.0 + first_weight), qkv)
-            second = rounded(second * scale * (1.0 + second_weight), qkv)
+        if OF_ALL:
+            mean_q = mean_square_of_all(own, NUM_Q_HEADS, SIZE, WIDTH, HEADS)
+            mean_k = mean_square_of_all(own + NUM_Q_HEADS * SIZE, NUM_KV_HEADS, SIZE, WIDTH, HEADS)
+            mean = tl.where(is_q, mean_q, mean_k)
         else:
-            first = rounded(rounded(first * scale, qkv) * first_weight, qkv)
-            second = rounded(rounded(second * scale, qkv) * second_weight, qkv)
-    turned_first = rounded(rounded(first * cos, qkv) - rounded(second * sin, qkv), qkv)
-    turned_second = rounded(rounded(second * cos, qkv) + rounded(first * sin, qkv), qkv)
+            mean = mean_square(first, second, rest, SIZE, REST > 0)
+        scale = tl.rsqrt(mean + eps)
+        first = scaled(first, scale, first_weight, qkv, OFFSET, ROUNDS_ONCE)
+        second = scaled(second, scale, second_weight, qkv, OFFSET, ROUNDS_ONCE)
+        if REST:
+            rest = scaled(rest, scale, rest_weight, qkv, OFFSET, ROUNDS_ONCE)
+    if CLIP:
+        first = rounded(cut(first, clip), qkv)
+        second = rounded(cut(second, clip), qkv)
+        value_first = rounded(cut(value_first, clip), qkv)
+        value_second = rounded(cut(value_second, clip), qkv)
+        if REST:
+            rest = rounded(cut(rest, clip), qkv)
+            value_rest = rounded(cut(value_rest, clip), qkv)
+    if TURN:
+        if IN_FLOAT32:
+            turned_first = rounded(first * cos - second * sin, qkv)
+            turned_second = rounded(second * cos + first * sin, qkv)
+        else:
+            turned_first = rounded(rounded(first * cos, qkv) - rounded(second * sin, qkv), qkv)
+            turned_second = rounded(rounded(second * cos, qkv) + rounded(first * sin, qkv), qkv)
+    else:
+        turned_first = first
+        turned_second = second
+    if NORM_LAST:
+        scale = tl.rsqrt(mean_square(turned_first, turned_second, rest, SIZE, REST > 0) + eps)
+        turned_first = scaled(turned_first, scale, first_weight, qkv, OFFSET, ROUNDS_ONCE)
+        turned_second = scaled(turned_second, scale, second_weight, qkv, OFFSET, ROUNDS_ONCE)
+        if REST:
+            rest = scaled(rest, scale, rest_weight, qkv, OFFSET, ROUNDS_ONCE)
+    if SCALE:
+        turned_first = tl.where(is_q, rounded(turned_first * q_scale, qkv), turned_first)
+        turned_second = tl.where(is_q, rounded(turned_second * q_scale, qkv), turned_second)
+        if REST:
+            rest = tl.where(is_q, rounded(rest * q_scale, qkv), rest)
     result_first = tl.where(is_v, value_first, turned_first)
     result_second = tl.where(is_v, value_second, turned_second)
+    if REST:
+        result_rest = tl.where(is_v, value_rest, rest)
 
-    q_target = q + (token * NUM_Q_HEADS + head) * (2 * HALF) + column
-    tl.store(q_target, result_first.to(q.dtype.element_ty), mask=inside & is_q)
-    tl.store(q_target + HALF, result_second.to(q.dtype.element_ty), mask=inside & is_q)
+    q_target = q + (token * NUM_Q_HEADS + head) * SIZE
+    tl.store(q_target + first_at, result_first.to(q.dtype.element_ty), mask=inside & is_q)
+    tl.store(q_target + second_at, result_second.to(q.dtype.element_ty), mask=inside & is_q)
+    if REST:
+        tl.store(q_target + rest_at, result_rest.to(q.dtype.element_ty), mask=in_rest & is_q)
     kv_head = tl.where(is_v, head - NUM_Q_HEADS - NUM_KV_HEADS, head - NUM_Q_HEADS)
     in_block = tl.where(is_v, BLOCK_SIZE, 0) + slot % BLOCK_SIZE
     place = (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + in_block) * NUM_KV_HEADS + kv_head
-    kv_target = kv + place * (2 * HALF) + column
+    kv_target = kv + place * SIZE
     is_kv = inside & (head >= NUM_Q_HEADS)
     if FP8:  # has no infinity
         result_first = tl.clamp(result_first, -448.0, 448.0)
         result_second = tl.clamp(result_second, -448.0, 448.0)
+        if REST:
+            result_rest = tl.clamp(result_rest, -448.0, 448.0)
     if slot >= 0:
-        tl.store(kv_target, result_first.to(kv.dtype.element_ty), mask=is_kv)
-        tl.store(kv_target + HALF, result_second.to(kv.dtype.element_ty), mask=is_kv)
+        tl.store(kv_target + first_at, result_first.to(kv.dtype.element_ty), mask=is_kv)
+        tl.store(kv_target + second_at, result_second.to(kv.dtype.element_ty), mask=is_kv)
+        if REST:
+            tl.store(kv_target + rest_at, result_rest.to(kv.dtype.element_ty), mask=in_rest & (head >= NUM_Q_HEADS))
 
 
 def norm_rope_store(
     qkv: Tensor,
     weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    offset: bool,
-    table: Tensor,
+    steps: HeadSteps,
+    table: Tensor | None,
     positions: Tensor,
     kv: Tensor,
     slots: Tensor,
     q: Tensor,
+    *,
+    q_scales: Tensor | None = None,
 ) -> None:
     """Apply norm and rotation to query and key heads; write queries to `q`, keys and values to their slots of `kv`.
 
     qkv: [N, num_q_heads + 2 * num_kv_heads, head_dim], heads packed; weights: of the query and the key norm, [head_dim]
-    each; table: [max_position, head_dim] cosines and sines; positions: [N] int64; kv: [num_blocks, 2, block_size,
-    num_kv_heads, head_dim]; slots: [N] int32 or int64, block * block_size + offset, a negative one is skipped; q: [N,
-    num_q_heads, head_dim], packed.
+    each, or [num_q_heads * head_dim] and [num_kv_heads * head_dim] for a norm over all heads; table: [max_position,
+    rotary_dim] cosines and sines of the first rotary_dim elements of a head, in qkv's dtype or float32; positions: [N]
+    int64; kv: [num_blocks, 2, block_size, num_kv_heads, head_dim]; slots: [N] int32 or int64, block * block_size +
+    offset, a negative one is skipped; q: [N, num_q_heads, head_dim], packed; q_scales: [max_position] in qkv's dtype,
+    factors on the queries behind the rotation.
     """
     num_tokens, num_heads, head_dim = qkv.shape
     num_q_heads, num_kv_heads = q.shape[1], kv.shape[3]
@@ -120,10 +251,19 @@ def norm_rope_store(
     if num_tokens == 0:
         return
     q_weight, k_weight = (qkv, qkv) if weights is None else weights
+    of_all = q_weight.numel() != head_dim and weights is not None
+    assert not (of_all and steps.norm_last), "a norm behind the rotation is one of each head"
+    half = (head_dim if table is None else table.shape[1]) // 2
     norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
-        qkv, q_weight, k_weight, table, positions, slots, q, kv, qkv.stride(0), eps,
-        NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=kv.shape[2], HALF=head_dim // 2,
-        TILE=next_power_of_2(head_dim // 2), HEADS=HEADS_PER_PROGRAM, NORM=weights is not None, OFFSET=offset,
+        qkv, q_weight, k_weight, qkv if table is None else table, qkv if q_scales is None else q_scales, positions,
+        slots, q, kv, qkv.stride(0), steps.eps, 0.0 if steps.clip is None else steps.clip,
+        NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=kv.shape[2], SIZE=head_dim, HALF=half,
+        TILE=next_power_of_2(half), WIDTH=next_power_of_2(head_dim),
+        REST=next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
+        HEADS=HEADS_PER_PROGRAM, NORM=weights is not None and not steps.norm_last, OF_ALL=of_all,
+        NORM_LAST=weights is not None and steps.norm_last, OFFSET=steps.offset, ROUNDS_ONCE=steps.rounds_once,
+        TURN=table is not None, IN_FLOAT32=table is not None and table.dtype != qkv.dtype,
+        INTERLEAVED=steps.interleaved, CLIP=steps.clip is not None, SCALE=q_scales is not None,
         FP8=kv.dtype.itemsize == 1,
         num_warps=4, **launch_options(qkv),
     )  # fmt: skip

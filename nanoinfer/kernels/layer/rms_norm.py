@@ -30,6 +30,7 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     OFFSET: tl.constexpr,  # the factor is 1 + weight, and the product is rounded once
+    ROUNDS_ONCE: tl.constexpr,  # the product is rounded once
     ADD: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
@@ -55,18 +56,27 @@ def rms_norm_kernel(
     value *= tl.rsqrt(tl.sum(value * value) / SIZE + eps)
     if OFFSET:
         value *= 1.0 + scale
+    elif ROUNDS_ONCE:
+        value *= scale
     else:
         value = rounded(value, x) * scale
     tl.store(out + row * SIZE + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, offset: bool, other: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: bool,
+    rounds_once: bool = False,
+    other: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return the norm of x, [N, size], in `out` if that is given. With `other`, x becomes x + other first, in place.
 
     x: [N, size], rows at any stride; weight: [size]; other: [N, size] likewise, all of one dtype; or `other` as the
-    parts of a sum, [splits, N, size] float32, packed.
+    parts of a sum, [splits, N, size] float32, packed. offset, rounds_once: as in `HeadSteps`.
     """
     num_rows, size = x.shape
     assert x.stride(1) == 1 and (other is None or other.stride(-1) == 1), "values of a row must be packed"
@@ -80,7 +90,7 @@ def rms_norm(
         tile = next_power_of_2(size)
         rms_norm_kernel[(num_rows,)](
             x, x if other is None else other, weight, out, x.stride(0), 0 if other is None else other.stride(-2), eps,
-            SIZE=size, TILE=tile, OFFSET=offset, ADD=other is not None, NUM_SPLITS=num_splits,
+            SIZE=size, TILE=tile, OFFSET=offset, ROUNDS_ONCE=rounds_once, ADD=other is not None, NUM_SPLITS=num_splits,
             num_warps=min(16, max(1, tile // 256)), **launch_options(x),
         )  # fmt: skip
     return out
