@@ -16,7 +16,8 @@ from torch import Tensor
 
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.step_tensors import StepTensors
-from nanoinfer.models.decoder import Decoder, KVSlots
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.layer import KVSlots
 
 
 class Around(Protocol):

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.layer import activation as kernel
+from nanoinfer.kernels.layer.layer_norm import layer_norm as layer_norm
 from nanoinfer.kernels.layer.norm_rope_store import norm_rope_store as norm_rope_store
 from nanoinfer.kernels.layer.rms_norm import rms_norm as rms_norm
 from nanoinfer.kernels.linear.packed import packed_linear as packed_linear
@@ -23,3 +24,9 @@ def has_activation(activation: str, x: Tensor) -> bool:
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """Compute activation(gate) * up: [N, 2 * size] -> [N, size]."""
     return (kernel if has_activation(activation, gate_up) else reference).act_and_mul(gate_up, activation)
+
+
+def act(x: Tensor, activation: str) -> Tensor:
+    """Compute activation(x), in place."""
+    has_kernel = x.element_size() == 2 and activation in kernel.ACTIVATIONS_WITHOUT_GATE
+    return (kernel if has_kernel else reference).act(x, activation)

@@ -16,7 +16,12 @@ from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.sampling.reference import sample_rows as sample_rows
 
 # By the names that configs give them.
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation=None, out=None, library_counts=()):
@@ -34,6 +39,11 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """Compute activation(gate) * up: [N, 2 * size] -> [N, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return exact.elementwise(ACTIVATIONS[activation], gate) * up
+
+
+def act(x: Tensor, activation: str) -> Tensor:
+    """Compute activation(x), in place."""
+    return x.copy_(exact.elementwise(ACTIVATIONS[activation], x))
 
 
 def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: object = ()) -> Tensor:
@@ -54,20 +64,40 @@ def rms_norm(
     rounds_once: bool = False,
     other: Tensor | None = None,
     out: Tensor | None = None,
+    factor: float | None = None,
 ) -> Tensor:
-    """Return the norm of x, [..., size], in `out` if that is given. With `other`, x becomes x + other first, in place.
+    """Return the norm of x, [..., size], in `out` if that is given. With `other`, x becomes x + factor * other first.
 
     The weight broadcasts to x. With `offset` it counts from 1. With `offset` or `rounds_once` the product is rounded
     once; otherwise x / rms(x) is rounded first.
     """
     if other is not None:
-        x += other
+        x += other if factor is None else other * factor
     wide = x.float()
     normed = wide * exact.elementwise(torch.rsqrt, (wide * wide).mean(-1, keepdim=True).add_(eps))
     if offset or rounds_once:
         result = (normed * (weight.float() + offset)).to(x.dtype)
     else:
         result = weight * normed.to(x.dtype)
+    return result if out is None else out.copy_(result)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    *,
+    offset: bool,
+    other: Tensor | None = None,
+    out: Tensor | None = None,
+    factor: float | None = None,
+) -> Tensor:
+    """Return (x - mean(x)) / std(x) * weight + bias as `rms_norm` returns its norm; with `offset` of weight + 1."""
+    if other is not None:
+        x += other if factor is None else other * factor
+    # Each row is computed by itself.
+    result = F.layer_norm(x, x.shape[-1:], weight + 1.0 if offset else weight, bias, eps)
     return result if out is None else out.copy_(result)
 
 

@@ -1,4 +1,4 @@
-"""The gated MLP."""
+"""MLPs, with a gate and without one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from nanoinfer.layers.formats.base import DENSE, Formats
 from nanoinfer.layers.linear import Linear
 
 
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202); gate and up are one matrix product.
+class MLP(nn.Module):
+    """down(activation(up(x))).
 
     Raises:
         ValueError: `activation`, as a config calls it, is not supported.
@@ -36,10 +36,12 @@ class GatedMLP(nn.Module):
                 f"activation {shown(activation)} is not supported{hint}. Supported: {', '.join(ACTIVATIONS)}"
             )
         options = dict(bias=bias, dtype=dtype, device=device)
-        gate_up = formats.as_held("gate_up_proj", {"gate_proj": intermediate_size, "up_proj": intermediate_size})
-        self.gate_up_proj = Linear(hidden_size, gate_up, formats=formats, **options)
+        self._make_up(hidden_size, intermediate_size, formats, options)
         self.down_proj = Linear(intermediate_size, hidden_size, formats=formats.below("down_proj"), **options)
         self._activation = activation
+
+    def _make_up(self, hidden_size: int, intermediate_size: int, formats: Formats, options: dict) -> None:
+        self.up_proj = Linear(hidden_size, intermediate_size, formats=formats.below("up_proj"), **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, hidden_size]."""
@@ -47,4 +49,15 @@ class GatedMLP(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """Compute the input of `down_proj`: [N, intermediate_size]."""
+        return self.up_proj.operations.act(self.up_proj(x), self._activation)
+
+
+class GatedMLP(MLP):
+    """down(activation(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202); gate and up are one matrix product."""
+
+    def _make_up(self, hidden_size: int, intermediate_size: int, formats: Formats, options: dict) -> None:
+        gate_up = formats.as_held("gate_up_proj", {"gate_proj": intermediate_size, "up_proj": intermediate_size})
+        self.gate_up_proj = Linear(hidden_size, gate_up, formats=formats, **options)
+
+    def hidden(self, x: Tensor) -> Tensor:
         return self.gate_up_proj(x, activation=self._activation)

@@ -21,23 +21,28 @@ class RMSNorm(nn.Module):
     rounds_once = False
     """Whether the product is rounded once, and x / rms(x) is not."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device) -> None:
+    def __init__(self, size: int, eps: float, *, factor: float | None = None, dtype: torch.dtype, device) -> None:
+        """factor: on what `after_sum` adds; None: 1."""
         super().__init__()
-        self.eps = eps
+        self.eps, self._factor = eps, factor
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self._operations = operations_of(device)
         self._variant = dict(offset=self.offset, rounds_once=self.rounds_once)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the norm of x, [..., size], in x's dtype."""
-        return self._operations.rms_norm(x, self.weight, self.eps, **self._variant)
+        return self._norm(x)
 
     def after_sum(self, x: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
         """Add `other` to x, in place, and return the norm of x, in `out` if that is given.
 
-        On CUDA `other` may be the parts of a sum, [parts, N, size] float32.
+        On CUDA `other` may be the parts of a sum, [parts, N, size] float32. With a factor, its product with `other` is
+        rounded before it is added.
         """
-        return self._operations.rms_norm(x, self.weight, self.eps, **self._variant, other=other, out=out)
+        return self._norm(x, other=other, out=out, factor=self._factor)
+
+    def _norm(self, x: Tensor, **options) -> Tensor:
+        return self._operations.rms_norm(x, self.weight, self.eps, **self._variant, **options)
 
 
 class OffsetRMSNorm(RMSNorm):
@@ -51,3 +56,21 @@ class WideRMSNorm(RMSNorm):
     """weight * x / rms(x), all in float32 and rounded once, as in OLMo 2."""
 
     rounds_once = True
+
+
+class LayerNorm(RMSNorm):
+    """weight * (x - mean(x)) / std(x) + bias (Ba et al., arXiv:1607.06450), in float32 and rounded once."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device, **options) -> None:
+        super().__init__(size, eps, dtype=dtype, device=device, **options)
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+
+    def _norm(self, x: Tensor, **options) -> Tensor:
+        return self._operations.layer_norm(x, self.weight, self.bias, self.eps, offset=self.offset, **options)
+
+
+class OffsetLayerNorm(LayerNorm):
+    """LayerNorm whose factor is 1 + weight, rounded, as in Nemotron."""
+
+    neutral_weight = 0.0
+    offset = True

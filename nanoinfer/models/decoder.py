@@ -1,8 +1,7 @@
-"""The decoder that the families share: RMS norms, rotary positions, attention with grouped queries, a gated MLP.
+"""The decoder that the families share: norms, rotary positions, attention with grouped queries, an MLP.
 
-A family says in `Traits` where it differs, overrides the classmethods that read its config, and brings a
-`DecoderLayer` of its own where the order of a layer differs. Modules are named as in the checkpoints, so that only
-merged weights need another name.
+A family says in `Traits` where it differs, and overrides the classmethods that read its config. Modules are named as
+in Llama's checkpoints, so that only merged weights need another name; `Decoder.names` has those of other checkpoints.
 
 A model says for each layer what state the layer keeps (`ModelSpec.layers`), and where it is cut (`ModelSpec.cuts`):
 where a layer attends to keys and values, because they may lie anywhere. The engine runs
@@ -25,7 +24,7 @@ may lie in one batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,120 +33,16 @@ from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
-from nanoinfer.kernels.layer.head_steps import HeadSteps
-from nanoinfer.layers.formats.base import DENSE, Filling, Formats
+from nanoinfer.layers.formats.base import Filling, Renamed
 from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.linear import Embedding, Head, Linear, scratch_size, share_scratch
-from nanoinfer.layers.mlp import GatedMLP
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rope import rope_table
 from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState
+from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 
-
-@dataclass(frozen=True, kw_only=True)
-class Traits:
-    """How a family differs from the plain decoder."""
-
-    norm_eps: float
-    activation: str
-    norm: type[RMSNorm] = RMSNorm
-    qkv_bias: bool = False
-    output_bias: bool = False
-    """Bias of the attention's output projection."""
-    mlp_bias: bool = False
-    qk_norm: str | None = None
-    """Norm of queries and keys: "head", of each head, before the rotation; "rotated head", of each head, behind it;
-    "all heads", of all query heads together and of all key heads together, before it."""
-    clip_qkv: float | None = None
-    """Queries, keys and values are cut to [-clip_qkv, clip_qkv] before the rotation."""
-    interleaved_rope: bool = False
-    """Elements 2d and 2d + 1 of a head are turned together; otherwise d and d + half of what is turned."""
-    float32_rope: bool = False
-    """Cosines, sines and products stay in float32, and their sum is rounded once; otherwise each is rounded."""
-    attention_scale: float | None = None
-    """Factor on q.k; None: head_dim ** -0.5."""
-    attention_softcap: float | None = None
-    """Attention logits become softcap * tanh(logits / softcap)."""
-    embedding_scale: float | None = None
-    """Factor on the embeddings, rounded to the model's dtype."""
-    formats: Formats = DENSE
-    """How a layer's projections lie in memory, by their names below the layer; set for each layer, from the config."""
-    logits_softcap: float | None = None
-    """Logits become softcap * tanh(logits / softcap)."""
-
-
-@dataclass(frozen=True)
-class KVSlots:
-    """Where a layer's new keys, values and queries go.
-
-    kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer of the GPU pool; slots: [N] int32 or int64, block
-    * block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim], None: a new tensor.
-    """
-
-    kv: Tensor
-    slots: Tensor
-    q: Tensor | None = None
-
-
-class Attention(nn.Module):
-    """What surrounds attention itself: projections, head norms and positions."""
-
-    def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
-        super().__init__()
-        q_size, kv_size = spec.attention.q_size, spec.attention.kv_size
-        self._num_q_heads, self._head_dim = spec.attention.num_q_heads, spec.attention.head_dim
-        formats = traits.formats.below("self_attn")
-        qkv = formats.as_held("qkv_proj", {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size})
-        options = dict(dtype=spec.dtype, device=device)
-        self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, formats=formats, **options)
-        formats = formats.below("o_proj")
-        self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, formats=formats, **options)
-        self.q_norm = self.k_norm = None
-        if traits.qk_norm is not None:
-            sizes = (q_size, kv_size) if traits.qk_norm == "all heads" else (self._head_dim, self._head_dim)
-            self.q_norm, self.k_norm = (traits.norm(size, traits.norm_eps, **options) for size in sizes)
-        self._steps = HeadSteps(
-            eps=traits.norm_eps,
-            offset=traits.norm.offset,
-            rounds_once=traits.norm.rounds_once,
-            norm_last=traits.qk_norm == "rotated head",
-            interleaved=traits.interleaved_rope,
-            clip=traits.clip_qkv,
-        )
-
-    def project(self, normed: Tensor, rope: Tensor | None, positions: Tensor, target: KVSlots) -> Tensor:
-        """Do what `Decoder.before_attention` says; normed: [N, hidden_size]; rope: `rope_table`, None: no rotation."""
-        qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._head_dim))
-        q = qkv.new_empty(len(qkv), self._num_q_heads, self._head_dim) if target.q is None else target.q
-        weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        store = self.qkv_proj.operations.norm_rope_store
-        store(qkv, weights, self._steps, rope, positions, target.kv, target.slots, q)
-        return q
-
-
-class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
-        super().__init__()
-        options = dict(dtype=spec.dtype, device=device)
-        self.input_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
-        self.self_attn = Attention(spec, traits, device=device)
-        self.post_attention_layernorm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
-        self.mlp = GatedMLP(
-            spec.hidden_size,
-            spec.intermediate_size,
-            traits.activation,
-            bias=traits.mlp_bias,
-            formats=traits.formats.below("mlp"),
-            **options,
-        )
-
-    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm) -> Tensor:
-        """Add attention and MLP to x, in place, and return `norm`, the one that follows, of x. attn: [N, q_size]."""
-        normed = self.self_attn.o_proj.project_add_norm(x, attn, self.post_attention_layernorm)
-        return self.mlp.down_proj.project_add_norm(x, self.mlp.hidden(normed), norm)
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class Decoder(nn.Module):
@@ -163,6 +58,12 @@ class Decoder(nn.Module):
     """Whether `rope_parameters` in a config are keyed by the type of layer."""
     has_layer_types: bool = False
     """Whether a config names each layer's kind of attention: full, or with a sliding window."""
+    layer_types: tuple[str, ...] = LAYER_TYPES
+    """The types that a config may name."""
+    names: Mapping[str, str] = {}
+    """Modules of a layer, by our name for them, which the checkpoints call otherwise."""
+    intermediate_field: str = "intermediate_size"
+    """The field of a config with the size of the MLP."""
     layer_classes: Mapping[type, type[nn.Module]] = {AttentionState: DecoderLayer}
     """One class of layers for each kind of state."""
 
@@ -182,16 +83,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         held = {name.rpartition(".")[0] for name in getattr(hf_config, "checkpoint_dtypes", None) or ()}
         for index, state in enumerate(spec.layers):
-            own = replace(traits, formats=formats.below(f"model.layers.{index}", held))
+            own = replace(traits, formats=Renamed(formats.below(f"model.layers.{index}", held), self.names))
             self.layers.append(self.layer_classes[type(state)](spec, own, device=device))
-        self.norm = traits.norm(spec.hidden_size, traits.norm_eps, **options)
+        self.norm = traits.norm(spec.hidden_size, traits.norm_eps, factor=traits.residual_factor, **options)
         if not spec.tied_embeddings:
             self.lm_head = Head(spec.hidden_size, spec.vocab_size, formats=formats.below("lm_head"), **options)
         share_scratch(self, **options)
         self._embedding_scale = traits.embedding_scale
-        if self._embedding_scale is not None:  # a product with the number rounds as with a scalar tensor then
+        if traits.rounds_embedding_scale:  # a product with the number rounds as with a scalar tensor then
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=spec.dtype, device="cpu").item()
-        self._logits_softcap = traits.logits_softcap
+        self._logits_softcap, self._logits_divisor = traits.logits_softcap, traits.logits_divisor
         ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
         options["dtype"] = torch.float32 if traits.float32_rope else spec.dtype
         self.rope_tables = [rope_table(rope, spec.attention.head_dim, max_position, **options) for rope in ropes]
@@ -248,7 +149,7 @@ class Decoder(nn.Module):
             architecture=architecture,
             layers=layers,
             hidden_size=hf_config.hidden_size,
-            intermediate_size=hf_config.intermediate_size,
+            intermediate_size=getattr(hf_config, cls.intermediate_field),
             attention=attention,
             vocab_size=hf_config.vocab_size,
             max_position=hf_config.max_position_embeddings,
@@ -269,10 +170,14 @@ class Decoder(nn.Module):
     # The calls
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype, a new tensor, and the first layer's norm of it."""
+        """token_ids [N] int64 -> x [N, hidden_size] in spec.dtype, a new tensor, and the first layer's norm of it.
+
+        Where a layer has no norm before attention, this is x itself, here and in the other calls.
+        """
         x = self.embed_tokens.lookup(token_ids)
         x = x if self._embedding_scale is None else x * self._embedding_scale
-        return x, self._norm_before(0)(x)
+        norm = self._norm_before(0)
+        return x, x if norm is None else norm(x)
 
     def before_attention(self, layer: int, normed: Tensor, positions: Tensor, target: KVSlots) -> Tensor:
         """Compute projections, head norms and rotations: store keys and values in `target` and return the queries.
@@ -305,16 +210,18 @@ class Decoder(nn.Module):
         """
         return self.layers[layer].recur(x, normed, rows, state, self._norm_before(layer + 1))
 
-    def _norm_before(self, layer: int) -> RMSNorm:
+    def _norm_before(self, layer: int) -> RMSNorm | None:
         return self.norm if layer == len(self.layers) else self.layers[layer].input_layernorm
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
-        """Apply head and cap to what the last layer returned.
+        """Apply head, divisor and cap to what the last layer returned.
 
         [N, hidden_size] -> [N, vocab_size] in spec.dtype, in `out` if that is given.
         """
         head = self.embed_tokens if self.spec.tied_embeddings else self.lm_head
         logits = head(normed, out)
+        if self._logits_divisor is not None:
+            logits.div_(self._logits_divisor)
         if self._logits_softcap is not None:
             logits.copy_(exact.elementwise(torch.tanh, logits.div_(self._logits_softcap))).mul_(self._logits_softcap)
         return logits
@@ -331,8 +238,13 @@ class Decoder(nn.Module):
                 prefix = prefix if module.merged is None else prefix.rsplit(".", 1)[0]
             else:
                 found = dict(module.named_parameters(recurse=False))
-            views |= {f"{prefix}.{ending}": view for ending, view in found.items()}
+            views |= {self._name_in_checkpoint(f"{prefix}.{ending}"): view for ending, view in found.items()}
         return views
+
+    def _name_in_checkpoint(self, name: str) -> str:
+        _, _, own = name.partition(".layers.")
+        module = own.partition(".")[2].rpartition(".")[0]  # of 3.mlp.up_proj.weight
+        return name.replace(f".{module}.", f".{self.names[module]}.") if module in self.names else name
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor although the model has no place for it."""

@@ -2,7 +2,8 @@
 
 from transformers import PretrainedConfig
 
-from nanoinfer.models.decoder import Decoder, Traits
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.layer import Traits
 from nanoinfer.models.registry import register
 
 

@@ -18,12 +18,11 @@ import torch
 from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import shown
-from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.decoder import LAYER_TYPES, Decoder
 
 # Angles are computed in float32, which represents every position up to here exactly.
 MAX_POSITIONS = 2**24
 MAX_VOCAB_SIZE = 2**24
-LAYER_TYPES = ("full_attention", "sliding_attention")
 _LISTED_LAYER_TYPES = " and ".join(LAYER_TYPES)
 
 
@@ -75,6 +74,7 @@ TOKEN_IDS = Rule(
 )
 ARCHITECTURES = _optional(Rule("a list of names", _is_texts))
 _ROPE_THETA = _number(1, 1e15)
+_FACTOR = _number(1e-6, 1e6)
 _PARTIAL_ROTARY_FACTOR = _optional(
     Rule("1: heads are rotated as a whole", lambda value: type(value) in (int, float) and value == 1)
 )
@@ -93,6 +93,16 @@ _FIELDS = {
     "hidden_act": _TEXT,
     "hidden_activation": _TEXT,
     "rms_norm_eps": _number(1e-30, 1),
+    "norm_eps": _number(1e-30, 1),
+    "norm_epsilon": _number(1e-30, 1),
+    "shared_intermediate_size": _count(1, 2**20),
+    "num_local_experts": _optional(_count(0, 2**20)),
+    "embedding_multiplier": _FACTOR,
+    "residual_multiplier": _FACTOR,
+    "attention_multiplier": _FACTOR,
+    "logits_scaling": _FACTOR,
+    "position_embedding_type": _optional(_TEXT),
+    "use_bias": _FLAG,
     "tie_word_embeddings": _FLAG,
     "attention_bias": _FLAG,
     "mlp_bias": _FLAG,
@@ -101,12 +111,7 @@ _FIELDS = {
     "sliding_window": _optional(_count(0, 2**30)),
     "max_window_layers": _count(0, 2**30),
     "sliding_window_pattern": _count(1, 2**30),
-    "layer_types": _optional(
-        Rule(
-            f"a list of {_LISTED_LAYER_TYPES}",
-            lambda value: _is_texts(value) and set(value) <= set(LAYER_TYPES),
-        )
-    ),
+    "layer_types": _optional(Rule("a list of names", _is_texts)),
     "query_pre_attn_scalar": _count(1, 2**20),
     "attn_logit_softcapping": _optional(_number(1e-3, 1e6)),
     "final_logit_softcapping": _optional(_number(1e-3, 1e6)),
@@ -149,6 +154,9 @@ def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decode
     for name in ("rope_parameters", "rope_scaling"):
         by_layer_type = name == "rope_parameters" and model_class.rotates_by_layer_type
         _check_rope(where, name, values.get(name) or {}, by_layer_type)
+    known = " and ".join(model_class.layer_types)
+    of_types = Rule(f"a list of {known}", lambda value: not value or set(value) <= set(model_class.layer_types))
+    of_types.check(where, "layer_types", values.get("layer_types"))
     layer_types, num_layers = values.get("layer_types"), values.get("num_hidden_layers")
     if None not in (layer_types, num_layers) and len(layer_types) != num_layers:
         raise ValueError(

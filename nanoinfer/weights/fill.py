@@ -137,5 +137,6 @@ def fill_with_noise(model: Decoder, seed: int, progress: bool) -> None:
         if isinstance(module, Linear):
             module.fill_with_noise(generator)
             continue
-        for weight in module.parameters(recurse=False):
-            weight.normal_(getattr(module, "neutral_weight", 0.0), 0.02, generator=generator)
+        for name, weight in module.named_parameters(recurse=False):
+            mean = module.neutral_weight if name == "weight" else 0.0
+            weight.normal_(mean, 0.02, generator=generator)

@@ -66,6 +66,32 @@ def test_activation(size, activation, dtype):
     check_act_and_mul(size, activation, dtype, "cuda")
 
 
+@DTYPES
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("size, num_rows", [(48, 1), (3072, 5), (4608, 17), (6144, 130)])
+def test_layer_norm(size, num_rows, offset, dtype):
+    from layer_kernel_cases import check_layer_norm
+
+    check_layer_norm(size, offset, num_rows, dtype, "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("num_rows", [1, 5, 130])
+def test_a_factor_of_what_is_added(num_rows, dtype):
+    from layer_kernel_cases import check_factor_of_a_sum
+
+    check_factor_of_a_sum(num_rows, dtype, "cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "relu2"])
+@pytest.mark.parametrize("num_rows, size", [(1, 56), (7, 12288), (130, 9216)])
+def test_activation_without_a_gate(num_rows, size, activation, dtype):
+    from layer_kernel_cases import check_act
+
+    check_act(num_rows, size, activation, dtype, "cuda")
+
+
 HALF_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 

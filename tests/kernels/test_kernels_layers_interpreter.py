@@ -10,8 +10,11 @@ if not triton.knobs.runtime.interpret:
 from layer_kernel_cases import (
     HEAD_CASES,
     RMS_NORMS,
+    check_act,
     check_act_and_mul,
     check_each_token_alone,
+    check_factor_of_a_sum,
+    check_layer_norm,
     check_linear,
     check_linear_parts,
     check_norm_rope_store,
@@ -29,6 +32,26 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 @pytest.mark.parametrize("size", [48, 256])
 def test_rms_norm(size, variant, dtype):
     check_rms_norm(size, variant, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("size, num_rows", [(48, 1), (48, 5), (256, 17), (72, 33)])
+def test_layer_norm(size, num_rows, offset, dtype):
+    check_layer_norm(size, offset, num_rows, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("num_rows", [1, 5, 17])
+def test_a_factor_of_what_is_added(num_rows, dtype):
+    check_factor_of_a_sum(num_rows, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "relu2"])
+@pytest.mark.parametrize("num_rows, size", [(1, 56), (7, 300), (33, 80)])
+def test_activation_without_a_gate(num_rows, size, activation, dtype):
+    check_act(num_rows, size, activation, dtype, "cpu")
 
 
 @pytest.mark.parametrize("operations", [fused, reference])

@@ -15,7 +15,8 @@ from nanoinfer.execution.segments import Segments
 from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.layers.linear import Linear
 from nanoinfer.memory import plan as memory
-from nanoinfer.models.decoder import Decoder, KVSlots
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.layer import KVSlots
 from nanoinfer.models.registry import find_class, supported_architectures
 
 pytest.importorskip("triton")

@@ -13,6 +13,9 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granite4": "GraniteMoeHybridForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 
 
@@ -22,7 +25,7 @@ def spec_of(family: str, **fields) -> ModelSpec:
 
 
 def test_every_family_is_registered():
-    assert set(supported_architectures()) == {ARCHITECTURES[family] for family in FAMILIES}
+    assert set(supported_architectures()) == {*ARCHITECTURES.values()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,6 +93,7 @@ def test_an_architecture_registers_once():
             "quant_method='quanto', which is not supported. Supported: compressed-tensors, gptq, auto-round, awq, fp8",
         ),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        ("granite4", dict(num_local_experts=4), "num_local_experts=4 is not supported, only 0"),
         ("qwen3", dict(layer_types=["sliding_attention"] * 3), "sliding_attention layers, but sliding_window=None"),
     ],
     ids=str,

@@ -26,7 +26,8 @@ from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models import registry
 from nanoinfer.models.base import AttentionState, RecurrentState
-from nanoinfer.models.decoder import Decoder, DecoderLayer
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.layer import DecoderLayer
 
 TOY = dict(load_format="dummy", enable_prefix_caching=False, max_num_seqs=3, capture_num_tokens=[8, 24])
 OFFLOAD = dict(enable_cpu_offload=True, num_ring_slots=2, ring_slot_bytes=2 * LAYER_BLOCK_BYTES)

@@ -128,6 +128,7 @@ def compile_layers() -> None:
     eight, weight, wide = zeros(8, 2560), zeros(2560), zeros(6144, 2560)
     for other in (None, eight.clone(), floats(2, 8, 2560)):
         layers.rms_norm(eight, weight, 1e-6, offset=other is None, other=other)
+        layers.layer_norm(eight, weight, weight, 1e-6, offset=other is None, other=other, factor=0.2)
     for num_tokens in (1, 16):
         layers.linear(zeros(num_tokens, 2560), wide, zeros(6144))
     layers.linear(zeros(32, 2560), wide, activation="silu")
@@ -135,6 +136,7 @@ def compile_layers() -> None:
     layers.linear_parts(eight, wide, 2)
     layers.linear(zeros(64, 333), zeros(100, 333))
     act_and_mul(zeros(8, 512), "gelu_pytorch_tanh")
+    layers.act(zeros(8, 512), "relu2")
 
 
 def compile_tile_linear() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from nanoinfer.models.base import RecurrentState
-from nanoinfer.models.decoder import Decoder, KVSlots
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.layer import KVSlots
 
 
 def dense_attention(q, k, v, scale, softcap, window):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer.kernels import reference
-from nanoinfer.kernels.fused import linear, linear_parts, norm_rope_store, rms_norm
-from nanoinfer.kernels.layer.activation import act_and_mul
+from nanoinfer.kernels.fused import layer_norm, linear, linear_parts, norm_rope_store, rms_norm
+from nanoinfer.kernels.layer.activation import act, act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
 from nanoinfer.layers.rope import rope_table
 
@@ -43,6 +43,47 @@ def check_rms_norm(size: int, variant: dict, dtype: torch.dtype, device: str) ->
     normed = rms_norm(x, weight, EPS, **variant, other=parts)
     want = reference.rms_norm(x, weight, EPS, **variant)
     assert is_close(x, before + parts.sum(0).to(dtype)) and is_close(normed, want)
+
+
+def check_layer_norm(size: int, offset: bool, num_rows: int, dtype: torch.dtype, device: str) -> None:
+    x = 3 + torch.randn(num_rows, size + 16).to(device, dtype)[:, :size]
+    weight, bias = make_weight(size, offset, dtype, device), torch.randn(size).to(device, dtype)
+    before = x.clone()
+    want = reference.layer_norm(x, weight, bias, EPS, offset=offset)
+    normed = layer_norm(x, weight, bias, EPS, offset=offset)
+    assert is_close(normed, want, 4) and torch.equal(x, before)
+    for row in {0, num_rows // 2, num_rows - 1}:
+        alone = layer_norm(x[row : row + 1], weight, bias, EPS, offset=offset)
+        assert torch.equal(alone[0], normed[row]), "a row depends on its neighbours"
+        alone = reference.layer_norm(x[row : row + 1], weight, bias, EPS, offset=offset)
+        assert torch.equal(alone[0], want[row]) or device != "cpu"
+    parts = torch.randn(3, num_rows, size).to(device)
+    for other in (torch.randn(num_rows, size).to(device, dtype), parts):
+        out, before = torch.empty_like(before), x.clone()
+        assert layer_norm(x, weight, bias, EPS, offset=offset, other=other, out=out) is out
+        added = other if other is not parts else parts.sum(0).to(dtype)
+        assert is_close(x, before + added, 4)
+        assert is_close(out, reference.layer_norm(x, weight, bias, EPS, offset=offset), 4)
+
+
+def check_factor_of_a_sum(num_rows: int, dtype: torch.dtype, device: str) -> None:
+    """What is added is multiplied and rounded first, in both norms, as a tensor and as parts."""
+    size, factor = 48, 0.22
+    weight, bias = make_weight(size, False, dtype, device), torch.randn(size).to(device, dtype)
+    first, parts = torch.randn(num_rows, size).to(device, dtype), torch.randn(2, num_rows, size).to(device)
+    for other in (torch.randn(num_rows, size).to(device, dtype), parts):
+        want = first + (other if other is not parts else parts.sum(0).to(dtype)) * factor
+        x, y = first.clone(), first.clone()
+        normed = rms_norm(x, weight, EPS, offset=False, other=other, factor=factor)
+        assert is_close(x, want) and is_close(normed, reference.rms_norm(x, weight, EPS, offset=False))
+        layer_norm(y, weight, bias, EPS, offset=False, other=other, factor=factor)
+        assert torch.equal(x, y)
+        if dtype != torch.float32:  # the compiler may fuse product and sum then
+            assert torch.equal(x, want)
+        if other is not parts:
+            y = first.clone()
+            reference.rms_norm(y, weight, EPS, offset=False, other=other, factor=factor)
+            assert torch.equal(y, want)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +200,16 @@ def check_each_token_alone(
 def check_act_and_mul(size: int, activation: str, dtype: torch.dtype, device: str) -> None:
     gate_up = (3 * torch.randn(4, 2 * size)).to(device, dtype)
     assert is_close(act_and_mul(gate_up, activation), reference.act_and_mul(gate_up, activation))
+
+
+def check_act(num_rows: int, size: int, activation: str, dtype: torch.dtype, device: str) -> None:
+    x = (3 * torch.randn(num_rows, size)).to(device, dtype)
+    want = reference.act(x.clone(), activation)
+    assert torch.equal(reference.act(x[-1:].clone(), activation), want[-1:])
+    alone = act(x[-1:].clone(), activation)
+    assert act(x, activation) is x and is_close(x, want) and torch.equal(x[-1:], alone)
+    x[0, 0] = torch.nan
+    assert act(x, activation)[0, 0].isnan()
 
 
 def check_linear(

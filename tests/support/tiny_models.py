@@ -9,11 +9,14 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Starcoder2Config,
 )
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3"]
@@ -24,6 +27,9 @@ _CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "gemma3": Gemma3TextConfig,
+    "granite": GraniteConfig,
+    "granite4": GraniteMoeHybridConfig,
+    "starcoder2": Starcoder2Config,
 }
 
 
@@ -65,6 +71,13 @@ def tiny_config(
     elif family == "gemma3":
         layer_types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
         fields |= dict(sliding_window=sliding_window or 8, layer_types=layer_types, query_pre_attn_scalar=20)
+    elif family in ("granite", "granite4"):
+        fields |= dict(embedding_multiplier=5.0, residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=7.0)
+        if family == "granite4":
+            fields |= dict(shared_intermediate_size=56, num_local_experts=0, position_embedding_type="rope")
+            fields |= dict(layer_types=["attention"] * num_layers, mamba_n_heads=1)
+    elif family == "starcoder2":
+        fields |= dict(sliding_window=sliding_window)
     elif sliding_window is not None:
         raise ValueError(f"{family} has no sliding window")
     return _CONFIGS[family](**(fields | overrides))

@@ -126,7 +126,7 @@ def says_what_is_wrong(message: str, path: Path, place: tuple) -> bool:
     return named or re.match("gpu_memory_limit=.* is too small|max_model_len=32 is beyond the model's own", message)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "granite", "starcoder2"])
 @pytest.mark.sampled("gemma3")
 def test_any_value_in_any_field_of_the_config_is_refused_by_name_or_the_engine_starts(family, tmp_path):
     path, started, refused = tmp_path / "config.json", set(), 0

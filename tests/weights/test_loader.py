@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_checkpoint, tiny_config
 
-from nanoinfer.models.decoder import KVSlots
+from nanoinfer.models.layer import KVSlots
 from nanoinfer.weights import fill
 from nanoinfer.weights import load as loader
 from nanoinfer.weights.load import check_safetensors, find_model, load_config, load_model, resolve_dtype

@@ -1,4 +1,4 @@
-"""activation(gate) * up in one pass over the fused gate and up projection."""
+"""Activations in one pass: activation(gate) * up of the fused gate and up projection, and those without a gate."""
 
 import torch
 import triton
@@ -9,6 +9,7 @@ from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_i
 from nanoinfer.kernels.layer.rms_norm import rounded
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ACTIVATIONS_WITHOUT_GATE = (*ACTIVATIONS, "relu2")
 TILE = 1024
 
 
@@ -58,3 +59,29 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
             **launch_options(gate_up),
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def act_kernel(x, count, ACTIVATION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
+    let_next_in(PDL)
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < count
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "relu2":
+        value = tl.where(value < 0, 0.0, value)  # a NaN stays one
+        value *= value
+    else:
+        value = activate(value, ACTIVATION != "silu")
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=inside)
+
+
+def act(x: Tensor, activation: str) -> Tensor:
+    """Compute activation(x), in place. x: packed; activation: one of `ACTIVATIONS_WITHOUT_GATE`."""
+    assert x.is_contiguous(), "values must be packed"
+    assert activation in ACTIVATIONS_WITHOUT_GATE, f"no kernel for {activation!r}"
+    if x.numel():
+        act_kernel[(triton.cdiv(x.numel(), TILE),)](
+            x, x.numel(), ACTIVATION=activation, TILE=TILE, num_warps=4, **launch_options(x)
+        )  # fmt: skip
+    return x

@@ -19,8 +19,31 @@ def rounded(x, like):
 
 
 @triton.jit
+def residual_sum(
+    x, other, row, columns, inside, x_stride, other_stride,
+    SIZE: tl.constexpr, ADD: tl.constexpr, NUM_SPLITS: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Load a row of x as float32, and with ADD make it x + FACTOR * other first, each rounded, also in memory."""
+    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        if NUM_SPLITS > 0:
+            added = tl.zeros(columns.shape, tl.float32)
+            for split in tl.static_range(NUM_SPLITS):
+                part = other + (split * tl.num_programs(0) + row) * SIZE + columns
+                added += tl.load(part, mask=inside, other=0.0)
+            added = rounded(added, x)
+        else:
+            added = tl.load(other + row * other_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        if FACTOR is not None:
+            added = rounded(added * FACTOR, x)
+        value = rounded(value + added, x)
+        tl.store(x + row * x_stride + columns, value.to(x.dtype.element_ty), mask=inside)
+    return value
+
+
+@triton.jit
 def rms_norm_kernel(
-    x,  # [N, SIZE], rows x_stride apart; becomes x + other
+    x,  # [N, SIZE], rows x_stride apart; becomes x + FACTOR * other
     other,  # [N, SIZE], rows other_stride apart; read with ADD; or [NUM_SPLITS, N, SIZE] float32, whose sum is added
     weight,  # [SIZE]
     out,  # [N, SIZE]
@@ -33,6 +56,7 @@ def rms_norm_kernel(
     ROUNDS_ONCE: tl.constexpr,  # the product is rounded once
     ADD: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    FACTOR: tl.constexpr,  # None: 1
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -41,18 +65,9 @@ def rms_norm_kernel(
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     let_next_in(PDL)
-    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        if NUM_SPLITS > 0:
-            added = tl.zeros([TILE], tl.float32)
-            for split in tl.static_range(NUM_SPLITS):
-                part = other + (split * tl.num_programs(0) + row) * SIZE + columns
-                added += tl.load(part, mask=inside, other=0.0)
-            added = rounded(added, x)
-        else:
-            added = tl.load(other + row * other_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        value = rounded(value + added, x)
-        tl.store(x + row * x_stride + columns, value.to(x.dtype.element_ty), mask=inside)
+    value = residual_sum(
+        x, other, row, columns, inside, x_stride, other_stride, SIZE, ADD, NUM_SPLITS, FACTOR
+    )  # fmt: skip
     value *= tl.rsqrt(tl.sum(value * value) / SIZE + eps)
     if OFFSET:
         value *= 1.0 + scale
@@ -72,25 +87,36 @@ def rms_norm(
     rounds_once: bool = False,
     other: Tensor | None = None,
     out: Tensor | None = None,
+    factor: float | None = None,
 ) -> Tensor:
-    """Return the norm of x, [N, size], in `out` if that is given. With `other`, x becomes x + other first, in place.
+    """Return the norm of x, [N, size], in `out` if that is given. With `other`, x becomes x + factor * other first.
 
-    x: [N, size], rows at any stride; weight: [size]; other: [N, size] likewise, all of one dtype; or `other` as the
-    parts of a sum, [splits, N, size] float32, packed. offset, rounds_once: as in `HeadSteps`.
+    x: [N, size], rows at any stride, changed in place; weight: [size]; other: [N, size] likewise, all of one dtype; or
+    `other` as the parts of a sum, [splits, N, size] float32, packed. offset,
+    rounds_once: as in `HeadSteps`. factor: None: 1.
     """
     num_rows, size = x.shape
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device) if out is None else out
+    options = sum_options(x, other, out)
+    if num_rows:
+        rms_norm_kernel[(num_rows,)](
+            x, x if other is None else other, weight, out, x.stride(0), 0 if other is None else other.stride(-2), eps,
+            OFFSET=offset, ROUNDS_ONCE=rounds_once, FACTOR=factor, **options,
+        )  # fmt: skip
+    return out
+
+
+def sum_options(x: Tensor, other: Tensor | None, out: Tensor) -> dict[str, object]:
+    """Check the arguments of a norm, and return what its launch needs for the sum before it."""
+    size = x.shape[1]
     assert x.stride(1) == 1 and (other is None or other.stride(-1) == 1), "values of a row must be packed"
     # Another alignment would be another binary, and might sum in another order.
     assert x.data_ptr() % 16 == 0 and (other is None or other.data_ptr() % 16 == 0), "tensors must be aligned"
     num_splits = other.shape[0] if other is not None and other.dim() == 3 else 0
     assert not num_splits or other.is_contiguous() and other.dtype == torch.float32, "parts are packed float32"
-    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device) if out is None else out
     assert out.is_contiguous(), "rows must be packed"
-    if num_rows:
-        tile = next_power_of_2(size)
-        rms_norm_kernel[(num_rows,)](
-            x, x if other is None else other, weight, out, x.stride(0), 0 if other is None else other.stride(-2), eps,
-            SIZE=size, TILE=tile, OFFSET=offset, ROUNDS_ONCE=rounds_once, ADD=other is not None, NUM_SPLITS=num_splits,
-            num_warps=min(16, max(1, tile // 256)), **launch_options(x),
-        )  # fmt: skip
-    return out
+    tile = next_power_of_2(size)
+    return dict(
+        SIZE=size, TILE=tile, ADD=other is not None, NUM_SPLITS=num_splits, num_warps=min(16, max(1, tile // 256)),
+        **launch_options(x),
+    )  # fmt: skip

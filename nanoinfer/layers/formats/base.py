@@ -112,6 +112,19 @@ class _Below(Formats):
         return self._formats.holds(name) if self._held is None else name in self._held
 
 
+class Renamed(Formats):
+    """Formats of a layer whose modules have other names in the checkpoint. names: these, by our own."""
+
+    def __init__(self, formats: Formats, names: Mapping[str, str]) -> None:
+        self._formats, self._names = formats, names
+
+    def of(self, name: str) -> WeightFormat:
+        return self._formats.of(self._names.get(name, name))
+
+    def holds(self, name: str) -> bool:
+        return self._formats.holds(self._names.get(name, name))
+
+
 class WeightFormat(Formats):
     """How the weights of a model's projections lie on the device, are filled from a checkpoint and are multiplied.
 

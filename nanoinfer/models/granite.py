@@ -1,0 +1,48 @@
+"""Granite 3 and the dense Granite 4: Llama with factors on embeddings, attention, residuals and logits."""
+
+from transformers import PretrainedConfig
+
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.layer import Traits
+from nanoinfer.models.registry import register
+
+
+@register("GraniteForCausalLM")
+class Granite(Decoder):
+    """https://arxiv.org/abs/2408.13359 has the factors."""
+
+    model_type = "granite"
+
+    @classmethod
+    def traits(cls, hf_config: PretrainedConfig) -> Traits:
+        return super().traits(
+            hf_config,
+            qkv_bias=hf_config.attention_bias,
+            output_bias=hf_config.attention_bias,
+            mlp_bias=getattr(hf_config, "mlp_bias", False),
+            attention_scale=hf_config.attention_multiplier,
+            embedding_scale=hf_config.embedding_multiplier,
+            residual_factor=hf_config.residual_multiplier,
+            logits_divisor=hf_config.logits_scaling,
+        )
+
+
+@register("GraniteMoeHybridForCausalLM")
+class GraniteHybrid(Granite):
+    """The dense ones of Granite 4, whose layers are all attention and have no experts but the one that all share."""
+
+    model_type = "granitemoehybrid"
+    layer_types = ("attention", "full_attention")
+    intermediate_field = "shared_intermediate_size"
+    names = {
+        "mlp.gate_up_proj": "shared_mlp.input_linear",
+        "mlp.gate_proj": "shared_mlp.gate_proj",
+        "mlp.up_proj": "shared_mlp.up_proj",
+        "mlp.down_proj": "shared_mlp.output_linear",
+    }
+
+    @classmethod
+    def traits(cls, hf_config: PretrainedConfig) -> Traits:
+        if hf_config.num_local_experts:
+            raise ValueError(f"num_local_experts={hf_config.num_local_experts} is not supported, only 0 is: no experts")
+        return super().traits(hf_config)

@@ -1,0 +1,154 @@
+"""One layer of the decoder, and in what families differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.kernels.layer.head_steps import HeadSteps
+from nanoinfer.layers.formats.base import DENSE, Formats
+from nanoinfer.layers.linear import Linear
+from nanoinfer.layers.mlp import MLP, GatedMLP
+from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.models.base import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """How a family differs from the plain decoder."""
+
+    norm_eps: float
+    activation: str
+    norm: type[RMSNorm] = RMSNorm
+    norms_before: bool = True
+    """A norm before attention, and one before the MLP."""
+    norms_after: bool = False
+    """A norm of what attention adds to the residual sum, and one of what the MLP adds."""
+    mlp: type[MLP] = GatedMLP
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Bias of the attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: str | None = None
+    """Norm of queries and keys: "head", of each head, before the rotation; "rotated head", of each head, behind it;
+    "all heads", of all query heads together and of all key heads together, before it."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are cut to [-clip_qkv, clip_qkv] before the rotation."""
+    interleaved_rope: bool = False
+    """Elements 2d and 2d + 1 of a head are turned together; otherwise d and d + half of what is turned."""
+    float32_rope: bool = False
+    """Cosines, sines and products stay in float32, and their sum is rounded once; otherwise each is rounded."""
+    attention_scale: float | None = None
+    """Factor on q.k; None: head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    """Attention logits become softcap * tanh(logits / softcap)."""
+    embedding_scale: float | None = None
+    """Factor on the embeddings."""
+    rounds_embedding_scale: bool = False
+    """Whether this factor is rounded to the model's dtype."""
+    residual_factor: float | None = None
+    """Factor on what attention and MLP add to the residual sum; the product is rounded. Not with `norms_after`."""
+    logits_divisor: float | None = None
+    """What the logits are divided by."""
+    formats: Formats = DENSE
+    """How a layer's projections lie in memory, by their names below the layer; set for each layer, from the config."""
+    logits_softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap)."""
+
+
+@dataclass(frozen=True)
+class KVSlots:
+    """Where a layer's new keys, values and queries go.
+
+    kv: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer of the GPU pool; slots: [N] int32 or int64, block
+    * block_size + offset, a negative one is skipped; q: [N, num_q_heads, head_dim], None: a new tensor.
+    """
+
+    kv: Tensor
+    slots: Tensor
+    q: Tensor | None = None
+
+
+class Attention(nn.Module):
+    """What surrounds attention itself: projections, head norms and positions."""
+
+    def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
+        super().__init__()
+        q_size, kv_size = spec.attention.q_size, spec.attention.kv_size
+        self._num_q_heads, self._head_dim = spec.attention.num_q_heads, spec.attention.head_dim
+        formats = traits.formats.below("self_attn")
+        qkv = formats.as_held("qkv_proj", {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size})
+        options = dict(dtype=spec.dtype, device=device)
+        self.qkv_proj = Linear(spec.hidden_size, qkv, bias=traits.qkv_bias, formats=formats, **options)
+        formats = formats.below("o_proj")
+        self.o_proj = Linear(q_size, spec.hidden_size, bias=traits.output_bias, formats=formats, **options)
+        self.q_norm = self.k_norm = None
+        if traits.qk_norm is not None:
+            sizes = (q_size, kv_size) if traits.qk_norm == "all heads" else (self._head_dim, self._head_dim)
+            self.q_norm, self.k_norm = (traits.norm(size, traits.norm_eps, **options) for size in sizes)
+        self._steps = HeadSteps(
+            eps=traits.norm_eps,
+            offset=traits.norm.offset,
+            rounds_once=traits.norm.rounds_once,
+            norm_last=traits.qk_norm == "rotated head",
+            interleaved=traits.interleaved_rope,
+            clip=traits.clip_qkv,
+        )
+
+    def project(self, normed: Tensor, rope: Tensor | None, positions: Tensor, target: KVSlots) -> Tensor:
+        """Do what `Decoder.before_attention` says; normed: [N, hidden_size]; rope: `rope_table`, None: no rotation."""
+        qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._head_dim))
+        q = qkv.new_empty(len(qkv), self._num_q_heads, self._head_dim) if target.q is None else target.q
+        weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        store = self.qkv_proj.operations.norm_rope_store
+        store(qkv, weights, self._steps, rope, positions, target.kv, target.slots, q)
+        return q
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); or with norms of what is added, too, or with these alone.
+
+    Of the norms, `input_layernorm` and `post_attention_layernorm` lie before attention and MLP, as in Llama, and
+    `attention_output_norm` and `mlp_output_norm` behind them. None: there is none.
+    """
+
+    def __init__(self, spec: ModelSpec, traits: Traits, *, device: torch.device | str) -> None:
+        super().__init__()
+        options = dict(dtype=spec.dtype, device=device)
+
+        def norm(is_there: bool) -> RMSNorm | None:
+            if not is_there:
+                return None
+            return traits.norm(spec.hidden_size, traits.norm_eps, factor=traits.residual_factor, **options)
+
+        self.input_layernorm = norm(traits.norms_before)
+        self.self_attn = Attention(spec, traits, device=device)
+        self.attention_output_norm = norm(traits.norms_after)
+        self.post_attention_layernorm = norm(traits.norms_before)
+        self.mlp = traits.mlp(
+            spec.hidden_size,
+            spec.intermediate_size,
+            traits.activation,
+            bias=traits.mlp_bias,
+            formats=traits.formats.below("mlp"),
+            **options,
+        )
+        self.mlp_output_norm = norm(traits.norms_after)
+
+    def after_attention(self, x: Tensor, attn: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Add attention and MLP to x, in place, and return `norm`, the one that follows, of x. attn: [N, q_size].
+
+        Where none follows, x itself is returned.
+        """
+        if self.attention_output_norm is None:
+            normed = self.self_attn.o_proj.project_add_norm(x, attn, self.post_attention_layernorm)
+            return self.mlp.down_proj.project_add_norm(x, self.mlp.hidden(normed), norm)
+        # Attention's output has no name, so it is freed before the gated layer, the largest user of memory.
+        normed = _norm_of_sum(self.post_attention_layernorm, x, self.attention_output_norm(self.self_attn.o_proj(attn)))
+        return _norm_of_sum(norm, x, self.mlp_output_norm(self.mlp(normed)))
+
+
+def _norm_of_sum(norm: RMSNorm | None, x: Tensor, other: Tensor) -> Tensor:
+    return x.add_(other) if norm is None else norm.after_sum(x, other)
