@@ -1,5 +1,7 @@
 """Granite 3 and the dense Granite 4: Llama with factors on embeddings, attention, residuals and logits."""
 
+from collections.abc import Mapping
+
 from transformers import PretrainedConfig
 
 from nanoinfer.models.decoder import Decoder
@@ -46,3 +48,8 @@ class GraniteHybrid(Granite):
         if hf_config.num_local_experts:
             raise ValueError(f"num_local_experts={hf_config.num_local_experts} is not supported, only 0 is: no experts")
         return super().traits(hf_config)
+
+    @classmethod
+    def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping | None, ...]:
+        rope = hf_config.rope_parameters if hf_config.position_embedding_type == "rope" else None
+        return (rope,) * hf_config.num_hidden_layers

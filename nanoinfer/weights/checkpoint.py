@@ -75,9 +75,7 @@ TOKEN_IDS = Rule(
 ARCHITECTURES = _optional(Rule("a list of names", _is_texts))
 _ROPE_THETA = _number(1, 1e15)
 _FACTOR = _number(1e-6, 1e6)
-_PARTIAL_ROTARY_FACTOR = _optional(
-    Rule("1: heads are rotated as a whole", lambda value: type(value) in (int, float) and value == 1)
-)
+_PARTIAL_ROTARY_FACTOR = _optional(Rule("1: heads are rotated as a whole", lambda value: type(value) in (int, float)))
 
 _FIELDS = {
     "dtype": _optional(_DTYPE),
@@ -149,7 +147,8 @@ def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decode
             "architecture says"
         )
     for name, rule in _FIELDS.items():
-        if name in values:
+        # transformers reads it only where the types are not given.
+        if name in values and (name != "sliding_window_pattern" or not values.get("layer_types")):
             rule.check(where, name, values[name])
     for name in ("rope_parameters", "rope_scaling"):
         by_layer_type = name == "rope_parameters" and model_class.rotates_by_layer_type

@@ -3,11 +3,16 @@
 import random
 
 import pytest
+import torch
+from dense_model import dense_logits
 from engines import make_engine, random_prompts, run
-from tiny_models import make_checkpoint
+from online import QUIET, equal, load, matrices
+from tiny_models import make_checkpoint, random_tokens, reference_logits
+from transformers import AutoModelForCausalLM
 from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams
+from nanoinfer.weights.write import quantise_checkpoint
 
 MAX_TOKENS = 12
 
@@ -26,7 +31,8 @@ def _granite(draw):
 
 
 def _granite4(draw):
-    return _factors(draw) | dict(attention_bias=draw.random() < 0.3)
+    rope = draw.choice(["rope", "rope", None])
+    return _factors(draw) | dict(attention_bias=draw.random() < 0.3, position_embedding_type=rope)
 
 
 def _starcoder2(draw):
@@ -37,7 +43,44 @@ def _starcoder2(draw):
     )
 
 
-DRAWN = {"granite": _granite, "granite4": _granite4, "starcoder2": _starcoder2}
+def _olmo(draw):
+    return dict(attention_bias=draw.random() < 0.3)
+
+
+def _olmo3(draw):
+    scaled = dict(rope_type="yarn", rope_theta=5e5, factor=8.0, original_max_position_embeddings=64)
+    full = draw.choice([dict(rope_type="default", rope_theta=5e5), scaled])
+    sliding = dict(rope_type="default", rope_theta=draw.choice([1e4, 5e5]))
+    rope = dict(full_attention=full, sliding_attention=sliding)
+    return _olmo(draw) | dict(sliding_window=draw.choice([5, 30]), rope_parameters=rope)
+
+
+def _exaone4(draw):
+    window = draw.choice([0, 5, 30])
+    return dict(sliding_window=window) | ({} if window else dict(layer_types=["full_attention"] * 2, num_layers=2))
+
+
+def _glm(draw):
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=draw.choice([0.25, 0.5, 1.0]))
+    return dict(attention_bias=draw.random() < 0.7, rope_parameters=rope)
+
+
+def _nemotron(draw):
+    biases = dict(mlp_bias=draw.random() < 0.3, hidden_act=draw.choice(["relu2", "relu2", "silu"]))
+    return _glm(draw) | biases
+
+
+DRAWN = {
+    "granite": _granite,
+    "granite4": _granite4,
+    "starcoder2": _starcoder2,
+    "olmo2": _olmo,
+    "olmo3": _olmo3,
+    "exaone4": _exaone4,
+    "glm": _glm,
+    "glm4": _glm,
+    "nemotron": _nemotron,
+}
 
 
 def draw_fields(family, draw):
@@ -65,3 +108,24 @@ def test_greedy_tokens_are_those_of_transformers_in_every_mode_and_batch(family,
     assert run(make_engine(path, enable_cpu_offload=True), prompts, params) == resident
     alone = make_engine(path, max_num_batched_tokens=16)
     assert [run(alone, [prompt], params[:1])[0] for prompt in prompts] == resident
+
+
+@pytest.mark.parametrize("family", DRAWN)
+def test_bfloat16_logits_are_close_to_transformers_and_weights_are_counted(family, tmp_path):
+    path, tokens = make_checkpoint(family, tmp_path, dtype=torch.bfloat16), random_tokens(40)
+    model = load(path)
+    assert model.spec.weight_bytes == 2 * AutoModelForCausalLM.from_pretrained(path).num_parameters()
+    actual, theirs = dense_logits(model, tokens), reference_logits(path, tokens, dtype=torch.bfloat16)
+    exact = reference_logits(path, tokens)
+    assert (actual - exact).norm() <= 1.2 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize(
+    "family, name", [("granite4", "input_linear"), ("starcoder2", "c_fc"), ("glm4", "gate_up_proj")]
+)
+def test_modules_that_are_named_otherwise_are_quantised_alike_while_read_and_written(family, name, tmp_path):
+    source = make_checkpoint(family, tmp_path / "wide", hidden_size=64, intermediate_size=96, dtype=torch.bfloat16)
+    out = quantise_checkpoint(source, tmp_path / "out", "int8", **QUIET)
+    found = load(out)
+    assert equal(matrices(found), matrices(load(source, "int8"))) and found.spec == load(source, "int8").spec
+    assert any(name in one and one.endswith("weight_packed") for one in found.checkpoint_views())

@@ -16,6 +16,12 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "granite4": "GraniteMoeHybridForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
 }
 
 

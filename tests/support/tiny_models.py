@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
+    NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -30,6 +36,12 @@ _CONFIGS = {
     "granite": GraniteConfig,
     "granite4": GraniteMoeHybridConfig,
     "starcoder2": Starcoder2Config,
+    "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
+    "exaone4": Exaone4Config,
+    "glm": GlmConfig,
+    "glm4": Glm4Config,
+    "nemotron": NemotronConfig,
 }
 
 
@@ -46,8 +58,9 @@ def tiny_config(
 ) -> PretrainedConfig:
     """A config whose head size is not hidden_size / num_heads.
 
-    sliding_window: llama has none; all layers of mistral; all but the first of qwen2 and qwen3; all but the last of
-    gemma3, which takes 8 where None is given. overrides: any other field of the family's config.
+    sliding_window: llama has none; all layers of mistral and starcoder2; all but the first of qwen2 and qwen3; all but
+    the last of gemma3, olmo3 and exaone4, which take 8 where None is given; 0 means none of exaone4. overrides: any
+    other field of the family's config.
     """
     fields = dict(
         vocab_size=VOCAB_SIZE,
@@ -78,6 +91,9 @@ def tiny_config(
             fields |= dict(layer_types=["attention"] * num_layers, mamba_n_heads=1)
     elif family == "starcoder2":
         fields |= dict(sliding_window=sliding_window)
+    elif family in ("olmo3", "exaone4"):
+        layer_types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
+        fields |= dict(sliding_window=None if sliding_window == 0 else sliding_window or 8, layer_types=layer_types)
     elif sliding_window is not None:
         raise ValueError(f"{family} has no sliding window")
     return _CONFIGS[family](**(fields | overrides))
