@@ -27,14 +27,15 @@ def local_server(arguments: dict[str, Any], max_queue: int) -> Iterator[str]:
 
     from nanoinfer.serve.app import create_app
     from nanoinfer.serve.async_engine import AsyncEngine
+    from nanoinfer.serve.client import DEFAULT_BODY_SECONDS
+    from nanoinfer.serve.connection import server_config
 
     config = EngineConfig(**arguments | dict(generation_config="vllm"))
     engine = AsyncEngine(lambda: LLMEngine(config), max_queue=max_queue)
     engine.start()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         app = create_app(engine, served_model_names=["model"])
-        settings = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off")
-        server = uvicorn.Server(settings)
+        server = uvicorn.Server(server_config(app, DEFAULT_BODY_SECONDS))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="local-server")
         try:
             thread.start()

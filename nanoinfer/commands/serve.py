@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 import nanoinfer
@@ -17,10 +18,8 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.options.engine import add_engine_options, engine_arguments
 from nanoinfer.options.parser import INTERRUPTED
 
-# Longer than the 5 s after which common clients close an idle connection. If the server closed it first, it might do so
-# just when the client sends a request, and that request would fail.
-_IDLE_SECONDS = 60
-_CLOSING_SECONDS = 5  # time to send the answer after the last request has ended
+_CLOSING_SECONDS = 5.0  # for clients to read the ends of their answers
+_FORCED_SECONDS = 0.5  # the same after a second SIGINT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of waiting requests beyond which the answer is 429 (%(default)s)",
     )  # fmt: skip
     for name, seconds, text in (
-        ("--body-timeout", 60.0, "for the body of a request to arrive"),
+        ("--body-timeout", 60.0, "for the head of a request to arrive, and for its body"),
         ("--max-step-seconds", 120.0, "a step that runs for longer makes /health say 503"),
         ("--shutdown-timeout", 30.0, "for running requests to end after SIGTERM or SIGINT"),
     ):
@@ -61,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
         from nanoinfer.serve.app import create_app
         from nanoinfer.serve.async_engine import AsyncEngine
+        from nanoinfer.serve.connection import server_config
         from nanoinfer.serve.gate import allowed_origins
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'nanoinfer[serve]'") from error
@@ -91,18 +91,9 @@ def run(options: argparse.Namespace) -> int:
                 allowed_origins=origins,
                 body_timeout=options.body_timeout,
             )
-            server_config = uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                ws="none",
-                lifespan="off",
-                timeout_keep_alive=_IDLE_SECONDS,
-                # The engine ends its requests by itself. This limit is for clients that do not read their answers.
-                timeout_graceful_shutdown=_CLOSING_SECONDS,
-            )
             _report(f"{engine.mode} mode; {engine.plan.one_line()}")
-            _serve(_server_class(uvicorn.Server)(server_config, engine, options.shutdown_timeout), listener)
+            settings = server_config(app, options.body_timeout)
+            _serve(server_class(uvicorn.Server)(settings, engine, options.shutdown_timeout), listener)
         finally:
             engine.close()
             gc.unfreeze()  # to libraries that look for leaks at the end, frozen objects are some
@@ -134,7 +125,7 @@ def _serve(server: Any, listener: socket.socket) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def _server_class(base: type) -> type:
+def server_class(base: type, closing_seconds: float = _CLOSING_SECONDS) -> type:
     class Server(base):
         """uvicorn's server, but it still answers (503 and /health) while the running requests end."""
 
@@ -151,16 +142,33 @@ def _server_class(base: type) -> type:
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             self._engine.begin_shutdown()
             running = counted(self._engine.num_streams, "request")
-            _report(f"shutting down; {running} may run for {self._shutdown_timeout:g} s")
+            _report(f"shutting down; {running} may run for {self._shutdown_timeout:g} s, Ctrl-C again ends them now")
             draining = asyncio.create_task(self._engine.drain(self._shutdown_timeout))
             while not draining.done() and not self.force_exit:  # a second SIGINT forces the exit
                 await asyncio.wait({draining}, timeout=0.1)
+            seconds = closing_seconds
             if not draining.done():
                 draining.cancel()
                 await self._engine.drain(0)
-                self.force_exit = False  # nothing runs any more, so an orderly end is fast
+                self.force_exit, seconds = False, min(seconds, _FORCED_SECONDS)
+            await self._end_connections(seconds)
+            self.force_exit = False  # nothing runs any more, so an orderly end is fast
             await super().shutdown(sockets)
             self._engine.close()  # here, because a signal that comes meanwhile is still caught
+
+        async def _end_connections(self, seconds: float) -> None:
+            """Let clients read the ends of their answers, and cut the connections of those that do not."""
+            for server in self.servers:
+                server.close()  # nobody connects any more
+            connections, deadline = self.server_state.connections, time.monotonic() + seconds
+            for connection in list(connections):
+                connection.shutdown()
+            while connections and time.monotonic() < deadline and not self.force_exit:
+                await asyncio.sleep(0.05)
+            if connections:
+                _report(f"{counted(len(connections), 'client')} did not read to the end")
+            for connection in list(connections):
+                connection.transport.abort()
 
     return Server
 

@@ -21,7 +21,7 @@ from nanoinfer.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.client import DEFAULT_BODY_SECONDS, EventStream, read_body, while_client_stays, whole_answer
 from nanoinfer.serve.errors import ApiError, BadRequestError
-from nanoinfer.serve.gate import Counting, Gate, check_origin, check_request
+from nanoinfer.serve.gate import Counting, Gate, WithoutSlash, check_framing, check_origin, check_request
 from nanoinfer.serve.metrics import ServerMetrics
 from nanoinfer.serve.protocol import (
     Body,
@@ -62,7 +62,7 @@ def create_app(
     """
     metrics = ServerMetrics(engine)
     engine.requests.on_finished = metrics.observe
-    app = FastAPI(title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="nanoinfer", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     # A request passes the middleware added last first. CORS comes before the API key, because a browser's preflight
     # request has no key, and browsers must be able to read errors, too.
     app.add_middleware(Gate, refusal=partial(check_request, api_key=api_key))
@@ -75,6 +75,8 @@ def create_app(
             expose_headers=["Retry-After"],
         )
     app.add_middleware(Gate, refusal=partial(check_origin, allowed=allowed_origins))
+    app.add_middleware(Gate, refusal=check_framing)
+    app.add_middleware(WithoutSlash)
     app.add_middleware(Counting, metrics=metrics)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestError, _request_error)

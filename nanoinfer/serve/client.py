@@ -12,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from nanoinfer.serve.answers import DONE, Answer
+from nanoinfer.serve.connection import mark_event_stream
 from nanoinfer.serve.errors import ApiError, BadRequestError, OverloadedError
 from nanoinfer.serve.request_stream import RequestStream
 
@@ -126,6 +127,7 @@ class EventStream(StreamingResponse):
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        mark_event_stream(scope)
         try:
             await while_client_stays(receive, self.stream_response(send))
         except ClientDisconnect:

@@ -58,6 +58,20 @@ class Counting:
         await self._app(scope, receive, counting if scope["type"] == "http" else send)
 
 
+class WithoutSlash:
+    """Takes a path with a slash at its end for the path without. A redirection would cost a round trip, and clients
+    that do not follow one take it for an error."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removesuffix("/")
+        if path and not path.startswith("/v1/models/"):  # behind it stands a name, which may be a directory's
+            scope["path"] = path
+        await self._app(scope, receive, send)
+
+
 class Gate:
     """Lets the requests pass that `refusal` returns no error for."""
 
@@ -67,6 +81,19 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
         await (self._app if error is None else error.response())(scope, receive, send)
+
+
+def check_framing(scope: Scope) -> ApiError | None:
+    """Refuse a body with two lengths: a proxy may have gone by the other one, and what lies between is then a request
+    that the proxy has not seen (RFC 9112, section 6.1)."""
+    headers = Headers(scope=scope)
+    if "content-length" not in headers or "transfer-encoding" not in headers:
+        return None
+    return BadRequestError(
+        "the request has the headers Content-Length and Transfer-Encoding: send one of them",
+        code="two_lengths",
+        closes=True,
+    )
 
 
 def check_origin(scope: Scope, *, allowed: Collection[str]) -> ApiError | None:

@@ -116,6 +116,7 @@ def test_all_pages_may_be_allowed(path):
         # Whoever owns a name can have it lead to this machine.
         ("http://evil.example:8000", "evil.example:8000", 403),
         ("http://localhost.evil.example", "localhost.evil.example", 403),
+        ("http://evillocalhost:8000", "evillocalhost:8000", 403),
         ("http://[bad", "[bad", 403),
     ],
 )
