@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import tempfile
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from nanoinfer.kv.residency import promotion_margin
 from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
-from nanoinfer.memory.setup import spec_of
+from nanoinfer.memory.proposals import Proposal, Proposer
+from nanoinfer.memory.setup import Specs
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.shapes import SHAPES, write_shape
 from nanoinfer.weights.load import load_config
@@ -32,6 +34,7 @@ from offload.memory.host_memory import memory_available_bytes
 DEFAULT_LINK_GBPS = 25.0  # PCIe 4 x16
 DEFAULT_CONTEXT = 32_768
 MAX_BATCH = 4096
+MOST_GIB = 2048  # the most memory that is looked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,7 @@ class Forecast:
         memory: the engine's plan.
         kv_bytes: KV cache of `batch` sequences of `context` tokens, in whole blocks.
         resident_kv_bytes: the part of it that stays on the GPU.
+        host_kv_bytes: what lies in host memory; in offload mode each full block does, streamed or not.
         streamed_bytes_per_step: what each decode step moves over the link.
         longest_context: the longest that fits with this batch.
         longest_resident_context: the longest at which nothing streams.
@@ -51,7 +55,8 @@ class Forecast:
         ms_per_token: floor of a decode step, which gives each sequence a token. None where nothing streams and no
             device bandwidth was stated.
         bound: what sets this floor: "link" or "device memory".
-        advice: what would help most, best first.
+        proposals: settings that make it fit or, where it streams, that make its steps faster.
+        advice: what else would help, best first.
     """
 
     model: str
@@ -65,6 +70,7 @@ class Forecast:
     memory: MemoryPlan | None = None
     kv_bytes: int | None = None
     resident_kv_bytes: int | None = None
+    host_kv_bytes: int | None = None
     streamed_bytes_per_step: int | None = None
     read_bytes_per_step: int | None = None
     longest_context: int | None = None
@@ -72,6 +78,7 @@ class Forecast:
     largest_batch: int | None = None
     ms_per_token: float | None = None
     bound: str | None = None
+    proposals: tuple[Proposal, ...] = ()
     advice: tuple[str, ...] = ()
 
     @property
@@ -101,6 +108,12 @@ class Forecast:
             lines += [""] + self._table()
         else:
             lines += ["", f"does not fit: {self.problem}"]
+        if self.proposals:
+            title = "what is faster" if self.fits else "what fits"
+            lines += ["", f"{title}, from the least loss of quality to the most:"]
+            for proposal in self.proposals:
+                first, *rest = proposal.lines()
+                lines += [f"  - {first}", *(f"    {line}" for line in rest)]
         if self.advice:
             lines += ["", "what would help:"] + [f"  - {text}" for text in self.advice]
         return "\n".join(lines)
@@ -120,7 +133,8 @@ class Forecast:
             ("  graphs", format_size(memory.graph_bytes)),
             ("  ring", f"{format_size(memory.ring_bytes)}, whatever the context"),
             ("  KV pool", f"{format_size(memory.pool_bytes)}, {memory.num_gpu_blocks - 1} blocks"),
-            ("host memory", f"{format_gib(memory.host_bytes)} of {format_gib(self.host_budget_bytes)} GiB"),
+            ("host memory", f"{format_gib(self.host_kv_bytes)} of {format_gib(self.host_budget_bytes)} GiB"
+                            if self.host_kv_bytes else "none is needed"),
             ("KV cache", f"{format_size(self.kv_bytes)}, {self.resident_share:.1%} of it stays on the GPU"),
             ("streamed per step", format_size(streams) if streams else "nothing"),
             ("longest context", f"{_count(self.longest_context)} tokens for {_sequences(self.batch)}, "
@@ -172,7 +186,8 @@ def plan(
     with tempfile.TemporaryDirectory() as directory:
         path = write_shape(str(model), directory) if model in SHAPES else model
         hf_config = load_config(path, names=SHAPES)
-    spec = spec_of(config, hf_config)
+    specs = Specs(hf_config)
+    spec = specs.of(config)
     host_bytes = memory_available_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
     asked = Forecast(
         model=str(model),
@@ -183,7 +198,7 @@ def plan(
         budget_bytes=_budget(config, host_bytes),
         host_budget_bytes=host_bytes,
     )
-    return _Forecaster(spec, config, asked).forecast()
+    return _Forecaster(specs, config, asked).forecast()
 
 
 def _budget(config: EngineConfig, host_available: int) -> int:
@@ -199,16 +214,21 @@ def _budget(config: EngineConfig, host_available: int) -> int:
 class _Forecaster:
     """One model on one machine, for any context and batch; `asked` has what is given, and no answers."""
 
-    spec: ModelSpec
+    specs: Specs
     config: EngineConfig
     asked: Forecast
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return self.specs.of(self.config)
 
     def forecast(self) -> Forecast:
         context, batch = self.asked.context, self.asked.batch
         step, longest = self._step(context, batch), self._longest(batch, lambda other: other.fits)
         if not step.fits:
-            advice = self._advice_to_fit(context, batch, longest)
-            return replace(step, longest_context=longest or None, advice=advice)
+            proposals = self._proposer().to_fit()
+            advice = self._advice_to_fit(context, batch, proposals)
+            return replace(step, longest_context=longest or None, proposals=proposals, advice=advice)
         return replace(
             step,
             longest_context=longest,
@@ -216,7 +236,20 @@ class _Forecaster:
                 batch, lambda other: other.fits and not other.streamed_bytes_per_step
             ),
             largest_batch=_largest(lambda n: self._step(context, n).fits, MAX_BATCH),
+            proposals=self._proposer().to_be_faster(step.ms_per_token) if step.bound == "link" else (),
             advice=self._advice(step),
+        )
+
+    def _proposer(self) -> Proposer:
+        config = replace(self.config, max_model_len=self.asked.context, max_num_seqs=self.asked.batch)
+
+        def other(config: EngineConfig) -> _Forecaster:
+            return replace(self, config=config)
+
+        return Proposer(
+            config,
+            step=lambda config: other(config)._step(config.max_model_len, config.max_num_seqs),
+            longest=lambda config: other(config)._longest(config.max_num_seqs, lambda step: step.fits),
         )
 
     def _longest(self, batch: int, accepts: Callable[[Forecast], bool]) -> int:
@@ -241,7 +274,7 @@ class _Forecaster:
             return replace(asked, problem=str(error))
         num_full, num_blocks = context // layout.block_size, -(-context // layout.block_size)
         room = memory.num_gpu_blocks - 1  # without scratch
-        num_streamed = 0
+        num_streamed, is_offload = 0, config.enable_cpu_offload is True or batch * num_blocks > room
         if batch * num_blocks > room:
             if not config.may_offload:
                 needed = f"{batch} x {context} tokens need {batch * num_blocks} KV blocks"
@@ -269,6 +302,7 @@ class _Forecaster:
             memory=memory,
             kv_bytes=kv_bytes,
             resident_kv_bytes=kv_bytes - num_streamed * layout.block_bytes,
+            host_kv_bytes=batch * num_full * layout.block_bytes if is_offload else 0,
             streamed_bytes_per_step=streamed,
             read_bytes_per_step=read,
             ms_per_token=times[bound] * 1e3 if times[bound] else None,
@@ -291,11 +325,7 @@ class _Forecaster:
 
         missing = -(-(step.kv_bytes - step.resident_kv_bytes) // GIB)
         for gib in sorted({1, missing}):
-            consider(self._with_gpu(gib)._step(context, batch), f"{gib} GiB more GPU memory")
-        chunk = step.memory.max_num_batched_tokens
-        if chunk > 2048:
-            smaller = replace(self, config=replace(self.config, max_num_batched_tokens=chunk // 4))
-            consider(smaller._step(context, batch), f"max_num_batched_tokens={chunk // 4}, which slows prefill")
+            consider(self._with_gpu(gib * GIB)._step(context, batch), f"{gib} GiB more GPU memory")
         if batch > 1:
             half = self._step(context, batch // 2)
             if (half.tokens_per_second or 0.0) > 1.005 * step.tokens_per_second:
@@ -303,41 +333,58 @@ class _Forecaster:
                                    f"{step.tokens_per_second:.1f} tokens/s in all"))  # fmt: skip
         return tuple(text for _, text in sorted(found, reverse=True))
 
-    def _advice_to_fit(self, context: int, batch: int, longest: int) -> tuple[str, ...]:
-        found = []
-        if longest:
-            found.append(f"at most {longest:,} tokens of context for {_sequences(batch)}")
-        if context > self.spec.max_position:  # no memory helps
-            return tuple(found)
-        fewer = _largest(lambda n: self._step(context, n).fits, batch)
-        if fewer:
-            found.append(f"a batch of at most {fewer} at {context:,} tokens")
-        if not self.config.may_offload:
-            offloaded = replace(self, config=replace(self.config, enable_cpu_offload=True))
-            if offloaded._step(context, batch).fits:
-                found.append("enable_cpu_offload=True")
-        # The most of the GPU's is what another card could have.
-        for place, most, with_more in (("host", 256, self._with_host), ("GPU", 32, self._with_gpu)):
-            gib = 1 + bisect_left(range(1, most + 1), True, key=lambda gib: with_more(gib)._step(context, batch).fits)
-            if gib <= most:
-                found.append(f"{gib} GiB more {place} memory")
-        return tuple(found)
+    def _advice_to_fit(self, context: int, batch: int, proposals: Sequence[Proposal]) -> tuple[str, ...]:
+        """Say how much more memory it takes as it is and, where no proposal has all that is wanted, at the least."""
+        longest = self.spec.max_position
+        if context > longest and proposals:  # no memory helps
+            return ()
+        found = [text] if (text := self._missing(min(context, longest), batch)) else []
+        if not any({"max_model_len", "max_num_seqs"}.isdisjoint(one.changes) for one in proposals):
+            proposer = self._proposer()
+            config = proposer.leanest()
+            text = replace(self, config=config)._missing(min(context, longest), batch)
+            if text and (words := proposer.words(config)):
+                found.append(f"at the least {text}, with {words}")
+        return tuple(found) if context <= longest else tuple(f"{text}, for {longest:,} tokens" for text in found)
 
-    def _with_gpu(self, gib: int) -> _Forecaster:
-        return replace(self, asked=replace(self.asked, budget_bytes=self.asked.budget_bytes + gib * GIB))
+    def _missing(self, context: int, batch: int) -> str | None:
+        """Return how much memory this needs beyond what there is, in tenths of a GiB."""
 
-    def _with_host(self, gib: int) -> _Forecaster:
+        def fits(gpu: int, host: int) -> bool:
+            return self._with_gpu(_tenths(gpu))._with_host(_tenths(host))._step(context, batch).fits
+
+        most = range(10 * MOST_GIB)
+        if not fits(most[-1], most[-1]):
+            return None
+        gpu = bisect_left(most, True, key=lambda tenths: fits(tenths, most[-1]))
+        host = bisect_left(most, True, key=lambda tenths: fits(gpu, tenths))
+        has = {"GPU": (gpu, self.asked.budget_bytes), "host": (host, self.asked.host_budget_bytes)}
+        return " and ".join(
+            f"{tenths / 10:g} GiB more {place} memory (in all {format_gib(now + _tenths(tenths))} GiB)"
+            for place, (tenths, now) in has.items()
+            if tenths
+        )
+
+    def _with_gpu(self, num_bytes: int) -> _Forecaster:
+        return replace(self, asked=replace(self.asked, budget_bytes=self.asked.budget_bytes + num_bytes))
+
+    def _with_host(self, num_bytes: int) -> _Forecaster:
         config = self.config
         if config.host_memory_limit is not None:
-            limit = parse_bytes(config.host_memory_limit, "host_memory") + gib * GIB
+            limit = parse_bytes(config.host_memory_limit, "host_memory") + num_bytes
             config = replace(config, host_memory_limit=limit)
-        asked = replace(self.asked, host_budget_bytes=self.asked.host_budget_bytes + gib * GIB)
+        asked = replace(self.asked, host_budget_bytes=self.asked.host_budget_bytes + num_bytes)
         return replace(self, asked=asked, config=config)
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:
     """Return the largest n of 1 to `limit` that fits, or 0 if none does. If n fits, all smaller ones must."""
     return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
+
+
+def _tenths(count: int) -> int:
+    """Return the bytes of so many tenths of a GiB, rounded up."""
+    return -(-count * GIB // 10)
 
 
 def _count(number: int | None) -> str:

@@ -31,7 +31,7 @@ class Setup:
     def __init__(self, config: EngineConfig, device: torch.device, offload: bool | None = None) -> None:
         self.config, self.device = config, device
         self.hf_config = quantised_config(load_config(config.model), config.quantization, config.head_quantization)
-        self.spec = spec_of(config, self.hf_config)
+        self.spec = Specs(self.hf_config).of(config)
         offload = config.may_offload if offload is None else offload
         self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)
 
@@ -47,16 +47,27 @@ class Setup:
         )
 
 
-def spec_of(config: EngineConfig, hf_config: PretrainedConfig) -> ModelSpec:
-    """Return the model's numbers, those of its KV blocks among them; ValueError if these settings do not fit it."""
-    hf_config = quantised_config(hf_config, config.quantization, config.head_quantization)
-    spec = read_spec(hf_config, config.dtype)
-    formats_of(hf_config).check_options(config.quantization, config.kv_cache_dtype)
-    if spec.row_bytes and config.enable_prefix_caching:
-        raise ValueError(
-            f"enable_prefix_caching=True is not supported for {spec.architecture}: some of its layers keep a state of "
-            "the whole sequence, which the blocks of an equal beginning do not hold: set enable_prefix_caching=False"
-        )
-    kv_cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else None
-    attention = replace(spec.attention, block_size=config.block_size, kv_cache_dtype=kv_cache_dtype)
-    return replace(spec, attention=attention)
+class Specs:
+    """The numbers of one checkpoint in several formats. Weights are counted once for each format of theirs."""
+
+    def __init__(self, hf_config: PretrainedConfig) -> None:
+        self._hf_config = hf_config
+        self._found: dict[tuple, tuple[PretrainedConfig, ModelSpec]] = {}
+
+    def of(self, config: EngineConfig) -> ModelSpec:
+        """Return the model's numbers, those of its KV blocks among them; ValueError if these settings do not fit it."""
+        key = config.quantization, config.head_quantization, config.dtype
+        if key not in self._found:
+            hf_config = quantised_config(self._hf_config, config.quantization, config.head_quantization)
+            self._found[key] = hf_config, read_spec(hf_config, config.dtype)
+        hf_config, spec = self._found[key]
+        formats_of(hf_config).check_options(config.quantization, config.kv_cache_dtype)
+        if spec.row_bytes and config.enable_prefix_caching:
+            raise ValueError(
+                f"enable_prefix_caching=True is not supported for {spec.architecture}: some of its layers keep a state "
+                "of the whole sequence, which the blocks of an equal beginning do not hold: set "
+                "enable_prefix_caching=False"
+            )
+        kv_cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else None
+        attention = replace(spec.attention, block_size=config.block_size, kv_cache_dtype=kv_cache_dtype)
+        return replace(spec, attention=attention)

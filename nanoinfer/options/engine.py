@@ -59,6 +59,29 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in options.engine_options}
 
 
+def option_words(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command line that give these fields of `EngineConfig` to a command.
+
+    Fields that have the command's default, which is the engine's or in `defaults`, are left out, as are those that are
+    no options.
+    """
+    words = []
+    for field in fields(EngineConfig):
+        value = settings.get(field.name, field.default)
+        if field.name in _NO_OPTIONS or value == defaults.get(field.name, field.default):
+            continue
+        option = option_names(field.name)[0]
+        if field.name == "enable_cpu_offload":
+            words += [option, _WORDS[value]]
+        elif isinstance(value, bool):
+            words.append(option if value else f"--no-{option[2:]}")
+        elif isinstance(value, list):
+            words += [option, ",".join(map(str, value)) or "none"]
+        else:
+            words += [option, str(value)]
+    return words
+
+
 def option_names(field: str) -> tuple[str, ...]:
     """Return the names of the option for a field of `EngineConfig`; the first is shown."""
     return _NAMES.get(field, (f"--{field.replace('_', '-')}",))

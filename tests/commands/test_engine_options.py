@@ -7,7 +7,7 @@ import pytest
 
 from nanoinfer.commands.main import main
 from nanoinfer.config import EngineConfig
-from nanoinfer.options.engine import add_engine_options, engine_arguments, field_help, option_names
+from nanoinfer.options.engine import add_engine_options, engine_arguments, field_help, option_names, option_words
 from nanoinfer.options.parser import Parser
 
 FIELDS = [field.name for field in fields(EngineConfig) if field.name not in ("model", "progress_bar")]
@@ -53,6 +53,25 @@ def test_an_option_becomes_the_argument(arguments, name, value):
     found = parse(arguments)
     assert found.pop(name) == value
     assert found == {other: text for other, text in parse([]).items() if other != name}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(enable_cpu_offload="auto", gpu_memory_limit="12GiB", max_model_len=4096),
+        dict(enable_cpu_offload=True, enable_prefix_caching=False, enforce_eager=True, gpu_memory_limit=0.5),
+        dict(capture_num_tokens=[], cuda_graph_batch_sizes=[1, 2], dtype="float16", quantization="int4"),
+        dict(
+            capture_num_tokens=[16, 64], cuda_graph_batch_sizes="staged", resident_kv_limit=0, host_memory_limit="1GB"
+        ),
+    ],
+)
+def test_settings_become_the_words_that_give_them(settings):
+    assert parse(option_words(settings, {})) == parse([]) | settings
+    assert parse(option_words(settings, {"enable_cpu_offload": "auto"}), defaults={"enable_cpu_offload": "auto"}) == (
+        parse([]) | settings
+    )
 
 
 @pytest.mark.parametrize(

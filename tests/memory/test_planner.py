@@ -46,17 +46,17 @@ def test_layers_with_a_window_do_not_stream(tmp_path):
 
 @pytest.mark.parametrize("offload", [True, "auto", False])
 def test_the_limits_that_it_names_are_tight(offload):
-    common = dict(QWEN3_4B, enable_cpu_offload=offload)
-    forecast = nanoinfer.plan("qwen3-4b", context=8192, batch=2, **common)
+    common = dict(gpu_memory="400MiB", host_memory="600MiB", enable_cpu_offload=offload)
+    forecast = nanoinfer.plan("tiny", context=8192, batch=2, **common)
     longest, largest = forecast.longest_context, forecast.largest_batch
-    assert nanoinfer.plan("qwen3-4b", context=longest, batch=2, **common).fits
-    assert not nanoinfer.plan("qwen3-4b", context=longest + 512, batch=2, **common).fits
-    assert nanoinfer.plan("qwen3-4b", context=8192, batch=largest, **common).fits
-    assert not nanoinfer.plan("qwen3-4b", context=8192, batch=largest + 1, **common).fits
-    resident = nanoinfer.plan("qwen3-4b", context=forecast.longest_resident_context, batch=2, **common)
+    assert nanoinfer.plan("tiny", context=longest, batch=2, **common).fits
+    assert not nanoinfer.plan("tiny", context=longest + 512, batch=2, **common).fits
+    assert nanoinfer.plan("tiny", context=8192, batch=largest, **common).fits
+    assert not nanoinfer.plan("tiny", context=8192, batch=largest + 1, **common).fits
+    resident = nanoinfer.plan("tiny", context=forecast.longest_resident_context, batch=2, **common)
     assert resident.streamed_bytes_per_step == 0
     if offload is not False:
-        beyond = nanoinfer.plan("qwen3-4b", context=forecast.longest_resident_context + 512, batch=2, **common)
+        beyond = nanoinfer.plan("tiny", context=forecast.longest_resident_context + 512, batch=2, **common)
         assert beyond.streamed_bytes_per_step > 0
 
 
@@ -71,12 +71,14 @@ def test_advice_is_computed_and_true():
 def test_what_does_not_fit_says_why_and_what_would():
     forecast = nanoinfer.plan("qwen3-4b", context=131_072, batch=4, **QWEN3_4B)
     assert not forecast.fits and "need 72.00 GiB of host memory" in forecast.problem
-    assert "a batch of at most 3 at 131,072 tokens" in forecast.advice and "8 GiB more host memory" in forecast.advice
+    assert {"max_num_seqs": 3} in [proposal.changes for proposal in forecast.proposals]
+    assert forecast.advice == ("8 GiB more host memory (in all 72.00 GiB)",)
     assert "does not fit" in forecast.report() and "what would help" in forecast.report()
     assert nanoinfer.plan("qwen3-4b", context=131_072, batch=3, **QWEN3_4B).fits
-    # The fewest GiB, and not the next power of two.
-    little = dict(gpu_memory="12GiB", host_memory="47GiB")
-    assert "25 GiB more host memory" in nanoinfer.plan("qwen3-4b", context=131_072, batch=4, **little).advice
+    # The least, in tenths of a GiB, and not the next power of two.
+    little = dict(gpu_memory="12GiB", host_memory="46.8GiB")
+    said = nanoinfer.plan("qwen3-4b", context=131_072, batch=4, **little).advice[0]
+    assert said == "25.2 GiB more host memory (in all 72.00 GiB)"
 
 
 def test_a_step_of_which_nothing_streams_is_told_without_the_link():
@@ -93,12 +95,26 @@ def test_beyond_the_models_positions_no_memory_is_recommended():
     limits = dict(gpu_memory="12GiB", host_memory="640GiB")
     forecast = nanoinfer.plan("recall", context=131_072, **limits)
     assert "beyond the model's own limit of 66560 positions" in forecast.problem
-    assert forecast.advice == ("at most 66,560 tokens of context for one sequence",)
+    assert [one.changes for one in forecast.proposals] == [{"max_model_len": 66_560}] and not forecast.advice
     assert nanoinfer.plan("recall", context=66_560, **limits).fits and forecast.longest_context == 66_560
     # Less memory than the model's own limit needs: what fits is less, too, and is said.
     forecast = nanoinfer.plan("recall", context=131_072, gpu_memory="200MiB", host_memory="100MiB")
     longest = forecast.longest_context
-    assert 0 < longest < 66_560 and forecast.advice == (f"at most {longest:,} tokens of context for one sequence",)
+    assert 0 < longest < 66_560 and not forecast.advice
+    assert [one.changes for one in forecast.proposals] == [{"max_model_len": longest}]
+    # Not even one block: what the model's own limit needs is said.
+    forecast = nanoinfer.plan("recall", context=131_072, gpu_memory="20MiB", host_memory="1MiB")
+    assert not forecast.proposals and forecast.advice[0].endswith("for 66,560 tokens")
+
+
+def test_host_memory_is_what_is_needed_and_not_the_limit():
+    def line(**arguments):
+        report = nanoinfer.plan("qwen3-4b", gpu_memory="24GiB", host_memory="64GiB", **arguments).report()
+        return next(line for line in report.splitlines() if line.startswith("host memory"))
+
+    assert line(context=32_768) == "host memory        4.50 of 64.00 GiB", "each full block, though nothing streams"
+    assert line(context=32_768, enable_cpu_offload="auto") == "host memory        none is needed"
+    assert line(context=131_072, enable_cpu_offload="auto") == "host memory        18.00 of 64.00 GiB"
 
 
 def test_an_engine_has_what_was_forecast(tmp_path):
@@ -151,11 +167,24 @@ def test_the_command_prints_a_table_or_json(capsys):
 
 def test_an_option_that_is_given_reaches_the_forecast_and_one_that_is_not_has_the_functions_default(capsys):
     def forecast(*options):
-        main(["plan", "qwen3-4b", "--gpu-memory", "12GiB", "--host-memory", "64GiB", "--json", *options])
+        main(
+            [
+                "plan",
+                "qwen3-4b",
+                "--gpu-memory",
+                "12GiB",
+                "--host-memory",
+                "64GiB",
+                "--context",
+                "8k",
+                "--json",
+                *options,
+            ]
+        )
         return json.loads(capsys.readouterr().out)
 
     plain = forecast()
-    limits = dict(gpu_memory="12GiB", host_memory="64GiB")
+    limits = dict(gpu_memory="12GiB", host_memory="64GiB", context=8192)
     assert plain == json.loads(nanoinfer.plan("qwen3-4b", **limits).to_json())
     for option in ("--context 4k", "--batch 2", "--link-gbps 50", "--device-gbps 450", "--offload off",
                    "--resident-kv 0", "--dtype float32", "--kv-cache-dtype fp8", "--block-size 128",

@@ -16,7 +16,7 @@ from tiny_models import FAMILIES, make_checkpoint, tiny_config
 from transformers import logging
 
 from nanoinfer import EngineConfig
-from nanoinfer.memory.setup import spec_of
+from nanoinfer.memory.setup import Specs
 from nanoinfer.models.registry import supported_architectures
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
 from nanoinfer.weights.load import check_safetensors, load_config, load_model
@@ -108,7 +108,7 @@ def refusal(directory: Path, started: set) -> str | None:
     """What is said of the checkpoint; None: it starts. Those that are the same to the engine start once."""
     try:
         hf_config = load_config(directory)
-        spec = spec_of(EngineConfig(model=directory, **SETTINGS), hf_config)
+        spec = Specs(hf_config).of(EngineConfig(model=directory, **SETTINGS))
         kind = repr((spec, hf_config.rope_parameters, hf_config.rms_norm_eps))
         if kind not in started:
             make_engine(directory, **SETTINGS).close()
@@ -158,7 +158,7 @@ def test_any_value_in_any_field_of_the_config_is_refused_by_name_or_the_engine_s
 def test_the_largest_sizes_are_taken_or_refused_for_their_memory_and_larger_ones_by_name(field, largest, tmp_path):
     written = fields_of("mistral") | dict(hidden_size=1024)
     (tmp_path / "config.json").write_text(json.dumps(written | {field: largest}))
-    spec = spec_of(EngineConfig(model=tmp_path, **SETTINGS), load_config(tmp_path))
+    spec = Specs(load_config(tmp_path)).of(EngineConfig(model=tmp_path, **SETTINGS))
     assert spec.weight_bytes > 0
     if field not in ("num_hidden_layers", "max_position_embeddings", "sliding_window"):
         with pytest.raises(ValueError, match="gpu_memory_limit='64MiB' .* is too small: weights"):

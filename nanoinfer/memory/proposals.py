@@ -1,0 +1,218 @@
+"""What makes a model fit, or stream less: other formats, smaller steps, fewer tokens. Each is a forecast of its own."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from nanoinfer.common.units import format_gib
+from nanoinfer.config import EngineConfig
+from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.models.checkpoints import checkpoint_named
+from nanoinfer.models.shapes import SHAPES
+from nanoinfer.options.engine import option_words
+
+# From the least loss to the most (docs/quantization.md has the losses that were measured).
+_WEIGHTS = (
+    {},
+    {"quantization": "int8"},
+    {"quantization": "fp8"},
+    {"quantization": "int4"},
+    {"quantization": "int4", "head_quantization": "int8"},
+)
+_KV = ({}, {"kv_cache_dtype": "fp8"})
+_WORDS = {
+    "quantization": "weights in {}",
+    "head_quantization": "head and embeddings in {}",
+    "kv_cache_dtype": "KV in {} (needs compute capability 8.9)",
+    "enable_cpu_offload": "KV blocks in host memory, too",
+    "max_num_batched_tokens": "prefill steps of {:,} tokens, which are slower",
+    "max_model_len": "at most {:,} tokens of each sequence",
+    "max_num_seqs": "at most {:,} sequences at once",
+}
+MOST_FORMATS = 6
+_FASTER = 0.95  # Of two formats the one that loses more is named only if its step takes at most this share of time.
+
+
+class Outcome(Protocol):
+    """What is known of a step with changed settings: of a `Forecast`, what is needed here."""
+
+    fits: bool
+    memory: MemoryPlan | None
+    streamed_bytes_per_step: int | None
+    ms_per_token: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Settings with which a model fits, or streams less.
+
+    Attributes:
+        what: the settings that change, in words.
+        changes: the same as fields of `EngineConfig`.
+        memory_bytes: of the GPU, at its peak.
+        streamed_bytes_per_step, ms_per_token: as in `Forecast`.
+        command: a command that runs it, to paste.
+    """
+
+    what: str
+    changes: dict[str, Any]
+    memory_bytes: int
+    streamed_bytes_per_step: int
+    ms_per_token: float | None
+    command: str
+
+    def lines(self) -> list[str]:
+        """Return what a report says."""
+        speed = f"at least {self.ms_per_token:.1f} ms per step" if self.ms_per_token else "nothing streams"
+        return [f"{self.what}: {format_gib(self.memory_bytes)} GiB of GPU memory, {speed}", f"  {self.command}"]
+
+
+@dataclass(frozen=True)
+class Proposer:
+    """Looks for proposals for a config whose `max_model_len` and `max_num_seqs` are what is wanted.
+
+    step: the outcome of a config; ValueError where the checkpoint cannot have its formats.
+    longest: the longest context of a config that fits, or 0.
+    """
+
+    config: EngineConfig
+    step: Callable[[EngineConfig], Outcome]
+    longest: Callable[[EngineConfig], int]
+
+    def to_fit(self) -> tuple[Proposal, ...]:
+        """Return what makes the config fit: all that it wants, with the least loss first; then less of it."""
+        found = [made for changes in self._without_loss() if (made := self._made(changes)) is not None]
+        found += self._formats(float("inf"))
+        return (*found, *self._less())
+
+    def to_be_faster(self, now: float) -> tuple[Proposal, ...]:
+        """Return what takes less than `now`, in ms per step: smaller prefill steps, then other formats."""
+        found = []
+        chunk = self.step(self.config).memory.max_num_batched_tokens
+        if chunk > 2048:
+            smaller = self._made({"max_num_batched_tokens": chunk // 4})
+            if smaller is not None and (smaller.ms_per_token or 0.0) < 0.995 * now:
+                found.append(smaller)
+        return (*found, *self._formats(now))
+
+    def leanest(self) -> EngineConfig:
+        """Return the config with all that saves memory and that the checkpoint can have."""
+        for changes in reversed(list(self._all_formats())):
+            config = replace(self.config, **self._relaxed(), **changes)
+            if self._outcome(config) is not None:
+                return config
+        return replace(self.config, **self._relaxed())
+
+    def words(self, config: EngineConfig) -> str:
+        """Return in words how this config differs from the one that is wanted."""
+        return in_words(_changes(self.config, config))
+
+    def _formats(self, slowest: float) -> list[Proposal]:
+        """Return what fits in other formats: each change alone, and those together that are faster than all before."""
+        found: list[Proposal] = []
+        for changes in self._all_formats():
+            if len(found) == MOST_FORMATS or found and slowest < float("inf") and not found[-1].ms_per_token:
+                break  # nothing can be faster
+            made = self._made(changes) or self._made(self._relaxed() | changes)
+            if made is None:
+                continue
+            times = [slowest, *(one.ms_per_token or 0.0 for one in found)]
+            is_faster = (made.ms_per_token or 0.0) < _FASTER * min(times)
+            if is_faster or len(changes) == 1 and slowest == float("inf"):
+                found.append(made)
+        return found
+
+    def _less(self) -> Iterator[Proposal]:
+        """Yield what fits with fewer tokens or sequences."""
+        wanted = self.config.max_model_len
+        for changes in ({}, *self._all_formats()):
+            config = replace(self.config, **self._relaxed(), **changes)
+            tokens = 0 if self._outcome(config) is None else self.longest(config)
+            if 0 < tokens < wanted:
+                made = self._made(self._relaxed() | changes | {"max_model_len": tokens})
+                if made is not None:
+                    yield made
+                    break
+        low, high = 0, self.config.max_num_seqs  # the first fits or is none, the second does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._made({"max_num_seqs": middle}) is not None
+            low, high = (middle, high) if fits else (low, middle)
+        if low:
+            yield self._made({"max_num_seqs": low})
+
+    def _without_loss(self) -> list[dict[str, Any]]:
+        each = [{name: value} for name, value in self._relaxed().items()]
+        return each if len(each) < 2 else [*each, self._relaxed()]
+
+    def _relaxed(self) -> dict[str, Any]:
+        """Settings that cost time and nothing else."""
+        found: dict[str, Any] = {}
+        if not self.config.may_offload:
+            found["enable_cpu_offload"] = True
+        if self.config.max_num_batched_tokens is not None:
+            found["max_num_batched_tokens"] = None
+        return found
+
+    def _all_formats(self) -> Iterator[dict[str, Any]]:
+        """Yield the changes of formats that save memory, with the least loss first."""
+        given, head = self.config.quantization, {"head_quantization": "int8"}
+        weights = _WEIGHTS
+        if given is not None:
+            weights = ({}, head, *(_WEIGHTS[3:] if given in ("int8", "fp8") else ()))
+        elif self._outcome(replace(self.config, **_WEIGHTS[1])) is None:  # the checkpoint is quantised
+            weights = ({}, head)
+        heads = self.config.head_quantization is None
+        kv = _KV if self.config.kv_cache_dtype == "auto" else _KV[:1]
+        for one in weights:
+            for other in kv:
+                if (one or other) and (heads or "head_quantization" not in one):
+                    yield one | other
+
+    def _outcome(self, config: EngineConfig) -> Outcome | None:
+        try:
+            return self.step(config)
+        except ValueError:
+            return None
+
+    def _made(self, changes: dict[str, Any]) -> Proposal | None:
+        config = replace(self.config, **changes)
+        outcome = self._outcome(config)
+        if outcome is None or not outcome.fits:
+            return None
+        if config.max_num_batched_tokens is None and self.config.max_num_batched_tokens is not None:
+            config = replace(config, max_num_batched_tokens=outcome.memory.max_num_batched_tokens)
+        changes = _changes(self.config, config)
+        return Proposal(
+            what=in_words(changes),
+            changes=changes,
+            memory_bytes=outcome.memory.total_bytes,
+            streamed_bytes_per_step=outcome.streamed_bytes_per_step,
+            ms_per_token=outcome.ms_per_token,
+            command=command(config),
+        )
+
+
+def _changes(before: EngineConfig, after: EngineConfig) -> dict[str, Any]:
+    was = asdict(before)
+    return {name: value for name, value in asdict(after).items() if value != was[name]}
+
+
+def in_words(changes: dict[str, Any]) -> str:
+    """Return changed settings as a report names them: "weights in int4, KV in fp8"."""
+    return ", ".join(_WORDS[name].format(value) for name, value in changes.items() if value is not None)
+
+
+def command(config: EngineConfig) -> str:
+    """Return the command that serves this config; of a shape that no checkpoint has, the command that plans it."""
+    model, settings = str(config.model), asdict(config)
+    if model in SHAPES:
+        model = checkpoint_named(model) or model
+    if model not in SHAPES:
+        return shlex.join(["nanoinfer", "serve", model, *option_words(settings, {"enable_cpu_offload": "auto"})])
+    context, batch = settings.pop("max_model_len"), settings.pop("max_num_seqs")
+    options = option_words(settings, {"enable_cpu_offload": True})
+    return shlex.join(["nanoinfer", "plan", model, "--context", str(context), "--batch", str(batch), *options])

@@ -1,0 +1,82 @@
+"""Contents of config.json as published with checkpoints that people run, but for fields that no code reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def _qwen2(hidden, intermediate, layers, heads, kv_heads, **fields):
+    return dict(
+        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151645,
+        hidden_act="silu", hidden_size=hidden, initializer_range=0.02, intermediate_size=intermediate,
+        max_position_embeddings=32768, max_window_layers=layers, model_type="qwen2", num_attention_heads=heads,
+        num_hidden_layers=layers, num_key_value_heads=kv_heads, rms_norm_eps=1e-06, rope_theta=1000000.0,
+        sliding_window=131072, tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True,
+        use_sliding_window=False, vocab_size=152064,
+    ) | fields  # fmt: skip
+
+
+def _qwen3(hidden, intermediate, layers, heads, kv_heads, **fields):
+    own = dict(
+        architectures=["Qwen3ForCausalLM"], attention_bias=False, head_dim=128, max_position_embeddings=40960,
+        model_type="qwen3", rope_scaling=None, rope_theta=1000000, sliding_window=None, vocab_size=151936,
+    )  # fmt: skip
+    return _qwen2(hidden, intermediate, layers, heads, kv_heads) | own | fields
+
+
+def _llama(hidden, intermediate, layers, heads, kv_heads, factor, **fields):
+    scaling = dict(
+        factor=factor, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192,
+        rope_type="llama3",
+    )  # fmt: skip
+    return dict(
+        architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
+        eos_token_id=[128001, 128008, 128009], hidden_act="silu", hidden_size=hidden, initializer_range=0.02,
+        intermediate_size=intermediate, max_position_embeddings=131072, mlp_bias=False, model_type="llama",
+        num_attention_heads=heads, num_hidden_layers=layers, num_key_value_heads=kv_heads, pretraining_tp=1,
+        rms_norm_eps=1e-05, rope_scaling=scaling, rope_theta=500000.0, tie_word_embeddings=False,
+        torch_dtype="bfloat16", use_cache=True, vocab_size=128256,
+    ) | fields  # fmt: skip
+
+
+def _mistral(hidden, intermediate, layers, vocab, **fields):
+    return dict(
+        architectures=["MistralForCausalLM"], attention_dropout=0.0, bos_token_id=1, eos_token_id=2, head_dim=128,
+        hidden_act="silu", hidden_size=hidden, initializer_range=0.02, intermediate_size=intermediate,
+        max_position_embeddings=32768, model_type="mistral", num_attention_heads=32, num_hidden_layers=layers,
+        num_key_value_heads=8, rms_norm_eps=1e-05, rope_theta=1000000.0, sliding_window=None,
+        tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True, vocab_size=vocab,
+    ) | fields  # fmt: skip
+
+
+PUBLISHED = {
+    "Qwen/Qwen2.5-7B-Instruct": _qwen2(3584, 18944, 28, 28, 4),
+    "Qwen/Qwen2.5-14B-Instruct": _qwen2(5120, 13824, 48, 40, 8, max_window_layers=70),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, tie_word_embeddings=True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, 8),
+    "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, 40, 8),
+    "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64, 8),
+    "meta-llama/Llama-3.1-8B-Instruct": _llama(4096, 14336, 32, 32, 8, 8.0),
+    "meta-llama/Llama-3.2-3B-Instruct": _llama(3072, 8192, 28, 24, 8, 32.0, head_dim=128, tie_word_embeddings=True),
+    "mistralai/Mistral-7B-Instruct-v0.3": _mistral(4096, 14336, 32, 32768),
+    "mistralai/Mistral-Nemo-Instruct-2407": _mistral(5120, 14336, 40, 131072, max_position_embeddings=131072),
+    "mistralai/Mistral-Small-24B-Instruct-2501": _mistral(5120, 32768, 40, 131072, rope_theta=100000000.0),
+    "google/gemma-3-1b-it": dict(
+        architectures=["Gemma3ForCausalLM"], attention_bias=False, attention_dropout=0.0, attn_logit_softcapping=None,
+        bos_token_id=2, cache_implementation="hybrid", eos_token_id=[1, 106], final_logit_softcapping=None,
+        head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=1152, initializer_range=0.02,
+        intermediate_size=6912, max_position_embeddings=32768, model_type="gemma3_text", num_attention_heads=4,
+        num_hidden_layers=26, num_key_value_heads=1, pad_token_id=0, query_pre_attn_scalar=256, rms_norm_eps=1e-06,
+        rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window=512,
+        sliding_window_pattern=6, torch_dtype="bfloat16", use_cache=True, vocab_size=262144,
+    ),
+}  # fmt: skip
+
+
+def write_published(name: str, directory: str | Path) -> Path:
+    """Write the config of a checkpoint, and nothing else, into a new directory of its name."""
+    path = Path(directory) / name
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return path
