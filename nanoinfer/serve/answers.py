@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
 from nanoinfer.outputs import Logprob
+from nanoinfer.serve.errors import ApiError
 from nanoinfer.serve.protocol import GenerationRequest
 from nanoinfer.serve.request_stream import Output
 from nanoinfer.serve.tokenizing import Prompt
@@ -187,6 +189,9 @@ def _token_name(token_id: int, logprob: Logprob) -> str:
 
 
 def _finite(logprob: Logprob) -> float:
+    """Return a number that JSON has. NaN is none and stands for no other: an error of the request."""
+    if math.isnan(logprob.logprob):
+        raise ApiError("a log-probability is NaN: check the checkpoint's weights", code="engine_error")
     return max(_LOWEST_LOGPROB, logprob.logprob)
 
 

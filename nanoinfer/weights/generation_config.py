@@ -24,7 +24,11 @@ def read(model_dir: Path) -> dict[str, Any]:
 
 
 def end_token_ids(model_dir: Path, hf_config: PretrainedConfig) -> frozenset[int]:
-    """Return the tokens that end a completion: generation_config.json's if it names some, else config.json's."""
+    """Return the tokens that end a completion: generation_config.json's, or config.json's where that has no such field.
+
+    null means that no token does, in either file, as in transformers (5.17). A field that is left out does not mean
+    that: transformers goes on for ever then, and vLLM takes the tokenizer's end token.
+    """
     found = read(model_dir).get("eos_token_id", getattr(hf_config, "eos_token_id", None))
     TOKEN_IDS.check(str(model_dir / FILE), "eos_token_id", found)
     if found is None:

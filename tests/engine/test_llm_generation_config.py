@@ -5,11 +5,15 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from engines import COMMON
 from request_helpers import shrink_gpu_pool
 from serving import make_served_checkpoint, serving
+from transformers import AutoModelForCausalLM
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.weights.generation_config import end_token_ids
+from nanoinfer.weights.load import load_config
 
 RECOMMENDED = dict(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, repetition_penalty=1.2)
 
@@ -43,6 +47,38 @@ def test_the_defaults_are_the_checkpoints(path, content, wanted):
         assert llm.get_default_sampling_params() == SamplingParams(**wanted)
     with make_llm(path, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "content, wanted",
+    [
+        (None, {2}),
+        (dict(temperature=0.5), {2}),
+        (dict(eos_token_id=5), {5}),
+        (dict(eos_token_id=[5, 6]), {5, 6}),
+        (dict(eos_token_id=[]), set()),
+        (dict(eos_token_id=None), set()),
+    ],
+)
+def test_tokens_that_end_a_completion_are_the_generation_configs_if_it_speaks_of_them(path, content, wanted):
+    (path / "generation_config.json").unlink(missing_ok=True)
+    if content is not None:
+        write(path, **content)
+    config = load_config(path)
+    assert config.eos_token_id == 2 and end_token_ids(path, config) == wanted
+    config.eos_token_id = None
+    assert end_token_ids(path, config) == (wanted if content and "eos_token_id" in content else set())
+
+
+def test_null_as_end_token_means_none_as_in_transformers(path):
+    for content, ends in ((dict(eos_token_id=None), False), (dict(eos_token_id=list(range(160))), True)):
+        write(path, **content)
+        with make_llm(path) as llm:
+            (found,) = llm.generate([20, 21], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        wanted = model.generate(torch.tensor([[20, 21]]), do_sample=False, max_new_tokens=9, pad_token_id=0)
+        assert found.outputs[0].token_ids == wanted[0, 2:].tolist()
+        assert len(found.outputs[0].token_ids) == (1 if ends else 9)
 
 
 def test_generate_without_params_takes_them_and_with_params_does_not(path):

@@ -1,21 +1,52 @@
 """An engine that fails, and the end of a server: nobody waits for ever, and nobody else notices."""
 
 import asyncio
+import math
 import threading
 
 import pytest
 from serving import events, make_served_checkpoint, metrics_of, serving
 
-from nanoinfer.outputs import StreamOutput
+from nanoinfer.outputs import Logprob, StreamOutput
 from nanoinfer.serve.async_engine import AsyncEngine
 from nanoinfer.serve.errors import UnavailableError
 
 LONG = dict(max_tokens=300, temperature=0, ignore_eos=True)
+USER = {"role": "user", "content": "w20"}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return make_served_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("url", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("is_top", [False, True])
+def test_a_log_probability_that_is_nan_is_an_error_and_no_number(path, url, stream, is_top, monkeypatch):
+    """-inf is -9999.0, as in vLLM."""
+    asked = dict(prompt=[20], logprobs=2) if url == "/v1/completions" else dict(messages=[USER], logprobs=True)
+    asked |= dict(max_tokens=4, temperature=0, ignore_eos=True, stream=stream)
+    asked |= dict(top_logprobs=2) if url != "/v1/completions" else {}
+    special = dict(value=-math.inf)
+
+    def logprob(*, rank, **fields):
+        return Logprob(rank=rank, **fields | (dict(logprob=special["value"]) if rank == 1 + is_top else {}))
+
+    async def ask():
+        async with serving(path) as served:
+            monkeypatch.setattr("nanoinfer.requests.request.Logprob", logprob)
+            lowest = await served.post(url, **asked)
+            assert lowest.status_code == 200 and "-9999.0" in lowest.text
+            special["value"] = math.nan
+            response = await served.post(url, **asked)
+            assert "NaN" in response.text and "-9999" not in response.text
+            error = (events(response.text)[-1] if stream else response.json())["error"]
+            assert error["code"] == "engine_error" and "a log-probability is NaN" in error["message"]
+            assert response.status_code == (200 if stream else 500)
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("place", ["launch", "read", "schedule"])
