@@ -27,6 +27,9 @@ class EngineConfig:
         model: local directory of a Hugging Face checkpoint, or a hub id.
         tokenizer: directory or hub id of the tokenizer. None: the model's.
         skip_tokenizer_init: True works on token ids only.
+        hf_overrides: what takes the place of fields of the checkpoint's config.json, by name, such as
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}; an
+            object is laid over the one that is there. None: nothing.
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float").
         quantization: "fp8", "int8" or "int4" quantise the weights of a wide checkpoint while they are read, but for
             head and embeddings. Of a quantised checkpoint: how it is quantised, such as "awq"; another one is refused.
@@ -85,6 +88,7 @@ class EngineConfig:
     model: str | Path
     tokenizer: str | Path | None = None
     skip_tokenizer_init: bool = False
+    hf_overrides: dict | None = None
     dtype: str = "auto"
     quantization: str | None = None
     head_quantization: str | None = None
@@ -118,6 +122,9 @@ class EngineConfig:
             "model", isinstance(self.model, str | Path) and str(self.model), "a checkpoint's directory or a hub id"
         )
         self._check("device", isinstance(self.device, str), 'text: "auto", "cuda", "cuda:1" or "cpu"')
+        overrides = self.hf_overrides
+        is_right = overrides is None or isinstance(overrides, dict) and all(isinstance(name, str) for name in overrides)
+        self._check("hf_overrides", is_right, "None or a dict of the config's fields")
         self._one_of("dtype", ("auto", "bfloat16", "float16", "float32", "half", "float"))
         self._one_of("kv_cache_dtype", ("auto", "fp8"))
         self._check("quantization", isinstance(self.quantization, str | None), 'None or text, such as "int4" or "awq"')

@@ -35,21 +35,28 @@ class _Clock(StoppingCriteria):
 
 
 def load_reference(
-    model_dir: str, *, dtype: str, device: torch.device, load_format: str, seed: int, progress: bool = False
+    model_dir: str,
+    *,
+    dtype: str,
+    device: torch.device,
+    load_format: str,
+    seed: int,
+    hf_overrides: dict | None = None,
+    progress: bool = False,
 ) -> tuple[PreTrainedModel, ModelSpec]:
     """Load the model of transformers with the weights of `LLM(model_dir, ...)`, random ones included, and our spec.
 
     Raises:
         ValueError: the checkpoint cannot be used.
     """
-    config = load_config(model_dir)
+    config = load_config(model_dir, hf_overrides)
     if load_format == "dummy":
         config.checkpoint_dtypes = None  # projections are apart, as transformers has them
     spec = read_spec(config, dtype)
     if load_format == "dummy" and getattr(config, "quantization_config", None):
         raise ValueError("random weights of a quantised config cannot be given to transformers: leave out the mode hf")
     if load_format != "dummy":
-        return load_in_transformers(model_dir, spec.dtype).to(device).eval(), spec
+        return load_in_transformers(model_dir, spec.dtype, hf_overrides).to(device).eval(), spec
     ours = load_model(
         model_dir, config, spec.dtype, device, load_format="dummy", seed=seed, max_position=16, progress=progress
     )

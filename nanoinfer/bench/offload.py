@@ -74,7 +74,7 @@ class _Run:
         self._arguments = dict(seed=options.seed, progress=not options.no_progress)
         for mode in self.modes:
             EngineConfig(model=model, **self._engine_arguments(mode, self.contexts[0]))
-        load_config(model)
+        load_config(model, options.hf_overrides)
 
     def _engine_arguments(self, mode: str, context: int) -> dict[str, Any]:
         """Return the arguments of the LLM that runs every case of `mode` up to `context` tokens."""
@@ -150,7 +150,12 @@ class _Run:
         @cache
         def reference() -> tuple[PreTrainedModel, ModelSpec]:
             return load_reference(
-                self.model, dtype=self.options.dtype, device=self.device, load_format=load_format, **self._arguments
+                self.model,
+                dtype=self.options.dtype,
+                device=self.device,
+                load_format=load_format,
+                hf_overrides=self.options.hf_overrides,
+                **self._arguments,
             )
 
         yield lambda lengths: measure_reference(mode, *reference(), lengths, self.options.output_len, **self._arguments)

@@ -11,7 +11,8 @@ from nanoinfer.options.parser import in_options, length
 
 ENGINE_OPTIONS = (
     "gpu_memory_limit", "host_memory_limit", "enable_cpu_offload", "resident_kv_limit", "dtype", "kv_cache_dtype",
-    "quantization", "head_quantization", "block_size", "max_num_batched_tokens", "num_ring_slots", "ring_slot_bytes",
+    "quantization", "head_quantization", "hf_overrides", "block_size", "max_num_batched_tokens", "num_ring_slots",
+    "ring_slot_bytes",
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ ENGINE: Table = by_advice({
     "download the checkpoint and give its directory": dict(revision=()),
     "download the tokenizer and give its directory": dict(tokenizer_revision=()),
     "set the environment variable HF_HOME": dict(download_dir=()),
-    "change the checkpoint's config.json": dict(hf_overrides=({},), rope_scaling=({},), rope_theta=()),
+    'give hf_overrides={"rope_parameters": ...}': dict(rope_scaling=({},), rope_theta=()),
     'give SamplingParams, or generation_config="vllm"': dict(override_generation_config=({},)),
     "models generate text only": dict(task=("auto", "generate"), runner=("auto", "generate")),
     "it is an option of nanoinfer serve": dict(served_model_name=()),

@@ -66,6 +66,7 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
         load_format=config.load_format,
         seed=config.seed,
         max_position=plan.max_model_len,
+        context=config.max_model_len,  # not the plan's, which depends on the memory
         progress=config.progress_bar,
     )
     runner = ModelRunner(config, plan, runtime, model, setup.backend, spec, memory_before)

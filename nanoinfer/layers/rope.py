@@ -47,6 +47,18 @@ def rotary_dim(parameters: Mapping, head_dim: int) -> int:
     return dim
 
 
+def longest_contexts(parameters: Mapping, limit: int) -> tuple[int, int]:
+    """Return up to how many positions a rotation is meant, and up to how many it can be used by whoever asks for them.
+
+    limit: the config's max_position_embeddings. YaRN's factor counts from the length of the training, as on the model
+    cards that ask for it; the second number is another one where the length asked for chooses the rotation.
+    """
+    rope_type, factor = parameters.get("rope_type"), parameters.get("factor") or 1
+    if rope_type == "yarn":
+        limit = max(limit, int(factor * parameters["original_max_position_embeddings"]))
+    return limit, int(factor * limit) if rope_type == "dynamic" else limit
+
+
 def rope_inv_freq(
     parameters: Mapping, head_dim: int, device: torch.device | str, context: Context | None = None
 ) -> tuple[Tensor, float]:
@@ -107,6 +119,15 @@ def rope_table(
         rows[:, : len(inv_freq)] = exact.elementwise(torch.cos, angles).mul_(factor)
         rows[:, len(inv_freq) :] = exact.elementwise(torch.sin, angles).mul_(factor)
     return table
+
+
+def query_scales(beta: float, length: int, max_position: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return what queries are multiplied by at each position, as in Llama 4: [max_position] in `dtype`.
+
+    1 + beta * log(1 + position // length), in float32, rounded once.
+    """
+    positions = torch.arange(max_position, device=device)
+    return (1 + beta * exact.elementwise(torch.log, 1 + torch.floor(positions / length))).to(dtype)
 
 
 # By type: the parameters that it needs beside `rope_theta`.

@@ -16,7 +16,9 @@ from nanoinfer.weights.load import load_config
 _UNUSED = ("input_scale", "rotary_emb.inv_freq")
 
 
-def load_in_transformers(model_dir: str | Path, dtype: torch.dtype, **arguments: Any) -> PreTrainedModel:
+def load_in_transformers(
+    model_dir: str | Path, dtype: torch.dtype, hf_overrides: dict | None = None, **arguments: Any
+) -> PreTrainedModel:
     """Return the model on the CPU, to be computed in `dtype`. arguments: others of `from_pretrained`.
 
     Quantised weights are expanded in the checkpoint's dtype, as their method says, and cast then.
@@ -24,7 +26,11 @@ def load_in_transformers(model_dir: str | Path, dtype: torch.dtype, **arguments:
     Raises:
         ValueError: transformers does not read this checkpoint, or leaves tensors of it out.
     """
-    settings = getattr(load_config(model_dir), "quantization_config", None) or {}
+    config = load_config(model_dir, hf_overrides)
+    settings = getattr(config, "quantization_config", None) or {}
+    if hf_overrides:
+        del config.checkpoint_dtypes  # which transformers would write down
+        arguments["config"] = config
     if settings.get("quant_method") == CompressedTensors.name:
         arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # now, not in the first step
     try:

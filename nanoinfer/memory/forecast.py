@@ -185,7 +185,7 @@ def plan(
     config = EngineConfig(**{"model": model, "enable_cpu_offload": True, **limits, **arguments})
     with tempfile.TemporaryDirectory() as directory:
         path = write_shape(str(model), directory) if model in SHAPES else model
-        hf_config = load_config(path, names=SHAPES)
+        hf_config = load_config(path, config.hf_overrides, names=SHAPES)
     specs = Specs(hf_config)
     spec = specs.of(config)
     host_bytes = memory_available_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")

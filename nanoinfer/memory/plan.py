@@ -118,11 +118,7 @@ def make_plan(
                 f"ring_slot_bytes={config.ring_slot_bytes!r} cannot hold one layer of a KV block: give at least "
                 f"{layout.layer_block_bytes} bytes, or lower block_size={config.block_size}"
             )
-    if config.max_model_len is not None and config.max_model_len > spec.max_position:
-        raise ValueError(
-            f"max_model_len={config.max_model_len} is beyond the model's own limit of {spec.max_position} positions: "
-            "lower max_model_len, or set RoPE scaling in the model's config"
-        )
+    spec.check_context(config.max_model_len)
     for tokens in _batched_tokens(config, is_cuda):
         plan = _spend(config, spec, tokens, budget_bytes, slot_bytes, is_cuda)
         plan = _with_host(config, plan, host_available_bytes)

@@ -30,7 +30,8 @@ class Setup:
 
     def __init__(self, config: EngineConfig, device: torch.device, offload: bool | None = None) -> None:
         self.config, self.device = config, device
-        self.hf_config = quantised_config(load_config(config.model), config.quantization, config.head_quantization)
+        hf_config = load_config(config.model, config.hf_overrides)
+        self.hf_config = quantised_config(hf_config, config.quantization, config.head_quantization)
         self.spec = Specs(self.hf_config).of(config)
         offload = config.may_offload if offload is None else offload
         self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -53,6 +54,10 @@ class ModelSpec:
     vocab_size: int
     max_position: int
     """Tokens of context that the checkpoint's config allows."""
+    longest_position: int = 0
+    """Tokens of context that a `max_model_len` may ask for, if more."""
+    yarn_from: int | None = None
+    """Tokens of context from which YaRN can stretch the rotation; None: it is stretched already, or cannot be."""
     tied_embeddings: bool
     rope_row_bytes: int = 0
     """Bytes that the position tables of all layers together take for one position."""
@@ -98,6 +103,20 @@ class ModelSpec:
     def row_bytes(self) -> int:
         """Bytes of the recurrent states that all layers together keep of one sequence."""
         return sum(state.num_bytes for state in self.layers if isinstance(state, RecurrentState))
+
+    def check_context(self, max_model_len: int | None) -> None:
+        """Raise ValueError, with what a longer context needs, if `max_model_len` is beyond the model's limit."""
+        if max_model_len is None or max_model_len <= max(self.max_position, self.longest_position):
+            return
+        advice = f'hf_overrides={{"max_position_embeddings": {max_model_len}}} if it was trained for more'
+        if self.yarn_from is not None:
+            yarn = dict(rope_type="yarn", factor=float(-(-max_model_len // self.yarn_from)))
+            yarn["original_max_position_embeddings"] = self.yarn_from
+            advice = f"stretch its rotation with YaRN: hf_overrides={json.dumps(dict(rope_parameters=yarn))}"
+        raise ValueError(
+            f"max_model_len={max_model_len} is beyond the model's own limit of {self.max_position} positions: lower "
+            f"max_model_len, or {advice}"
+        )
 
     @property
     def dtype(self) -> torch.dtype:

@@ -38,7 +38,7 @@ from nanoinfer.layers.formats.packed import temporary_bytes
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.linear import Embedding, Head, Linear, scratch_size, share_scratch
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.layers.rope import rope_table
+from nanoinfer.layers.rope import Context, longest_contexts, query_scales, rope_table
 from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 
@@ -64,15 +64,26 @@ class Decoder(nn.Module):
     """Modules of a layer, by our name for them, which the checkpoints call otherwise."""
     intermediate_field: str = "intermediate_size"
     """The field of a config with the size of the MLP."""
+    rotates_in_part: bool = False
+    """Whether a config's `partial_rotary_factor` counts."""
+    can_stretch: bool = True
+    """Whether YaRN may take the place of a plain rotation."""
     layer_classes: Mapping[type, type[nn.Module]] = {AttentionState: DecoderLayer}
     """One class of layers for each kind of state."""
 
     def __init__(
-        self, hf_config: PretrainedConfig, spec: ModelSpec, *, device: torch.device | str, max_position: int
+        self,
+        hf_config: PretrainedConfig,
+        spec: ModelSpec,
+        *,
+        device: torch.device | str,
+        max_position: int,
+        context: int | None = None,
     ) -> None:
         """Allocate the weights, not yet filled, and the position tables.
 
-        max_position: positions that will be used, [0, max_position).
+        max_position: positions that will be used, [0, max_position). context: the tokens of a sequence by which
+        rotations are chosen that differ for short and long ones; None: the config's limit.
         """
         super().__init__()
         self.spec = spec
@@ -95,6 +106,10 @@ class Decoder(nn.Module):
         self._logits_softcap, self._logits_divisor = traits.logits_softcap, traits.logits_divisor
         ropes, self._rope_of_layer = _distinct(self.rope_parameters(hf_config))
         options["dtype"] = torch.float32 if traits.float32_rope else spec.dtype
+        self.query_scales = None
+        if traits.query_scaling is not None:
+            self.query_scales = query_scales(*traits.query_scaling, max_position, dtype=spec.dtype, device=device)
+        options["context"] = Context(hf_config.max_position_embeddings, context or spec.max_position)
         self.rope_tables = [rope_table(rope, spec.attention.head_dim, max_position, **options) for rope in ropes]
 
     # What a family reads from its config
@@ -121,6 +136,21 @@ class Decoder(nn.Module):
         if cls.rotates_by_layer_type:
             return tuple(hf_config.rope_parameters[layer_type] for layer_type in hf_config.layer_types)
         return (hf_config.rope_parameters,) * hf_config.num_hidden_layers
+
+    @classmethod
+    def context_limits(cls, hf_config: PretrainedConfig) -> dict[str, int | None]:
+        """Return the fields of a spec that say how many positions there are."""
+        limit, ropes = hf_config.max_position_embeddings, cls.rope_parameters(hf_config)
+        ropes = [rope for rope in ropes if rope is not None]
+        usual, most = zip(*(longest_contexts(rope, limit) for rope in ropes), strict=True) if ropes else ([limit],) * 2
+        is_plain = cls.can_stretch and all(rope.get("rope_type", "default") == "default" for rope in ropes)
+        yarn_from = cls.trained_length(hf_config) if is_plain and not cls.rotates_by_layer_type else None
+        return dict(max_position=max(usual), longest_position=max(most), yarn_from=yarn_from)
+
+    @classmethod
+    def trained_length(cls, hf_config: PretrainedConfig) -> int:
+        """Return the tokens of context from which the rotation would be stretched."""
+        return hf_config.max_position_embeddings
 
     @classmethod
     def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
@@ -152,7 +182,7 @@ class Decoder(nn.Module):
             intermediate_size=getattr(hf_config, cls.intermediate_field),
             attention=attention,
             vocab_size=hf_config.vocab_size,
-            max_position=hf_config.max_position_embeddings,
+            **cls.context_limits(hf_config),
             tied_embeddings=hf_config.tie_word_embeddings,
         )
         # Counted, not calculated: the bytes cannot drift from what the constructor allocates.
@@ -164,8 +194,13 @@ class Decoder(nn.Module):
             scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
             gpu_scratch_bytes=dtype.itemsize * scratch_size(shapes_only, dtype.itemsize == 2),
             product_bytes=temporary_bytes(scratch_size(shapes_only, False)),
-            rope_row_bytes=sum(table.nbytes for table in shapes_only.rope_tables),
+            rope_row_bytes=sum(table.nbytes for table in shapes_only.rope_tables)
+            + dtype.itemsize * bool(traits.query_scaling),
         )
+
+    def position_tables(self) -> list[Tensor]:
+        """Return all tensors with a row for each position."""
+        return self.rope_tables + ([] if self.query_scales is None else [self.query_scales])
 
     # The calls
 
@@ -187,7 +222,7 @@ class Decoder(nn.Module):
         """
         index = self._rope_of_layer[layer]
         rope = None if index is None else self.rope_tables[index]
-        return self.layers[layer].self_attn.project(normed, rope, positions, target)
+        return self.layers[layer].self_attn.project(normed, rope, self.query_scales, positions, target)
 
     def after_attention(self, layer: int, x: Tensor, attn: Tensor) -> Tensor:
         """Add the output projection and the MLP to x, in place. Return x normed for the next layer or the head.

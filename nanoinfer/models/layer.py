@@ -40,6 +40,8 @@ class Traits:
     """Elements 2d and 2d + 1 of a head are turned together; otherwise d and d + half of what is turned."""
     float32_rope: bool = False
     """Cosines, sines and products stay in float32, and their sum is rounded once; otherwise each is rounded."""
+    query_scaling: tuple[float, int] | None = None
+    """Queries at position p are multiplied by 1 + beta * log(1 + p // length), of (beta, length)."""
     attention_scale: float | None = None
     """Factor on q.k; None: head_dim ** -0.5."""
     attention_softcap: float | None = None
@@ -97,13 +99,18 @@ class Attention(nn.Module):
             clip=traits.clip_qkv,
         )
 
-    def project(self, normed: Tensor, rope: Tensor | None, positions: Tensor, target: KVSlots) -> Tensor:
-        """Do what `Decoder.before_attention` says; normed: [N, hidden_size]; rope: `rope_table`, None: no rotation."""
+    def project(
+        self, normed: Tensor, rope: Tensor | None, q_scales: Tensor | None, positions: Tensor, target: KVSlots
+    ) -> Tensor:
+        """Do what `Decoder.before_attention` says.
+
+        normed: [N, hidden_size]; rope: `rope_table`, None: no rotation; q_scales: `query_scales`, None: no factors.
+        """
         qkv = self.qkv_proj(normed).unflatten(-1, (-1, self._head_dim))
         q = qkv.new_empty(len(qkv), self._num_q_heads, self._head_dim) if target.q is None else target.q
         weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
         store = self.qkv_proj.operations.norm_rope_store
-        store(qkv, weights, self._steps, rope, positions, target.kv, target.slots, q)
+        store(qkv, weights, self._steps, rope, positions, target.kv, target.slots, q, q_scales=q_scales)
         return q
 
 

@@ -18,3 +18,9 @@ class Qwen3(Decoder):
     def traits(cls, hf_config: PretrainedConfig) -> Traits:
         bias = hf_config.attention_bias
         return super().traits(hf_config, qkv_bias=bias, output_bias=bias, qk_norm="head")
+
+    @classmethod
+    def trained_length(cls, hf_config: PretrainedConfig) -> int:
+        # 40,960 positions are those of the training and room for an answer behind them, says the model card.
+        limit = super().trained_length(hf_config)
+        return 32_768 if limit == 40_960 else limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
@@ -105,6 +106,8 @@ def _kind(name: str, annotation: str, default: Any) -> dict[str, Any]:
         return dict(action=argparse.BooleanOptionalAction if default else "store_true")
     if name in ("max_model_len", "max_num_batched_tokens"):
         return dict(type=length, metavar="TOKENS")
+    if "dict" in annotation:
+        return dict(type=_object, metavar="JSON")
     if "list" in annotation:
         word, meaning = ("staged", "staged") if "str" in annotation else ("none", [])
         return dict(type=partial(_numbers, word=word, meaning=meaning), metavar="NUMBERS")
@@ -123,6 +126,16 @@ def _size(text: str) -> int | float | str:
     if re.fullmatch(r"0?\.[0-9]+|1\.0*", text):
         return float(text)  # a share; "1" is a byte, as it is for the engine
     return 0 if text == "0" else text
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be an object in JSON, such as '{{\"rope_theta\": 5e5}}'")
+    return found
 
 
 def _numbers(text: str, word: str, meaning: Any) -> Any:

@@ -43,11 +43,13 @@ def add_model_arguments(
         model.add_argument("--shape", help=f"random weights in a known shape: {', '.join(SHAPES)}")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, texts: Mapping[str, str] | None = None) -> None:
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, texts: Mapping[str, str] | None = None, without: Collection[str] = ()
+) -> None:
     """Add the options of the engine that benchmarks leave to the user; texts: other help texts than the engine's."""
     texts = {"max_num_seqs": "sequences that run at once; default: as the benchmark needs"} | dict(texts or {})
     # Prefix caching is off by default, so that each run computes all of its prompts; None: the benchmark decides.
-    add_engine_options(parser, without=_CHOSEN, defaults={"enable_prefix_caching": None}, texts=texts)
+    add_engine_options(parser, without=(*_CHOSEN, *without), defaults={"enable_prefix_caching": None}, texts=texts)
     parser.add_argument("--no-progress", action="store_true")
 
 

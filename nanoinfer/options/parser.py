@@ -81,6 +81,7 @@ def in_options(text: str, parser: argparse.ArgumentParser) -> str:
     options |= {action.dest: option for option, action in reversed(known.items())}
     for argument, names in _TAKEN_FROM.items():
         options |= {argument: name for name in reversed(names) if name in known and argument not in options}
+    text = re.sub(r"(?<=hf_overrides=)(\{.*\})", r"'\1'", text)  # as a shell takes it
     for argument, option in options.items():
         text = re.sub(rf"(?<![\w./-]){argument}=(?=\S)", f"{option} ", text)
         text = re.sub(rf"^{argument} is ", f"{option} is ", text)

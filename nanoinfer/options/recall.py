@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--plot", metavar="FILE.png", help="draw accuracy over length and depth")
     add_grid_arguments(parser)
-    add_engine_arguments(parser, HELP_OF_LISTS)
+    add_engine_arguments(parser, HELP_OF_LISTS, without=("hf_overrides",))
     parser.set_defaults(**DEFAULTS)
 
 

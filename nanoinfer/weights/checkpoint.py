@@ -75,7 +75,13 @@ TOKEN_IDS = Rule(
 ARCHITECTURES = _optional(Rule("a list of names", _is_texts))
 _ROPE_THETA = _number(1, 1e15)
 _FACTOR = _number(1e-6, 1e6)
-_PARTIAL_ROTARY_FACTOR = _optional(Rule("1: heads are rotated as a whole", lambda value: type(value) in (int, float)))
+_WHOLE_HEADS = _optional(
+    Rule("1: heads are rotated as a whole", lambda value: type(value) in (int, float) and value == 1)
+)
+_FACTORS = Rule(
+    "a list of numbers above 0",
+    lambda value: isinstance(value, list) and all(type(one) in (int, float) and 1e-3 <= one <= 1e6 for one in value),
+)
 
 _FIELDS = {
     "dtype": _optional(_DTYPE),
@@ -115,7 +121,7 @@ _FIELDS = {
     "final_logit_softcapping": _optional(_number(1e-3, 1e6)),
     "rope_theta": _ROPE_THETA,
     "rope_local_base_freq": _ROPE_THETA,
-    "partial_rotary_factor": _PARTIAL_ROTARY_FACTOR,
+    "partial_rotary_factor": _optional(_number(0, 1)),
     "rope_parameters": _optional(OBJECT),
     "rope_scaling": _optional(OBJECT),
     "original_max_position_embeddings": _optional(_count(1, MAX_POSITIONS)),
@@ -131,11 +137,23 @@ _ROPE_FIELDS = {
     "type": _TEXT,
     "rope_theta": _ROPE_THETA,
     "factor": _number(1, 1e6),
+    "attention_factor": _optional(_number(1e-3, 1e3)),
+    "beta_fast": _optional(_number(1e-3, 1e6)),
+    "beta_slow": _optional(_number(1e-3, 1e6)),
+    "mscale": _optional(_number(0, 1e3)),
+    "mscale_all_dim": _optional(_number(0, 1e3)),
+    "truncate": _FLAG,
+    "alpha": _optional(_number(1, 1e6)),
+    "llama_4_scaling_beta": _optional(_number(0, 1e3)),
+    "short_factor": _FACTORS,
+    "long_factor": _FACTORS,
     "low_freq_factor": _number(1e-3, 1e6),
     "high_freq_factor": _number(1e-3, 1e6),
     "original_max_position_embeddings": _count(1, MAX_POSITIONS),
-    "partial_rotary_factor": _PARTIAL_ROTARY_FACTOR,
+    "partial_rotary_factor": _optional(_number(0, 1)),
 }
+FIELD_NAMES = tuple(_FIELDS)
+"""The fields that there are rules for."""
 
 
 def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decoder]) -> None:
@@ -152,7 +170,9 @@ def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decode
             rule.check(where, name, values[name])
     for name in ("rope_parameters", "rope_scaling"):
         by_layer_type = name == "rope_parameters" and model_class.rotates_by_layer_type
-        _check_rope(where, name, values.get(name) or {}, by_layer_type)
+        _check_rope(where, name, values.get(name) or {}, model_class, by_layer_type)
+    if not model_class.rotates_in_part:
+        _WHOLE_HEADS.check(where, "partial_rotary_factor", values.get("partial_rotary_factor"))
     known = " and ".join(model_class.layer_types)
     of_types = Rule(f"a list of {known}", lambda value: not value or set(value) <= set(model_class.layer_types))
     of_types.check(where, "layer_types", values.get("layer_types"))
@@ -170,19 +190,30 @@ def check_config(path: Path, hf_config: PretrainedConfig, model_class: type[Deco
     check_fields(path, values | {"model_type": hf_config.model_type}, model_class)
 
 
-def _check_rope(where: str, name: str, parameters: Mapping[str, Any], by_layer_type: bool) -> None:
+def _check_rope(
+    where: str, name: str, parameters: Mapping[str, Any], model_class: type[Decoder], by_layer_type: bool = False
+) -> None:
     if by_layer_type:
         for layer_type, own in parameters.items():
             if layer_type not in LAYER_TYPES:
                 raise ValueError(f"{where}: {name} has {shown(layer_type)}, it must be keyed by {_LISTED_LAYER_TYPES}")
             _optional(OBJECT).check(where, f"{name}.{layer_type}", own)
-            _check_rope(where, f"{name}.{layer_type}", own or {}, by_layer_type=False)
+            _check_rope(where, f"{name}.{layer_type}", own or {}, model_class)
         return
     for key, value in parameters.items():
         if key in LAYER_TYPES:
             raise ValueError(f"{where}: {name} has {key!r}, it must be the same for all layers of this architecture")
         if key in _ROPE_FIELDS:
             _ROPE_FIELDS[key].check(where, f"{name}.{key}", value)
+    if not model_class.rotates_in_part and parameters.get("rope_type") != "proportional":
+        _WHOLE_HEADS.check(where, f"{name}.partial_rotary_factor", parameters.get("partial_rotary_factor"))
+    length, factor = parameters.get("original_max_position_embeddings"), parameters.get("factor")
+    if (
+        parameters.get("rope_type", parameters.get("type")) == "yarn"
+        and length
+        and (factor or 1) * length > MAX_POSITIONS
+    ):
+        raise ValueError(f"{where}: {name} has {factor} x {length} positions, they must be at most {MAX_POSITIONS:,}")
     low, high = parameters.get("low_freq_factor"), parameters.get("high_freq_factor")
     if None not in (low, high) and low >= high:
         raise ValueError(f"{where}: {name}.low_freq_factor is {low}, it must be below high_freq_factor, {high}")

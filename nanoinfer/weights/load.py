@@ -6,7 +6,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
 from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_config, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
+from nanoinfer.weights.overrides import with_overrides
 from nanoinfer.weights.read import TensorEntry
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -86,13 +87,15 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
         ) from error
 
 
-def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedConfig:
+def load_config(
+    model: str | Path, overrides: Mapping[str, Any] | None = None, *, names: Iterable[str] = ()
+) -> PretrainedConfig:
     """Return the checkpoint's config, as transformers reads it. No code of the checkpoint runs.
 
     The config has `checkpoint_dtypes`: the dtype of each tensor by name, or None if the weights are not there. It does
     not say itself what scales are kept in, nor whether projections are merged.
 
-    names: as in `find_model`.
+    overrides: what takes the place of its fields, as in `EngineConfig.hf_overrides`. names: as in `find_model`.
 
     Raises:
         ValueError: the model or its config.json is missing, not readable, or of an unsupported architecture.
@@ -102,6 +105,7 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
     if not path.is_file():
         raise ValueError(f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint")
     raw = read_json_object(path)
+    raw = with_overrides(raw, overrides) if overrides else raw
     ARCHITECTURES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
     try:
         model_class = find_class(raw.get("architectures"))
@@ -110,7 +114,11 @@ def load_config(model: str | Path, *, names: Iterable[str] = ()) -> PretrainedCo
     check_fields(path, raw, model_class)
     try:
         # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.
-        hf_config = transformers.AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+        if overrides:
+            hf_config = transformers.AutoConfig.for_model(**raw)
+            hf_config.name_or_path = model_dir
+        else:
+            hf_config = transformers.AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except Exception as error:  # transformers uses values before it checks them, so any error is possible
         raise ValueError(f"{path} is no valid config: {error}") from error
     check_config(path, hf_config, model_class)
@@ -251,6 +259,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     max_position: int | None = None,
+    context: int | None = None,
     progress: bool = True,
 ) -> Decoder:
     """Build the model on `device` and fill its weights.
@@ -259,7 +268,7 @@ def load_model(
     the files, 64 MiB at a time.
 
     load_format: "auto" reads safetensors; "dummy" makes random weights, the same for the same seed and device kind.
-    max_position: number of positions in the position tables; None: the config's.
+    max_position: number of positions in the position tables; None: the config's. context: as in `Decoder`.
     progress: show a bar if loading takes more than 2 s.
 
     Raises:
@@ -271,12 +280,12 @@ def load_model(
         warnings.warn(notice, stacklevel=2)
     max_position = spec.max_position if max_position is None else max_position
     if load_format == "dummy":
-        model = model_class(hf_config, spec, device=device, max_position=max_position)
+        model = model_class(hf_config, spec, device=device, max_position=max_position, context=context)
         fill_with_noise(model, seed, progress)
     elif load_format == "auto":
         entries = check_safetensors(model_dir)
         check_matches(entries, model_class(hf_config, spec, device="meta", max_position=1), model_dir)
-        model = model_class(hf_config, spec, device=device, max_position=max_position)
+        model = model_class(hf_config, spec, device=device, max_position=max_position, context=context)
         fill_from_files(model, entries, device, progress)
     else:
         raise ValueError(f'load_format={load_format!r} is not supported: give "auto" or "dummy"')

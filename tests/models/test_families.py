@@ -70,6 +70,71 @@ def _nemotron(draw):
     return _glm(draw) | biases
 
 
+def _longrope(draw, dim):
+    """Prompts of this test are all longer, or all shorter, than what decides."""
+    original = draw.choice([2, 4096])
+    factors = [[round(draw.uniform(1, 8), 3) for _ in range(dim // 2)] for _ in range(2)]
+    rope = dict(rope_type="longrope", short_factor=factors[0], long_factor=factors[1])
+    rope |= draw.choice([{}, dict(factor=4.0), dict(attention_factor=1.3)])
+    return rope | dict(original_max_position_embeddings=original)
+
+
+def _phi3(draw):
+    head_dim, part = draw.choice([(32, 0.75), (64, 0.75), (48, 1.0), (96, 0.5), (16, 1.0)])
+    fields = dict(head_dim=head_dim, sliding_window=draw.choice([None, 5, 30]), partial_rotary_factor=part)
+    if draw.random() < 0.6:
+        rope = _longrope(draw, int(head_dim * part))
+        original = rope["original_max_position_embeddings"]
+        fields |= dict(rope_parameters=rope | dict(rope_theta=1e4), original_max_position_embeddings=original)
+    return fields
+
+
+def _smollm3(draw):
+    biases = dict(attention_bias=draw.random() < 0.3, mlp_bias=draw.random() < 0.3)
+    return biases | dict(no_rope_layer_interval=draw.choice([1, 2, 3]), sliding_window=draw.choice([None, 5, 30]))
+
+
+def _hunyuan(draw):
+    rope = draw.choice([dict(rope_type="default"), dict(rope_type="dynamic", factor=1.0, alpha=1000.0)])
+    return dict(attention_bias=draw.random() < 0.3, rope_parameters=rope | dict(rope_theta=1e4))
+
+
+def _ernie4_5(draw):
+    return dict(use_bias=draw.random() < 0.5)
+
+
+def _seed_oss(draw):
+    return {name: draw.random() < 0.5 for name in ("attention_bias", "attention_out_bias", "mlp_bias")}
+
+
+def _ministral(draw):
+    layer_types = draw.choice([None, ["full_attention", "sliding_attention", "full_attention"]])
+    return dict(sliding_window=draw.choice([5, 30]), layer_types=layer_types, num_layers=3)
+
+
+def _yarn(draw):
+    rope = dict(rope_type="yarn", rope_theta=1e4, factor=draw.choice([2.0, 4.0, 16.0]))
+    rope |= draw.choice([{}, dict(beta_fast=8.0, beta_slow=2.0), dict(attention_factor=0.8), dict(truncate=False)])
+    return rope | dict(original_max_position_embeddings=draw.choice([64, 512]))
+
+
+def _ministral3(draw):
+    rope = _yarn(draw) | dict(mscale=1.0, mscale_all_dim=draw.choice([0.0, 1.0]), llama_4_scaling_beta=0.3)
+    return dict(rope_parameters=rope | dict(original_max_position_embeddings=16))
+
+
+def _rotations(draw):
+    """Those that any family may have."""
+    rope = draw.choice([
+        _yarn(draw),
+        dict(rope_type="linear", factor=3.0),
+        dict(rope_type="dynamic", factor=3.0),
+        dict(rope_type="proportional", partial_rotary_factor=0.5, factor=2.0),
+        _longrope(draw, 32),
+    ])  # fmt: skip
+    return dict(head_dim=32, rope_parameters=dict(rope_theta=1e4) | rope)
+
+
 DRAWN = {
     "granite": _granite,
     "granite4": _granite4,
@@ -80,6 +145,15 @@ DRAWN = {
     "glm": _glm,
     "glm4": _glm,
     "nemotron": _nemotron,
+    "phi3": _phi3,
+    "smollm3": _smollm3,
+    "hunyuan": _hunyuan,
+    "ernie4_5": _ernie4_5,
+    "seed_oss": _seed_oss,
+    "ministral": _ministral,
+    "ministral3": _ministral3,
+    "llama": _rotations,
+    "qwen3": _rotations,
 }
 
 
@@ -101,7 +175,7 @@ def draw_fields(family, draw):
 def test_greedy_tokens_are_those_of_transformers_in_every_mode_and_batch(family, seed, tmp_path):
     draw = random.Random(f"{family} {seed}")
     path = make_checkpoint(family, tmp_path, seed=seed, **draw_fields(family, draw))
-    prompts = [*random_prompts(2, 1, 60, seed), *random_prompts(1, 1, 7, seed)]
+    prompts = [*random_prompts(2, 3, 60, seed), *random_prompts(1, 3, 7, seed)]
     params = [SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=2)] * len(prompts)
     resident = run(make_engine(path), prompts, params)
     assert [found[0][0] for found in resident] == reference_tokens(path, prompts, MAX_TOKENS)

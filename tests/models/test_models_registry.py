@@ -22,6 +22,13 @@ ARCHITECTURES = {
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "nemotron": "NemotronForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "hunyuan": "HunYuanDenseV1ForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 
 
@@ -56,6 +63,13 @@ def test_spec_comes_from_the_config_alone(family):
         ("qwen2", dict(sliding_window=9, use_sliding_window=False), (None, None, None)),
         ("qwen3", dict(sliding_window=9, max_window_layers=2), (None, None, 9)),
         ("gemma3", dict(sliding_window=9), (9, 9, None)),
+        ("phi3", dict(sliding_window=9), (9, 9, 9)),
+        (
+            "ministral",
+            dict(sliding_window=9, layer_types=["sliding_attention", "full_attention"] * 2, num_layers=4),
+            (9, None, 9, None),
+        ),
+        ("smollm3", dict(sliding_window=9, num_layers=4), (None, None, None, 9)),
         ("gemma3", dict(layer_types=None, sliding_window=9, num_layers=7), (9, 9, 9, 9, 9, None, 9)),
     ],
     ids=str,
@@ -70,7 +84,7 @@ def test_one_rotation_table_serves_layers_that_rotate_alike():
 
 
 def test_unsupported_architecture_is_refused_with_the_supported_ones():
-    with pytest.raises(ValueError, match="did you mean 'Qwen3ForCausalLM'.*Supported: Gemma3For.*Qwen3For"):
+    with pytest.raises(ValueError, match="did you mean 'Qwen3ForCausalLM'.*Supported: .*Gemma3For.*Qwen3For"):
         find_class(tiny_config("qwen3", architectures=["Qwen3MoeForCausalLM"]).architectures)
 
 

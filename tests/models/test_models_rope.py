@@ -1,5 +1,7 @@
 """Position tables."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from tiny_models import tiny_config
@@ -7,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from nanoinfer.kernels.reference import apply_rope
 from nanoinfer.layers import rope
-from nanoinfer.layers.rope import rope_inv_freq, rope_table
+from nanoinfer.layers.rope import Context, longest_contexts, query_scales, rope_inv_freq, rope_table
 
 DEFAULT = dict(rope_type="default", rope_theta=10000.0)
 LLAMA3 = dict(
@@ -20,16 +22,82 @@ LLAMA3 = dict(
 )
 
 
-@pytest.mark.parametrize("parameters", [DEFAULT, LLAMA3, dict(DEFAULT, rope_type="linear", factor=4.0)])
+YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=1024)
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    short_factor=[1.0 + i / 32 for i in range(32)],
+    long_factor=[1.0 + i / 4 for i in range(32)],
+    original_max_position_embeddings=512,
+)
+ROTATIONS = {
+    "default": DEFAULT,
+    "llama3": LLAMA3,
+    "linear": dict(DEFAULT, rope_type="linear", factor=4.0),
+    "dynamic": dict(DEFAULT, rope_type="dynamic", factor=4.0),
+    "proportional": dict(DEFAULT, rope_type="proportional", partial_rotary_factor=0.25, factor=2.0),
+    "yarn": YARN,
+    "yarn with factors": dict(YARN, beta_fast=16, beta_slow=2, mscale=0.7, mscale_all_dim=1.0, truncate=False),
+    "yarn with a factor on attention": dict(YARN, attention_factor=0.7),
+    "longrope": LONGROPE,
+    "longrope with a factor": dict(LONGROPE, factor=8.0),
+}
+
+
+@pytest.mark.parametrize("length", [300, 4096])
+@pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotation_equals_transformers_bit_for_bit(parameters, dtype):
-    config = tiny_config("llama", head_dim=64, rope_parameters=dict(parameters))
-    positions = torch.tensor([0, 1, 511, 512, 4095])
-    x = torch.randn(5, 3, 64).to(dtype)
+def test_rotation_equals_transformers_bit_for_bit(name, dtype, length):
+    """Of sequences that are as long as the context that was asked for, on either side of what switches."""
+    config = tiny_config("llama", head_dim=64, rope_parameters=dict(ROTATIONS[name]), max_position_embeddings=2048)
+    positions = torch.tensor([0, 1, 200, length - 1])
+    x = torch.randn(4, 3, 64).to(dtype)
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
     expected = apply_rotary_pos_emb(x, x, cos[0], sin[0])[0]
-    table = rope_table(parameters, 64, 4096, dtype, "cpu")
+    table = rope_table(config.rope_parameters, 64, length, dtype, "cpu", Context(2048, length))
     assert torch.equal(apply_rope(x, table, positions), expected)
+
+
+@pytest.mark.parametrize("family, turned", [("phi3", 0.75), ("ernie4_5", 1.0), ("glm4", 0.5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_heads_and_pairs_of_neighbours_turn_as_in_transformers(family, turned, dtype):
+    own = import_module(f"transformers.models.{family}.modeling_{family}")
+    name = {"phi3": "Phi3", "ernie4_5": "Ernie4_5", "glm4": "Glm4"}[family]
+    rope = dict(DEFAULT, partial_rotary_factor=turned)
+    config = getattr(own, f"{name}Config")(
+        head_dim=32, hidden_size=64, num_attention_heads=2, num_key_value_heads=2, rope_parameters=dict(rope)
+    )
+    positions, x = torch.tensor([0, 1, 77, 4095]), torch.randn(4, 2, 32).to(dtype)
+    cos, sin = getattr(own, f"{name}RotaryEmbedding")(config)(x, positions[None])
+    expected = own.apply_rotary_pos_emb(x, x, cos[0], sin[0])[0]
+    table = rope_table(rope, 32, 4096, torch.float32 if family == "ernie4_5" else dtype, "cpu")
+    assert table.shape == (4096, turned * 32)
+    assert torch.equal(apply_rope(x, table, positions, interleaved=family != "phi3"), expected)
+
+
+def test_the_context_that_is_asked_for_chooses_the_rotation():
+    """transformers would turn the same positions otherwise as soon as one lies beyond."""
+    for parameters, limit, beyond in ((LONGROPE, 512, 513), (ROTATIONS["dynamic"], 2048, 3000)):
+        short, same, long = (
+            rope_table(parameters, 64, 100, torch.float32, "cpu", Context(2048, length))
+            for length in (100, limit, beyond)
+        )
+        assert torch.equal(short, same) and not torch.equal(short, long)
+
+
+@pytest.mark.parametrize(
+    "rope, limits",
+    [(DEFAULT, (2048, 2048)), (YARN, (4096, 4096)), (ROTATIONS["dynamic"], (2048, 8192)), (LONGROPE, (2048, 2048))],
+)
+def test_how_long_contexts_may_be(rope, limits):
+    assert longest_contexts(rope, 2048) == limits
+
+
+def test_query_factors_are_those_of_transformers():
+    from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
+
+    want = get_llama_4_attn_scale(torch.arange(200)[None], 0.1, 16)[0, 0, :, 0].bfloat16()
+    assert torch.equal(query_scales(0.1, 16, 200, torch.bfloat16, "cpu"), want) and want[-1] > 1.2
 
 
 def test_llama3_keeps_short_and_divides_long_wavelengths():
@@ -57,6 +125,7 @@ def test_table_does_not_depend_on_the_rows_made_at_a_time(monkeypatch):
         (dict(DEFAULT, rope_type="linear"), "'linear' needs factor"),
         (dict(rope_type="default"), "'default' needs rope_theta"),
         (dict(DEFAULT, rope_type="yarn", factor=4.0), "'yarn' needs original_max_position_embeddings"),
+        (dict(LONGROPE), "short_factor has 32 entries, it must have one for each of a head's 16 pairs"),
         (dict(DEFAULT, partial_rotary_factor=0.48), "0.48 turns 15 of the 32 elements"),
         (dict(DEFAULT, partial_rotary_factor=0.01), "0.01 turns 0 of the 32 elements"),
     ],

@@ -8,20 +8,27 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     NemotronConfig,
     Olmo2Config,
     Olmo3Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
     Starcoder2Config,
 )
 
@@ -42,6 +49,13 @@ _CONFIGS = {
     "glm": GlmConfig,
     "glm4": Glm4Config,
     "nemotron": NemotronConfig,
+    "ernie4_5": Ernie4_5Config,
+    "hunyuan": HunYuanDenseV1Config,
+    "ministral": MinistralConfig,
+    "ministral3": Ministral3Config,
+    "phi3": Phi3Config,
+    "seed_oss": SeedOssConfig,
+    "smollm3": SmolLM3Config,
 }
 
 
@@ -89,11 +103,17 @@ def tiny_config(
         if family == "granite4":
             fields |= dict(shared_intermediate_size=56, num_local_experts=0, position_embedding_type="rope")
             fields |= dict(layer_types=["attention"] * num_layers, mamba_n_heads=1)
-    elif family == "starcoder2":
+    elif family in ("starcoder2", "ministral3"):
         fields |= dict(sliding_window=sliding_window)
+    elif family == "ministral":
+        fields |= dict(sliding_window=sliding_window or 8)
     elif family in ("olmo3", "exaone4"):
         layer_types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
         fields |= dict(sliding_window=None if sliding_window == 0 else sliding_window or 8, layer_types=layer_types)
+    elif family == "phi3":  # which has no head_dim of its own
+        fields |= dict(sliding_window=sliding_window, hidden_size=head_dim * num_heads)
+    elif family == "smollm3":
+        fields |= dict(sliding_window=sliding_window, use_sliding_window=sliding_window is not None)
     elif sliding_window is not None:
         raise ValueError(f"{family} has no sliding window")
     return _CONFIGS[family](**(fields | overrides))

@@ -1,0 +1,32 @@
+"""Hunyuan, dense: a norm on each query and key head behind the rotation."""
+
+from collections.abc import Mapping
+
+from transformers import PretrainedConfig
+
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.layer import Traits
+from nanoinfer.models.registry import register
+
+
+@register("HunYuanDenseV1ForCausalLM")
+class HunYuanDense(Decoder):
+    """https://huggingface.co/tencent/Hunyuan-7B-Instruct"""
+
+    model_type = "hunyuan_v1_dense"
+    names = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
+    can_stretch = False  # it has been: by alpha
+
+    @classmethod
+    def traits(cls, hf_config: PretrainedConfig) -> Traits:
+        bias = hf_config.attention_bias
+        return super().traits(hf_config, qkv_bias=bias, output_bias=bias, qk_norm="rotated head")
+
+    @classmethod
+    def rope_parameters(cls, hf_config: PretrainedConfig) -> tuple[Mapping | None, ...]:
+        """A "dynamic" rotation with alpha is a plain one of a larger base, whatever the length."""
+        rope = hf_config.rope_parameters
+        if rope["rope_type"] == "dynamic" and rope.get("alpha"):
+            dim = hf_config.head_dim
+            rope = dict(rope_type="default", rope_theta=rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2)))
+        return (rope,) * hf_config.num_hidden_layers
