@@ -27,9 +27,11 @@ class RequestMetrics:
     queue_time: float | None = None
     """From arrival to the first step that computed a token of the request."""
     time_to_first_token: float | None = None
-    """From arrival to the first generated token."""
+    """From arrival until the first generated token is returned."""
     time_per_output_token: float | None = None
-    """Mean time between generated tokens, the first one not counted; None with fewer than two."""
+    """Mean time in which a token behind the first one was made; None with fewer than two. It counts from when the token
+    before was made. That one may be returned later, because steps run ahead: so this time and `time_to_first_token` may
+    both contain the second token's step."""
     total_time: float | None = None
     """From arrival to the end of the request."""
     num_prompt_tokens: int = 0

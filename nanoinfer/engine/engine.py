@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,6 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.engine.start import build
 from nanoinfer.engine.stats import statistics
 from nanoinfer.engine.trace import Trace
-from nanoinfer.engine.turns import Turns
 from nanoinfer.outputs import StreamOutput
 from nanoinfer.requests.prompts import Prompt
 from nanoinfer.requests.request import Request
@@ -31,6 +31,60 @@ from offload import Runtime
 
 # What a closed engine lacks.
 _PARTS = ("work", "runner", "scheduler", "planner", "kv_cache", "mover", "admission")
+
+
+class BusyError(RuntimeError):
+    """Another thread is in a call of the engine."""
+
+
+class Turns:
+    """Whose turn it is: one thread at a time is in an engine, and whoever drops requests meanwhile waits for nobody.
+
+    Args:
+        end_dropped: ends the requests in `dropped` and removes them from it; called while nobody is inside.
+
+    Attributes:
+        dropped: ids of requests that must end and still may run. Others append to it at any moment.
+    """
+
+    def __init__(self, end_dropped: Callable[[], None]) -> None:
+        self.dropped: list[str] = []
+        self._end_dropped = end_dropped
+        self._inside: dict[str, int] = {}  # the thread that is in a call, if one is
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Refuse other threads while this one is inside. May be nested.
+
+        A change that another thread has half made would be taken for an interrupted recovery, and end its requests.
+
+        Raises:
+            RuntimeError: another thread is inside. Nothing has changed.
+        """
+        caller, is_outermost = threading.get_ident(), not self._inside
+        try:
+            if self._inside.setdefault("thread", caller) != caller:  # one operation: no thread comes in between
+                raise BusyError(
+                    "another thread is in a call of this engine, and one at a time may be: wait until it has returned "
+                    "(threading.Lock), give each thread an engine of its own, or ask a server (nanoinfer serve)"
+                )
+            yield
+        finally:
+            if is_outermost and self._inside.get("thread") == caller:
+                self._inside.clear()
+                self.drop(())
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """End requests, of which some may have ended already, as soon as nobody is inside.
+
+        For callers that cannot choose the moment: the garbage collector may close a generator on any thread, and also
+        on the thread that is inside, in the midst of a step. So nobody waits here: whoever is inside ends them, in its
+        next change or when it leaves.
+        """
+        self.dropped += request_ids
+        while self.dropped and not self._inside:
+            with suppress(BusyError):  # somebody came in meanwhile, and looks here when it leaves
+                self._end_dropped()
 
 
 class LLMEngine:
@@ -146,10 +200,11 @@ class LLMEngine:
         return (self._outputs.clear(), outputs)[1]  # in one line: an interrupt loses no output
 
     def _advance(self) -> None:
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), self.work.in_flight
+        if before is not None and before.tokens.done.query("host.read_after_step"):
+            before.tokens.made = begin  # it is read when the next step was launched
         batch = self.scheduler.schedule()
         self.meter.trace_host("schedule", begin)
-        before = self.work.in_flight
         if batch is None:
             if before is not None:
                 self._take(before)
@@ -241,6 +296,7 @@ class LLMEngine:
         begin = time.perf_counter()
         sampled = step.tokens.read()
         read = time.perf_counter()
+        made = read if step.tokens.made is None else step.tokens.made
         self.meter.trace_host("wait for tokens", begin)
         self.meter.count(step, read, read - begin)
         for sequence, (token_id, logprobs, error) in zip(step.batch.sampled, sampled, strict=True):
@@ -250,7 +306,7 @@ class LLMEngine:
             try:
                 if error is not None:
                     raise error
-                request.take(sequence, token_id, logprobs, read)
+                request.take(sequence, token_id, logprobs, read, made)
                 output = request.stream_output(sequence)
             except Exception as failure:
                 self._outputs += request.fail(failure)

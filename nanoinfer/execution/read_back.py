@@ -21,14 +21,17 @@ class PendingTokens:
     Attributes:
         check: returns for each token, once the step has run, why it is unusable, or None.
         streamed_bytes: [members of the step] int64, the bytes that are streamed for each; None: nothing streams.
+        done: recorded behind the step.
+        made: when the step was seen to have run, if it was before the host waited for it.
     """
 
     def __init__(
         self, count: int, tokens: torch.Tensor, logprobs: list[torch.Tensor], wanted: list[int], done: Event
     ) -> None:
-        self._count, self._tokens, self._logprobs, self._wanted, self._done = count, tokens, logprobs, wanted, done
+        self._count, self._tokens, self._logprobs, self._wanted, self.done = count, tokens, logprobs, wanted, done
         self.check: Callable[[], list[Exception | None]] = lambda: [None] * count
         self.streamed_bytes: np.ndarray | None = None
+        self.made: float | None = None
 
     def read(self) -> list[tuple[int, tuple[float, int, list[float], list[int]] | None, Exception | None]]:
         """Wait until the step has run, and return what it sampled.
@@ -37,7 +40,7 @@ class PendingTokens:
             For each sampled row its token; None, or the token's log-probability, its rank, top values and top ids; and
             None, or why the token is unusable.
         """
-        self._done.synchronize("host.read_after_step")
+        self.done.synchronize("host.read_after_step")
         logprobs: list[tuple[float, int, list[float], list[int]] | None] = [None] * self._count
         if self._wanted:
             for place, *values in zip(self._wanted, *(tensor.tolist() for tensor in self._logprobs), strict=True):

@@ -29,8 +29,9 @@ class Request:
     arrival: float = field(default_factory=time.perf_counter)
     arrival_time: float = field(default_factory=time.time)
     first_scheduled: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
+    first_token: float | None = None  # read
+    first_made: float | None = None
+    last_made: float | None = None
     sequences: list[Sequence] = field(default_factory=list)
     failure: Exception | None = None  # why its completions have the finish reason "error"
 
@@ -60,11 +61,15 @@ class Request:
         token_id: int,
         logprobs: tuple[float, int, list[float], list[int]] | None,
         now: float,
+        made: float,
     ) -> None:
-        """Append a token that was read at `now`, and set the finish_reason if the completion ends with it."""
-        self.last_token = now
+        """Append a token that was read at `now`, and set the finish_reason if the completion ends with it.
+
+        made: when the token was first seen to be there. The host may have launched the step behind it since.
+        """
+        self.last_made = made
         if self.first_token is None:
-            self.first_token = now
+            self.first_token, self.first_made = now, made
         sequence.token_ids.append(token_id)
         if logprobs is not None:
             self._take_logprobs(sequence, token_id, logprobs)
@@ -175,8 +180,8 @@ class Request:
             return None if moment is None else moment - self.arrival
 
         per_token = None
-        if steps > 0 and self.first_token is not None and self.last_token is not None:
-            per_token = (self.last_token - self.first_token) / steps
+        if steps > 0 and self.first_made is not None and self.last_made is not None:
+            per_token = (self.last_made - self.first_made) / steps
         return RequestMetrics(
             arrival_time=self.arrival_time,
             queue_time=since_arrival(self.first_scheduled),

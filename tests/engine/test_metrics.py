@@ -1,6 +1,7 @@
 """What the engine says of its own steps: timelines, bounds, advice, notes, traces."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from engines import COMMON, make_engine, random_prompts, run, some_params
@@ -118,6 +119,42 @@ def test_a_request_counts_its_own_blocks(path):
         assert found.kv_resident_share == share
         assert found.streamed_bytes == (0 if share else (8 * 2 + 3 * 3) * BLOCK_BYTES)
         assert (found.copy_wait_time > 0) == (engine.meter.times.wait_fraction > 0)
+
+
+@pytest.mark.parametrize("mode", ["resident", "offload"])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_the_time_per_token_is_that_of_a_step_though_steps_run_ahead(path, monkeypatch, mode, is_asynchronous):
+    """A step takes a second, which passes at its launch (the CPU computes then) or beside the host."""
+    engine = make_engine(path, enable_cpu_offload=mode == "offload")
+    clock, ends = [0.0], [0.0]
+    execute = engine.runner.execute
+
+    class Done:
+        def __init__(self) -> None:
+            self.end = max(clock[0], ends[-1]) + 1.0
+            ends.append(self.end)
+
+        def query(self, rule):
+            return clock[0] >= self.end
+
+        def synchronize(self, rule):
+            clock[0] = max(clock[0], self.end)
+
+    def one_second(*arguments):
+        tokens = execute(*arguments)
+        tokens.done = Done()
+        if not is_asynchronous:
+            tokens.done.synchronize(None)
+        return tokens
+
+    monkeypatch.setattr("nanoinfer.engine.engine.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(engine.runner, "execute", one_second)
+    for length in (1, 2, 3, 7):
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        request = engine.add_request("r", [5, 6, 7], params)
+        while not request.is_finished:
+            engine.step()
+        assert request.metrics().time_per_output_token == (None if length == 1 else 1.0)
 
 
 def test_settings_without_effect_are_named(path, capsys):
