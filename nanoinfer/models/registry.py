@@ -39,6 +39,11 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted(_MODELS))
 
 
+def architecture_of(model_type: str) -> str | None:
+    """Return the name of the architecture whose configs have this `model_type`; None: it is not supported."""
+    return next((name for name in supported_architectures() if _MODELS[name].model_type == model_type), None)
+
+
 def find_class(architectures: list[str] | None) -> type[Decoder]:
     """Return the class of the first supported one of a config's `architectures`; ValueError if there is none."""
     _import_families()

@@ -43,7 +43,8 @@ def unpack(prompt: Prompt) -> str | list[int]:
     if isinstance(prompt, Mapping):
         given = {name: value for name, value in prompt.items() if value is not None}
         if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
-            raise RequestError(f"the prompt is a dict with {shown(list(given))}: give {_FORMS}", field="prompt")
+            images = "images are not supported, " if "multi_modal_data" in given else ""
+            raise RequestError(f"the prompt is a dict with {shown(list(given))}: {images}give {_FORMS}", field="prompt")
         if "prompt_token_ids" in given:
             prompt = _plain_ids(given["prompt_token_ids"])
             if not isinstance(prompt, list | tuple):
@@ -139,15 +140,21 @@ def _plain_message(where: str, message: Any) -> dict[str, Any]:
     if content is None and message["role"] == "assistant":
         content = ""
     if isinstance(content, list):
-        if not all(map(_is_text_part, content)):
-            raise RequestError(
-                f'{where}.content has a part that is no {{"type": "text", "text": ...}}: only text is supported',
-                field="messages",
-            )
+        for part in content:
+            if not _is_text_part(part):
+                raise RequestError(_refusal(where, part), field="messages")
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise RequestError(f"{where}.content is {shown(content)}: give text or a list of text parts", field="messages")
     return {**{name: value for name, value in message.items() if value is not None}, "content": content}
+
+
+def _refusal(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        others = "images are not supported, " if "image" in kind else ""
+        return f"{where}.content has a part of type {shown(kind)}: {others}only text is supported"
+    return f'{where}.content has a part that is no {{"type": "text", "text": ...}}: only text is supported'
 
 
 def _is_text_part(part: Any) -> bool:

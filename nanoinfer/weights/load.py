@@ -27,6 +27,7 @@ from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_config, ch
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.overrides import with_overrides
 from nanoinfer.weights.read import TensorEntry
+from nanoinfer.weights.text_part import WRAPPERS, say_what_is_skipped, text_config, text_tensors
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 CONFIG_AND_TOKENIZER = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -105,6 +106,9 @@ def load_config(
     if not path.is_file():
         raise ValueError(f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint")
     raw = read_json_object(path)
+    ARCHITECTURES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
+    is_text_part = bool(raw.get("architectures")) and raw["architectures"][0] in WRAPPERS
+    raw = text_config(path, raw) if is_text_part else raw
     raw = with_overrides(raw, overrides) if overrides else raw
     ARCHITECTURES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
     try:
@@ -114,7 +118,7 @@ def load_config(
     check_fields(path, raw, model_class)
     try:
         # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.
-        if overrides:
+        if overrides or is_text_part:
             hf_config = transformers.AutoConfig.for_model(**raw)
             hf_config.name_or_path = model_dir
         else:
@@ -130,8 +134,12 @@ def load_config(
         settings = read_json_object(older).get("quantization")
         OBJECT.check(f"{older} is not valid", "quantization", settings)
         hf_config.quantization_config = {**settings, "quant_method": "modelopt"}
+    hf_config.is_text_part = is_text_part
     try:
-        hf_config.checkpoint_dtypes = {name: one.dtype for name, one in check_safetensors(model_dir).items()}
+        entries = tensors_of(model_dir, hf_config)
+        hf_config.checkpoint_dtypes = {name: one.dtype for name, one in entries.items()}
+        if is_text_part:  # the configs of some say nothing, and what transformers takes then fits others
+            hf_config.tie_word_embeddings = not any(name.startswith("lm_head.") for name in entries)
     except ValueError:  # the files are not there, or not whole: loading says what is wrong
         hf_config.checkpoint_dtypes = None
     return hf_config
@@ -168,6 +176,12 @@ def _is_deeper_than(depth: int, content: Any) -> bool:
         children = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
         level = [child for child in children if isinstance(child, dict | list)]
     return bool(level)
+
+
+def tensors_of(model_dir: str | Path, hf_config: PretrainedConfig) -> dict[str, TensorEntry]:
+    """Return the tensors of a checkpoint by their names in the model, as `check_safetensors` does."""
+    entries = check_safetensors(model_dir)
+    return text_tensors(entries) if getattr(hf_config, "is_text_part", False) else entries
 
 
 def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
@@ -283,10 +297,12 @@ def load_model(
         model = model_class(hf_config, spec, device=device, max_position=max_position, context=context)
         fill_with_noise(model, seed, progress)
     elif load_format == "auto":
-        entries = check_safetensors(model_dir)
+        entries = tensors_of(model_dir, hf_config)
         check_matches(entries, model_class(hf_config, spec, device="meta", max_position=1), model_dir)
         model = model_class(hf_config, spec, device=device, max_position=max_position, context=context)
         fill_from_files(model, entries, device, progress)
+        if getattr(hf_config, "is_text_part", False):
+            say_what_is_skipped(model_dir, check_safetensors(model_dir))
     else:
         raise ValueError(f'load_format={load_format!r} is not supported: give "auto" or "dummy"')
     return model.eval()

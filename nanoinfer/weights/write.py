@@ -29,14 +29,15 @@ from nanoinfer.weights.load import (
     CONFIG_AND_TOKENIZER,
     FILE_DTYPES,
     check_matches,
-    check_safetensors,
     find_model,
     load_config,
     read_json_object,
     read_spec,
+    tensors_of,
 )
 from nanoinfer.weights.quantize import EMBEDDINGS, quantised_config, settings_for
 from nanoinfer.weights.read import TensorEntry
+from nanoinfer.weights.text_part import text_config
 
 _SHARD_BYTES = 4 * 2**30
 _INDEX = "model.safetensors.index.json"
@@ -99,7 +100,10 @@ def quantise_checkpoint(
         )
     settings = settings_for(hf_config, quantization, head_quantization)
     parts = _parts(model_dir, quantised_config(hf_config, quantization, head_quantization))
-    config = read_json_object(model_dir / "config.json") | dict(quantization_config=settings)
+    config = read_json_object(model_dir / "config.json")
+    if hf_config.is_text_part:  # what is written is a checkpoint of the text model alone
+        config = text_config(model_dir / "config.json", config) | {"tie_word_embeddings": hf_config.tie_word_embeddings}
+    config |= dict(quantization_config=settings)
     with _whole_directory(out, sum(part.num_bytes for part in parts)) as directory:
         _write_weights(directory, parts, device, progress)
         for path in sorted({path for pattern in CONFIG_AND_TOKENIZER for path in model_dir.glob(pattern)}):
@@ -110,7 +114,7 @@ def quantise_checkpoint(
 
 
 def _parts(model_dir: Path, hf_config: PretrainedConfig) -> list[_Part]:
-    entries, spec, formats = check_safetensors(model_dir), read_spec(hf_config, "auto"), formats_of(hf_config)
+    entries, spec, formats = tensors_of(model_dir, hf_config), read_spec(hf_config, "auto"), formats_of(hf_config)
     model = find_class(hf_config.architectures)(hf_config, spec, device="meta", max_position=1)
     check_matches(entries, model, model_dir)
     views, found = model.checkpoint_views(), []

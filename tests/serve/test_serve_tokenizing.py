@@ -159,6 +159,7 @@ def test_parts_of_a_message_are_text_by_their_type_too(path):
                     assert response.status_code == 400, (url, kind)
                     error = response.json()["error"]
                     assert error["param"] == "messages" and "only text is supported" in error["message"]
+                    assert ("images are not supported" in error["message"]) == (kind == "image_url")
             parts = [{"type": "text", "text": "w31"}, {"text": "w32"}, {"type": None, "text": "w33"}]
             response = await served.post("/tokenize", messages=[{"role": "user", "content": parts}])
             assert response.json()["tokens"] == [7, 31, 32, 33, 9]

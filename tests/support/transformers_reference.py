@@ -5,8 +5,8 @@ import transformers
 
 
 @torch.inference_mode()
-def reference_tokens(path, prompts, max_tokens):
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def reference_tokens(path, prompts, max_tokens, model_class=transformers.AutoModelForCausalLM):
+    model = model_class.from_pretrained(path, dtype=torch.float32).eval()
     wanted = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

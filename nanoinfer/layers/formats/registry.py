@@ -11,6 +11,7 @@ from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.layers.formats.fp8 import FP8, ModelOpt
 from nanoinfer.layers.formats.gptq_awq import AWQ, GPTQ, AutoRound
 from nanoinfer.layers.formats.online import Online
+from nanoinfer.layers.formats.text_part import TextPart, long_names
 
 FORMATS: dict[str, type[Formats]] = {
     reader.name: reader for reader in (CompressedTensors, GPTQ, AutoRound, AWQ, FP8, ModelOpt)
@@ -21,7 +22,8 @@ FORMATS: dict[str, type[Formats]] = {
 def formats_of(hf_config: PretrainedConfig) -> Formats:
     """Return the formats of a model's projections, from its config's quantization_config.
 
-    `hf_config.checkpoint_dtypes`, where it is there, has the dtype of each tensor of the checkpoint, and
+    `hf_config.checkpoint_dtypes`, where it is there, has the dtype of each tensor of the checkpoint,
+    `hf_config.is_text_part` says that the checkpoint is multimodal, and
     `hf_config.quantised_while_read`, where it is there, `settings` and `quantization` of an `Online`.
 
     Raises:
@@ -37,7 +39,10 @@ def formats_of(hf_config: PretrainedConfig) -> Formats:
                 f"the config has a quantization_config with quant_method={shown(method)}, which is not supported"
                 f"{did_you_mean(str(method), FORMATS)}. Supported: {', '.join(FORMATS)}"
             )
-        tensors = CheckpointTensors(dtype, getattr(hf_config, "checkpoint_dtypes", None))
-        found = FORMATS[method](dict(settings), tensors)
+        dtypes, is_part = getattr(hf_config, "checkpoint_dtypes", None), getattr(hf_config, "is_text_part", False)
+        if dtypes is not None and is_part:
+            dtypes = {long: dtype for name, dtype in dtypes.items() for long in long_names(name)}
+        found = FORMATS[method](dict(settings), CheckpointTensors(dtype, dtypes))
+        found = TextPart(found, settings) if is_part else found
     online = getattr(hf_config, "quantised_while_read", None)
     return found if online is None else Online(found, *online, dtype)

@@ -1,0 +1,66 @@
+"""Names of a text model's modules in a multimodal checkpoint, and the formats of one that is quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nanoinfer.layers.formats.base import DENSE, Formats, WeightFormat
+
+# What a name begins with where the text model alone would have the second: as transformers writes it since 4.52 in
+# memory, and in files.
+_BEGINNINGS = (
+    (("model.language_model.", "model."), ("lm_head.", "lm_head.")),
+    (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
+)
+_OTHERS = tuple(
+    f"{beginning}{part}." for beginning in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+)
+
+
+def is_of_other_part(name: str) -> bool:
+    """Whether a tensor belongs to the vision model, or to what joins it to the text model."""
+    return name.startswith(_OTHERS)
+
+
+def text_name(name: str) -> str:
+    """Return the name that a tensor of the checkpoint has in the text model."""
+    for long, short in (pair for way in _BEGINNINGS for pair in way):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
+
+
+def long_names(name: str) -> list[str]:
+    """Return the names that a tensor of the text model may have in the checkpoint, the newer way first."""
+    found = [long + name.removeprefix(short) for way in _BEGINNINGS for long, short in way if name.startswith(short)]
+    return found or [name]
+
+
+class TextPart(Formats):
+    """The formats of the text model, from those of the whole checkpoint. settings: its quantization_config."""
+
+    def __init__(self, base: Formats, settings: dict[str, Any]) -> None:
+        self._base, self.notice = base, base.notice
+        self._is_newer = any("model.language_model" in text for text in _texts(settings))
+
+    def of(self, name: str) -> WeightFormat:
+        newer, older = (long.removesuffix(".") for long in long_names(f"{name}."))
+        if name == "lm_head" and self._base.of(newer) is DENSE:  # either way says that it is left out
+            return DENSE
+        return self._base.of(newer if self._is_newer else older)
+
+    def of_embeddings(self, name: str) -> WeightFormat:
+        return self._base.of_embeddings(long_names(name)[not self._is_newer])
+
+    def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
+        self._base.check_options(quantization, kv_cache_dtype)
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """All texts in an object, without the backslashes of regular expressions."""
+    if isinstance(content, str):
+        yield content.replace("\\", "")
+    elif isinstance(content, dict | list):
+        for one in [*content, *content.values()] if isinstance(content, dict) else content:
+            yield from _texts(one)

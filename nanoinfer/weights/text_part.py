@@ -1,0 +1,59 @@
+"""The text part of multimodal checkpoints, which runs alone: its config and its tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.common.errors import shown
+from nanoinfer.layers.formats.text_part import is_of_other_part, text_name
+from nanoinfer.models.registry import architecture_of, supported_architectures
+from nanoinfer.weights.checkpoint import OBJECT
+from nanoinfer.weights.read import TensorEntry
+
+# By architecture: the model_type of a text_config that names none.
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "LlavaForConditionalGeneration": "llama",
+}
+
+
+def text_config(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json that the text part of a checkpoint would have alone.
+
+    path, raw: the config.json of one of the architectures of `WRAPPERS`.
+
+    Raises:
+        ValueError: it has no text part, or one that is not supported.
+    """
+    wrapper = raw["architectures"][0]
+    OBJECT.check(f"{path} is no valid config", "text_config", raw.get("text_config"))
+    outer = ("quantization_config", "compression_config", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+    found = {name: raw[name] for name in outer if raw.get(name) is not None}
+    found = {"model_type": WRAPPERS[wrapper]} | raw["text_config"] | found
+    architecture = architecture_of(found["model_type"])
+    if architecture is None:
+        raise ValueError(
+            f"{path}: the text part of this {wrapper} has model_type {shown(found['model_type'])}, which is not "
+            f"supported. Supported: {', '.join(supported_architectures())}"
+        )
+    return found | {"architectures": [architecture]}
+
+
+def text_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors of the text part, by the names that they would have alone."""
+    return {text_name(name): entry for name, entry in entries.items() if not is_of_other_part(name)}
+
+
+def say_what_is_skipped(model_dir: str | Path, entries: Mapping[str, TensorEntry]) -> None:
+    """Warn of weights that do not run. entries: of the whole checkpoint."""
+    skipped = [entry.num_bytes for name, entry in entries.items() if is_of_other_part(name)]
+    if skipped:
+        warnings.warn(
+            f"the text part of {model_dir} runs alone: its vision weights ({len(skipped):,} tensors, "
+            f"{sum(skipped) / 2**20:,.0f} MiB) are skipped, and images are refused",
+            stacklevel=2,
+        )
