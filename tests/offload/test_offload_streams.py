@@ -16,6 +16,7 @@ from simulated import RaceError, SimulatedRuntime
 
 from offload import BlockLifetimes, BlockPool, Chunk, HostPool, KVLayout, OffloadEngine, Ring, Staging, StreamPlan, pack
 from offload.blocks import GPU
+from offload.engine import MAX_UNREAD
 from offload.lifetimes import GPU_RULE, WRITES
 
 LAYOUT = KVLayout(num_layers=3, block_size=2, num_kv_heads=1, head_dim=1, dtype=torch.float32)
@@ -371,6 +372,23 @@ def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
         assert toy.engine.counters.num_fills == before + 3 * LAYOUT.num_layers + 2, (
             "what a failed step prefetched was used"
         )
+
+
+def test_of_many_operations_in_flight_none_is_forgotten_that_has_not_run():
+    """However many were noted behind it: its block is free only when it has been stored."""
+    num_pending = 0
+    for seed in range(20):
+        toy, content = storing_toy(seed)
+        toy.lifetimes.host_blocks.allocate(1)
+        toy.store([(2, 5)] * (2 * MAX_UNREAD))
+        assert is_queued(toy, "write")
+        toy.lifetimes.release_gpu([1])
+        num_pending += toy.lifetimes.num_deferred_gpu
+        toy.lifetimes.wait_for_gpu(1)
+        toy.compute_stream.run(lambda toy=toy: toy.gpu_kv[:, 1].fill_(torch.nan))
+        toy.runtime.synchronize()
+        assert torch.equal(toy.engine.host.block(0, 0), content[0, 1]), f"seed {seed}"
+    assert num_pending == 20
 
 
 def test_events_that_nobody_asks_about_do_not_pile_up():
