@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from engines import SMALL, assert_pools_as_before, make_engine, random_prompts, run
+from engines import BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run
 from request_helpers import Script, play, record_batches, shrink_gpu_pool, tree_of_prompts
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
@@ -151,6 +151,45 @@ def to_the_end(engine, requests):
         engine.step()
     assert_pools_as_before(engine)
     return [request.sequences[0].output_token_ids for request in requests]
+
+
+def test_who_finds_no_room_on_the_host_gives_back_what_was_kept_for_another_one(path):
+    """The document is kept already, its own tail finds no room."""
+    engine = make_engine(path, max_num_batched_tokens=256, host_memory_limit=7 * BLOCK_BYTES)
+    requests, wanted = share_a_document(engine, path)
+    two_give_way(engine)
+    assert [request.is_finished for request in requests] == [False, True, False]
+    assert engine.mover.kept.num_used == engine.mover.kept.num_blocks == 7 and not engine.mover.kept.num_shared
+    waiting, engine.scheduler.waiting = engine.scheduler.waiting, type(engine.scheduler.waiting)()
+    engine.step()  # reads their tokens
+    engine.scheduler.waiting = waiting
+    found = to_the_end(engine, requests)
+    assert found[0] == wanted[0] and found[2] == wanted[2] and "host_memory_limit" in requests[1].error
+
+
+def test_an_interrupt_between_keeping_kv_and_giving_back_its_row_leaves_one_that_waits(path):
+    prompts, params = random_prompts(3, 40, 44, seed=9), [greedy(30)] * 3
+    engine = make_engine(path, enable_prefix_caching=False)
+    give_back, release, interrupted = shrink_gpu_pool(engine, 9), engine.kv_cache.release, []
+
+    def interrupt(sequence, **arguments):
+        if sequence.kept_blocks is not None and not interrupted:
+            interrupted.append(sequence)
+            raise KeyboardInterrupt
+        release(sequence, **arguments)
+
+    engine.kv_cache.release = interrupt
+    requests = [engine.add_request(str(i), *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+    while engine.has_work:
+        with suppress(KeyboardInterrupt):
+            engine.step()
+        if interrupted:
+            assert all(sequence.kept_blocks is None for sequence in engine.scheduler.running)
+    assert interrupted
+    wanted = tokens_of(run(make_engine(path, enable_prefix_caching=False), prompts, params))
+    assert [request.sequences[0].output_token_ids for request in requests] == wanted
+    give_back()
+    assert_pools_as_before(engine)
 
 
 def test_a_beginning_that_several_share_is_kept_once_and_shared_again(path):
