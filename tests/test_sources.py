@@ -150,13 +150,11 @@ TESTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT /
 # Private names of our files that a test reads or replaces, where nothing public shows what it asserts.
 TESTS_THAT_LOOK_INSIDE = {
     "tests/commands/test_quantize.py": {"_write_header"},
-    "tests/engine/test_auto_offload.py": {"_admit_kept"},
     "tests/engine/test_engine_bad_input.py": {"_thread"},
     "tests/engine/test_llm_streams.py": {"_streams"},
     "tests/gpu/test_llm_gpu.py": {"_thread"},
     "tests/gpu/test_pinned_gpu.py": {"_thread"},
     "tests/gpu/test_weight_files_gpu.py": {"_registered"},
-    "tests/kv/test_admission.py": {"_admit_kept", "_refuse"},
     "tests/offload/test_pinned.py": {"_stop", "_thread"},
     "tests/serve/test_serve_failures.py": {"_inbox", "_thread"},
     "tests/support/repeats.py": {"_made", "_repeated"},

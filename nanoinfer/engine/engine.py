@@ -122,6 +122,7 @@ class LLMEngine:
             self.plan.max_num_batched_tokens,
             max(built.runner.prefill_program.segments.capture_num_tokens, default=0),
             (lambda: self.modes.enter_offload(self.scheduler.running)) if self.modes.may_spill else None,
+            self._refuse,
             self._fail_sequence,
         )
         self.sampling_defaults = built.sampling_defaults  # for fields of SamplingParams that a user leaves out
@@ -208,7 +209,7 @@ class LLMEngine:
         if batch is None:
             if before is not None:
                 self._take(before)
-            elif self.scheduler.has_work:
+            elif self.scheduler.waiting:  # nothing can run: whoever loops over `has_work` would never leave
                 first = self.scheduler.waiting[0]
                 self._fail_sequence(first, self.modes.refusal(first))
             return
@@ -247,6 +248,13 @@ class LLMEngine:
                 pass
         else:
             self._turns.dropped.clear()  # closed: nothing runs
+
+    def _refuse(self, sequence: Sequence) -> bool:
+        """End the request of a waiting sequence if no pool that can be used can hold it; return whether it did."""
+        if self.modes.can_hold(sequence):
+            return False
+        self._fail_sequence(sequence, self.modes.refusal(sequence))
+        return True
 
     def _fail_sequence(self, sequence: Sequence, error: Exception) -> None:
         """End the request of a sequence because of an error that concerns only this request; free what it holds."""
@@ -377,7 +385,6 @@ class LLMEngine:
         with self.alone():
             for request in self.work.requests.values():
                 request.abort()
-            self.admission.forget()  # what it remembers refers back to it: memory would wait for the garbage collector
             self.runner.close()
             self.modes.close()  # prompts can still be checked
             for name in _PARTS:

@@ -17,7 +17,7 @@ class Modes:
     """The engine's modes.
 
     Attributes:
-        may_spill: whether the engine may enter offload mode by itself: "auto", and not all full-length rows fit.
+        may_spill: whether the engine may enter offload mode by itself (see `nanoinfer.engine.start.may_spill`).
         error: why "auto" could not enter offload mode.
     """
 
@@ -25,8 +25,7 @@ class Modes:
         self.error: Exception | None = None
         self._config, self._runner, self._tables = built.config, built.runner, built.kv_cache.tables
         self._admission, self._mover = built.admission, built.mover
-        fits = self._tables.gpu.size <= self._tables.gpu_blocks.num_blocks
-        self.may_spill = built.config.enable_cpu_offload == "auto" and not fits
+        self.may_spill = built.admission.may_spill
 
     def close(self) -> None:
         """Let go of everything that holds memory. The modes cannot be used afterwards."""
@@ -39,7 +38,13 @@ class Modes:
     @property
     def possible(self) -> list[str]:
         """The current mode, and the one that the engine may enter by itself."""
-        return [self.current] if self._config.enable_cpu_offload != "auto" else [self.current, "offload"]
+        may_spill = self.may_spill and not self._is_unusable
+        return list(dict.fromkeys([self.current, *["offload"] * may_spill]))
+
+    @property
+    def _is_unusable(self) -> bool:
+        """Whether the host pool could not be mapped or pinned when it was needed last."""
+        return isinstance(self.error, MemoryError | PinError)
 
     def max_sequence_tokens(self, mode: str) -> int:
         """Return the most tokens that one sequence can have in `mode`. A longer sequence would wait for ever."""
@@ -48,13 +53,16 @@ class Modes:
             return self._runner.plan.num_host_blocks * block_size + block_size - 1  # the tail lies on the GPU
         return self._tables.gpu_blocks.num_blocks * block_size
 
-    def refusal(self, sequence: Sequence) -> MemoryError:
-        """Return why a waiting sequence, which no usable pool can hold, cannot run.
+    def can_hold(self, sequence: Sequence) -> bool:
+        """Whether a pool that can be used holds a waiting sequence.
 
         With "auto", a request that only the host pool can hold is accepted before it is known whether that pool can be
         used.
         """
-        assert self.error is not None, "nothing can run, although every block is free"
+        return not self._is_unusable or sequence.num_tokens <= self.max_sequence_tokens("resident")
+
+    def refusal(self, sequence: Sequence) -> MemoryError:
+        """Return why a waiting sequence, which no pool that can be used can hold, cannot run."""
         return MemoryError(
             f"request {sequence.request_id!r} cannot run: it has {sequence.num_tokens} tokens, the GPU's KV pool holds "
             f"{self.max_sequence_tokens('resident')} and the host's cannot be used ({self.error}): lower "
@@ -71,6 +79,14 @@ class Modes:
                 self._require_host_pool([])
             except (MemoryError, PinError) as error:
                 self._note(error)
+        elif self._config.enable_cpu_offload == "auto" and not self._tables.all_rows_fit:
+            held = self.max_sequence_tokens("offload")
+            self._note(
+                ValueError(
+                    f"a request that the GPU's KV pool holds may have more than {held} tokens, which the host's pool "
+                    f"holds: raise host_memory_limit, or lower max_model_len to {held}"
+                )
+            )
         self._runner.capture(self.may_spill)
 
     def check(self, mode: str, running: list[Sequence], waiting: Iterable[Sequence]) -> None:
@@ -108,6 +124,8 @@ class Modes:
                 self._mover.switch_to_resident(running)
             self._admission.forget()
             self._runner.capture(mode == "offload" or self.may_spill)
+        if mode == "offload":
+            self.error = None
 
     def enter_offload(self, running: list[Sequence]) -> bool:
         """For "auto": enter offload mode if the host pool can hold the running requests; return whether it did."""
@@ -116,7 +134,6 @@ class Modes:
         except (ValueError, MemoryError, PinError) as error:
             self._note(error)
             return False
-        self.error = None
         return True
 
     def _note(self, error: Exception) -> None:

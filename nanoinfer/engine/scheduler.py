@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from nanoinfer.kv.admission import Admission
+from nanoinfer.kv.admission import MAX_HELD, Admission, Verdict
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
 from nanoinfer.requests.sequence import Sequence, SequenceState
@@ -13,7 +13,7 @@ from nanoinfer.step.batch import Batch, PrefillChunk
 
 
 class Scheduler:
-    """First come, first served, with chunked prefill.
+    """First come, first served, with chunked prefill. Who waits for room on the GPU alone may be passed for a while.
 
     A step is a prefill step or a decode step. When both are wanted and there are few tokens, prefill and decode share
     one step, so that the weights are read only once. With more tokens the two kinds take turns, so a long prompt delays
@@ -29,6 +29,8 @@ class Scheduler:
         max_mixed_tokens: the most tokens of a mixed step (prompts and running sequences); 0: no mixed steps.
         enter_offload: switches to offload mode and returns True, or returns False if that is not possible; None: never
             switch.
+        refuse: ends and removes the request of a waiting sequence and returns True, if no pool that can be used will
+            ever hold it; else returns False.
         fail: ends and removes the request of a running sequence for whose KV the host has no room.
     """
 
@@ -40,6 +42,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_mixed_tokens: int,
         enter_offload: Callable[[], bool] | None,
+        refuse: Callable[[Sequence], bool],
         fail: Callable[[Sequence, Exception], None],
     ) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -47,7 +50,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._kv_cache, self._admission, self._mover = kv_cache, admission, mover
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._enter_offload, self._fail = enter_offload, fail
+        self._enter_offload, self._refuse, self._fail = enter_offload, refuse, fail
         self.max_mixed_tokens = max_mixed_tokens
         self._last_was_prefill = False
 
@@ -94,14 +97,22 @@ class Scheduler:
         for sequence in self.running:
             if sequence.state is SequenceState.PREFILL and budget:
                 budget -= self._add_chunk(sequence, budget, chunks)
-        while self.waiting and budget:
-            sequence = self.waiting[0]
-            if not self._admission.admit(sequence):
-                # If nothing else runs, a prompt that the GPU pool cannot hold would wait for ever.
-                if self.running or not self._spill() or not self._admission.admit(sequence):
-                    break
-            self.running.append(sequence)  # append before popleft, so that an interrupt cannot lose the sequence
-            self.waiting.popleft()
+        held: list[Sequence] = []  # the first of those that wait
+        while len(held) < min(len(self.waiting), MAX_HELD) and budget:
+            sequence = self.waiting[len(held)]
+            verdict = self._admission.admit(sequence, self.running, held)
+            if verdict is Verdict.SPILL:
+                if self._spill():
+                    verdict = self._admission.admit(sequence, self.running, held)
+                elif self._refuse(sequence):
+                    continue
+            if verdict is Verdict.HELD:
+                held.append(sequence)
+                continue
+            if verdict is not Verdict.ADMITTED:
+                break
+            self.running.append(sequence)  # append before delete, so that an interrupt cannot lose the sequence
+            del self.waiting[len(held)]
             self._mover.forget(sequence)
             sequence.state = _state(sequence)
             if sequence.state is SequenceState.PREFILL:

@@ -15,6 +15,7 @@ from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.tables import BlockTables
 from nanoinfer.memory.machine import reserved_bytes, resolve_device
+from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.memory.setup import Setup
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
@@ -85,6 +86,16 @@ def kv_side(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
     gpu_copies = GPUCopies(tables, plan.max_resident_blocks, window)
     kv_cache = KVCache(tables, gpu_copies, enable_prefix_caching=config.enable_prefix_caching)
     mover = Mover(kv_cache, copies, runner.offload, layout.block_bytes)
-    only_if_faster = config.enable_cpu_offload == "auto"
-    admission = Admission(kv_cache, mover, max_splits=plan.max_splits, only_if_faster=only_if_faster)
+    admission = Admission(kv_cache, mover, max_splits=plan.max_splits, may_spill=may_spill(config, plan, tables))
     return dict(kv_cache=kv_cache, admission=admission, mover=mover)
+
+
+def may_spill(config: EngineConfig, plan: MemoryPlan, tables: BlockTables) -> bool:
+    """Return whether the engine may enter offload mode by itself: "auto", and not all full-length rows fit on the GPU.
+
+    Offload mode must hold whatever resident mode holds. Else a request that only the latter can hold would wait for a
+    mode that does not come back.
+    """
+    longest = min(plan.max_model_len, tables.gpu_blocks.num_blocks * tables.block_size)
+    holds_longest = longest // tables.block_size <= plan.num_host_blocks
+    return config.enable_cpu_offload == "auto" and not tables.all_rows_fit and holds_longest

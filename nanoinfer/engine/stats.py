@@ -99,7 +99,7 @@ def notes(engine: Engine) -> list[str]:
     """Return one sentence for each setting that had no effect."""
     config, found = engine.config, []
     offload = engine.runner.offload
-    if config.enable_cpu_offload == "auto" and not engine.modes.may_spill:
+    if config.enable_cpu_offload == "auto" and engine.kv_cache.tables.all_rows_fit:
         found.append('enable_cpu_offload="auto" has no effect: all that can run at once fits on the GPU')
     if config.enable_cpu_offload is True and engine.meter.times.num_steps and not offload.counters.streamed_bytes:
         found.append("enable_cpu_offload=True has had no effect so far: all KV fits on the GPU")

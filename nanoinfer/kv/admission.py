@@ -1,151 +1,203 @@
-"""Which sequences are let in: room, promises, equal beginnings, and what an earlier refusal still says."""
+"""Which sequences are let in: room, promises, equal beginnings, who is held back and for how long."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
 
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.mover import Mover
 from nanoinfer.requests.sequence import Sequence
 
+# A waiting sequence is held back for at most as many tries as it has so many tokens to compute. Prefill of some 150 to
+# 200 tokens takes as long as a decode step that reads the weights once (a GPU's operations per byte of its memory), so
+# a sequence is held for about as long as two or three times its prefill takes.
+TOKENS_PER_TRY = 64
+# Sequences at the head of the queue that may be held back at a time, while others pass.
+MAX_HELD = 4
 
-def never(sequence: Sequence) -> bool:
-    return False
+
+class Verdict(enum.Enum):
+    ADMITTED = "admitted"
+    REFUSED = "refused"  # there is no room: whoever stands behind waits, too
+    HELD = "held"  # there is room on the host and none on the GPU: others may pass for a while
+    SPILL = "spill"  # as before, but no longer: enter offload mode and try again
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a sequence needs to be admitted.
+
+    Attributes:
+        num_room: blocks of the home tier, those of its prefix included that nobody holds.
+        num_host: host blocks in offload mode that no running sequence has.
+        num_own: blocks that no running sequence has.
+        num_tokens: tokens that are to be computed.
+        next_key: key of the first block that was not found, or None if there is none that may be shared.
+    """
+
+    num_room: int
+    num_host: int
+    num_own: int
+    num_tokens: int
+    next_key: bytes | None
 
 
 class Admission:
     """Gives sequences their rows.
 
+    In offload mode that the engine has entered by itself, a sequence that finds no room on the GPU lowers the tokens
+    per second of all if it streams much. So it is held back for a while, in either mode, and shorter ones may pass.
+    They leave it the room on the host, the row and the splits that it waits for, so that it is admitted afterwards.
+
     Args:
         max_splits: blocks that all rows together may attend to; a shared block counts once for each of its rows.
-        only_if_faster: in offload mode, a sequence whose blocks find no room on the GPU is admitted only if that does
-            not lower the tokens per second of all sequences together.
+        may_spill: whether the engine may enter offload mode by itself, where each sequence finds room that finds it in
+            resident mode.
+
+    Attributes:
+        wanted: what the sequences need that were refused last: looking a prefix up takes long.
     """
 
-    def __init__(self, cache: KVCache, mover: Mover, *, max_splits: int, only_if_faster: bool) -> None:
-        self.max_splits = max_splits
+    def __init__(self, cache: KVCache, mover: Mover, *, max_splits: int, may_spill: bool) -> None:
+        self.max_splits, self.may_spill = max_splits, may_spill
         self._cache, self._tables, self._mover = cache, cache.tables, mover
-        self._only_if_faster = only_if_faster
-        # Says whether a sequence is the newest that was refused, and need not be tried again.
-        self._is_refused: Callable[[Sequence], bool] = never
+        self.wanted: dict[Sequence, _Wanted] = {}
+        self._held: Sequence | None = None  # the head of the queue, if it is held back
+        self._num_tries = 0  # for which it is held back yet
 
     def forget(self) -> None:
-        """Forget the last refusal: the mode or the pools have changed."""
-        self._is_refused = never
+        """Forget what was refused: the mode or the pools have changed."""
+        self.wanted.clear()
 
-    def admit(self, sequence: Sequence) -> bool:
+    def admit(self, sequence: Sequence, running: Several[Sequence], passed: Several[Sequence] = ()) -> Verdict:
         """Give the sequence a row and its blocks (resident) or a promise of them (offload), if there is room.
 
         Take up the blocks of an equal prefix, or bring back the KV that was kept when the sequence gave way; the caller
-        forgets what is kept once the sequence counts as running. Return False, with nothing changed, if there is no
-        room.
-        """
-        if not self._cache.free_rows:
-            return False
-        # Rows that share blocks need few blocks, but attend to as many splits as others.
-        if self._cache.num_reserved_splits + self._tables.num_blocks(sequence.max_num_tokens) > self.max_splits:
-            return False
-        if sequence.kept_blocks is not None:
-            return self._admit_kept(sequence)
-        if self._is_refused(sequence):
-            return False
-        hits = self._admit_resident(sequence) if not self._tables.is_offload else self._admit_offload(sequence)
-        if hits is None:
-            return False
-        self._cache.begin(sequence, len(hits))
-        return True
-
-    def _admit_resident(self, sequence: Sequence) -> list[int] | None:
-        """Return the blocks of the sequence's prefix that were found, or None if there is no room."""
-        hits = self._cache.prefixes.find(sequence)
-        missing = self._tables.num_blocks(sequence.num_tokens) - len(hits)
-        if missing > self._tables.gpu_blocks.num_free:
-            self._refuse(sequence, hits, missing - self._tables.gpu_blocks.num_free)
-            return None
-        row = self._cache.take_row(sequence)
-        blocks = hits + self._tables.gpu_blocks.allocate(missing)
-        self._tables.gpu[row, : len(blocks)] = blocks
-        return hits
-
-    def _admit_offload(self, sequence: Sequence) -> list[int] | None:
-        """Promise every host block that the sequence can ever fill, so that it is never preempted later.
-
-        Return the same as `_admit_resident`.
-        """
-        if self._cache.copies.num_obtainable < 1:
-            return None
-        hits = self._cache.prefixes.find(sequence)
-        reserve = sequence.max_num_tokens // self._tables.block_size - len(hits)
-        num_short, num_own = reserve - self._cache.num_unpromised_host, self._num_own_blocks(sequence, hits)
-        if num_short > 0 or not self._keeps_throughput(num_own):
-            self._refuse(sequence, hits, max(1, num_short), num_own if num_short <= 0 else None)
-            return None
-        row = self._cache.take_row(sequence)
-        self._tables.host[row, : len(hits)] = hits
-        self._cache.reserve_host(sequence, reserve)
-        copies = self._cache.copies.find(hits)
-        self._tables.gpu[row, len(hits) - len(copies) : len(hits)] = copies
-        self._cache.copies.note(row, first=len(hits) - len(copies), num_computed=len(hits) * self._tables.block_size)
-        self._cache.copies.promise_tail(row)
-        self._cache.copies.limit()
-        return hits
-
-    def _refuse(self, sequence: Sequence, hits: list[int], num_short: int, num_own: int | None = None) -> None:
-        """Give back the prefix that was found. Remember what must change first: looking the prefix up takes long.
+        forgets what is kept once the sequence counts as running. If the sequence is not admitted, nothing has changed.
 
         Args:
-            num_short: how many blocks must be given back for there to be room.
-            num_own: number of the sequence's blocks that no running sequence had, if there was room but the sequence
-                would have slowed the running ones; None if there was no room.
+            running: the admitted sequences.
+            passed: those before it in the queue, which are held back.
         """
-        cache, next_key = self._cache, self._cache.prefixes.key_behind(sequence, len(hits))
-        _, pool = self._tables.home
+        waiting = (*passed, sequence)
+        # Rows that share blocks need few blocks, but attend to as many splits as others.
+        num_splits = sum(self._tables.num_blocks(one.max_num_tokens) for one in waiting)
+        if len(self._cache.free_rows) < len(waiting) or self._cache.num_reserved_splits + num_splits > self.max_splits:
+            return Verdict.REFUSED
+        wanted = self.wanted.get(sequence)
+        if wanted is not None and (wanted.next_key is None or self._tables.home[1].published(wanted.next_key) is None):
+            verdict = self._verdict(sequence, wanted, running, passed)
+            if verdict is not Verdict.ADMITTED:
+                return verdict
+        self.wanted.pop(sequence, None)
+        hits, wanted = self._look(sequence, running)
+        verdict = self._verdict(sequence, wanted, running, passed)
+        if verdict is Verdict.ADMITTED:
+            self._take(sequence, hits)
+        elif sequence.kept_blocks is None:
+            if len(self.wanted) > MAX_HELD:
+                self.wanted.clear()  # some may have been aborted
+            self.wanted[sequence] = wanted
+        return verdict
+
+    def _look(self, sequence: Sequence, running: Several[Sequence]) -> tuple[list[int], _Wanted]:
+        """Return the blocks of its prefix that were found, held by nobody on its behalf, and what it needs."""
+        tables, cache = self._tables, self._cache
+        table, pool = tables.home
+        num_blocks, num_full = tables.num_blocks(sequence.num_tokens), sequence.max_num_tokens // tables.block_size
+        if sequence.kept_blocks is not None:
+            # One block to spare for each running row, or the sequence would have to give way again at once.
+            num_room = num_full if tables.is_offload else self._mover.num_missing(sequence) + len(running)
+            return [], _Wanted(num_room, num_full, num_blocks, sequence.num_tokens - sequence.num_computed, None)
+        room = self._room
+        hits = cache.prefixes.find(sequence)
+        num_missing = (num_full if tables.is_offload else num_blocks) - len(hits)
+        num_room = num_missing + room - self._room  # what was found and nobody held
+        # Host blocks that it shares with a running sequence need no further room, and stream once for all.
+        num_shared = int((table[:, : len(hits)] == hits).any(axis=0).sum())
         pool.release(hits)
-        room_from = cache.num_given_back + num_short
+        num_tokens = sequence.num_tokens - len(hits) * tables.block_size
+        next_key = cache.prefixes.key_behind(sequence, len(hits))
+        return hits, _Wanted(num_room, num_full - num_shared, num_blocks - num_shared, num_tokens, next_key)
 
-        def is_refused(other: Sequence) -> bool:
-            if other is not sequence or pool is not self._tables.home[1] or cache.num_given_back >= room_from:
-                return False
-            if next_key is not None and pool.published(next_key) is not None:
-                return False  # more of the prefix is known
-            return num_own is None or not self._keeps_throughput(num_own)
+    @property
+    def _room(self) -> int:
+        """Number of blocks of the home tier that nobody holds and nobody was promised."""
+        return self._cache.num_unpromised_host if self._tables.is_offload else self._tables.gpu_blocks.num_free
 
-        self._is_refused = is_refused
+    def _verdict(
+        self, sequence: Sequence, wanted: _Wanted, running: Several[Sequence], passed: Several[Sequence]
+    ) -> Verdict:
+        num_promised = sum(one.max_num_tokens // self._tables.block_size for one in passed)
+        if self._tables.is_offload:
+            if self._cache.copies.num_obtainable <= len(passed) or wanted.num_room + num_promised > self._room:
+                return Verdict.REFUSED
+            if self._keeps_throughput(wanted.num_own, len(running)):
+                return Verdict.ADMITTED
+            return Verdict.HELD if passed or self._is_held(sequence, wanted) else Verdict.ADMITTED
+        has_room = wanted.num_room <= self._room
+        if has_room and not passed:
+            return Verdict.ADMITTED
+        if not self.may_spill:
+            return Verdict.REFUSED
+        if not running:
+            return Verdict.SPILL
+        needed = self._mover.num_host_blocks(running) + num_promised + wanted.num_host
+        if needed > self._tables.lifetimes.host_blocks.num_free:
+            return Verdict.REFUSED
+        if has_room:
+            return Verdict.ADMITTED
+        return Verdict.HELD if passed or self._is_held(sequence, wanted) else Verdict.SPILL
 
-    def _num_own_blocks(self, sequence: Sequence, hits: list[int]) -> int:
-        """Return the number of the sequence's blocks that no running one has.
+    def _is_held(self, sequence: Sequence, wanted: _Wanted) -> bool:
+        """Whether the head of the queue is held back once more."""
+        if self._held is not sequence:
+            self._held, self._num_tries = sequence, -(-wanted.num_tokens // TOKENS_PER_TRY)
+        self._num_tries -= 1
+        return self._num_tries >= 0
 
-        Host blocks that it shares with a running sequence need no further room, and stream once for all.
-        """
-        num_shared = int((self._tables.host[:, : len(hits)] == hits).any(axis=0).sum())
-        return self._tables.num_blocks(sequence.num_tokens) - num_shared
-
-    def _keeps_throughput(self, num_blocks: int) -> bool:
+    def _keeps_throughput(self, num_blocks: int, num_running: int) -> bool:
         """Whether one more sequence, with `num_blocks` blocks of its own, does not lower the tokens per second of all.
 
-        A step of n sequences that streams s blocks takes about s / link. With one more sequence of b blocks, for which
-        the GPU has no room, (n + 1) / (s + b) >= n / s holds where b <= s / n: the bandwidth need not be known.
+        A step of n sequences that streams s blocks takes about s / link. With one more sequence and b blocks more for
+        which the GPU has no room, (n + 1) / (s + b) >= n / s holds where b <= s / n: the bandwidth need not be known.
         """
-        if not self._only_if_faster or num_blocks <= self._cache.copies.gpu_room:
+        num_streamed = num_blocks - max(0, self._cache.copies.gpu_room)
+        if not self.may_spill or num_streamed <= 0:
             return True
-        num_running = len(self._tables.gpu) - len(self._cache.free_rows)
-        return num_running == 0 or num_blocks * num_running <= self._cache.copies.num_streamed
+        return num_streamed * num_running <= self._cache.copies.num_streamed
 
-    def _admit_kept(self, sequence: Sequence) -> bool:
-        """Admit a sequence that gave way. Return False, with nothing changed, if there is no room."""
-        cache, tables, mover = self._cache, self._tables, self._mover
+    def _take(self, sequence: Sequence, hits: list[int]) -> None:
+        """Give the sequence, for which there is room, its row and blocks."""
+        cache, tables = self._cache, self._tables
+        table, pool = tables.home
+        is_kept = sequence.kept_blocks is not None
+        for block in hits:
+            pool.hold(block)
+        row = cache.take_row(sequence)
+        table[row, : len(hits)] = hits
         if tables.is_offload:
-            needed, num_full = sequence.max_num_tokens // tables.block_size, sequence.num_computed // tables.block_size
-            has_room = cache.copies.num_obtainable >= 1 and needed <= cache.num_unpromised_host
-            if not has_room or not self._keeps_throughput(tables.num_blocks(sequence.num_tokens)):
-                return False
-            cache.reserve_host(sequence, needed - num_full)
+            # Every host block that the sequence can ever fill is promised, so it is never preempted later.
+            num_full = sequence.num_computed // tables.block_size if is_kept else len(hits)
+            cache.reserve_host(sequence, sequence.max_num_tokens // tables.block_size - num_full)
+        if is_kept:
+            self._mover.bring_back(sequence)
+            cache.prefixes.publish_again(sequence)
+            return
+        if tables.is_offload:
+            self._take_copies(row, hits)
         else:
-            # One block to spare for each running row, or the sequence would have to give way again at once.
-            num_running = len(tables.gpu) - len(cache.free_rows)
-            if mover.num_missing(sequence) + num_running > tables.gpu_blocks.num_free:
-                return False
-        cache.take_row(sequence)
-        mover.bring_back(sequence)
-        cache.prefixes.publish_again(sequence)
-        return True
+            num_blocks = tables.num_blocks(sequence.num_tokens)
+            tables.gpu[row, len(hits) : num_blocks] = tables.gpu_blocks.allocate(num_blocks - len(hits))
+        cache.begin(sequence, len(hits))
+
+    def _take_copies(self, row: int, hits: list[int]) -> None:
+        """Take up what is left on the GPU of the blocks that were found, and promise the row a GPU block."""
+        copies = self._cache.copies
+        found = copies.find(hits)
+        self._tables.gpu[row, len(hits) - len(found) : len(hits)] = found
+        copies.note(row, first=len(hits) - len(found), num_computed=len(hits) * self._tables.block_size)
+        copies.promise_tail(row)
+        copies.limit()

@@ -198,9 +198,13 @@ class Mover:
         self.check_host_room(sequences, self._tables.lifetimes.host_blocks)
 
     def check_host_room(self, sequences: list[Sequence], host_blocks: BlockPool) -> None:
-        """Raise ValueError if these sequences can grow to more than the free blocks of a host pool."""
-        needed = sum(sequence.max_num_tokens // self._tables.block_size for sequence in sequences)
-        self._check_room("offload", "can grow to", needed, "host", host_blocks)
+        """Raise ValueError if the running sequences can grow to more than the free blocks of a host pool."""
+        self._check_room("offload", "can grow to", self.num_host_blocks(sequences), "host", host_blocks)
+
+    def num_host_blocks(self, running: list[Sequence]) -> int:
+        """Return how many host blocks the running sequences can fill, which all are resident; a shared block is one."""
+        num_filled = sum(sequence.max_num_tokens // self._tables.block_size for sequence in running)
+        return num_filled - self._tables.gpu_blocks.num_shared
 
     def _pairs_to_store(self, full: dict[int, int]) -> list[tuple[int, int]]:
         """Allocate a host block for each of the first `full[row]` blocks of each row; a shared block gets one.

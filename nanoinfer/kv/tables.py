@@ -36,6 +36,11 @@ class BlockTables:
         self.is_offload, self.home = False, (self.gpu, self.gpu_blocks)
         self.rows_without_tail: set[int] = set()
 
+    @property
+    def all_rows_fit(self) -> bool:
+        """Whether the GPU pool holds all rows, however long they grow."""
+        return self.gpu.size <= self.gpu_blocks.num_blocks
+
     def num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks of so many tokens."""
         return -(-num_tokens // self.block_size)

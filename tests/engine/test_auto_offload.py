@@ -150,8 +150,8 @@ def test_a_request_saved_by_a_preemption_comes_back_in_offload_mode(path):
     wanted = tokens_of(run(make_engine(path, **ARGUMENTS), prompts, params))
     engine = auto_engine(path, 12, host_memory_limit=24 * BLOCK_BYTES)
     saved_in = []
-    admit = engine.admission._admit_kept
-    engine.admission._admit_kept = lambda sequence: admit(sequence) and not saved_in.append(engine.mode)
+    bring_back = engine.mover.bring_back
+    engine.mover.bring_back = lambda sequence: saved_in.append(engine.mode) or bring_back(sequence)
     with pytest.warns(UserWarning, match="so requests are preempted: .* the host pool has 24 free"):
         assert tokens_of(run(engine, prompts, params)) == wanted
     assert engine.scheduler.num_preemptions > 0 and "offload" in saved_in and engine.mode == "offload"

@@ -2,10 +2,12 @@
 
 import gc
 import random
+import warnings
 import weakref
 
 import pytest
 from engines import BLOCK_BYTES, LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts, run
+from hollow import hollow
 from request_helpers import record_batches, shrink_gpu_pool
 from tiny_models import make_checkpoint
 
@@ -64,17 +66,19 @@ def test_a_preempted_sequence_returns_only_where_the_others_can_grow_a_little(pa
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, greedy(30 + 12 * i))
     cache, num_refused = engine.kv_cache, 0
-    admit_kept = engine.admission._admit_kept
+    admit_any = engine.admission.admit
 
-    def admit(sequence):
+    def admit(sequence, running, passed):
         nonlocal num_refused
-        num_running, num_free = len(engine.scheduler.running), cache.tables.gpu_blocks.num_free
-        admitted = admit_kept(sequence)
-        assert not admitted or cache.tables.gpu_blocks.num_free >= num_running
-        num_refused += not admitted and -(-sequence.num_tokens // 16) <= num_free
-        return admitted
+        num_free, is_kept = cache.tables.gpu_blocks.num_free, sequence.kept_blocks is not None
+        verdict = admit_any(sequence, running, passed)
+        if is_kept and verdict is admission.Verdict.ADMITTED:
+            assert cache.tables.gpu_blocks.num_free >= len(running)
+        elif is_kept:
+            num_refused += -(-sequence.num_tokens // 16) <= num_free
+        return verdict
 
-    engine.admission._admit_kept = admit
+    engine.admission.admit = admit
     finish(engine)
     assert num_refused, "whoever was refused would not have fitted anyway"
     assert engine.scheduler.num_preemptions <= len(prompts), "they drive each other out again and again"
@@ -111,7 +115,7 @@ def test_who_waits_is_looked_up_again_when_more_of_its_prefix_is_known(path):
     engine.step()
     engine.step()
     assert [sequence.request_id for sequence in engine.scheduler.running] == ["A"]
-    assert engine.admission._is_refused is not admission.never
+    assert engine.admission.wanted
     step_until_running(engine, "AB")
     finish(engine)
 
@@ -124,8 +128,7 @@ def test_an_engine_that_refused_a_request_frees_its_pool_when_it_is_closed(path)
         engine.add_request(name, prompt, greedy(3))
     gc.disable()
     try:
-        finish(engine)
-        assert engine.admission._is_refused is not admission.never
+        assert max(finish(engine)) == 1, "B did not have to wait"
         pool = weakref.ref(engine.runner.gpu_kv)
         engine.close()
         assert pool() is None
@@ -177,8 +180,8 @@ def test_a_prompt_that_waits_for_room_is_not_looked_up_in_each_step(path, enable
     assert_pools_as_before(engine)
 
 
-def test_what_is_not_looked_up_again_would_have_been_refused_again(path, fuzz, monkeypatch):
-    """The same steps with and without remembering why a sequence was refused."""
+def test_what_is_not_looked_up_again_would_have_been_refused_again(path, fuzz):
+    """The same steps with and without remembering what a sequence needs that was refused."""
     generator = random.Random(8)
     num_remembered = 0
     for seed in range(6 if fuzz else 3):
@@ -188,27 +191,79 @@ def test_what_is_not_looked_up_again_would_have_been_refused_again(path, fuzz, m
         arguments = generator.choice(
             [dict(), dict(enable_cpu_offload=True, host_memory_limit=generator.choice([17, 22]) * BLOCK_BYTES // 2)]
         )
-        batches = []
+        batches, num_looks = [], []
         for remembers in (True, False):
-            with monkeypatch.context() as patch:
-                held, refuse = [], admission.Admission._refuse
-
-                def refuse_and_count(self, *given, remembers=remembers, held=held, refuse=refuse):
-                    refuse(self, *given)
-                    holds = self._is_refused
-                    self._is_refused = lambda other: remembers and holds(other) and not held.append(1)
-
-                patch.setattr(admission.Admission, "_refuse", refuse_and_count)
-                engine = make_engine(path, **ARGUMENTS, **arguments)
-                if not arguments:
-                    shrink_gpu_pool(engine, 14)
-                found = record_batches(engine)
-                run(engine, prompts, params)
+            engine = make_engine(path, **ARGUMENTS, **arguments)
+            if not arguments:
+                shrink_gpu_pool(engine, 14)
+            looks, find = [], engine.kv_cache.prefixes.find
+            engine.kv_cache.prefixes.find = lambda sequence, looks=looks, find=find: looks.append(1) or find(sequence)
+            found = record_batches(engine)
+            run(engine, prompts, params, lambda engine, step, on=remembers: on or engine.admission.forget())
             batches.append(found)
-            num_remembered += len(held)
+            num_looks.append(len(looks))
             assert_pools_as_before(engine)
+        num_remembered += num_looks[1] - num_looks[0]
         assert batches[0] == batches[1], f"seed {seed}"
     assert num_remembered > 15
+
+
+def test_who_gave_way_comes_back_in_offload_mode_only_onto_blocks_that_nobody_was_promised(path):
+    """Two that fill ten host blocks each, of sixteen: one runs, and is all that the GPU and then the host can hold."""
+    engine = hollow(make_engine(path, **ARGUMENTS, enable_cpu_offload="auto", **pools(num_gpu=8, num_host=16)))
+    for name, prompt in zip("AB", random_prompts(2, 40, 40), strict=True):
+        engine.add_request(name, prompt, greedy(128))
+    came_back, bring_back = [], engine.mover.bring_back
+    engine.mover.bring_back = lambda sequence: came_back.append((engine.mode, sequence)) or bring_back(sequence)
+    while engine.has_work:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # offload mode cannot be entered while both run
+            engine.step()
+        assert engine.kv_cache.num_unpromised_host >= 0, "promised twice"
+    assert [mode for mode, _ in came_back] == ["offload"] and engine.scheduler.num_preemptions == 1
+    assert_pools_as_before(engine)
+
+
+def pools(num_gpu: int, num_host: int) -> dict:
+    """Arguments for so many blocks, the scratch block not counted."""
+    return dict(num_gpu_blocks_override=num_gpu + 1, host_memory_limit=num_host * BLOCK_BYTES // 2)
+
+
+@pytest.mark.parametrize("num_gpu", [3, 4])
+def test_who_gave_way_at_a_block_edge_has_its_gpu_block_again_in_offload_mode(path, num_gpu):
+    """However many small prompts stand behind it: each takes one block, and there are three or four."""
+    arguments = ARGUMENTS | dict(max_num_batched_tokens=16 * num_gpu - 32, max_num_seqs=6, enable_cpu_offload=True)
+    engine = hollow(make_engine(path, **arguments, **pools(num_gpu, num_host=16)))
+    engine.switch_mode("resident")
+    for name in "AB":
+        engine.add_request(name, [5] * 15, greedy(20))
+    step_until_running(engine, "AB")
+    step_until_running(engine, "A")
+    assert engine.scheduler.waiting[0].num_computed % 16 == 0
+    engine.switch_mode("offload")
+    for i in range(num_gpu):
+        engine.add_request(str(i), [7] * 5, greedy(9))
+    engine.step()
+    assert engine.scheduler.running[1].request_id == "B"
+    assert len(engine.scheduler.running) == num_gpu and engine.kv_cache.copies.num_obtainable == 0
+    finish(engine)
+    assert_pools_as_before(engine)
+
+
+def test_a_switch_to_resident_mode_at_a_block_edge_takes_the_blocks_for_the_next_tokens_too(path):
+    """A pool that just holds both, and a small prompt behind: it waits, and nobody gives way."""
+    engine = hollow(make_engine(path, **ARGUMENTS, enable_cpu_offload=True, **pools(num_gpu=8, num_host=32)))
+    for name, prompt in zip("AB", random_prompts(2, 32, 32), strict=True):
+        engine.add_request(name, prompt, greedy(30))
+    while [s.num_tokens for s in engine.scheduler.running] != [49, 49]:
+        engine.step()
+    assert [s.num_computed for s in engine.scheduler.running] == [48, 48]
+    engine.switch_mode("resident")
+    assert engine.kv_cache.tables.gpu_blocks.num_free == 0
+    engine.add_request("C", [5] * 10, greedy(3))
+    finish(engine)
+    assert engine.scheduler.num_preemptions == 0
+    assert_pools_as_before(engine)
 
 
 def test_a_promise_to_one_whose_admission_was_interrupted_is_forgotten(path):

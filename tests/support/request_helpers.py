@@ -101,6 +101,33 @@ def play(engine: LLMEngine, script: Script) -> Played:
     return Played([outcome(request) for request in requests], batches)
 
 
+@dataclass
+class Waited:
+    """When a request had its first token and when it ended, in steps since it came."""
+
+    first_token: int | None = None
+    end: int | None = None
+    finish_reason: str | None = None
+
+
+def play_in_steps(engine: LLMEngine, requests: list[tuple[int, list[int], SamplingParams]]) -> list[Waited]:
+    """Runs requests (step in which each comes, prompt, parameters), which come in this order, to their end."""
+    added, found = [], [Waited() for _ in requests]
+    for step in range(MAX_STEPS):
+        while len(added) < len(requests) and requests[len(added)][0] <= step:
+            added.append(engine.add_request(str(len(added)), *requests[len(added)][1:]))
+        if len(added) == len(requests) and not engine.has_work:
+            return found
+        engine.step()
+        for (begin, *_), request, waited in zip(requests, added, found, strict=False):
+            if waited.first_token is None and request.first_token is not None:
+                waited.first_token = step + 1 - begin
+            if waited.end is None and request.is_finished:
+                waited.end = step + 1 - begin
+                waited.finish_reason = request.sequences[0].finish_reason
+    pytest.fail("the engine does not come to an end")
+
+
 MAX_STEPS = 3000
 
 

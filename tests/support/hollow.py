@@ -1,0 +1,39 @@
+"""An engine that schedules, plans and moves blocks, and computes nothing: thousands of steps in seconds."""
+
+from __future__ import annotations
+
+from nanoinfer import LLMEngine
+from nanoinfer.step.plan import StepPlan
+
+
+class SameTokens:
+    """What a step samples: the same token for each row."""
+
+    streamed_bytes = None
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def read(self) -> list:
+        return [(5, None, None)] * self._count
+
+
+class AllHaveRun:
+    """No step copies anything, so nobody waits for its copies."""
+
+    def has_run(self, kind: str, operation: int, rule: str) -> bool:
+        return True
+
+    def wait(self, kind: str, operation: int, rule: str) -> None:
+        pass
+
+
+def hollow(engine: LLMEngine) -> LLMEngine:
+    """Return the engine, whose steps compute nothing from now on."""
+
+    def execute(plan: StepPlan, *_) -> SameTokens:
+        return SameTokens(len(plan.sampled_rows))
+
+    engine.runner.execute = execute
+    engine.kv_cache.tables.lifetimes.acknowledgements = AllHaveRun()
+    return engine
