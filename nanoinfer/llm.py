@@ -7,9 +7,10 @@ import itertools
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+Progress = bool | Callable[..., tqdm]
 
 
 class LLM:
@@ -70,7 +72,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
         **unsupported: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt.
@@ -79,7 +81,7 @@ class LLM:
             prompts: one prompt or a list of prompts. Each is text, token ids (a list, array, tensor or range), or
                 vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: one for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
-            use_tqdm: show progress.
+            use_tqdm: show progress; a callable is called like `tqdm`, with `total` and `desc`, and gives the bar.
             unsupported: arguments of vLLM that this engine does not support, such as `lora_request`. Only values that
                 turn the feature off are accepted.
 
@@ -120,15 +122,16 @@ class LLM:
             warnings.warn(f"prompt {place} of {len(requests)} failed: {request.error}", stacklevel=2)
         return [request.output() for request in requests]
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+    def _run(self, requests: list[Request], use_tqdm: Progress) -> None:
         """Run steps until all `requests` have ended."""
         running = {request.request_id: request for request in requests}
-        with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
+        make_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        with closing(make_bar(total=len(requests), desc="prompts")) as bar:
             while running and self.engine.has_work:
                 for output in self._step(requests):
                     if output.finished and output.request_id in running and running[output.request_id].is_finished:
                         del running[output.request_id]
-                        bar.update()
+                        bar.update(1)
 
     def generate_stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
@@ -174,8 +177,9 @@ class LLM:
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: Params = None,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
         """Complete conversations through the tokenizer's chat template.
@@ -183,15 +187,22 @@ class LLM:
         Args:
             messages: one conversation, which is a list of {"role": ..., "content": ...}, or a list of conversations.
                 The content is text or a list of text parts; an assistant's content may be None.
-            unsupported: as in `generate`.
+            use_tqdm, unsupported: as in `generate`.
+            chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
 
         Raises:
-            ValueError: there is no tokenizer, it has no chat template, or the template refuses the messages.
+            ValueError: there is no tokenizer, it has no chat template, or the template refuses the messages; or a name
+                in `chat_template_kwargs` is a parameter of `apply_chat_template` and no variable.
         """
         _refuse(unsupported, CHAT, LLM.chat)
         are_many = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         prompts = [
-            encode_chat(self.engine.tokenizer, conversation(one), add_generation_prompt=add_generation_prompt)
+            encode_chat(
+                self.engine.tokenizer,
+                conversation(one),
+                chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+            )
             for one in (messages if are_many else [messages])
         ]
         return self.generate(prompts, sampling_params, use_tqdm)

@@ -12,6 +12,8 @@ from nanoinfer.common.unsupported import SAMPLING, check_keywords
 GREEDY_TEMPERATURE = 1e-5
 # vLLM's default `max_logprobs`.
 MAX_LOGPROBS = 20
+# Whenever a completion ends, all of its request are counted: 1 s for 1,024, and 70 s for 10,000.
+MAX_COMPLETIONS = 1024
 
 
 class Advised(int):
@@ -30,7 +32,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Completions per prompt."""
+    """Completions per prompt, at most 1,024."""
     temperature: float = 1.0
     """Divides the logits; below 1e-5 (so also 0): greedy, always the most likely token."""
     top_k: int = 0
@@ -99,7 +101,7 @@ def _integer(low: int, high: int | None, fix: str) -> tuple:
 _PENALTY = (numbers.Real, "a number in [-2, 2]", lambda x: -2 <= x <= 2, "use 0 to turn it off")
 # Field -> the allowed numbers, as a type, in words and as a test, and what to do.
 _NUMBERS = {
-    "n": _integer(1, None, "ask for at least one completion"),
+    "n": _integer(1, MAX_COMPLETIONS, "ask for at least one completion, and give the prompt several times for more"),
     "top_k": _integer(-1, None, "use 0 to sample from all tokens"),
     "max_tokens": _integer(1, None, "ask for at least one token"),
     "min_tokens": _integer(0, None, "use 0 to turn it off"),

@@ -96,7 +96,7 @@ GENERATE: Table = by_advice({
 
 CHAT: Table = GENERATE | by_advice({
     "render the conversation with get_tokenizer().apply_chat_template() and complete it with generate()": dict(
-        chat_template=(), chat_template_kwargs=({},), continue_final_message=(False,), tools=([],)
+        chat_template=(), continue_final_message=(False,), tools=([],)
     ),
     "contents are text": dict(chat_template_content_format=("auto", "string")),
     _TEXT_ONLY: dict(mm_processor_kwargs=({},)),

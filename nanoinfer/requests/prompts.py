@@ -17,6 +17,13 @@ Prompt = str | TokenIds | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 _FORMS = 'text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
 
+# Parameters of `apply_chat_template` and of the functions that it calls.
+NO_VARIABLES = frozenset(
+    "self tokenizer messages conversation conversations compiled_template chat_template add_generation_prompt "
+    "continue_final_message tokenize padding truncation max_length return_tensors return_dict "
+    "return_assistant_tokens_mask tokenizer_kwargs tools documents".split()
+)
+
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or many as a list.
@@ -86,12 +93,24 @@ def encode_chat(
 
     Args:
         messages: as `conversation` returns them.
-        variables: variables of the template, such as `enable_thinking`; the client chooses the names.
+        variables: variables of the template, such as `enable_thinking`; the user chooses the names.
         tokenize: False returns the text, whose tokens, without special tokens around it, are these ids.
 
     Raises:
-        RequestError: there is no template, or it refuses the messages.
+        RequestError: there is no template, it refuses the messages, or a variable has the name of a parameter.
     """
+    if not isinstance(variables, Mapping | None):
+        raise RequestError(
+            f"chat_template_kwargs is {shown(variables)}: give a dict with variables of the chat template",
+            field="chat_template_kwargs",
+        )
+    for name in variables or ():
+        if not isinstance(name, str) or name in NO_VARIABLES:
+            raise RequestError(
+                f"chat_template_kwargs may not set {shown(name)}, which the engine does: leave it out, give variables "
+                "of the chat template's own",
+                field="chat_template_kwargs",
+            )
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         missing = "there is no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
         raise RequestError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -192,27 +192,12 @@ class _Conversation(Body):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Parameters of `apply_chat_template` and of the functions that it calls. Only the server may set them: they are not
-    # variables of a template.
-    reserved: ClassVar[frozenset[str]] = frozenset(
-        "self tokenizer messages conversation conversations compiled_template chat_template add_generation_prompt "
-        "continue_final_message tokenize padding truncation max_length return_tensors return_dict "
-        "return_assistant_tokens_mask tokenizer_kwargs tools documents".split()
-    )
-
     def check(self) -> None:
         super().check()
         for place, message in enumerate(self.messages or ()):
             if not isinstance(message, dict):
                 raise BadRequestError(
                     f"messages.{place} is {shown(message)}: Input should be a valid dictionary", param="messages"
-                )
-        for name in self.chat_template_kwargs or ():
-            if name in self.reserved:
-                raise BadRequestError(
-                    f"chat_template_kwargs may not set {name!r}, which the server does: leave it out, give variables "
-                    "of the chat template's own",
-                    param="chat_template_kwargs",
                 )
 
     @property

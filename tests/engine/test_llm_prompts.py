@@ -2,11 +2,13 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from engines import COMMON, VOCAB, assert_pools_as_before
 from serving import make_served_checkpoint
+from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from nanoinfer import LLM, SamplingParams
@@ -75,6 +77,43 @@ def test_an_assistants_null_content_and_text_parts_are_text(llm):
     conversations = [[user, {"role": "assistant", "content": None}], [user, {"role": "assistant", "content": ""}]]
     outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [[7, 31, 32, 8, 9]] * 2
+
+
+def test_a_conversation_may_set_variables_of_the_template_and_no_parameters(llm):
+    user = [{"role": "user", "content": "w31"}]
+    (loud,) = llm.chat(user, GREEDY, use_tqdm=False, chat_template_kwargs={"loud": True})
+    (plain,) = llm.chat(user, GREEDY, use_tqdm=False, chat_template_kwargs={})
+    assert (loud.prompt_token_ids, plain.prompt_token_ids) == ([7, 31, 10, 9], [7, 31, 9])
+    for wrong, message in (
+        ({"tokenize": False}, "chat_template_kwargs may not set 'tokenize'"),
+        ({"add_generation_prompt": False}, "chat_template_kwargs may not set 'add_generation_prompt'"),
+        ({7: 1}, "chat_template_kwargs may not set 7"),
+        (["loud"], "chat_template_kwargs is ['loud']: give a dict"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            llm.chat(user, GREEDY, use_tqdm=False, chat_template_kwargs=wrong)
+
+
+@pytest.mark.parametrize("bar", [partial(tqdm, leave=False), None])
+def test_use_tqdm_may_make_the_progress_bar(llm, bar):
+    """As in vLLM: such as functools.partial(tqdm, leave=False), or anything that has `update` and `close`."""
+    made, advanced = [], []
+
+    class Bar:
+        def update(self, number):
+            advanced.append(number)
+
+        def close(self):
+            advanced.append("closed")
+
+    def make(**arguments):
+        made.append(arguments["total"])
+        return Bar() if bar is None else bar(**arguments)
+
+    llm.generate([[20], [21, 22]], GREEDY, use_tqdm=make)
+    llm.chat([{"role": "user", "content": "w31"}], GREEDY, use_tqdm=make)
+    assert made == [2, 1]
+    assert bar is not None or advanced == [1, 1, "closed", 1, "closed"]
 
 
 def test_special_tokens_are_left_out_of_the_text_unless_asked_for(tmp_path):

@@ -42,9 +42,10 @@ def test_vllms_neutral_values_are_taken():
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("n", 0, "an integer >= 1"),
-        ("n", True, "an integer >= 1"),
-        ("n", 1.5, "an integer >= 1"),
+        ("n", 0, "an integer in [1, 1024]"),
+        ("n", 1025, "an integer in [1, 1024]"),
+        ("n", True, "an integer in [1, 1024]"),
+        ("n", 1.5, "an integer in [1, 1024]"),
         ("temperature", math.nan, "a finite number >= 0"),
         ("temperature", -0.1, "a finite number >= 0"),
         ("temperature", math.inf, "a finite number >= 0"),

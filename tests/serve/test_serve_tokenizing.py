@@ -7,7 +7,7 @@ import threading
 import pytest
 from serving import make_served_checkpoint, serving
 
-from nanoinfer.serve.protocol import ChatRequest
+from nanoinfer.requests.prompts import NO_VARIABLES
 from nanoinfer.serve.token_answers import json_bytes
 
 CHAT = "/v1/chat/completions"
@@ -23,7 +23,7 @@ def test_names_that_are_no_variables_of_the_template_are_refused(path):
     async def ask():
         async with serving(path) as served:
             for url in (CHAT, "/tokenize"):
-                for name in sorted(ChatRequest.reserved):
+                for name in sorted(NO_VARIABLES):
                     response = await served.post(url, messages=[USER], chat_template_kwargs={name: 1})
                     assert response.status_code == 400, f"{url} {name}: {response.text}"
                     error = response.json()["error"]

@@ -99,8 +99,10 @@ class RemoteRunner(Remote):
         return found
 
     def execute(self, plan, timeline=None, on_logits=None):
-        streamed = self.ask("execute", plan)
-        return SimpleNamespace(streamed_bytes=streamed, read=lambda: self.ask("read", plan.number))
+        streamed, done = self.ask("execute", plan), SimpleNamespace(query=lambda rule: True)
+        return SimpleNamespace(
+            streamed_bytes=streamed, read=lambda: self.ask("read", plan.number), done=done, made=None
+        )
 
     def close(self) -> None:
         self._connection.send(None)
