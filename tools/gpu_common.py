@@ -13,8 +13,8 @@ from nanoinfer import LLM
 from nanoinfer.config import EngineConfig
 from nanoinfer.measure.run import Row, free_memory, measure, release
 from nanoinfer.memory.floors import kv_bytes, measure_floors
-from nanoinfer.memory.setup import spec_of
-from nanoinfer.models.shapes import write_shape
+from nanoinfer.memory.setup import Specs
+from nanoinfer.models.shapes import UNLIMITED, write_shape
 from nanoinfer.weights.load import load_config
 
 GIB = 2**30
@@ -39,6 +39,7 @@ class Bench:
 
     def llm(self, shape: str, **arguments) -> LLM:
         defaults = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, progress_bar=False)
+        defaults |= dict(hf_overrides=UNLIMITED)
         with tempfile.TemporaryDirectory() as directory:
             return LLM(write_shape(shape, directory), **(defaults | arguments))
 
@@ -78,7 +79,7 @@ def token_bytes(shape: str) -> int:
     """KV bytes of one token over all layers."""
     with tempfile.TemporaryDirectory() as directory:
         config = EngineConfig(model=str(write_shape(shape, directory)))
-        spec = spec_of(config, load_config(config.model))
+        spec = Specs(load_config(config.model)).of(config)
     return kv_bytes(spec, [1])
 
 

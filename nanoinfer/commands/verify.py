@@ -14,7 +14,7 @@ from nanoinfer.options.parser import in_options, length
 # The runs choose the other arguments of their engines.
 ENGINE_OPTIONS = (
     "gpu_memory_limit", "host_memory_limit", "dtype", "quantization", "head_quantization", "kv_cache_dtype", "device",
-    "attention_backend", "seed",
+    "attention_backend", "hf_overrides", "seed",
 )  # fmt: skip
 
 

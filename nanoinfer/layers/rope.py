@@ -6,6 +6,7 @@ neighbours. What is turned is a whole head or its beginning.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from nanoinfer.common import exact
 from nanoinfer.common.errors import did_you_mean, shown
 
+# Where YaRN's factor counts from the length of the training, as Qwen3's model cards want it, transformers says that it
+# may be wrong.
+logging.getLogger("transformers.modeling_rope_utils").addFilter(lambda said: "implicit factor" not in said.getMessage())
 # Rows made at a time: bounds the float32 temporaries of a long table to 16384 * head_dim * 4 bytes each.
 _TABLE_ROWS = 16384
 

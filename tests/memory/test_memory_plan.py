@@ -11,17 +11,17 @@ from nanoinfer import EngineConfig, SamplingParams
 from nanoinfer.common.units import GIB, parse_bytes
 from nanoinfer.memory.plan import make_plan
 from nanoinfer.models.registry import find_class
-from nanoinfer.models.shapes import SHAPES, write_shape
+from nanoinfer.models.shapes import SHAPES, UNLIMITED, write_shape
 from nanoinfer.weights.load import load_config
 
 
-def spec_of(tmp_path, shape="qwen3-4b"):
-    config = load_config(write_shape(shape, tmp_path))
+def spec_of(tmp_path, shape="qwen3-4b", overrides=None):
+    config = load_config(write_shape(shape, tmp_path), overrides)
     return find_class(config.architectures).spec_from_config(config, torch.bfloat16)
 
 
 def plan(tmp_path, budget_gib, **arguments):
-    spec = spec_of(tmp_path)
+    spec = spec_of(tmp_path, overrides=UNLIMITED)
     config = EngineConfig(model="unused", **arguments)
     return make_plan(config, spec, budget_bytes=int(budget_gib * GIB), host_available_bytes=100 * GIB, is_cuda=True)
 
@@ -110,11 +110,24 @@ def test_graph_batch_sizes_follow_the_rules():
 
 
 def test_weight_bytes_of_known_shapes(tmp_path):
-    """From the models' cards: 4.02 billion parameters with tied embeddings, 8.19 without."""
-    expected = {"qwen3-0.6b": 0.596, "qwen3-4b": 4.022, "qwen3-8b": 8.191, "llama3.1-8b": 8.030}
-    for shape, billions in expected.items():
+    """And limits, from the models' cards: 4.02 billion parameters with tied embeddings, 8.19 without."""
+    expected = {
+        "qwen3-0.6b": (0.596, 40_960),
+        "qwen3-4b": (4.022, 40_960),
+        "qwen3-14b": (14.768, 40_960),
+        "qwen3-32b": (32.762, 40_960),
+        "llama3.2-1b": (1.236, 131_072),
+        "llama3.2-3b": (3.213, 131_072),
+        "smollm3-3b": (3.075, 65_536),
+        "phi-4": (14.660, 16_384),
+        "mistral-small-24b": (23.572, 32_768),
+        "qwen3-8b": (8.191, 40_960),
+        "llama3.1-8b": (8.030, 131_072),
+    }
+    for shape, (billions, limit) in expected.items():
         spec = spec_of(tmp_path, shape)
         assert spec.weight_bytes / 2e9 == pytest.approx(billions, abs=0.001), shape
+        assert spec.max_position == limit, shape
     assert set(expected) < set(SHAPES)
     assert spec.embedding_bytes == 2 * spec.vocab_size * 4096
     assert tiny_config("qwen3").vocab_size == 160

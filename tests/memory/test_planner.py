@@ -9,8 +9,9 @@ from tiny_models import make_checkpoint
 import nanoinfer
 from nanoinfer.commands.main import main
 from nanoinfer.common.units import GIB
+from nanoinfer.models.shapes import UNLIMITED
 
-QWEN3_4B = dict(gpu_memory="12GiB", host_memory="64GiB")
+QWEN3_4B = dict(gpu_memory="12GiB", host_memory="64GiB", hf_overrides=UNLIMITED)
 BLOCK_BYTES = 36 * 2 * 256 * 8 * 128 * 2  # layers, K and V, tokens, heads, head size, bf16
 
 
@@ -76,7 +77,7 @@ def test_what_does_not_fit_says_why_and_what_would():
     assert "does not fit" in forecast.report() and "what would help" in forecast.report()
     assert nanoinfer.plan("qwen3-4b", context=131_072, batch=3, **QWEN3_4B).fits
     # The least, in tenths of a GiB, and not the next power of two.
-    little = dict(gpu_memory="12GiB", host_memory="46.8GiB")
+    little = dict(gpu_memory="12GiB", host_memory="46.8GiB", hf_overrides=UNLIMITED)
     said = nanoinfer.plan("qwen3-4b", context=131_072, batch=4, **little).advice[0]
     assert said == "25.2 GiB more host memory (in all 72.00 GiB)"
 
@@ -109,7 +110,8 @@ def test_beyond_the_models_positions_no_memory_is_recommended():
 
 def test_host_memory_is_what_is_needed_and_not_the_limit():
     def line(**arguments):
-        report = nanoinfer.plan("qwen3-4b", gpu_memory="24GiB", host_memory="64GiB", **arguments).report()
+        arguments |= dict(gpu_memory="24GiB", host_memory="64GiB", hf_overrides=UNLIMITED)
+        report = nanoinfer.plan("qwen3-4b", **arguments).report()
         return next(line for line in report.splitlines() if line.startswith("host memory"))
 
     assert line(context=32_768) == "host memory        4.50 of 64.00 GiB", "each full block, though nothing streams"
@@ -152,6 +154,7 @@ def test_bad_arguments_are_refused(arguments, message):
 
 def test_the_command_prints_a_table_or_json(capsys):
     words = ["plan", "qwen3-4b", "--gpu-memory", "12GiB", "--host-memory", "64GiB", "--context", "131072"]
+    words += ["--hf-overrides", json.dumps(UNLIMITED)]
     assert main([*words, "--batch", "2", "--device-gbps", "450"]) == 0
     printed = capsys.readouterr().out
     for part in ("weights", "ring", "KV pool", "graphs", "buffers", "streamed per step", "longest context",
