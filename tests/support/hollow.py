@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from nanoinfer import LLMEngine
 from nanoinfer.step.plan import StepPlan
+from offload import CpuRuntime
 
 
 class SameTokens:
-    """What a step samples: the same token for each row."""
+    """What a step samples: the same token for each row, at once."""
 
     streamed_bytes = None
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self._count, self.done, self.made = count, CpuRuntime().event(), None
 
     def read(self) -> list:
         return [(5, None, None)] * self._count
