@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
+from nanoinfer.sampling.settings import UNSOUND
 from offload import Event
 
 
@@ -15,21 +14,27 @@ class PendingTokens:
 
     Args:
         count: number of tokens.
-        tokens: [at least count] int64, pinned, valid once `done` was reached.
+        tokens: [at least count] int64, pinned, valid once `done` was reached; `UNSOUND` where none could be drawn.
         logprobs: what `logprobs_of` returns for the places in `wanted`.
+        fault: why logits are unsound, as far as it is known.
 
     Attributes:
-        check: returns for each token, once the step has run, why it is unusable, or None.
         streamed_bytes: [members of the step] int64, the bytes that are streamed for each; None: nothing streams.
         done: recorded behind the step.
         made: when the step was seen to have run, if it was before the host waited for it.
     """
 
     def __init__(
-        self, count: int, tokens: torch.Tensor, logprobs: list[torch.Tensor], wanted: list[int], done: Event
+        self,
+        count: int,
+        tokens: torch.Tensor,
+        logprobs: list[torch.Tensor],
+        wanted: list[int],
+        done: Event,
+        fault: str,
     ) -> None:
         self._count, self._tokens, self._logprobs, self._wanted, self.done = count, tokens, logprobs, wanted, done
-        self.check: Callable[[], list[Exception | None]] = lambda: [None] * count
+        self._fault = fault
         self.streamed_bytes: np.ndarray | None = None
         self.made: float | None = None
 
@@ -45,4 +50,6 @@ class PendingTokens:
         if self._wanted:
             for place, *values in zip(self._wanted, *(tensor.tolist() for tensor in self._logprobs), strict=True):
                 logprobs[place] = tuple(values)
-        return list(zip(self._tokens[: self._count].tolist(), logprobs, self.check(), strict=True))
+        tokens = self._tokens[: self._count].tolist()
+        errors = [ValueError(self._fault) if token == UNSOUND else None for token in tokens]
+        return list(zip(tokens, logprobs, errors, strict=True))

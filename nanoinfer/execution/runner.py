@@ -83,7 +83,10 @@ class ModelRunner:
         self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute)
         self.block_copies = BlockCopies(self.offload, self.gpu_kv, self.kept, states)
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
-        self._are_logits_sound = False  # not known yet
+        # A broken weight makes logits of every request unsound, an overflow those of single ones, at any step.
+        self._logits_fault = (
+            "logits of the request are NaN or infinite: the checkpoint's weights are damaged (download it again)"
+        ) + (', or the model overflows in float16 (set dtype="bfloat16" or "float32")' * (spec.dtype == torch.float16))
         self.tokens_host = deque(
             (runtime.staging(self.decode_program.tokens.numel(), torch.int64), runtime.event()) for _ in range(2)
         )
@@ -258,27 +261,7 @@ class ModelRunner:
             sampling.sample(logits[0], step.last_rows, tokens)
 
         self.compute.run(choose)
-        if self._are_logits_sound:
-            return self._read_back(plan, self._prefill_tokens, lambda: logits[0], on_logits)
-        are_nan: list[torch.Tensor] = []
-        self.compute.run(lambda: are_nan.append(logits[0].isnan().all(dim=-1)))
-        pending = self._read_back(plan, self._prefill_tokens, lambda: logits[0], on_logits)
-        pending.check = lambda: self._check_logits(are_nan[0])
-        return pending
-
-    def _check_logits(self, are_nan: torch.Tensor) -> list[Exception | None]:
-        """Return an error for each sequence whose logits are all NaN: its token is always the first of the vocabulary.
-
-        Once a sequence has logits that are numbers, no later step is checked or waits for the check: a broken
-        checkpoint is broken from the start.
-        """
-        found = are_nan.tolist()
-        self._are_logits_sound = not all(found)
-        overflow = ', or the model overflows in float16 (set dtype="bfloat16" or "float32")'
-        message = "all logits of the prompt are NaN: the checkpoint's weights are damaged (download it again)" + (
-            overflow if self.spec.dtype == torch.float16 else ""
-        )
-        return [ValueError(message) if is_nan else None for is_nan in found]
+        return self._read_back(plan, self._prefill_tokens, lambda: logits[0], on_logits)
 
     def _read_back(
         self,
@@ -295,14 +278,19 @@ class ModelRunner:
         if wanted:
             top = max(plan.num_logprobs.values())
             index = torch.tensor(wanted, device=self.runtime.device)
-            self.compute.run(lambda: found.extend(logprobs_of(logits()[index].float(), tokens[:count][index], top)))
+
+            def look_up() -> None:
+                chosen = tokens[:count][index].clamp(min=0)  # not `UNSOUND`
+                found.extend(logprobs_of(logits()[index].float(), chosen, top))
+
+            self.compute.run(look_up)
         # Two buffers: one is written while the host still reads the other.
         self.tokens_host.rotate()
         on_host, done = self.tokens_host[0]
         if count:
             self.compute.copy(on_host[:count], tokens[:count])
         self.compute.record(done)
-        return PendingTokens(count, on_host, found, wanted, done)
+        return PendingTokens(count, on_host, found, wanted, done, self._logits_fault)
 
     def settle(self) -> None:
         """Wait, after an exception, until nothing is in flight."""

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoinfer.common.exact import elementwise
-from nanoinfer.sampling.settings import MAX_BANNED, MAX_COUNT, TILE_TOKENS, SamplingBatch, SettingsTable
+from nanoinfer.sampling.settings import MAX_BANNED, MAX_COUNT, TILE_TOKENS, UNSOUND, SamplingBatch, SettingsTable
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
 # Elements of the rows that are filtered at a time: 13 rows of a vocabulary of 150,000.
@@ -24,7 +24,7 @@ CHUNK_ELEMENTS = 2**21
 # Per element of a chunk: its rows, sorted values and ids, fixed-point weights, their sums, and the sort's own buffers.
 # `topk` of few rows sorts too.
 _SORT_BYTES_PER_ELEMENT = 64
-# Per element of all rows: logits in float32 and, with penalties, a NaN mask, the scores, the seen tokens and counts.
+# Per element of all rows: logits in float32, a mask of unsound ones and, with penalties, the scores, the seen tokens and counts.
 _REFERENCE_BYTES_PER_ELEMENT = 13
 # Probabilities relative to the likeliest token's, in units of 2^-40; sums of up to 2^22 of them stay below 2^63.
 _FIXED_POINT_ONE = 2.0**40
@@ -37,7 +37,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Next tokens, on the current stream.
 
     logits: [B, V] float32; not changed.
-    Returns: [B] int64, on the same device.
+    Returns: [B] int64, on the same device; `UNSOUND` for a row with a logit of NaN or infinity, or without any above
+    -infinity.
     """
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}, the sampler takes float32"
     num_rows = len(batch.settings.words)
@@ -45,20 +46,23 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         f"logits have shape {tuple(logits.shape)}, the batch is {num_rows} x {batch.vocab_size}"
     )
     scores = penalise(logits, batch)
-    greedy = scores.argmax(dim=-1)
-    if batch.is_greedy.all():
-        return greedy
-    scores = cut(scores, batch, owned=scores is not logits)
-    return torch.where(batch.is_greedy, greedy, _draw(scores, batch))
+    greedy = tokens = scores.argmax(dim=-1)
+    is_sound = scores.gather(1, greedy[:, None])[:, 0].isfinite()
+    if not batch.is_greedy.all():
+        scores = cut(scores, batch, owned=scores is not logits)
+        tokens = torch.where(batch.is_greedy, greedy, _draw(scores, batch))
+    return torch.where(is_sound, tokens, UNSOUND)
 
 
 def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.Tensor) -> None:
     """Sample the next token of each row, as the kernels do it (`nanoinfer.kernels.step.sample`).
 
-    logits: [B, vocab_size]; rows: [B] int32, rows of `state` (a `SamplingState`); tokens: [B] int64, out.
+    logits: [B, vocab_size]; rows: [B] int32, rows of `state` (a `SamplingState`); tokens: [B] int64, out, may be
+    `UNSOUND`; the row goes on with token 0 then.
     """
     batch, rows = gather(state, rows), rows.long()
     tokens.copy_(sample(logits.float(), batch))
+    tokens = tokens.clamp(min=0)
     state.rows.token.index_copy_(0, rows, tokens)
     state.settings["step"].index_copy_(0, rows, batch.settings["step"] + 1)
     for row in batch.penalty_rows.tolist():
@@ -160,14 +164,15 @@ def _chunk_rows(vocab_size: int) -> int:
 
 
 def penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Apply repetition penalty (CTRL, section 4.1), frequency and presence penalty and bans; NaN counts as banned.
+    """Apply repetition penalty (CTRL, section 4.1), frequency and presence penalty and bans.
 
+    The score of a logit of NaN or infinity is infinity, banned or not, and no other one is.
     Returns `logits` itself if there is nothing to apply.
     """
-    invalid = logits.isnan()
-    if not any(map(len, (batch.penalty_rows, batch.counted_rows, batch.banned_ids))) and not invalid.any():
+    is_unsound = (logits < torch.inf).logical_not_()
+    if not any(map(len, (batch.penalty_rows, batch.counted_rows, batch.banned_ids))) and not is_unsound.any():
         return logits
-    scores, settings = logits.masked_fill(invalid, -torch.inf), batch.settings
+    scores, settings = logits.clone(), batch.settings
     num_chunk_rows = _chunk_rows(batch.vocab_size)
     for rows, seen in zip(batch.penalty_rows.split(num_chunk_rows), batch.seen.split(num_chunk_rows), strict=True):
         score, penalty = scores[rows], settings["repetition_penalty"][rows, None]
@@ -176,7 +181,7 @@ def penalise(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         score = scores[rows] - settings["frequency_penalty"][rows, None] * counts.float()
         scores[rows] = torch.where(counts > 0, score - settings["presence_penalty"][rows, None], score)
     scores[batch.banned_rows, batch.banned_ids] = -torch.inf
-    return scores
+    return scores.clamp_(max=torch.finfo(scores.dtype).max).masked_fill_(is_unsound, torch.inf)
 
 
 def cut(scores: torch.Tensor, batch: SamplingBatch, owned: bool) -> torch.Tensor:

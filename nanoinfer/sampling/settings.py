@@ -13,6 +13,8 @@ MAX_BANNED = 64
 """Most tokens that may be banned from a row until it has `min_tokens`."""
 MAX_COUNT = torch.iinfo(torch.int16).max
 """Largest count of a token in a row's output. Further occurrences are not counted."""
+UNSOUND = -1
+"""In place of a token: a logit of the row was NaN or infinity, or all were -infinity, so no token can be drawn."""
 ROW = np.dtype(
     [
         ("seed", np.int64),  # the 64 bits of the unsigned seed

@@ -133,7 +133,9 @@ def nan_path(tmp_path_factory):
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
 @pytest.mark.parametrize("dtype, overflow", [("float32", "$"), ("float16", ", or the model overflows in float16")])
 def test_a_model_all_of_whose_logits_are_nan_says_so_for_every_prompt(nan_path, enable_cpu_offload, dtype, overflow):
-    message = "all logits of the prompt are NaN: the checkpoint's weights are damaged .download it again." + overflow
+    message = "logits of the request are NaN or infinite: the checkpoint's weights are damaged .download it again." + (
+        overflow
+    )
     with LLM(nan_path, **(COMMON | dict(enable_cpu_offload=enable_cpu_offload, dtype=dtype))) as llm:
         for _ in range(2):
             with pytest.raises(ValueError, match=message):
@@ -145,14 +147,41 @@ def test_a_model_all_of_whose_logits_are_nan_says_so_for_every_prompt(nan_path, 
         assert_pools_as_before(llm.engine)
 
 
-def test_the_logits_are_checked_until_they_are_numbers_for_once(path):
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_one_broken_row_of_the_head_gives_an_error_and_no_token(path, logprobs, value):
+    """No other token's score shows it, but no log-probability would be a number."""
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=logprobs, min_tokens=4, stop_token_ids=[77])
     with LLM(path, **COMMON) as llm:
-        ends = []
-        for factor in (torch.nan, torch.nan, 1.0, torch.nan):
-            llm.engine.runner.model.norm.weight.data.fill_(factor)
-            *_, last = llm.generate_stream([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
-            ends.append(last.finish_reason)
-        assert ends == ["error", "error", "length", "length"]
+        with torch.inference_mode():
+            llm.engine.runner.model.lm_head.weight[77] = value  # banned, so it could not come anyway
+        *_, last = llm.generate_stream([5, 6, 7], params)
+        assert last.finish_reason == "error" and last.error.startswith("logits of the request are NaN or infinite")
+        assert last.token_ids_delta == []
+        assert_pools_as_before(llm.engine)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_logits_are_checked_at_every_token(path, logprobs):
+    """A request whose logits become NaN ends with what it has, and the next one, whose logits are sound, does not."""
+    params = SamplingParams(temperature=0, max_tokens=9, logprobs=logprobs, ignore_eos=True)
+    with LLM(path, **COMMON) as llm:
+        norm = llm.engine.runner.model.norm.weight.data
+        sound = norm.clone()
+        (wanted,) = llm.generate([5, 6, 7], params, use_tqdm=False)
+        for _ in range(2):
+            found = []
+            for delta in llm.generate_stream([5, 6, 7], params):
+                found += delta.token_ids_delta
+                if len(found) == 3:
+                    norm.fill_(torch.nan)
+            assert delta.finish_reason == "error" and 3 <= len(found) <= 4, "one step may have been launched"
+            assert found == wanted.outputs[0].token_ids[: len(found)]
+            norm.copy_(sound)
+            assert (
+                llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0].token_ids == wanted.outputs[0].token_ids
+            )
+        assert_pools_as_before(llm.engine)
 
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])

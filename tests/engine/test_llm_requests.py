@@ -312,7 +312,7 @@ def test_a_prompt_whose_logits_are_nan_fails_alone(path, dtype, tmp_path):
     with make_llm(path, dtype=dtype) as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(prompts[1:], params, use_tqdm=False)]
     with make_llm(tmp_path / "nan", dtype=dtype) as llm:
-        with pytest.warns(UserWarning, match="prompt 0 of 3 failed: all logits of the prompt are NaN"):
+        with pytest.warns(UserWarning, match="prompt 0 of 3 failed: logits of the request are NaN or infinite"):
             failed, *others = llm.generate(prompts, params, use_tqdm=False)
         assert failed.outputs[0].finish_reason == "error"
         assert [output.outputs[0].token_ids for output in others] == wanted

@@ -48,6 +48,12 @@ def random_logits(num_rows, vocab_size=VOCAB_SIZE):
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
 
 
+def test_cuda_draws_no_token_from_logits_that_are_nan_or_infinite(runtime):
+    from sampling_cases import check_unsound_rows
+
+    check_unsound_rows(runtime)
+
+
 def make_cuda_state(rows, runtime, vocab_size=VOCAB_SIZE):
     from sampling_cases import make_state
 

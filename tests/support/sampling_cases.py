@@ -6,7 +6,7 @@ from simulated import SimulatedRuntime
 from nanoinfer.execution.sampling_state import SamplingState
 from nanoinfer.execution.tables import RowState
 from nanoinfer.sampling.reference import gather, sample
-from nanoinfer.sampling.settings import RowSampling, SamplingBatch
+from nanoinfer.sampling.settings import UNSOUND, RowSampling, SamplingBatch
 
 MIXED_ROWS = [
     RowSampling(),
@@ -92,3 +92,32 @@ def check_rows(settings: list[RowSampling], logits: torch.Tensor, steps: int, ru
             assert torch.equal(getattr(state, name).cpu(), getattr(reference, name)), name
         assert torch.equal(state.settings.words.cpu(), reference.settings.words)
         assert torch.equal(state.rows.token.cpu(), reference.rows.token)
+
+
+def check_unsound_rows(runtime=None) -> None:
+    """No kind of row draws from logits that are NaN, infinite or all -infinity; others in the batch are as before."""
+    inf, vocab_size = torch.inf, 70
+    logits = random_logits(9, vocab_size)
+    logits[1, 69] = logits[2, 3] = torch.nan  # 3 is banned in some rows
+    logits[3, 40] = inf
+    logits[4], logits[5] = torch.nan, -inf
+    logits[6, ::2] = -inf
+    logits[7, 3], logits[8, 4] = -3e38, 3e38
+    is_unsound = torch.tensor([0, 1, 1, 1, 1, 1, 0, 0, 0], dtype=torch.bool)
+    kinds = [
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_p": 0.5, "top_k": 30},
+        {"min_p": 0.2, "temperature": 1e-5},
+        {"banned_token_ids": (3,), "min_tokens": 9},
+        {"repetition_penalty": 1e-30, "penalty_token_ids": (3, 4), "temperature": 0.0},
+        {"frequency_penalty": -2.0, "output_token_ids": (4, 4)},
+    ]
+    rows = [RowSampling(**{"temperature": 1.0, "seed": 7, **kind}) for kind in kinds for _ in logits]
+    logits, is_unsound = logits.repeat(len(kinds), 1), is_unsound.repeat(len(kinds))
+    check_rows(rows, logits, steps=2, runtime=runtime)
+    state, batch_rows = make_state(rows, vocab_size)
+    tokens = torch.zeros(len(rows), dtype=torch.int64)
+    state.sample(logits, batch_rows, tokens)
+    assert torch.equal(tokens == UNSOUND, is_unsound) and (state.rows.token[batch_rows[is_unsound]] == 0).all()
+    assert (logits[~is_unsound, tokens[~is_unsound]] > -inf).all()

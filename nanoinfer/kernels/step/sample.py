@@ -30,7 +30,7 @@ from nanoinfer.kernels.step.scores import (
     wide,
 )
 from nanoinfer.sampling import reference as sampler
-from nanoinfer.sampling.settings import MAX_COUNT
+from nanoinfer.sampling.settings import MAX_COUNT, UNSOUND
 from nanoinfer.sampling_params import GREEDY_TEMPERATURE
 
 # Programs per row in launch 3, which weighs tiles after a cut. In rows without a cut they end at once, but still have
@@ -288,12 +288,12 @@ def _cut_weight_kernel(
 @triton.jit
 def _choose_kernel(
     logits, rows, settings, seen, counts, tile_max, peak, cut, cut_id, tile_weight,
-    tokens,  # [B] int64, out
+    tokens,  # [B] int64, out; `NO_TOKEN` where no token can be drawn
     row_tokens,  # [rows] int64, out
     row_lengths,  # [rows] int32, counted up
     num_tiles, padding_row,
     VOCAB_SIZE: tl.constexpr, SEEN_WORDS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, GREEDY: tl.constexpr,
-    MAX_COUNT: tl.constexpr,
+    MAX_COUNT: tl.constexpr, NO_TOKEN: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)
@@ -322,8 +322,11 @@ def _choose_kernel(
         stays = keeps(score, ids, high, heat, real(given, MIN_P), tl.load(cut + index), tl.load(cut_id + index))
         time = noise(noise_seed, now, ids) * tl.exp(-scaled_by(score, own, heat))
         score = tl.where(stays, -time, -float("inf"))
-    token = winner(score, ids, VOCAB_SIZE - 1)
-    tl.store(tokens + index, token.to(tl.int64))
+    # A tile's largest score says what is wrong with any of its logits, so looking for it reads nothing more.
+    best = tl.max(highs, 0)
+    is_sound = (best > -float("inf")) & (best < float("inf"))
+    token = tl.where(is_sound, winner(score, ids, VOCAB_SIZE - 1), 0)
+    tl.store(tokens + index, tl.where(is_sound, token, NO_TOKEN).to(tl.int64))
     tl.store(row_tokens + row, token.to(tl.int64))
     tl.store((given + STEP).to(tl.pointer_type(tl.int64)), now + 1)
     if penalty != 1.0:
@@ -353,7 +356,7 @@ def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.T
     """Sample the next token of each row, and advance the rows' step, seen tokens and counts.
 
     logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); tokens: [B] int64, out, also
-    written to the rows' own tokens. The rows' lengths are incremented, except that of the last row, which is for
+    written to the rows' own tokens, but for `UNSOUND`, in place of which a row goes on with token 0. The rows' lengths are incremented, except that of the last row, which is for
     padding.
     """
     num_rows, vocab_size = logits.shape
@@ -378,5 +381,5 @@ def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.T
     _cut_weight_kernel[(num_rows, min(CUT_PROGRAMS, num_tiles))](*common, *cuts, tile_weight, num_tiles, **sizes)
     _choose_kernel[(num_rows,)](
         *common, *cuts, tile_weight, tokens, state.rows.token, state.rows.length, num_tiles, state.rows.padding_row,
-        **sizes, **tiles, MAX_COUNT=MAX_COUNT,
+        **sizes, **tiles, MAX_COUNT=MAX_COUNT, NO_TOKEN=UNSOUND,
     )  # fmt: skip

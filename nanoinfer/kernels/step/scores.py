@@ -1,5 +1,6 @@
 """The settings of a row as the sampling kernels read them, and the scores of its tokens before any cut."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -25,6 +26,7 @@ BANNED_UNTIL = _place("banned_until")
 NUM_BANNED = _place("num_banned")
 BANNED_IDS = _place("banned_ids")
 ROW_STRIDE = tl.constexpr(ROW_WORDS)
+FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
@@ -55,13 +57,14 @@ def scoring(logits, rows, settings, seen, counts, index, VOCAB_SIZE: tl.constexp
 @triton.jit
 def load_scores(source, ids, VOCAB_SIZE: tl.constexpr):
     """Scores of token ids after repetition penalty (Keskar et al., 2019, section 4.1), frequency and presence penalty
-    and bans; -inf beyond the vocabulary and for NaN.
+    and bans; -inf beyond the vocabulary, and +inf for a logit of NaN or +inf and for no other one.
 
     source: `scoring` of the row.
     """
     logits, settings, seen, counts, penalty, is_counted, num_banned = source
     inside = ids < VOCAB_SIZE
-    score = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    logit = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    score = logit
     if penalty != 1.0:
         word = tl.load(seen + ids // 32, mask=inside, other=0)
         is_seen = ((word >> (ids % 32)) & 1) != 0
@@ -74,4 +77,5 @@ def load_scores(source, ids, VOCAB_SIZE: tl.constexpr):
     if num_banned > 0:  # an empty loop would cost registers
         for i in range(num_banned):
             score = tl.where(ids == tl.load(settings + BANNED_IDS + i), -float("inf"), score)
-    return tl.where(score == score, score + 0.0, -float("inf"))  # -0.0 and 0.0 are one score
+    # -0.0 and 0.0 are one score. A penalty that makes a score too large must not make it +inf.
+    return tl.where(logit < float("inf"), tl.minimum(score + 0.0, FLOAT32_MAX), float("inf"))
