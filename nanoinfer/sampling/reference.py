@@ -24,7 +24,8 @@ CHUNK_ELEMENTS = 2**21
 # Per element of a chunk: its rows, sorted values and ids, fixed-point weights, their sums, and the sort's own buffers.
 # `topk` of few rows sorts too.
 _SORT_BYTES_PER_ELEMENT = 64
-# Per element of all rows: logits in float32, a mask of unsound ones and, with penalties, the scores, the seen tokens and counts.
+# Per element of all rows: logits in float32, a mask of unsound ones and, with penalties, the scores, the seen tokens
+# and counts.
 _REFERENCE_BYTES_PER_ELEMENT = 13
 # Probabilities relative to the likeliest token's, in units of 2^-40; sums of up to 2^22 of them stay below 2^63.
 _FIXED_POINT_ONE = 2.0**40

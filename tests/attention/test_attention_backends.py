@@ -193,6 +193,23 @@ def test_merge_equals_one_softmax_over_all_splits(name, count):
 
 
 @backends
+@pytest.mark.parametrize("count", [65, 97, 130])
+def test_merge_finds_the_largest_of_many_splits_wherever_it_is(name, count):
+    """Weights are relative to the largest log-sum-exp. Where it was overlooked, exp(300) is infinite in float32."""
+    spec = make_spec(q_heads=1, kv_heads=1, head_dim=16)
+    backend, places = build(name, spec), [63, 64, (64 + count) // 2, min(count, 128) - 1]
+    partials = backend.partials(len(places) * count)
+    partials.out.normal_(generator=torch.Generator().manual_seed(count))
+    lse = partials.lse.normal_(generator=torch.Generator().manual_seed(count)).view(len(places), count)
+    for row, place in enumerate(places):
+        lse[row, place : place + 2] += 300
+    want = torch.einsum("rs,rsd->rd", lse.double().softmax(1), partials.out.view(*lse.shape, -1).double())
+    out = torch.empty(len(places), 1, 16)
+    backend.merge(partials, int32([count * i for i in range(len(places) + 1)]), per_block(), out)
+    assert relative_error(out[:, 0], want) < 1e-6
+
+
+@backends
 @pytest.mark.parametrize("as_many", [1, 513, 1025], ids=["few", "many", "more"])
 def test_merge_of_rows_with_any_number_of_splits_equals_one_softmax_each(name, as_many, monkeypatch):
     """A program's share, and how it reads, depend on the number of programs: a row's largest may come early or late."""

@@ -356,8 +356,8 @@ def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.T
     """Sample the next token of each row, and advance the rows' step, seen tokens and counts.
 
     logits: [B, vocab_size], packed; rows: [B] int32, rows of `state` (a `SamplingState`); tokens: [B] int64, out, also
-    written to the rows' own tokens, but for `UNSOUND`, in place of which a row goes on with token 0. The rows' lengths are incremented, except that of the last row, which is for
-    padding.
+    written to the rows' own tokens, but for `UNSOUND`, in place of which a row goes on with token 0. The rows' lengths
+    are incremented, except that of the last row, which is for padding.
     """
     num_rows, vocab_size = logits.shape
     assert logits.is_contiguous() and rows.dtype == torch.int32 and tokens.is_contiguous()
