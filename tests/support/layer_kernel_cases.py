@@ -13,9 +13,9 @@ from nanoinfer.layers.rope import rope_table
 EPS = 1e-6
 
 
-def is_close(got: torch.Tensor, want: torch.Tensor, scale: float = 1.0) -> bool:
-    """Within one rounding of the dtype, of values around `scale`: sums may come in another order."""
-    tolerance = max(1e-5, torch.finfo(want.dtype).eps)
+def is_close(got: torch.Tensor, want: torch.Tensor, scale: float = 1.0, roundings: int = 1) -> bool:
+    """Within so many roundings of the dtype, of values around `scale`: sums may come in another order."""
+    tolerance = roundings * max(1e-5, torch.finfo(want.dtype).eps)
     return torch.allclose(got.float().cpu(), want.float().cpu(), rtol=tolerance, atol=tolerance * scale)
 
 
@@ -153,9 +153,11 @@ def check_norm_rope_store(
     reference.norm_rope_store(qkv.cpu(), positions=positions.cpu(), kv=want_kv, slots=slots.cpu(), q=want_q, **on_cpu)
     got_kv, want_kv = kv.cpu().float(), want_kv.float()
     scale = 300 if kv_dtype is not None and HEAD_CASES[case].norm is None else 1
-    assert is_close(q, want_q, scale)
+    # A norm behind the rotation rounds twice more what the rotation has rounded, and what differs there with it.
+    roundings = 3 if HEAD_CASES[case].steps.norm_last and dtype != torch.float32 else 1
+    assert is_close(q, want_q, scale, roundings)
     if kv_dtype is None:
-        assert is_close(got_kv.to(dtype), want_kv.to(dtype))
+        assert is_close(got_kv.to(dtype), want_kv.to(dtype), roundings=roundings)
     else:
         is_largest = want_kv.abs() == torch.finfo(kv_dtype).max
         assert is_largest[:, 1].any() or HEAD_CASES[case].steps.clip, "no value was too large"
