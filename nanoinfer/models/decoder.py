@@ -160,7 +160,7 @@ class Decoder(nn.Module):
         num_q_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
         if head_dim < 16 or head_dim > 256 or head_dim % 16:
             raise ValueError(f"{architecture} has head_dim={head_dim}: supported are multiples of 16 from 16 to 256")
-        if num_kv_heads < 1 or num_q_heads % num_kv_heads:
+        if not num_kv_heads or num_kv_heads < 1 or num_q_heads % num_kv_heads:
             raise ValueError(
                 f"{architecture} has {num_q_heads} query heads and {num_kv_heads} KV heads: "
                 "num_attention_heads must be a multiple of num_key_value_heads"

@@ -7,6 +7,7 @@ from nanoinfer.models.layer import Traits
 from nanoinfer.models.registry import register
 
 
+@register("Ernie4_5_ForCausalLM")  # as the first checkpoints say
 @register("Ernie4_5ForCausalLM")
 class Ernie45(Decoder):
     """https://huggingface.co/baidu/ERNIE-4.5-0.3B-PT"""

@@ -43,6 +43,61 @@ _LLAMA3_SCALING = dict(
     original_max_position_embeddings=8192,
 )
 _LLAMA32 = _LLAMA3 | dict(rope_scaling=_LLAMA3_SCALING | dict(factor=32.0))
+_QWEN25 = dict(vocab_size=152_064, max_position_embeddings=32_768, rope_theta=1e6, rms_norm_eps=1e-6)
+_GEMMA3 = dict(
+    model_type="gemma3_text",
+    head_dim=256,
+    vocab_size=262_208,
+    max_position_embeddings=131_072,
+    query_pre_attn_scalar=256,
+    sliding_window=1024,
+    rope_theta=1e6,
+    rope_local_base_freq=10_000.0,
+    rope_scaling=dict(rope_type="linear", factor=8.0),
+)
+_GEMMA3_1B = dict(vocab_size=262_144, max_position_embeddings=32_768, sliding_window=512, rope_scaling=None)
+_GRANITE = dict(
+    max_position_embeddings=131_072,
+    rope_theta=1e7,
+    rms_norm_eps=1e-5,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+)
+_GRANITE33 = _GRANITE | dict(vocab_size=49_159, attention_multiplier=0.0078125, logits_scaling=16.0)
+_GRANITE4 = _GRANITE | dict(
+    vocab_size=100_352,
+    head_dim=64,
+    shared_intermediate_size=8192,
+    num_local_experts=0,
+    layer_types=["attention"] * 40,
+    position_embedding_type="rope",
+    attention_multiplier=0.015625,
+    logits_scaling=10.0,
+)
+_OLMO2 = dict(vocab_size=100_352, max_position_embeddings=4096, rope_theta=5e5, rms_norm_eps=1e-6)
+_GLM = dict(vocab_size=151_552, partial_rotary_factor=0.5, rope_theta=10_000.0)
+_GLM4_9B = _GLM | dict(max_position_embeddings=131_072, attention_bias=True)
+_GLM4_32B = _GLM | dict(max_position_embeddings=32_768, attention_bias=False, rms_norm_eps=1e-5)
+_EXAONE4 = dict(
+    vocab_size=102_400,
+    max_position_embeddings=131_072,
+    sliding_window=4096,
+    sliding_window_pattern=4,
+    rope_theta=1e6,
+    rope_scaling=_LLAMA3_SCALING | dict(factor=16.0),
+    rms_norm_eps=1e-5,
+)
+_SEED = dict(
+    model_type="seed_oss",
+    vocab_size=155_136,
+    max_position_embeddings=524_288,
+    rope_theta=1e7,
+    attention_bias=True,
+    attention_out_bias=False,
+)
+_ERNIE = dict(vocab_size=103_424, max_position_embeddings=131_072, rope_theta=5e5, use_bias=False)
+_NEMOTRON = dict(vocab_size=256_000, max_position_embeddings=4096, rope_theta=10_000.0, partial_rotary_factor=0.5)
+_STARCODER2 = dict(vocab_size=49_152, max_position_embeddings=16_384, sliding_window=4096, rope_theta=1e6)
 _MISTRAL_SMALL = dict(vocab_size=131_072, max_position_embeddings=32_768, rope_theta=1e8, rms_norm_eps=1e-5)
 _PHI4 = dict(vocab_size=100_352, max_position_embeddings=16_384, rope_theta=250_000.0, rms_norm_eps=1e-5)
 _SMOLLM3 = dict(vocab_size=128_256, max_position_embeddings=65_536, rope_theta=5e6, rms_norm_eps=1e-6)
@@ -59,6 +114,27 @@ SHAPES: dict[str, dict] = {
     "llama3.1-8b": _shape("Llama", 4096, 14336, 32, 32, 8, False, **_LLAMA3, rope_scaling=_LLAMA3_SCALING),
     "smollm3-3b": _shape("SmolLM3", 2048, 11008, 36, 16, 4, True, **_SMOLLM3),
     "phi-4": _shape("Phi3", 5120, 17920, 40, 40, 10, False, **_PHI4),
+    "qwen2.5-7b": _shape("Qwen2", 3584, 18944, 28, 28, 4, False, **_QWEN25),
+    "qwen2.5-14b": _shape("Qwen2", 5120, 13824, 48, 40, 8, False, **_QWEN25),
+    "qwen2.5-32b": _shape("Qwen2", 5120, 27648, 64, 40, 8, False, **_QWEN25),
+    "gemma3-1b": _shape("Gemma3", 1152, 6912, 26, 4, 1, True, **_GEMMA3 | _GEMMA3_1B),
+    "gemma3-4b": _shape("Gemma3", 2560, 10240, 34, 8, 4, True, **_GEMMA3),
+    "gemma3-12b": _shape("Gemma3", 3840, 15360, 48, 16, 8, True, **_GEMMA3),
+    "gemma3-27b": _shape(
+        "Gemma3", 5376, 21504, 62, 32, 16, True, **_GEMMA3 | dict(head_dim=128, query_pre_attn_scalar=168)
+    ),
+    "granite-3.3-8b": _shape("Granite", 4096, 12800, 40, 32, 8, True, **_GRANITE33),
+    "granite-4-micro": _shape("GraniteMoeHybrid", 2560, 8192, 40, 40, 8, True, **_GRANITE4),
+    "olmo2-7b": _shape("Olmo2", 4096, 11008, 32, 32, 32, False, **_OLMO2),
+    "olmo2-13b": _shape("Olmo2", 5120, 13824, 40, 40, 40, False, **_OLMO2),
+    "glm-4-9b": _shape("Glm", 4096, 13696, 40, 32, 2, False, **_GLM4_9B),
+    "glm-4-32b": _shape("Glm4", 6144, 23040, 61, 48, 2, False, **_GLM4_32B),
+    "exaone-4-32b": _shape("Exaone4", 5120, 27392, 64, 40, 8, False, **_EXAONE4),
+    "seed-oss-36b": _shape("SeedOss", 5120, 27648, 64, 80, 8, False, **_SEED),
+    "ernie-4.5-0.3b": _shape("Ernie4_5", 1024, 3072, 18, 16, 2, True, **_ERNIE),
+    "nemotron-mini-4b": _shape("Nemotron", 3072, 9216, 32, 24, 8, False, **_NEMOTRON),
+    "starcoder2-7b": _shape("Starcoder2", 4608, 18432, 32, 36, 4, True, **_STARCODER2),
+    "starcoder2-15b": _shape("Starcoder2", 6144, 24576, 40, 48, 4, False, **_STARCODER2 | dict(rope_theta=1e5)),
     "mistral-small-24b": _shape("Mistral", 5120, 32768, 40, 32, 8, False, sliding_window=None, **_MISTRAL_SMALL),
 }
 

@@ -1,5 +1,6 @@
 """Each family, drawn at random: its greedy tokens are transformers' own, and the same bits in every mode and batch."""
 
+import json
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams
+from nanoinfer.weights.load import load_config
 from nanoinfer.weights.write import quantise_checkpoint
 
 MAX_TOKENS = 12
@@ -203,3 +205,11 @@ def test_modules_that_are_named_otherwise_are_quantised_alike_while_read_and_wri
     found = load(out)
     assert equal(matrices(found), matrices(load(source, "int8"))) and found.spec == load(source, "int8").spec
     assert any(name in one and one.endswith("weight_packed") for one in found.checkpoint_views())
+
+
+def test_layers_that_are_not_attention_are_refused_by_name(tmp_path):
+    path = make_checkpoint("granite4", tmp_path)
+    config = json.loads((path / "config.json").read_text()) | dict(layer_types=["mamba", "attention", "attention"])
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"layer_types is \['mamba', .*must be a list of attention and full_attention"):
+        load_config(path)
