@@ -7,9 +7,12 @@ answered at once. The code of a command is imported when the command runs.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 import nanoinfer
@@ -71,21 +74,40 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 def _generate(options: argparse.Namespace) -> int:
     """Print the completion as it is generated."""
     params = nanoinfer.SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed)
-    with nanoinfer.LLM(
-        options.model,
-        **(engine_arguments(options) | ({"max_num_seqs": 1} if options.max_num_seqs is None else {})),
-        progress_bar=sys.stderr.isatty(),
-    ) as llm:
+    arguments = engine_arguments(options) | ({"max_num_seqs": 1} if options.max_num_seqs is None else {})
+    with (
+        _second_interrupt_ends(options.parser.prog),
+        nanoinfer.LLM(options.model, **arguments, progress_bar=sys.stderr.isatty()) as llm,
+    ):
         try:
             for output in llm.generate_stream(options.prompt, params):
                 if output.error is not None:
                     raise ValueError(output.error)
                 print(output.text_delta, end="", flush=True)
         except KeyboardInterrupt:
-            print()  # so that the message about the interrupt begins on a new line
+            print()  # so that what the shell prints begins on a new line
             raise
     print()
     return 0
+
+
+@contextmanager
+def _second_interrupt_ends(name: str) -> Iterator[None]:
+    """On Ctrl-C say that memory is given back, and that a second one ends the process before that."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # also in the midst of a call that Python waits for
+        # Not by `print`, in whose midst this may be.
+        os.write(sys.stderr.fileno(), f"\n{name}: giving memory back; Ctrl-C again ends at once\n".encode())
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        if before is not signal.SIG_IGN:  # as a shell sets it for what runs in the background
+            signal.signal(signal.SIGINT, interrupt)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,44 @@ def test_interrupted_text_ends_its_line_first():
     assert process.returncode == 130 and said.endswith("nanoinfer generate: interrupted\n") and "Traceback" not in said
 
 
+def test_a_first_interrupt_of_generate_announces_that_a_second_ends_at_once(monkeypatch, capfd):
+    found = []
+
+    class FakeLLM:
+        def __init__(self, *_, **__):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def generate_stream(self, *_):
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("nothing was raised")
+
+        def __exit__(self, *_):
+            found.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr("nanoinfer.LLM", FakeLLM)
+        for handler in (signal.default_int_handler, signal.SIG_IGN):
+            signal.signal(signal.SIGINT, handler)
+            if handler is signal.SIG_IGN:
+                with pytest.raises(AssertionError, match="nothing was raised"):
+                    cli.main(["generate", "tiny", "--prompt", "x"])
+            else:
+                assert cli.main(["generate", "tiny", "--prompt", "x"]) == 130
+            assert signal.getsignal(signal.SIGINT) is handler, "the handler is not given back"
+        assert found == [signal.SIG_DFL, signal.SIG_IGN], "a second interrupt would wait for the memory"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr().err.splitlines() == [
+        "",
+        "nanoinfer generate: giving memory back; Ctrl-C again ends at once",
+        "nanoinfer generate: interrupted",
+    ]
+
+
 PLAN_THAT_PRINTS = """
 import sys
 from nanoinfer.commands import main as cli, plan
