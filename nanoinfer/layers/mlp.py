@@ -18,6 +18,9 @@ class MLP(nn.Module):
         ValueError: `activation`, as a config calls it, is not supported.
     """
 
+    width = 1
+    """Values that `hidden` computes from a row, for each of the intermediate size."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -54,6 +57,8 @@ class MLP(nn.Module):
 
 class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202); gate and up are one matrix product."""
+
+    width = 3
 
     def _make_up(self, hidden_size: int, intermediate_size: int, formats: Formats, options: dict) -> None:
         gate_up = formats.as_held("gate_up_proj", {"gate_proj": intermediate_size, "up_proj": intermediate_size})

@@ -222,8 +222,8 @@ def prefill_bytes(spec: ModelSpec, tokens: int) -> int:
     always = 8 + state + size * (hidden + heads)  # positions, state, residual stream, attention output
     # Projections: their output, queries after the rotation, and the normalised input.
     attention = always + size * (2 * heads + 2 * kv + hidden)
-    # The gated layer: the normalised residual, gate and up, their product.
-    mlp = always + size * (hidden + 3 * spec.intermediate_size)
+    # The MLP: the normalised residual, gate and up, their product; or up alone, which becomes what it is activated to.
+    mlp = always + size * (hidden + spec.mlp_width * spec.intermediate_size)
     # Behind it: the normalised residual, the product, what is added to the residual, and its norm.
     added = 4 if max(num_parts(heads), num_parts(spec.intermediate_size)) > 1 else size  # parts of a sum are float32
     behind = always + size * (2 * hidden + spec.intermediate_size) + added * hidden
@@ -233,7 +233,7 @@ def prefill_bytes(spec: ModelSpec, tokens: int) -> int:
 def graph_bytes(spec: ModelSpec, rows: int, prefill_tokens: int) -> int:
     """Transient bytes of the graphs, which share one pool: the larger of a layer and a decode step's logits."""
     size, heads = spec.dtype.itemsize, spec.attention.q_size
-    layer = size * (4 * spec.hidden_size + 3 * heads + 3 * spec.intermediate_size)
+    layer = size * (4 * spec.hidden_size + 3 * heads + spec.mlp_width * spec.intermediate_size)
     logits = (4 + size) * spec.vocab_size + size * spec.hidden_size
     return max(max(rows, prefill_tokens) * layer, rows * logits)
 

@@ -50,6 +50,8 @@ class ModelSpec:
     """What each layer keeps."""
     hidden_size: int
     intermediate_size: int
+    mlp_width: int = 3
+    """Values that an MLP computes from a row, for each of the intermediate size: gate, up and their product."""
     attention: AttentionSpec
     vocab_size: int
     max_position: int

@@ -180,6 +180,7 @@ class Decoder(nn.Module):
             layers=layers,
             hidden_size=hf_config.hidden_size,
             intermediate_size=getattr(hf_config, cls.intermediate_field),
+            mlp_width=traits.mlp.width,
             attention=attention,
             vocab_size=hf_config.vocab_size,
             **cls.context_limits(hf_config),

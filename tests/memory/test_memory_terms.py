@@ -136,13 +136,15 @@ class AnyCount:
 def as_on_cuda(monkeypatch):
     for module, kernel in (
         ("layer.rms_norm", "rms_norm_kernel"),
+        ("layer.layer_norm", "layer_norm_kernel"),
+        ("layer.activation", "act_kernel"),
         ("layer.activation", "act_and_mul_kernel"),
         ("layer.norm_rope_store", "norm_rope_store_kernel"),
         ("linear.tiles", "tile_linear_kernel"),
         ("linear.rows", "rows_linear_kernel"),
     ):
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.{kernel}", NoKernel())
-        monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x, **fuses: {})
+        monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x, **fuses: {}, raising=False)
     # Many rows, which the library computes, and products of any number of rows that are asked for.
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.MAX_ROWS", 2)
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.padded_rows", lambda count: count)
@@ -166,6 +168,8 @@ def meta_pool(model: Decoder) -> torch.Tensor:
     return torch.empty(shape, dtype=spec.dtype, device="meta")
 
 
+# Layers of another order or kind: norms behind alone, before and behind, no gate.
+OTHERS = ["olmo2", "glm4", "starcoder2", "nemotron", "granite"]
 # Where a step is at its peak: in the projections, in the gated layer, or behind it.
 SHAPES = {
     "projections": dict(num_heads=32, num_kv_heads=8, head_dim=64, hidden_size=64, intermediate_size=16),
@@ -177,7 +181,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
     model, num_tokens = meta_model(family, **SHAPES[shape]), 64
     table = torch.empty(3, num_tokens, dtype=torch.int32, device="meta")
@@ -192,11 +196,14 @@ def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
     planned = memory.prefill_bytes(model.spec, num_tokens)
     if shape == "behind it" and family == "gemma3":  # the product ends one norm sooner
         planned -= num_tokens * 8 * 2
-    assert live.peak == planned
+    if family in ("olmo2", "glm4"):  # what has no name is gone one norm sooner, or there is no norm
+        assert live.peak <= planned <= live.peak + num_tokens * 2 * (model.spec.hidden_size + 8)
+    else:
+        assert live.peak == planned
 
 
 @pytest.mark.parametrize("shape", ["many KV heads", "gated layer", "behind it"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
     """Of decode steps, whose rows have buffers for what one layer leaves for the next."""
     model, num_rows = meta_model(family, **SHAPES[shape]), 64
@@ -211,7 +218,8 @@ def test_activations_that_run_in_graphs(family, shape, as_on_cuda):
             del normed
             normed = model.after_attention(layer, x, attention)  # noqa: F841 - lives until the next one
     planned = memory.graph_bytes(spec, num_rows, 0)
-    assert live.peak <= planned <= 1.08 * live.peak
+    missing = num_rows * 2 * spec.hidden_size if family == "olmo2" else 0  # its layers begin without a norm
+    assert live.peak <= planned <= 1.08 * (live.peak + missing)
     assert memory.graph_bytes(spec, 1, num_rows) == planned, "small prefill steps run in graphs, too"
 
 
