@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from nanoinfer.common.errors import did_you_mean
-from nanoinfer.common.units import is_share, parse_bytes
+from nanoinfer.common.units import is_share, parse_bytes, parse_memory
 from nanoinfer.common.unsupported import ENGINE, check_keywords
 
 QUANTISED = ("int4", "int8", "fp8")
@@ -30,14 +30,15 @@ class EngineConfig:
         hf_overrides: what takes the place of fields of the checkpoint's config.json, by name, such as
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}; an
             object is laid over the one that is there. None: nothing.
-        dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float").
+        dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float"); in Python also
+            torch's own, such as torch.float32.
         quantization: "fp8", "int8" or "int4" quantise the weights of a wide checkpoint while they are read, but for
             head and embeddings. Of a quantised checkpoint: how it is quantised, such as "awq"; another one is refused.
             None: as its config says.
         head_quantization: "int8" quantises head and embeddings, if they are wide, while they are read: 8 bits, a scale
             for each token. None: as in the checkpoint.
-        kv_cache_dtype: "auto" (the model's dtype) or "fp8" (e4m3, scale 1): half the memory of bfloat16 and half its
-            bytes on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
+        kv_cache_dtype: "auto" (the model's dtype) or "fp8" ("fp8_e4m3", scale 1): half the memory of bfloat16 and half
+            its bytes on the link, at 3 bits of mantissa. On CUDA it needs compute capability 8.9.
         generation_config: where the defaults of omitted sampling parameters come from. "auto": the checkpoint's
             generation_config.json; "vllm": SamplingParams.
         device: "auto" (CUDA if there is one), "cuda", "cuda:1", "cpu".
@@ -118,6 +119,11 @@ class EngineConfig:
     progress_bar: bool = True
 
     def __post_init__(self) -> None:
+        # Other names of the same: torch.float32 in Python, and vLLM's word for the one kind of fp8 that KV can have.
+        if type(self.dtype).__name__ == "dtype":
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        if self.kv_cache_dtype == "fp8_e4m3":
+            object.__setattr__(self, "kv_cache_dtype", "fp8")
         self._check(
             "model", isinstance(self.model, str | Path) and str(self.model), "a checkpoint's directory or a hub id"
         )
@@ -150,7 +156,7 @@ class EngineConfig:
             if value is None or is_share(value) and name == "gpu_memory_limit":
                 continue
             if name != "resident_kv_limit" or value != 0 or isinstance(value, bool):
-                parse_bytes(value, name)
+                (parse_memory if name in ("gpu_memory_limit", "host_memory_limit") else parse_bytes)(value, name)
         share = self.gpu_memory_utilization
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
         self._check("gpu_memory_utilization", is_number and 0 < share <= 1, "above 0 and at most 1, such as 0.9")

@@ -26,7 +26,7 @@ LAYERS = (
     "nanoinfer.measure",
     "nanoinfer.bench nanoinfer.recall nanoinfer.serve nanoinfer.verify",
     "nanoinfer.commands",
-    "nanoinfer",
+    "nanoinfer nanoinfer.__main__",
 )
 HEIGHTS = {room: height for height, rooms in enumerate(LAYERS) for room in rooms.split()}
 LIBRARIES = ("bench", "recall", "serve", "verify")
@@ -149,5 +149,5 @@ def test_tests_mirror_the_folders():
 
 def test_the_root_is_what_users_import():
     assert {path.stem for path in (ROOT / "nanoinfer").glob("*.py")} == {
-        "__init__", "config", "llm", "outputs", "sampling_params"
+        "__init__", "__main__", "config", "llm", "outputs", "sampling_params"
     }  # fmt: skip

@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser()
     parser.set_defaults(command_line=f"nanoinfer {shlex.join(given)}")
+    if not given:
+        parser.print_help()
+        return 0
     return run_command(parser, bench.with_default(given), advised_when_full(lambda options: options.run(options)))
 
 

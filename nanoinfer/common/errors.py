@@ -1,6 +1,7 @@
 """Refusing names that do not exist, with the nearest one that does."""
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -50,10 +51,50 @@ def _repr_parts(value: Any) -> Iterator[str]:
         yield repr(value[: SHOWN_CHARS + 1] if isinstance(value, str) else value)
 
 
+# What names of other programs mean here, best first; a message names the first that is allowed there.
+MEANT: dict[str, tuple[str, ...]] = {
+    name: meant
+    for names, meant in {
+        "c ctx ctx_size n_ctx num_ctx context context_length context_size max_context_len max_length max_model_len "
+        "max_seq_len max_seq_length max_total_tokens": ("max_model_len", "context", "input_len"),
+        "n n_predict num_predict max_new_tokens max_output_tokens": ("max_tokens", "output_len"),
+        "np parallel max_batch_size max_concurrent_requests": ("max_num_seqs", "batch", "batch_size"),
+        "b ub ubatch_size max_batch_prefill_tokens": ("max_num_batched_tokens",),
+        "ngl n_gpu_layers gpu_layers vram gpu_mem max_gpu_memory": ("gpu_memory", "gpu_memory_limit"),
+        "ram cpu_memory": ("host_memory", "host_memory_limit"),
+        "offload": ("enable_cpu_offload",),
+        "cache_dtype cache_type_k cache_type_v ctk ctv kv_cache_type": ("kv_cache_dtype",),
+        "load_in_4bit load_in_8bit quant quantize": ("quantization",),
+        "torch_dtype": ("dtype",),
+        "gpu main_gpu": ("device",),
+        "fa flash flash_attn attn_implementation": ("attention_backend",),
+        "alias": ("served_model_name",),
+        "m hf hf_repo model model_path model_name_or_path": ("MODEL",),
+        "p input inputs text": ("prompt", "messages"),
+        "temp": ("temperature",),
+    }.items()
+    for name in names.split()
+}
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name that looks most like `name`, or None where none comes close."""
-    matches = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.6)
+    """Return the allowed name that means the same, or else the one that looks most like `name`; None if none is close.
+
+    Dashes of options do not count.
+    """
+    known = {_plain(one): one for one in allowed}
+    meant = [known[one] for one in MEANT.get(_plain(name), ()) if one in known]
+    matches = meant or [known[one] for one in difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.7)]
     return matches[0] if matches else None
+
+
+def _plain(name: str) -> str:
+    return str(name).lstrip("-").replace("-", "_")
+
+
+def same_digits(name: str, allowed: Iterable[str]) -> list[str]:
+    """Return the allowed names with the digits of `name`: another size is no misspelling."""
+    return [one for one in allowed if re.findall(r"\d", one) == re.findall(r"\d", name)]
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
@@ -62,14 +103,15 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return f" (did you mean {guess!r}?)" if guess else ""
 
 
-def choose(what: str, name: str, allowed: Collection[str]) -> None:
-    """Refuse a name that is not allowed; `what` is chosen, such as "--mode".
+def choose(what: str, name: str, allowed: Collection[str], near: Collection[str] | None = None) -> None:
+    """Refuse a name that is not allowed; `what` is chosen, such as "--mode". `near`: what may be guessed; None: all.
 
     Raises:
         ValueError: names the nearest allowed name and all of them.
     """
     if name not in allowed:
-        raise ValueError(f"{what} {name!r} is not known{did_you_mean(name, allowed)}: choose from {', '.join(allowed)}")
+        hint = did_you_mean(name, allowed if near is None else near)
+        raise ValueError(f"{what} {name!r} is not known{hint}: choose from {', '.join(allowed)}")
 
 
 def unknown(what: str, name: str, allowed: Collection[str]) -> str:

@@ -8,6 +8,8 @@ GIB = 2**30
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
+_LEAST_MEMORY = 1000  # a number below it is not meant as bytes where it has no unit
+
 
 def parse_bytes(value: int | float | str, name: str) -> int:
     """Return the bytes from a number or from text such as "12GiB" (2^30) or "12GB" (10^9).
@@ -24,6 +26,14 @@ def parse_bytes(value: int | float | str, name: str) -> int:
     if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < float("inf"):
         raise ValueError(f'{name}={value!r} must be a positive number of bytes or text such as "12GiB"')
     return int(size)
+
+
+def parse_memory(value: int | float | str, name: str) -> int:
+    """Return the bytes of a limit of memory, as `parse_bytes` does; ValueError also where the unit was forgotten."""
+    size = parse_bytes(value, name)
+    if size < _LEAST_MEMORY and not re.search("[a-zA-Z]", str(value)):
+        raise ValueError(f'{name}={value!r} is {size} bytes: did you mean "{str(value).strip()}GiB"?')
+    return size
 
 
 def format_gib(num_bytes: float) -> str:

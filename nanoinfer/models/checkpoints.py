@@ -1,9 +1,10 @@
-"""Well-known checkpoints that run here: what messages point to where another one does not."""
+"""Well-known checkpoints that run here: what messages point to where something else does not."""
 
 from __future__ import annotations
 
-from nanoinfer.models.registry import supported_architectures
+from collections.abc import Collection
 
+# By hub id, the architecture that runs the checkpoint, or its text part.
 CHECKPOINTS: dict[str, str] = {
     "Qwen/Qwen2.5-1.5B-Instruct": "Qwen2ForCausalLM",
     "Qwen/Qwen2.5-7B-Instruct": "Qwen2ForCausalLM",
@@ -19,28 +20,88 @@ CHECKPOINTS: dict[str, str] = {
     "meta-llama/Llama-3.2-1B-Instruct": "LlamaForCausalLM",
     "meta-llama/Llama-3.2-3B-Instruct": "LlamaForCausalLM",
     "meta-llama/Llama-3.3-70B-Instruct": "LlamaForCausalLM",
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "LlamaForCausalLM",
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": "LlamaForCausalLM",
+    "HuggingFaceTB/SmolLM3-3B": "SmolLM3ForCausalLM",
     "mistralai/Mistral-7B-Instruct-v0.3": "MistralForCausalLM",
     "mistralai/Mistral-Nemo-Instruct-2407": "MistralForCausalLM",
     "mistralai/Mistral-Small-24B-Instruct-2501": "MistralForCausalLM",
-    "google/gemma-3-270m-it": "Gemma3ForCausalLM",
     "google/gemma-3-1b-it": "Gemma3ForCausalLM",
+    "google/gemma-3-4b-it": "Gemma3ForCausalLM",
+    "google/gemma-3-12b-it": "Gemma3ForCausalLM",
+    "google/gemma-3-27b-it": "Gemma3ForCausalLM",
+    "microsoft/Phi-4-mini-instruct": "Phi3ForCausalLM",
+    "microsoft/phi-4": "Phi3ForCausalLM",
+    "ibm-granite/granite-3.3-8b-instruct": "GraniteForCausalLM",
+    "allenai/OLMo-2-1124-7B-Instruct": "Olmo2ForCausalLM",
+    "zai-org/GLM-4-9B-0414": "Glm4ForCausalLM",
+    "bigcode/starcoder2-7b": "Starcoder2ForCausalLM",
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": "SeedOssForCausalLM",
 }
-"""By hub id, the architecture that the checkpoint's config names."""
+# What an architecture is that does not run, by a part of its name; the first that is found counts.
+_KINDS = {
+    "ForSequenceClassification": "does not generate text",
+    "ForTokenClassification": "does not generate text",
+    "ForMaskedLM": "does not generate text",
+    "Moe": "is a sparse model",
+    "Mixtral": "is a sparse model",
+    "Llama4": "is a sparse model",
+    "Deepseek": "is a sparse model",
+    "GptOss": "is a sparse model",
+    "Dbrx": "is a sparse model",
+    "Qwen3Next": "is a sparse model with recurrent layers",
+    "Mamba": "has recurrent layers",
+    "Jamba": "has recurrent layers",
+    "Rwkv": "has recurrent layers",
+    "FalconH1": "has recurrent layers",
+    "NemotronH": "has recurrent layers",
+    "Lfm2": "has convolutions",
+    "T5": "is an encoder with a decoder",
+    "Bart": "is an encoder with a decoder",
+    "VL": "takes images",
+    "Llava": "takes images",
+    "ForConditionalGeneration": "takes more than text",
+}
+# By the beginning of an unsupported architecture's name, what people can run in its place.
+_CLOSEST = {
+    "Qwen2": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-14B-Instruct"),
+    "Llama": ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"),
+    "Llava": ("google/gemma-3-12b-it", "meta-llama/Llama-3.1-8B-Instruct"),
+    "Mllama": ("google/gemma-3-12b-it", "meta-llama/Llama-3.1-8B-Instruct"),
+    "Mixtral": ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Small-24B-Instruct-2501"),
+    "Mistral": ("mistralai/Mistral-Nemo-Instruct-2407", "mistralai/Mistral-Small-24B-Instruct-2501"),
+    "Gemma": ("google/gemma-3-12b-it", "google/gemma-3-1b-it"),
+    "Deepseek": ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "Qwen/Qwen3-14B"),
+    "Phi": ("microsoft/phi-4", "microsoft/Phi-4-mini-instruct", "Qwen/Qwen3-4B"),
+    "Granite": ("ibm-granite/granite-3.3-8b-instruct", "Qwen/Qwen3-8B"),
+    "Olmo": ("allenai/OLMo-2-1124-7B-Instruct", "Qwen/Qwen3-8B"),
+    "Glm": ("zai-org/GLM-4-9B-0414", "Qwen/Qwen3-8B"),
+    "ChatGLM": ("zai-org/GLM-4-9B-0414", "Qwen/Qwen3-8B"),
+    "GPT": ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "Qwen/Qwen3-0.6B"),
+}
+_COMMON = ("Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "meta-llama/Llama-3.1-8B-Instruct")
 
 
 def checkpoint_named(name: str) -> str | None:
     """Return the hub id of a model that was given by its bare name, such as "qwen3-14b", or None."""
-    found = [checkpoint for checkpoint in _running() if _plain(name) in _names(checkpoint)]
-    return found[0] if found else None
+    return next((one for one in CHECKPOINTS if _plain(name) in _bare_names(one)), None)
 
 
-def _running() -> list[str]:
-    return [checkpoint for checkpoint, architecture in CHECKPOINTS.items() if architecture in supported_architectures()]
+def instead_of(architecture: str, supported: Collection[str]) -> str:
+    """Return what an unsupported architecture is, where its name tells, and which checkpoints run in its place.
+
+    It names no architecture: with another one in its config.json a checkpoint would be read as what it is not.
+    """
+    kind = next((what for part, what in _KINDS.items() if part in architecture), None)
+    wanted = next((ids for begin, ids in _CLOSEST.items() if architecture.startswith(begin)), ())
+    running = [one for one in (*wanted, *_COMMON) if CHECKPOINTS[one] in supported][:2]
+    said = f"it {kind}, which cannot be run yet" if kind else "it cannot be run yet"
+    return f"{said}; {' or '.join(running)} can" if running else said
 
 
-def _names(checkpoint: str) -> tuple[str, ...]:
+def _bare_names(checkpoint: str) -> tuple[str, ...]:
     plain = _plain(checkpoint.partition("/")[2])
-    return plain, plain.removesuffix("it"), plain.removesuffix("instruct")
+    return plain, plain.removesuffix("it"), plain.removesuffix("instruct"), _plain(checkpoint)
 
 
 def _plain(name: str) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import cache
 
 import nanoinfer.models
-from nanoinfer.common.errors import did_you_mean, shown
+from nanoinfer.common.errors import shown
+from nanoinfer.models.checkpoints import instead_of
 from nanoinfer.models.decoder import Decoder
 
 _MODELS: dict[str, type[Decoder]] = {}
@@ -50,8 +51,7 @@ def find_class(architectures: list[str] | None) -> type[Decoder]:
     for name in architectures or ():
         if name in _MODELS:
             return _MODELS[name]
-    supported = ", ".join(supported_architectures())
     if not architectures:
-        raise ValueError(f'the config names no architecture: set "architectures" to one of {supported}')
-    hint = did_you_mean(architectures[0], _MODELS)
-    raise ValueError(f"architecture {shown(architectures[0])} is not supported{hint}. Supported: {supported}")
+        raise ValueError("the config names no architecture: download it again, as the model's authors published it")
+    name = architectures[0]
+    raise ValueError(f"architecture {shown(name)} is not supported: {instead_of(name, supported_architectures())}")

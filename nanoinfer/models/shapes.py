@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nanoinfer.common.errors import choose
+from nanoinfer.common.errors import choose, same_digits
 
 UNLIMITED = {"max_position_embeddings": 524_288}
 
@@ -147,7 +147,7 @@ def refuse_shape(model: str) -> None:
 
 def write_shape(name: str, directory: str | Path) -> Path:
     """Write the shape's config.json into `directory`, for `LLM(directory, load_format="dummy")`."""
-    choose("shape", name, SHAPES)
+    choose("shape", name, SHAPES, same_digits(name, SHAPES))
     path = Path(directory) / "config.json"
     path.write_text(json.dumps(SHAPES[name]))
     return path.parent

@@ -81,7 +81,7 @@ def option_words(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> li
         elif isinstance(value, list):
             words += [option, ",".join(map(str, value)) or "none"]
         else:
-            words += [option, str(value)]
+            words += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
     return words
 
 

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from nanoinfer.common.errors import nearest
+from nanoinfer.common.errors import MEANT, nearest
+from nanoinfer.common.unsupported import ENGINE
 
 REFUSED = 2
 # The exit status that a shell reports for a process ended by a signal: 128 plus the signal's number.
@@ -41,13 +42,22 @@ class Parser(argparse.ArgumentParser):
         args = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:
             for option in (argument.split("=")[0] for argument in args[: args.index("--") if "--" in args else None]):
-                is_option = option.startswith("--") and " " not in option
+                is_option = option.startswith("--") and " " not in option or option[:1] == "-" and option[1:] in MEANT
                 if is_option and not any(known.startswith(option) for known in self._option_string_actions):
-                    self.error(f"unknown option {option}{_hint(option, self._option_string_actions)}")
+                    self._refuse(option)
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown arguments: {' '.join(unknown)}")
         return namespace, unknown
+
+    def _refuse(self, option: str) -> None:
+        """End with what to do about an unknown option: vLLM's and other programs' ones are known by name."""
+        name = option.lstrip("-").replace("-", "_")
+        if name in ENGINE:
+            self.error(f"{option} is not supported: {in_options(ENGINE[name][1], self)}")
+        if "MODEL" in MEANT.get(name, ()):
+            self.error(f"unknown option {option}: give the model, a directory or a hub id, without an option")
+        self.error(f"unknown option {option}{_hint(option, self._option_string_actions)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

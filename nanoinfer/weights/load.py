@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoinfer.common.errors import did_you_mean, shown
+from nanoinfer.common.errors import shown
 from nanoinfer.layers.formats.base import FLOATS, Filling
 from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.base import ModelSpec
@@ -25,6 +25,7 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
 from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_config, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
+from nanoinfer.weights.other_kinds import hint_for, refuse_name, what_it_holds
 from nanoinfer.weights.overrides import with_overrides
 from nanoinfer.weights.read import TensorEntry
 from nanoinfer.weights.text_part import WRAPPERS, say_what_is_skipped, text_config, text_tensors
@@ -69,11 +70,12 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
         return packaged
     if path.is_dir():
         return path
+    refuse_name(str(model))
     if path.exists():
         raise ValueError(f"model {str(model)!r} is a file: give the directory that holds config.json")
     if not _HUB_ID.fullmatch(str(model)):
         packaged = [name for name, path in PACKAGED.items() if path.is_dir()]
-        hint = did_you_mean(str(model), [*packaged, *names])
+        hint = hint_for(str(model), [*packaged, *names])
         raise ValueError(
             f"model {str(model)!r} does not exist{hint}: give a directory with config.json, a hub id such as "
             "Qwen/Qwen3-4B" + "".join(f", or {name!r}, which comes along" for name in packaged)
@@ -104,7 +106,7 @@ def load_config(
     model_dir = find_model(model, weights=False, names=names)
     path = model_dir / "config.json"
     if not path.is_file():
-        raise ValueError(f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint")
+        raise ValueError(what_it_holds(model_dir))
     raw = read_json_object(path)
     ARCHITECTURES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
     is_text_part = bool(raw.get("architectures")) and raw["architectures"][0] in WRAPPERS

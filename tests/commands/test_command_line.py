@@ -15,7 +15,7 @@ from nanoinfer.options.engine import add_engine_options
 from nanoinfer.options.parser import Parser, in_options, length, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
-NANOINFER = [sys.executable, "-m", "nanoinfer.commands.main"]
+NANOINFER = [sys.executable, "-m", "nanoinfer"]
 FITS = ["qwen3-4b", "--gpu-memory", "12GiB", "--host-memory", "64GiB"]
 ENDLESS = ["--device", "cpu", "--context", "1024", "--output-len", "20000", "--mode", "resident"]
 
@@ -188,6 +188,16 @@ def test_an_option_of_its_own_comes_before_one_that_an_argument_is_taken_from():
         (["bench", "latency", "--input-length=4"], "usage: nanoinfer bench latency .*did you mean --input-len\\?$"),
         (["bench", "--oputput-len", "4"], "usage: nanoinfer bench offload .*did you mean --output-len\\?$"),
         (["plan", "qwen3-4b", "--zzz"], "unknown option --zzz$"),
+        # What other programs call it, and what vLLM has and this engine does not.
+        (["plan", "qwen3-4b", "--ctx-size", "4k"], "unknown option --ctx-size: did you mean --context\\?$"),
+        (["serve", "x", "--ctx-size", "4k"], "unknown option --ctx-size: did you mean --max-model-len\\?$"),
+        (["serve", "x", "-c", "4096"], "unknown option -c: did you mean --max-model-len\\?$"),
+        (["generate", "x", "--n-gpu-layers", "99"], "unknown option --n-gpu-layers: did you mean --gpu-memory\\?$"),
+        (["generate", "x", "--max-new-tokens=5"], "did you mean --max-tokens\\?$"),
+        (["serve", "--model", "x"], "unknown option --model: give the model, a directory or a hub id, without an"),
+        (["serve", "x", "--enable-lora"], "--enable-lora is not supported: merge the adapter into the weights$"),
+        (["serve", "x", "--swap-space", "4"], "--swap-space is not supported: --host-memory bounds the host memory"),
+        (["serve", "x", "--lora-path", "y"], "unknown option --lora-path$"),
         (["plan", "qwen3-4b", "12GiB"], "usage: nanoinfer plan .*unknown arguments: 12GiB$"),
         (["plam"], "argument command: 'plam' is not known: did you mean plan\\? choose from bench, eval"),
         (["bench", "troughput"], "'troughput' is not known: did you mean throughput\\?"),
@@ -208,11 +218,38 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one_and_the_commands_us
         (["verify", "reccall"], "'recall'"),
         (["bench", "latency", "recal"], "'recall'"),
         (["eval", "recall", "recal"], "'recall'"),
+        (["plan", "qwen2.5-7b", "--gpu-memory", "12GiB"], "'Qwen/Qwen2.5-7B-Instruct'"),
+        (["generate", "llama3.1:8b", "--prompt", "x"], "'meta-llama/Llama-3.1-8B-Instruct'"),
+        (["generate", "gemma-3-1b", "--prompt", "x"], "'google/gemma-3-1b-it'"),
     ],
 )
 def test_a_mistyped_model_is_refused_with_the_nearest_one(arguments, guess, capsys):
     assert cli.main(arguments) == 2
     assert f"does not exist (did you mean {guess}?): give a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["input", "qwen3-40b", "llama9-8b"])
+def test_another_size_or_a_word_that_is_near_to_nothing_is_no_guess(model, capsys):
+    assert cli.main(["plan", model, "--gpu-memory", "12GiB"]) == 2
+    assert f"model {model!r} does not exist: give a directory with config.json" in capsys.readouterr().err
+
+
+def test_a_shape_is_no_checkpoint_for_those_who_generate(capsys):
+    assert cli.main(["generate", "qwen3-14b", "--prompt", "x"]) == 2
+    assert "is the name of a shape" in (said := capsys.readouterr().err) and "such as Qwen/Qwen3-14B" in said
+
+
+def test_without_arguments_the_command_prints_its_help(capsys):
+    assert cli.main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: nanoinfer") and "what fits and how fast" in printed
+
+
+def test_a_limit_without_a_unit_is_asked_about(capsys):
+    assert cli.main(["plan", "qwen3-4b", "--gpu-memory", "12", "--host-memory", "64GiB"]) == 2
+    assert "--gpu-memory '12' is 12 bytes: did you mean \"12GiB\"?" in capsys.readouterr().err
+    assert cli.main(["plan", "qwen3-4b", "--gpu-memory", "12GiB", "--host-memory", "62.5"]) == 2
+    assert "--host-memory '62.5' is 62 bytes: did you mean \"62.5GiB\"?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["verify"], ["bench", "latency"], ["bench", "throughput"], ["bench", "offload"]])

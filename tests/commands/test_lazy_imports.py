@@ -37,7 +37,7 @@ def commands(parser):
 found = list(commands(cli.make_parser()))
 assert ["bench", "throughput"] in found and ["generate"] in found
 calls = [[*command, option] for command in found for option in ("--help", "--hlep")]
-for call in [*calls, ["--version"], ["plam"], ["bench", "troughput"], []]:
+for call in [*calls, ["--version"], ["plam"], ["bench", "troughput"], ["eval"]]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
             cli.main(call)

@@ -71,6 +71,28 @@ PUBLISHED = {
         rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window=512,
         sliding_window_pattern=6, torch_dtype="bfloat16", use_cache=True, vocab_size=262144,
     ),
+    "google/gemma-3-12b-it": dict(
+        architectures=["Gemma3ForConditionalGeneration"], boi_token_index=255999, eoi_token_index=256000,
+        eos_token_id=[1, 106], image_token_index=262144, initializer_range=0.02, mm_tokens_per_image=256,
+        model_type="gemma3", torch_dtype="bfloat16",
+        text_config=dict(
+            hidden_size=3840, intermediate_size=15360, model_type="gemma3_text", num_attention_heads=16,
+            num_hidden_layers=48, num_key_value_heads=8, rope_scaling=dict(factor=8.0, rope_type="linear"),
+            sliding_window=1024,
+        ),
+        vision_config=dict(
+            hidden_size=1152, image_size=896, intermediate_size=4304, model_type="siglip_vision_model",
+            num_attention_heads=16, num_hidden_layers=27, patch_size=14, vision_use_head=False,
+        ),
+    ),
+    "microsoft/phi-4": dict(
+        architectures=["Phi3ForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=100257,
+        embd_pdrop=0.0, eos_token_id=100265, hidden_act="silu", hidden_size=5120, initializer_range=0.02,
+        intermediate_size=17920, max_position_embeddings=16384, model_type="phi3", num_attention_heads=40,
+        num_hidden_layers=40, num_key_value_heads=10, original_max_position_embeddings=16384, pad_token_id=100349,
+        resid_pdrop=0.0, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=250000, sliding_window=None,
+        tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True, vocab_size=100352,
+    ),
 }  # fmt: skip
 
 

@@ -1,0 +1,61 @@
+"""Names and files that are no checkpoint of this engine, and what to give in their place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from nanoinfer.common.errors import did_you_mean, same_digits
+from nanoinfer.models.checkpoints import checkpoint_named
+from nanoinfer.models.shapes import SHAPES
+
+# "Qwen3-8B-GGUF", "x.gguf" and either with the name of a quantisation behind a colon.
+_GGUF = re.compile(r"(.*?)[-_.](?:Q\d\w*[-_.])?gguf(?::[\w.-]+)?", re.IGNORECASE)
+_TAG = re.compile(r"(.*?):(?:i?q\d|f16|bf16)[\w.-]*", re.IGNORECASE)
+
+
+def refuse_name(model: str) -> None:
+    """Raise ValueError if the name says that it is no checkpoint of safetensors: GGUF, or a shape."""
+    if match := _GGUF.fullmatch(model) or _TAG.fullmatch(model):
+        raise ValueError(_gguf(f"model {model!r} is GGUF", match[1]))
+    if model in SHAPES:
+        wanted = checkpoint_named(model)
+        raise ValueError(
+            f"model {model!r} is the name of a shape, which has random weights, for nanoinfer plan and for --shape of "
+            f"nanoinfer bench: give a checkpoint{f', such as {wanted}' if wanted else ''}"
+        )
+
+
+def hint_for(model: str, known: Iterable[str]) -> str:
+    """Return what a message says behind the name of no model: " (did you mean 'x'?)", or ""."""
+    checkpoint = checkpoint_named(model)
+    # Another size is another model, however near its name is.
+    return f" (did you mean {checkpoint!r}?)" if checkpoint else did_you_mean(model, same_digits(model, known))
+
+
+def what_it_holds(model_dir: Path) -> str:
+    """Return what a directory without config.json is, and what to do."""
+    adapter = model_dir / "adapter_config.json"
+    if adapter.is_file():
+        try:
+            base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        except (OSError, ValueError, LookupError, TypeError):
+            base = "its base model"
+        return (
+            f"{model_dir} holds a LoRA adapter ({adapter.name}), and adapters are not supported yet: merge it into "
+            f"{base} with peft (merge_and_unload, then save_pretrained with the tokenizer) and give that directory"
+        )
+    files = sorted(path.name for path in model_dir.glob("*.gguf"))
+    if files:
+        return _gguf(f"{model_dir} holds GGUF files ({files[0]})", model_dir.name)
+    return f"{model_dir} holds no config.json: give the directory of a Hugging Face checkpoint"
+
+
+def _gguf(what: str, name: str) -> str:
+    checkpoint = checkpoint_named(Path(name).name)
+    return (
+        f"{what}, a format of llama.cpp that is not supported yet: give the checkpoint in safetensors that it was made "
+        f'of{f", {checkpoint}" if checkpoint else ""}, and quantization="int4" for as little memory'
+    )

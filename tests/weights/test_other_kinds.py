@@ -1,0 +1,90 @@
+"""What is no checkpoint of this engine is told by what it is, and with what to give in its place."""
+
+import json
+
+import pytest
+
+from nanoinfer.common.errors import nearest
+from nanoinfer.config import EngineConfig
+from nanoinfer.models.checkpoints import CHECKPOINTS, checkpoint_named, instead_of
+from nanoinfer.models.registry import find_class, supported_architectures
+from nanoinfer.weights.load import find_model, load_config
+
+
+@pytest.mark.parametrize(
+    "name, base",
+    [
+        ("unsloth/Qwen3-8B-GGUF:Q4_K_M", "of, Qwen/Qwen3-8B, and"),
+        ("unsloth/Qwen3-8B-GGUF", "of, Qwen/Qwen3-8B, and"),
+        ("qwen3-8b-q4_k_m.gguf", "of, Qwen/Qwen3-8B, and"),
+        ("someone/other-model-gguf", "of, and quantization"),
+        ("someone/other-model:IQ3_XS", "of, and quantization"),
+    ],
+)
+def test_a_name_of_gguf_is_refused_without_asking_the_hub(name, base, monkeypatch):
+    monkeypatch.setattr("nanoinfer.weights.load.snapshot_download", None)
+    with pytest.raises(ValueError) as refusal:
+        find_model(name)
+    said = str(refusal.value)
+    assert (
+        said.startswith(f"model {name!r} is GGUF, a format of llama.cpp that is not supported yet: give")
+        and base in said
+    )
+
+
+def test_files_of_gguf_are_refused_as_such(tmp_path):
+    folder = tmp_path / "Qwen3-4B"
+    folder.mkdir()
+    (folder / "Qwen3-4B-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="holds GGUF files .Qwen3-4B-Q4_K_M.gguf.*made of, Qwen/Qwen3-4B, and"):
+        load_config(folder)
+    with pytest.raises(ValueError, match="is GGUF, a format of llama.cpp"):
+        load_config(folder / "Qwen3-4B-Q4_K_M.gguf")
+    with pytest.raises(ValueError, match="holds no config.json"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, base", [({"base_model_name_or_path": "Qwen/Qwen3-8B"}, "Qwen/Qwen3-8B"), ([], "its base model")]
+)
+def test_a_lora_adapter_is_told_from_a_checkpoint(content, base, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"holds a LoRA adapter .*not supported yet: merge it into {base} with peft"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "architecture, said",
+    [
+        ("Qwen3MoeForCausalLM", "it is a sparse model, which cannot be run yet; Qwen/Qwen3-8B or Qwen/Qwen3-14B can"),
+        ("MixtralForCausalLM", "it is a sparse model, which cannot be run yet; mistralai/Mistral-7B-Instruct-v0.3 or"),
+        ("DeepseekV3ForCausalLM", "sparse model, which cannot be run yet; deepseek-ai/DeepSeek-R1-Distill-Llama-8B or"),
+        ("Qwen2VLForConditionalGeneration", "it takes images, which cannot be run yet; Qwen/Qwen2.5-7B-Instruct or"),
+        ("T5ForConditionalGeneration", "it is an encoder with a decoder, which cannot be run yet; Qwen/Qwen3-8B or"),
+        ("BertForMaskedLM", "it does not generate text, which cannot be run yet; Qwen/Qwen3-8B or"),
+        ("Qwen9ForCausalLM", "it cannot be run yet; Qwen/Qwen3-8B or Qwen/Qwen3-14B can"),
+    ],
+)
+def test_an_unsupported_architecture_names_checkpoints_and_no_architecture(architecture, said):
+    with pytest.raises(ValueError) as refusal:
+        find_class([architecture])
+    text = str(refusal.value)
+    assert text.startswith(f"architecture {architecture!r} is not supported: ") and said in text
+    assert not [name for name in supported_architectures() if name in text]
+
+
+def test_only_what_runs_is_named():
+    assert instead_of("Qwen3MoeForCausalLM", ["LlamaForCausalLM"]).endswith("yet; meta-llama/Llama-3.1-8B-Instruct can")
+    assert instead_of("Qwen3MoeForCausalLM", []) == "it is a sparse model, which cannot be run yet"
+    for kind in ("Llava", "Phi", "Gemma9", "Granite", "Olmo", "Glm", "GPTNeoX", "ChatGLM", "Mllama"):
+        assert " can" in instead_of(f"{kind}ForCausalLM", set(CHECKPOINTS.values()))
+    assert checkpoint_named("llama3.1-8b") == "meta-llama/Llama-3.1-8B-Instruct" and checkpoint_named("qwen3") is None
+
+
+def test_a_name_is_guessed_by_what_it_means_before_how_it_looks():
+    assert nearest("ctx_size", ["block_size", "max_model_len"]) == "max_model_len"
+    assert nearest("ctx_size", ["block_size", "batch_size"]) is None
+    assert nearest("input", ["min_p", "prompt", "n"]) == "prompt" and nearest("input", ["min_p", "n"]) is None
+    assert nearest("--enable-lora", ["--enable-prefix-caching"]) is None
+    with pytest.raises(ValueError, match="unknown argument 'n_ctx': did you mean 'max_model_len'"):
+        EngineConfig(model="m", n_ctx=5)
