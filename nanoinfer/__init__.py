@@ -5,6 +5,8 @@
 >>> llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text
 """
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from nanoinfer.common.lazy import lazy_names
@@ -23,6 +25,11 @@ __all__ = [
     "LLM", "CompletionOutput", "EngineConfig", "Forecast", "LLMEngine", "Logprob", "RequestMetrics", "RequestOutput",
     "SamplingParams", "StreamOutput", "plan",
 ]  # fmt: skip
+
+# OpenMP reads it when torch is imported. Threads that wait sleep then. By default they spin for 3 ms, and on a busy
+# machine they keep the thread that they wait for from its core.
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Torch and transformers take seconds to import: they come with the first name that needs them.
 __getattr__, __dir__ = lazy_names(

@@ -226,7 +226,7 @@ class LLMEngine:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Wrap code that changes requests, pools or tables: an exception at any line leaves them consistent."""
-        with self.alone():
+        with self.alone(), self.runner.own_threads():
             work = self.work
             if not work.is_whole:  # a recovery was interrupted
                 work.recover()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend
+from nanoinfer.common.exact import num_threads, threads
 from nanoinfer.common.units import GIB, parse_bytes
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.activations import Activations
@@ -24,6 +28,7 @@ from nanoinfer.execution.read_back import PendingTokens
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.stream_shares import stream_shares
+from nanoinfer.layers.linear import Head, Linear
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
@@ -70,6 +75,7 @@ class ModelRunner:
         self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
         self.graphs = Graphs(runtime, self.compute)
         is_cuda = runtime.device.type == "cuda"
+        self._num_threads = None if is_cuda else _num_threads(model)
         self._has_graphs = not config.enforce_eager and (not is_cuda or backend.graph_safe)
         if is_cuda:
             self.compile_kernels()
@@ -200,6 +206,10 @@ class ModelRunner:
 
     # Steps
 
+    def own_threads(self) -> AbstractContextManager[None]:
+        """Compute with this model's number of CPU threads, whatever the caller or another engine has set."""
+        return nullcontext() if self._num_threads is None else threads(self._num_threads)
+
     def execute(
         self,
         plan: StepPlan,
@@ -325,6 +335,19 @@ def _kept_limit(config: EngineConfig, row_bytes: int) -> int | None:
     if config.may_offload or config.host_memory_limit is None:
         return None
     return max(0, parse_bytes(config.host_memory_limit, "host_memory_limit") - row_bytes)
+
+
+def _num_threads(model: Decoder) -> int:
+    """Return with how many threads `model` computes on the CPU. The head is left out: it is large in every model."""
+    linears = (module for module in model.modules() if isinstance(module, Linear) and not isinstance(module, Head))
+    count = num_threads(max((linear.num_rows * linear.in_features for linear in linears), default=0))
+    if count > 1 and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        warnings.warn(
+            "torch was imported before nanoinfer, so its threads spin while they wait: on a busy machine a step may "
+            "take many times as long. Import nanoinfer first, or set OMP_WAIT_POLICY=passive",
+            stacklevel=2,
+        )
+    return count
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

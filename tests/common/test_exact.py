@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import int32, list_items, make_paged, make_q, make_spec, make_work, run_decode
-from request_helpers import threads
 
 from nanoinfer.attention import torch_backend
 from nanoinfer.attention.base import KeyRange
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.common import exact
+from nanoinfer.common.exact import threads
 from nanoinfer.kernels.reference import rms_norm
 from nanoinfer.layers.rope import rope_table
 from nanoinfer.sampling.reference import logprobs_of

@@ -11,11 +11,12 @@ from functools import cache
 
 import pytest
 from engines import assert_pools_as_before, make_engine, outcome, random_prompts
-from request_helpers import play_at_random, threads
+from request_helpers import play_at_random
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import EngineConfig, LLMEngine, SamplingParams
+from nanoinfer.common.exact import threads
 
 BLOCK_SIZE = 16
 # Odd sizes, sizes with tails behind whole vectors, and a vocabulary of two tiles of the sampler. Enough layers and

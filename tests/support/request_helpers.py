@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 from engines import outcome, random_prompts
 
 from nanoinfer import LLMEngine, SamplingParams
@@ -165,17 +163,6 @@ def play_at_random(
         engine.step()
         after_step()
     pytest.fail("the engine does not come to an end")
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """torch computes with so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def tree_of_prompts(generator: random.Random, count: int) -> list[list[int]]:
