@@ -70,6 +70,7 @@ class BlockLifetimes:
         self._newest_write = 0
         self.deferred_gpu: list[_Deferred] = []
         self.deferred_host: list[_Deferred] = []
+        self._num_released: Counter[int] = Counter()  # how often each host block is in `deferred_host`
         self.gone: set[int] = set()
 
     def begin(self, written: Collection[int] = ()) -> int:
@@ -109,7 +110,8 @@ class BlockLifetimes:
         released = list(blocks)
         if released:
             self.deferred_host.append(_Deferred(released, self._newest_write, self.operation))
-            self.gone |= self._leaving_host.intersection(released)
+            self._num_released.update(released)
+            self.gone.update(block for block in released if self._is_leaving_host(block))
 
     def take_back_gpu(self, block: int) -> bool:
         """Hold a released GPU block again that a write-through still reads. Return False if the block is no such block.
@@ -144,12 +146,11 @@ class BlockLifetimes:
     @property
     def num_deferred_host(self) -> int:
         """Number of host blocks that nobody holds any more, but that a copy may still touch."""
-        return len(self._leaving_host)
+        return sum(map(self._is_leaving_host, self._num_released))
 
-    @property
-    def _leaving_host(self) -> set[int]:
-        released = Counter(block for deferred in self.deferred_host for block in deferred.blocks)
-        return {block for block, count in released.items() if self.host_blocks.references(block) == count}
+    def _is_leaving_host(self, block: int) -> bool:
+        """Whether whoever held the released host block has given it back."""
+        return self.host_blocks.references(block) == self._num_released[block]
 
     def recover(self) -> None:
         """Forget every operation and every released block. Nothing may be in flight; the owner rebuilds both pools."""
@@ -157,6 +158,7 @@ class BlockLifetimes:
         self._last_write.clear()
         self.deferred_gpu.clear()
         self.deferred_host.clear()
+        self._num_released.clear()
         self.gone.clear()
 
     def _forget_finished_writes(self) -> None:
@@ -175,7 +177,12 @@ class BlockLifetimes:
                     return
                 for part in parts:
                     self.acknowledgements.wait(*part, rule)
-            self._free(pool, waiting.pop(0).blocks)
+            blocks = waiting.pop(0).blocks
+            self._free(pool, blocks)
+            for block in blocks if pool is self.host_blocks else ():
+                self._num_released[block] -= 1
+                if not self._num_released[block]:
+                    del self._num_released[block]
 
     def _free(self, pool: BlockPool, blocks: list[int]) -> None:
         if freed := pool.release(blocks):

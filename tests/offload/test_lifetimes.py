@@ -1,6 +1,7 @@
 """A block is handed out again only when no copy can touch it any more, however slowly copies are acknowledged."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -69,6 +70,9 @@ def test_no_block_is_handed_out_while_a_copy_may_touch_it(seed):
         elif event < 0.7 and held:
             copies.gpu_blocks.hold(block := generator.choice(held))
             held.append(block)
+        elif event < 0.75 and on_host:
+            copies.host_blocks.hold(block := generator.choice(on_host))
+            on_host.append(block)
         elif event < 0.85 and held:
             gone = [held.pop(generator.randrange(len(held))) for _ in range(generator.randint(1, len(held)))]
             lifetimes.release_gpu(gone)
@@ -78,16 +82,30 @@ def test_no_block_is_handed_out_while_a_copy_may_touch_it(seed):
         elif event < 0.95 and on_host:
             gone = [on_host.pop(generator.randrange(len(on_host))) for _ in range(generator.randint(1, len(on_host)))]
             lifetimes.release_host(gone)
-            assert set(lifetimes.take_gone()) == set(gone)
+            assert set(lifetimes.take_gone()) == set(gone) - set(on_host)
         else:
             lifetimes.reclaim()
         assert all(copies.gpu_blocks.references(block) >= held.count(block) for block in held)
+        released = Counter(block for deferred in lifetimes.deferred_host for block in deferred.blocks)
+        leaving = [block for block, count in released.items() if copies.host_blocks.references(block) == count]
+        assert lifetimes.num_deferred_host == len(leaving)
     lifetimes.release_gpu(held)
     lifetimes.release_host(on_host)
     lifetimes.wait_for_gpu(12)
     lifetimes.wait_for_host(10)
     assert copies.gpu_blocks.num_free == 12 and copies.host_blocks.num_free == 10
     assert num_handed > 20 and copies.num_waits
+
+
+def test_a_release_looks_at_what_it_releases_only():
+    """Not at all that were released before: 256 rows of 128 blocks that end in one step held the host for 0.3 s."""
+    copies, looks = Copies(random.Random(0), 1, 2000), []
+    rows = [copies.host_blocks.allocate(20) for _ in range(100)]
+    references = copies.host_blocks.references
+    copies.host_blocks.references = lambda block: looks.append(block) or references(block)
+    for row in rows:
+        copies.lifetimes.release_host(row)
+    assert len(looks) == 2000 == copies.lifetimes.num_deferred_host
 
 
 def test_what_nobody_holds_is_named_once():
