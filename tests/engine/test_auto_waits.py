@@ -5,11 +5,13 @@ Engines that compute nothing play the same requests with "auto" and with True. W
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 from engines import LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engine, random_prompts
 from hollow import hollow
 from request_helpers import play_in_steps
+from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
 
 from nanoinfer import LLMEngine, SamplingParams
@@ -23,12 +25,18 @@ def path(tmp_path_factory):
     return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), **SMALL | dict(num_layers=1))
 
 
-def hollow_engine(path, mode: str | bool, num_gpu_blocks: int, num_host_blocks: int, **arguments) -> LLMEngine:
+def small_engine(
+    path, mode: str | bool, num_gpu_blocks: int, num_host_blocks: int, seed: int | None = None, **arguments
+) -> LLMEngine:
     """An engine with so many KV blocks, the scratch block not counted."""
     pools = dict(num_gpu_blocks_override=num_gpu_blocks + 1, host_memory_limit=num_host_blocks * BLOCK_BYTES)
-    engine = hollow(make_engine(path, enable_cpu_offload=mode, **pools, **(ARGUMENTS | arguments)))
+    engine = make_engine(path, SimulatedRuntime(seed), enable_cpu_offload=mode, **pools, **(ARGUMENTS | arguments))
     assert engine.kv_cache.tables.gpu_blocks.num_blocks == num_gpu_blocks
     return engine
+
+
+def hollow_engine(*given, **arguments) -> LLMEngine:
+    return hollow(small_engine(*given, **arguments))
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -116,6 +124,26 @@ def tokens(generator: random.Random, count: int) -> list[int]:
 
 
 NUM_GROUPS = 4
+
+
+@pytest.mark.parametrize("group", range(16))
+@pytest.mark.sampled("15")
+@pytest.mark.filterwarnings("ignore:offload mode cannot be entered")
+def test_the_same_workloads_give_the_bits_of_resident_mode(path, group, fuzz):
+    """Whoever passes, is held back, gives way or streams, in any order of the streams."""
+    num_streaming = 0
+    for seed in range(group, 400 if fuzz else 16, 16):
+        arguments, requests = draw(random.Random(seed))
+        if seed % 2:
+            sampled = [replace(params, temperature=0.9, seed=i) for i, (*_, params) in enumerate(requests)]
+            requests = [(step, prompt, params) for (step, prompt, _), params in zip(requests, sampled, strict=True)]
+        engine = small_engine(path, "auto", seed=seed, **arguments)
+        found = [request.token_ids for request in play_in_steps(engine, requests)]
+        num_streaming += engine.stats()["streamed_bytes"] > 0
+        assert_pools_as_before(engine)
+        wide = make_engine(path, max_model_len=arguments["max_model_len"], max_num_seqs=12)
+        assert found == [request.token_ids for request in play_in_steps(wide, requests)], f"seed {seed}"
+    assert num_streaming
 
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))

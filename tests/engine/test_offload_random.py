@@ -78,7 +78,7 @@ def draw_engine(generator: random.Random, path, seed: int) -> LLMEngine:
         enable_prefix_caching=generator.random() < 0.8,
         capture_num_tokens=generator.choice([[], [8, 16]]),  # with mixed steps or without
         num_gpu_blocks_override=generator.randint(fewest, 40),
-        host_memory_limit=generator.choice([40, 80, 200]) * BLOCK_BYTES,
+        host_memory_limit=generator.choice([16, 20, 40, 80, 200]) * BLOCK_BYTES,
         ring_slot_bytes=generator.choice([1, 2, 3]) * LAYER_BLOCK_BYTES,
         num_ring_slots=generator.choice([2, 3, 4]),
         resident_kv_limit=generator.choice([None, None, 0, 3 * BLOCK_BYTES, 9 * BLOCK_BYTES]),

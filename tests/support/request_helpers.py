@@ -101,11 +101,12 @@ def play(engine: LLMEngine, script: Script) -> Played:
 
 @dataclass
 class Waited:
-    """When a request had its first token and when it ended, in steps since it came."""
+    """When a request had its first token and when it ended, in steps since it came; and what it got."""
 
     first_token: int | None = None
     end: int | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
 
 
 def play_in_steps(engine: LLMEngine, requests: list[tuple[int, list[int], SamplingParams]]) -> list[Waited]:
@@ -123,6 +124,7 @@ def play_in_steps(engine: LLMEngine, requests: list[tuple[int, list[int], Sampli
             if waited.end is None and request.is_finished:
                 waited.end = step + 1 - begin
                 waited.finish_reason = request.sequences[0].finish_reason
+                waited.token_ids = request.sequences[0].output_token_ids
     pytest.fail("the engine does not come to an end")
 
 
