@@ -77,6 +77,7 @@ def main() -> int:
         if (value := getattr(options, name)) != parser.get_default(name)
         for word in (f"--{name}", str(value))
     ]
+    given += ["--llama-cpp", "DIR"] if options.llama_cpp else []
     record = {
         "command": shlex.join(["python", "tools/gpu_bench.py", *given]),
         "versions": versions(device),
