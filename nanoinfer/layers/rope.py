@@ -92,13 +92,11 @@ def rope_inv_freq(
                 f"{name} has {len(parameters[name])} entries, it must have one for each of a head's {dim // 2} pairs"
             )
     context = context or Context(2**30, 0)
-    # transformers has a tensor here, and rounds to float32 what it makes of it.
-    length = torch.tensor(context.length, device=device) if context.length > context.limit else context.length or None
     # Use the full names, so that transformers imports these now and not with this module: it takes seconds.
     config = transformers.LlamaConfig(
         head_dim=head_dim, max_position_embeddings=context.limit, rope_parameters=dict(parameters)
     )
-    return transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](config, device, seq_len=length)
+    return transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](config, device, seq_len=context.length)
 
 
 def rope_table(
