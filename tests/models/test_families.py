@@ -196,6 +196,14 @@ def test_bfloat16_logits_are_close_to_transformers_and_weights_are_counted(famil
     assert (actual - exact).norm() <= 1.2 * (theirs - exact).norm()
 
 
+@pytest.mark.parametrize("family, factor", [("granite", 5.3), ("gemma3", torch.tensor(48**0.5, dtype=torch.bfloat16))])
+def test_the_factor_of_embeddings_is_rounded_where_transformers_rounds_it(family, factor, tmp_path):
+    own = dict(embedding_multiplier=factor) if family == "granite" else {}
+    model = load(make_checkpoint(family, tmp_path, dtype=torch.bfloat16, **own))
+    ids = torch.arange(100)
+    assert torch.equal(model.embed(ids)[0], model.embed_tokens.lookup(ids) * factor)
+
+
 @pytest.mark.parametrize(
     "family, name", [("granite4", "input_linear"), ("starcoder2", "c_fc"), ("glm4", "gate_up_proj")]
 )

@@ -52,6 +52,8 @@ def check_layer_norm(size: int, offset: bool, num_rows: int, dtype: torch.dtype,
     want = reference.layer_norm(x, weight, bias, EPS, offset=offset)
     normed = layer_norm(x, weight, bias, EPS, offset=offset)
     assert is_close(normed, want, 4) and torch.equal(x, before)
+    if dtype != torch.float32:  # rounded where the reference rounds, most values are the same
+        assert (normed == want).float().mean() > 0.9
     for row in {0, num_rows // 2, num_rows - 1}:
         alone = layer_norm(x[row : row + 1], weight, bias, EPS, offset=offset)
         assert torch.equal(alone[0], normed[row]), "a row depends on its neighbours"
