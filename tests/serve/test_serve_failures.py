@@ -2,9 +2,12 @@
 
 import asyncio
 import math
+import shutil
 import threading
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from serving import events, make_served_checkpoint, metrics_of, serving
 
 from nanoinfer.outputs import Logprob, StreamOutput
@@ -44,6 +47,30 @@ def test_a_log_probability_that_is_nan_is_an_error_and_no_number(path, url, stre
             error = (events(response.text)[-1] if stream else response.json())["error"]
             assert error["code"] == "engine_error" and "a log-probability is NaN" in error["message"]
             assert response.status_code == (200 if stream else 500)
+            await served.wait_until_idle()
+
+    asyncio.run(ask())
+
+
+def test_a_request_whose_logits_are_nan_gets_an_error_and_others_their_answers(path, tmp_path):
+    shutil.copytree(path, tmp_path / "nan")
+    weights = load_file(tmp_path / "nan" / "model.safetensors")
+    weights["model.embed_tokens.weight"][150] = torch.nan
+    save_file(weights, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
+
+    async def ask():
+        async with serving(tmp_path / "nan") as served:
+            asked = dict(max_tokens=4, temperature=0, ignore_eos=True, logprobs=1)
+            whole, streamed, other = await asyncio.gather(
+                served.post(prompt=[7, 150], **asked),
+                served.post(prompt=[7, 150], stream=True, **asked),
+                served.post(prompt=[7, 15], **asked),
+            )
+            (event,) = events(streamed.text)
+            for error in (whole.json()["error"], event["error"]):
+                assert error["code"] == "engine_error" and "logits of the request are NaN" in error["message"]
+            assert (whole.status_code, streamed.status_code, other.status_code) == (500, 200, 200)
+            assert len(other.json()["choices"][0]["logprobs"]["tokens"]) == 4
             await served.wait_until_idle()
 
     asyncio.run(ask())
