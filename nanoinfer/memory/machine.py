@@ -54,6 +54,8 @@ def resolve_device(name: str) -> torch.device:
         raise ValueError(f'device={name!r} is no device: give "auto", "cuda", "cuda:1" or "cpu"') from error
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f'device={name!r} is not supported: give "auto", "cuda", "cuda:1" or "cpu"')
+    if device.type == "cpu" and device.index is not None:
+        raise ValueError(f'device={name!r}, but there is one CPU: give "cpu", without a number')
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

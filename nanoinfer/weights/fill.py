@@ -53,6 +53,7 @@ def fill_from_files(
         disable=not progress,
     ) as bar:
         read_tensors(direct, report=bar.update)
+        _check_finite(direct)
         whole = [(entry, filling) for entry, filling in fillings if not filling.by_rows]
         limit = max([_BATCH_BYTES, *(entry.num_bytes for entry, _ in whole)])
         for batch in in_batches(whole, limit, lambda pair: pair[0].num_bytes):
@@ -69,6 +70,24 @@ def fill_from_files(
         if filling.check is not None:
             with refusals_of(entry):
                 filling.check()
+
+
+def _check_finite(filled: list[tuple[TensorEntry, Tensor]]) -> None:
+    """Raise ValueError if a weight is NaN or infinite. NaN passes through `aminmax`, which allocates two numbers only.
+
+    Per GB of bfloat16 it takes 0.16 s of one core, about as long as the copy of the weights.
+    """
+    checked = [(entry, view) for entry, view in filled if view.dtype.is_floating_point and view.dtype.itemsize > 1]
+    if not checked:
+        return
+    ends = torch.stack([torch.stack(view.aminmax()).float() for _, view in checked])
+    for (entry, view), is_finite in zip(checked, ends.isfinite().all(dim=1).tolist(), strict=True):
+        if not is_finite:
+            too_large = ', or they are too large for it (set dtype="bfloat16" or "float32")'
+            raise ValueError(
+                f"{entry.name} in {entry.path} holds weights that are NaN or infinite in {str(view.dtype)[6:]}: the "
+                f"file is corrupt (download it again){too_large * (view.dtype == torch.float16)}"
+            )
 
 
 @contextmanager

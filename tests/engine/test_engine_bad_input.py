@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -124,23 +125,28 @@ def test_what_chat_of_vllm_takes_and_ours_does_not_is_refused_by_name(llm):
         llm.get_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def nan_path(tmp_path_factory):
-    """A checkpoint whose last norm holds one NaN, which reaches every logit."""
-    path = make_checkpoint("qwen3", tmp_path_factory.mktemp("nan"), num_layers=2)
-    weights = load_file(path / "model.safetensors")
-    weights["model.norm.weight"][3] = math.nan
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [("float32", r"download it again\)$"), ("float16", r"again\), or .* too large for it .set dtype")],
+)
+def test_weights_that_are_nan_or_infinite_are_refused_by_the_tensors_name(path, tmp_path, dtype, value, advice):
+    shutil.copytree(path, tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    weights["model.layers.0.self_attn.k_proj.weight"][3, 5] = value
+    save_file(weights, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="layers.0.self_attn.k_proj.weight in .* NaN or infinite in .*" + advice):
+        LLM(tmp_path / "broken", **(COMMON | dict(dtype=dtype)))
 
 
 @pytest.mark.parametrize("enable_cpu_offload", [False, True])
 @pytest.mark.parametrize("dtype, overflow", [("float32", "$"), ("float16", ", or the model overflows in float16")])
-def test_a_model_all_of_whose_logits_are_nan_says_so_for_every_prompt(nan_path, enable_cpu_offload, dtype, overflow):
+def test_a_model_all_of_whose_logits_are_nan_says_so_for_every_prompt(path, enable_cpu_offload, dtype, overflow):
     message = "logits of the request are NaN or infinite: the checkpoint's weights are damaged .download it again." + (
         overflow
     )
-    with LLM(nan_path, **(COMMON | dict(enable_cpu_offload=enable_cpu_offload, dtype=dtype))) as llm:
+    with LLM(path, **(COMMON | dict(enable_cpu_offload=enable_cpu_offload, dtype=dtype))) as llm:
+        llm.engine.runner.model.norm.weight.data.fill_(math.nan)
         for _ in range(2):
             with pytest.raises(ValueError, match=message):
                 llm.generate([[5, 6, 7], [8]], SamplingParams(max_tokens=4), use_tqdm=False)
@@ -334,3 +340,9 @@ def test_other_names_of_the_same_type_are_taken():
     assert EngineConfig(model="m", dtype=torch.float32, kv_cache_dtype="fp8_e4m3") == plain
     with pytest.raises(ValueError, match="dtype='int8' is not one of"):
         EngineConfig(model="m", dtype=torch.int8)
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "cpu:7"])
+def test_a_numbered_cpu_is_refused(path, device):
+    with pytest.raises(ValueError, match=f"device='{device}', but there is one CPU: give \"cpu\""):
+        LLM(path, **(COMMON | dict(device=device)))
