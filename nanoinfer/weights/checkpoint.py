@@ -110,6 +110,11 @@ _FIELDS = {
     "tie_word_embeddings": _FLAG,
     "attention_bias": _FLAG,
     "mlp_bias": _FLAG,
+    "attention_out_bias": _FLAG,
+    "no_rope_layer_interval": _count(1, 2**30),
+    "no_rope_layers": _optional(
+        Rule("a list of 0 and 1", lambda value: isinstance(value, list) and all(one in (0, 1) for one in value))
+    ),
     "use_sliding_window": _FLAG,
     "use_bidirectional_attention": _optional(_FLAG),
     "sliding_window": _optional(_count(0, 2**30)),

@@ -113,3 +113,31 @@ def test_the_length_asked_for_chooses_the_rotation_and_not_the_memory(tmp_path):
     context = Context(4096, 4096)
     parameters = load_config(path).rope_parameters
     assert torch.equal(tables["all"], rope_table(parameters, 16, 64, torch.float32, "cpu", context))
+
+
+@pytest.mark.parametrize(
+    "family, fields, message",
+    [
+        ("smollm3", dict(no_rope_layers=[1]), "no_rope_layers has 1 entries for 2 layers"),
+        ("smollm3", dict(no_rope_layers=[1, "x"]), "no_rope_layers is .* it must be a list of 0 and 1"),
+        ("smollm3", dict(no_rope_layer_interval=0), "no_rope_layer_interval is 0, it must be a whole number from 1"),
+        ("seed_oss", dict(attention_out_bias="no"), "attention_out_bias is 'no', it must be true or false"),
+        ("llama", dict(rope_parameters=YARN | dict(factor=1e6)), "1000000.0 x 32 positions, they must be at most"),
+        ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5, it must be 1"),
+        (
+            "phi3",
+            dict(rope_parameters=dict(rope_type="longrope", short_factor=[0], long_factor=[1])),
+            "short_factor is",
+        ),
+        ("ministral3", dict(rope_parameters=YARN | dict(rope_theta=1e4)), "lack llama_4_scaling_beta"),
+    ],
+    ids=str,
+)
+def test_what_new_families_read_is_checked(family, fields, message, tmp_path):
+    path = make_checkpoint(family, tmp_path, **SMALL)
+    config = json.loads((path / "config.json").read_text())
+    if family == "ministral3":
+        config.pop("rope_parameters")  # a rotation of the same type would be laid over it
+    (path / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(ValueError, match=message):
+        make_engine(path)
