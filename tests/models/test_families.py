@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams
+from nanoinfer.models.registry import find_class
 from nanoinfer.weights.load import load_config
 from nanoinfer.weights.write import quantise_checkpoint
 
@@ -221,3 +222,19 @@ def test_layers_that_are_not_attention_are_refused_by_name(tmp_path):
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"layer_types is \['mamba', .*must be a list of attention and full_attention"):
         load_config(path)
+
+
+def test_a_config_that_leaves_a_module_out_calls_it_as_the_checkpoint_does(tmp_path):
+    source = make_checkpoint("starcoder2", tmp_path / "wide", hidden_size=64, intermediate_size=96)
+    config = load_config(quantise_checkpoint(source, tmp_path / "out", "int8", **QUIET))
+    config.quantization_config["ignore"].append("model.layers.0.mlp.c_fc")
+    family = find_class(config.architectures)
+    model = family(config, family.spec_from_config(config, torch.float32), device="meta", max_position=1)
+    views = model.checkpoint_views()
+    assert "model.layers.0.mlp.c_fc.weight" in views and "model.layers.1.mlp.c_fc.weight_packed" in views
+
+
+def test_tables_of_positions_are_those_of_the_family(tmp_path):
+    olmo = load(make_checkpoint("olmo2", tmp_path / "olmo2", dtype=torch.bfloat16))
+    assert [table.dtype for table in olmo.rope_tables] == [torch.float32]
+    assert not load(make_checkpoint("granite4", tmp_path / "granite4", position_embedding_type=None)).rope_tables
