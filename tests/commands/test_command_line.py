@@ -218,7 +218,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one_and_the_commands_us
         (["verify", "reccall"], "'recall'"),
         (["bench", "latency", "recal"], "'recall'"),
         (["eval", "recall", "recal"], "'recall'"),
-        (["plan", "qwen2.5-7b", "--gpu-memory", "12GiB"], "'Qwen/Qwen2.5-7B-Instruct'"),
+        (["plan", "llama-3.1-8b", "--gpu-memory", "12GiB"], "'meta-llama/Llama-3.1-8B-Instruct'"),
         (["generate", "llama3.1:8b", "--prompt", "x"], "'meta-llama/Llama-3.1-8B-Instruct'"),
         (["generate", "gemma-3-1b", "--prompt", "x"], "'google/gemma-3-1b-it'"),
     ],
