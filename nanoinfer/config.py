@@ -10,7 +10,7 @@ from nanoinfer.common.errors import did_you_mean
 from nanoinfer.common.units import is_share, parse_bytes, parse_memory
 from nanoinfer.common.unsupported import ENGINE, check_keywords
 
-QUANTISED = ("int4", "int8", "fp8")
+QUANTISED = ("int4", "int4-symmetric", "int8", "fp8")
 """What the weights of a wide checkpoint can be quantised to."""
 
 
@@ -33,8 +33,9 @@ class EngineConfig:
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" (or "half") or "float32" (or "float"); in Python also
             torch's own, such as torch.float32.
         quantization: "fp8", "int8" or "int4" quantise the weights of a wide checkpoint while they are read, but for
-            head and embeddings. Of a quantised checkpoint: how it is quantised, such as "awq"; another one is refused.
-            None: as its config says.
+            head and embeddings; "int4-symmetric" without zero points, for 3% fewer bytes than "int4" and a larger
+            error. Of a quantised checkpoint: how it is quantised, such as "awq"; another one is refused. None: as its
+            config says.
         head_quantization: "int8" quantises head and embeddings, if they are wide, while they are read: 8 bits, a scale
             for each token. None: as in the checkpoint.
         kv_cache_dtype: "auto" (the model's dtype) or "fp8" ("fp8_e4m3", scale 1): half the memory of bfloat16 and half

@@ -26,12 +26,13 @@ from nanoinfer.kernels.linear import expand, packed
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 
 FORMATS = {
-    "int4": dict(kind="int", bits=4, columns=128),
+    "int4": dict(kind="int", bits=4, columns=128, has_zeros=True),
+    "int4-symmetric": dict(kind="int", bits=4, columns=128),
     "int8": dict(kind="int", bits=8, columns=None),
     "fp8": dict(kind="fp8", bits=8, columns=None),
 }
 NUM_ROWS, SIZE = 6144, 2560
-_TYPES = {torch.int16: "*i16", torch.int32: "*i32", torch.bfloat16: "*bf16"}
+_TYPES = {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.bfloat16: "*bf16"}
 
 
 def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:

@@ -20,7 +20,9 @@ EMBEDDINGS = "model.embed_tokens"
 _GROUP_SIZES = (128, 64, 32)
 # The formats of compressed-tensors whose weights alone are quantised, as transformers and vLLM read them: vLLM takes
 # "int-quantized" for a model whose activations are quantised, too.
-_STORED_AS = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "pack-quantized"}
+_STORED_AS = {"fp8": "float-quantized"} | dict.fromkeys(("int8", "int4", "int4-symmetric"), "pack-quantized")
+# Of which a group of neighbouring columns has a scale; of others a row.
+_OF_GROUPS = ("int4", "int4-symmetric")
 # Of head and embeddings, by whether they are tied. Transformers (5.17) reads no embeddings in words, because it
 # initialises their `weight`; of tied ones in bytes it would, in silence, take the codes for the head's weights.
 _TABLES_STORED_AS = {False: "int-quantized", True: "pack-quantized"}
@@ -59,7 +61,7 @@ def settings_for(hf_config: PretrainedConfig, quantization: str | None, head: st
         ValueError: no group divides the columns of a weight.
     """
     columns = {} if quantization is None else _columns(hf_config)
-    sizes = {name: _group_size(name, size) if quantization == "int4" else None for name, size in columns.items()}
+    sizes = {name: _group_size(name, size) if quantization in _OF_GROUPS else None for name, size in columns.items()}
     groups = []
     for size in dict.fromkeys(sizes.values()):
         targets = ["Linear"]
@@ -108,15 +110,15 @@ def _group_size(name: str, columns: int) -> int:
 
 def _group(quantization: str, size: int | None, targets: list[str], stored_as: str) -> dict[str, Any]:
     weights = dict(
-        num_bits=4 if quantization == "int4" else 8,
+        num_bits=4 if quantization in _OF_GROUPS else 8,
         type="float" if quantization == "fp8" else "int",
-        symmetric=True,
+        symmetric=quantization != "int4",
         strategy="channel" if size is None else "group",
         group_size=size,
         dynamic=False,
         actorder=None,
         block_structure=None,
-        observer="minmax" if size is None else "mse",
+        observer="mse" if quantization == "int4-symmetric" else "minmax",
         observer_kwargs={},
     )
     return dict(targets=targets, weights=weights, input_activations=None, output_activations=None, format=stored_as)

@@ -33,7 +33,7 @@ def cases():
         yield name, packing, bf16, 1.0
         if packing.folded[0]:
             yield name, packing, bf16, 0.03
-        if name in ("int4 with zeros", "int8 by row", "fp8 by row", "int4 of 32", "nvfp4"):
+        if name in ("int4 with zeros", "int4 in pairs with zeros", "int8 by row", "fp8 by row", "int4 of 32", "nvfp4"):
             yield name, Packing(**settings), half, 1.0
             yield name, packing, half, 0.03
             yield name, Packing(**settings), bf16, 1.0
@@ -66,7 +66,10 @@ def test_any_number_of_rows_has_the_bits_of_the_expanded_matrix(name, packing, d
                 assert torch.equal(packed_linear(x[:count], packed, num_parts=parts), sums[:, :count]), (name, size)
 
 
-@pytest.mark.parametrize("name", ["int4 in pairs of groups", "int8 by row", "int8 of 128", "fp8 by row"])
+@pytest.mark.parametrize(
+    "name", ["int4 in pairs of groups", "int4 in pairs with zeros", "int4 with zeros", "int8 by row", "int8 of 128",
+             "fp8 by row"],
+)  # fmt: skip
 def test_tiles_of_more_programs_than_cores_have_the_same_bits(name):
     """Fewer programs load more steps ahead, which is another kernel."""
     packing = Packing(**PACKINGS[name] | dict(scale_dtype=torch.bfloat16))
@@ -79,7 +82,22 @@ def test_tiles_of_more_programs_than_cores_have_the_same_bits(name):
         assert torch.equal(packed_linear(x[:count], module.packed, activation="silu"), gated[:count]), count
 
 
-@pytest.mark.parametrize("name", ["int4 in pairs of groups", "int4 of 32"])
+@pytest.mark.parametrize("zeros_fold", [False, True])
+@pytest.mark.parametrize("name", ["int4 with zeros", "int4 in pairs with zeros", "int4 by row with zeros"])
+def test_zeros_that_are_folded_and_others_have_the_bits_of_the_expanded_matrix(name, zeros_fold):
+    packing, size = Packing(**PACKINGS[name] | dict(scale_dtype=torch.bfloat16)), 512
+    weights, module = filled(packing, 160, size, largest=0.03, zeros_fold=zeros_fold, device=DEVICE)
+    assert module.packed.can_fold and module.packed.zeros_fold == zeros_fold
+    wanted = weights.expand(module, slice(0, 160)).bfloat16()
+    matrix = expand(module.packed, torch.empty(160, size, dtype=torch.bfloat16, device=DEVICE))
+    assert torch.equal(matrix.view(torch.int16), wanted.view(torch.int16))
+    x = torch.randn(512, size, device=DEVICE).bfloat16()
+    want = linear(x, wanted)
+    for count in (1, 9, 17, 64, 100, 512):
+        assert torch.equal(packed_linear(x[:count], module.packed), want[:count]), count
+
+
+@pytest.mark.parametrize("name", ["int4 in pairs of groups", "int4 in pairs with zeros", "int4 of 32"])
 def test_larger_tiles_have_the_same_bits(name, monkeypatch):
     settings = PACKINGS[name] | dict(scale_dtype=torch.bfloat16)
     _, module = filled(Packing(**settings), 160, 384, largest=0.03, device=DEVICE)

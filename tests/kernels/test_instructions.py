@@ -94,11 +94,11 @@ def cases():
                 yield Packing(kind=kind, bits=bits, scale_dtype=scale_dtype, columns=None, has_zeros=has_zeros), dtype
 
 
-@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("folds, fold_products", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("packing, dtype", list(cases()))
-def test_every_code_becomes_the_references_weight(packing, dtype, folds):
-    if folds and not packing.folded[0]:
-        pytest.skip("scales are never folded")
+def test_every_code_becomes_the_references_weight(packing, dtype, folds, fold_products):
+    if folds and not packing.folded[0] or fold_products and not packing.has_zeros:
+        pytest.skip("scales or zeros are never folded")
     kind, bits, scale_dtype = packing.kind, packing.bits, packing.scale_dtype
     codes = torch.arange(2**bits)
     if kind == "fp8":
@@ -111,6 +111,11 @@ def test_every_code_becomes_the_references_weight(packing, dtype, folds):
     zeros = torch.arange(16) if packing.has_zeros else torch.tensor([2 ** (bits - 1)])
     grid = torch.cartesian_prod(codes, zeros, torch.arange(len(scales)))
     codes, zeros, scales = grid[:, 0], grid[:, 1], scales[grid[:, 2]]
+    if fold_products:  # only where they are exact
+        products = zeros * scales.float()
+        is_exact = products == products.bfloat16()
+        assert 0.5 < is_exact.float().mean() < 1
+        codes, zeros, scales = codes[is_exact], zeros[is_exact], scales[is_exact]
     pairs = torch.stack((codes, codes.flip(0)), 1), torch.stack((scales, scales.flip(0)), 1)
     of_zeros = torch.stack((zeros, zeros.flip(0)), 1)
     result = wanted(kind, bits, pairs[0], of_zeros, pairs[1]).to(dtype)
@@ -118,8 +123,15 @@ def test_every_code_becomes_the_references_weight(packing, dtype, folds):
     zero_words = words_of(-(of_zeros + (128 if scale_dtype == BF16 else 1024)).double(), scale_dtype)
     if folds:  # as the kernel, with integers: to the exponents of both halves
         zero_words = (scale_words + (power[1] << 7) * 65537) ^ 0x80008000
+        if packing.has_zeros:
+            weight = empty_packed(packing, len(zeros), 64, "cpu")
+            weight.put_zeros(0, len(zeros), zeros[:, None])
+            minus_zeros = weight.scales.flatten().long() >> 16 & 0xFFFF  # as they lie
+            zero_words = minus_zeros | minus_zeros.flip(0) << 16
+        if fold_products:
+            zero_words = words_of(-(of_zeros * pairs[1].double()), BF16)
         scale_words = scale_words + (power[0] << 7) * 65537
-    for plane, text in enumerate(EXPANSIONS[number_of(packing, dtype, folds)]):
+    for plane, text in enumerate(EXPANSIONS[number_of(packing, dtype, folds, fold_products)]):
         words = word_of_codes(pairs[0], kind, bits, plane)
         found = carry_out(text, [words, scale_words, zero_words])
         got = torch.stack((found & 0xFFFF, found >> 16), 1).to(torch.uint16).view(dtype)

@@ -257,8 +257,29 @@ def test_scales_are_folded_where_every_product_is_exact():
             weight.put_scales(0, 3, torch.full((3, 1), limit / 4).bfloat16())
             weight.put_scales(3, 4, torch.full((1, 1), scale).bfloat16())
             assert weight.can_fold == is_folded, (kind, bits, scale)
-    for other in (dict(scale_dtype=HALF), dict(scale_dtype=torch.bfloat16, has_zeros=True)):
-        assert Packing(kind="int", bits=4, columns=64, **other).folded == (0, 0)
+    assert Packing(kind="int", bits=4, columns=64, scale_dtype=HALF).folded == (0, 0)
+    for bits, power in ((4, 129), (8, 0)):  # zeros are no power of two, and those of 8 bits lie in a table
+        packing = Packing(kind="int", bits=bits, columns=64, scale_dtype=torch.bfloat16, has_zeros=True)
+        assert packing.folded == (power, 0)
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_what_one_part_of_a_merged_weight_has_counts_for_all(bad):
+    """Whether scales are folded, and whether zeros are: which part it is, and what is put first, does not count."""
+    for is_first, has_large_scale in ((False, True), (True, True), (False, False), (True, False)):
+        settings = dict(kind="int", bits=4, columns=64, scale_dtype=torch.bfloat16, has_zeros=True)
+        weight = empty_packed(Packing(**settings), 12, 128, "cpu")
+        for part in range(3):
+            rows, is_bad = (4 * part, 4 * part + 4), part == bad
+            scale = 0.5 if is_bad and has_large_scale else 0.25 if has_large_scale or not is_bad else 0.25 + 2**-9
+            steps = [
+                lambda: weight.put_scales(*rows, torch.full((4, 2), scale).bfloat16()),  # noqa: B023
+                lambda: weight.put_zeros(*rows, torch.full((4, 2), 7)),  # noqa: B023
+            ]
+            for step in steps if is_first else reversed(steps):
+                step()
+        assert weight.can_fold == (not has_large_scale) and weight.zeros_fold == has_large_scale
+        assert torch.equal(weight.zeros_of(slice(0, 12)), torch.full((12, 2), 7, dtype=torch.uint8))
 
 
 def test_a_block_is_a_part_of_a_group_and_of_a_part_of_a_sum():

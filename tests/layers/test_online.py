@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from nanoinfer import plan
 from nanoinfer.config import QUANTISED
+from nanoinfer.layers.formats.bits import as_bytes
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.formats.schemes import stored
 from nanoinfer.layers.linear import Linear
@@ -28,9 +29,9 @@ BOTH = [(name, head) for name in QUANTISED for head in (None, "int8")]
 
 
 def format_of(name: str, columns: int, dtype: torch.dtype) -> PackedScaled:
-    size = next((size for size in (128, 64, 32) if columns % size == 0), None) if name == "int4" else None
-    kind, bits = "fp8" if name == "fp8" else "int", 4 if name == "int4" else 8
-    return packed(kind, bits, size, dtype)
+    size = next((size for size in (128, 64, 32) if columns % size == 0), None) if name.startswith("int4") else None
+    kind, bits = "fp8" if name == "fp8" else "int", 4 if name.startswith("int4") else 8
+    return packed(kind, bits, size, dtype, has_zeros=name == "int4")
 
 
 def random_weight(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -42,13 +43,24 @@ def random_weight(rows: int, columns: int, seed: int) -> torch.Tensor:
     return weight
 
 
-def codes_of(found: dict, name: str, columns: int) -> torch.Tensor:
+def codes_of(found: dict, name: str, group_size: int, columns: int) -> torch.Tensor:
+    """Less their zeros."""
     if name == "fp8":
         return found["weight"].double()
     packed = found["weight_packed"].view(torch.uint8)
     if name == "int8":
         return packed[:, :columns].double() - 128
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)[:, :columns].double() - 8
+    codes = fields_of_rows(packed)[:, :columns].double()
+    return codes - (zeros_of(found, len(packed)).repeat_interleave(group_size, 1) if name == "int4" else 8)
+
+
+def fields_of_rows(packed: torch.Tensor) -> torch.Tensor:
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+
+
+def zeros_of(found: dict, rows: int) -> torch.Tensor:
+    """[rows, groups], which the file has by columns."""
+    return fields_of_rows(as_bytes(found["weight_zero_point"].t()))[:, :rows].t()
 
 
 # One weight
@@ -60,22 +72,23 @@ def test_a_weight_is_what_the_reference_package_expands(name, dtype):
     compressors = pytest.importorskip("compressed_tensors.compressors", reason="the reference is not installed")
     from compressed_tensors.quantization import QuantizationScheme
 
-    for seed, (rows, columns) in enumerate([(5, 32), (33, 192), (16, 384), (7, 160), (3, 4096)]):
+    for seed, (rows, columns) in enumerate([(11, 32), (33, 192), (16, 384), (17, 160), (9, 4096)]):
         weight = random_weight(rows, columns, seed).to(dtype)
         own = format_of(name, columns, dtype)
         found = quantise(weight, own)
         group_size = own.packing.columns
-        args = dict(num_bits=own.packing.bits, type="float" if name == "fp8" else "int", symmetric=True)
+        args = dict(num_bits=own.packing.bits, type="float" if name == "fp8" else "int", symmetric=name != "int4")
         args |= dict(strategy="group", group_size=group_size) if group_size else dict(strategy="channel")
         stored_as = "float-quantized" if name == "fp8" else "pack-quantized"
         reference = QuantizationScheme(targets=["Linear"], weights=args, format=stored_as)
         compressor = compressors.BaseCompressor.get_value_from_registry(stored_as)
         matrix = compressor.decompress(dict(found), reference)["weight"]
         scales = found["weight_scale"].repeat_interleave(group_size or columns, 1)
-        wanted = (codes_of(found, name, columns).to(dtype) * scales).to(dtype)
+        wanted = (codes_of(found, name, group_size or columns, columns).to(dtype) * scales).to(dtype)
         assert torch.equal(matrix, wanted) and torch.isfinite(matrix).all()
         error = (matrix.double() - weight.double()).abs()
-        steps = {"int8": 0.51, "int4": 5.0, "fp8": 17.0}[name]  # of a scale, which rounding to few bits adds to
+        # Of a scale, which rounding to few bits adds to.
+        steps = {"int8": 0.51, "int4": 1.1, "int4-symmetric": 5.0, "fp8": 17.0}[name]
         assert bool((error <= steps * scales.double() + matrix.double().abs() / 100).all())
         assert {ending: (tuple(one.shape), one.dtype) for ending, one in found.items()} == stored(own, (rows, columns))
 
@@ -86,7 +99,7 @@ def test_the_squared_error_of_four_bits_is_never_above_that_of_plain_scales(dtyp
     for seed, (rows, columns) in enumerate([(1, 32), (9, 64), (40, 256), (64, 1024)]):
         for weight in (random_weight(rows, columns, seed), torch.full((rows, columns), 0.3), torch.rand(rows, columns)):
             weight = weight.to(dtype)
-            own = format_of("int4", columns, dtype)
+            own = format_of("int4-symmetric", columns, dtype)
             found = quantise(weight, own)
             groups = weight.double().unflatten(1, (-1, own.packing.columns))
             plain = (
@@ -97,7 +110,7 @@ def test_the_squared_error_of_four_bits_is_never_above_that_of_plain_scales(dtyp
             nearest = (groups.float() / plain.float()).round().clamp(-8, 7).to(dtype)
             wanted = ((nearest * plain).double() - groups).square().sum((1, 2))
             scales = found["weight_scale"].repeat_interleave(own.packing.columns, 1)
-            matrix = codes_of(found, "int4", columns).to(dtype) * scales
+            matrix = codes_of(found, "int4-symmetric", own.packing.columns, columns).to(dtype) * scales
             error = (matrix.double() - weight.double()).square().sum(1)
             assert error.sum() <= wanted.sum()
             if divisor == 7.0 and rows > 32:
@@ -113,9 +126,31 @@ def test_rows_and_pieces_of_them_are_quantised_alike(monkeypatch):
         monkeypatch.setattr("nanoinfer.layers.formats.schemes._WEIGHTS_AT_ONCE", {"cpu": 500})
         pieces = [quantise(weight[begin : begin + 10], own) for begin in range(0, 37, 10)]
         monkeypatch.undo()
-        for ending in whole.keys() - {"weight_shape"}:
+        for ending in whole.keys() - {"weight_shape", "weight_zero_point"}:
             joined = torch.cat([piece[ending].view(torch.uint8) for piece in pieces])
             assert torch.equal(joined, whole[ending].view(torch.uint8))
+        if name == "int4":
+            zeros = [zeros_of(piece, len(piece["weight_scale"])) for piece in pieces]
+            assert torch.equal(torch.cat(zeros), zeros_of(whole, 37))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_make_the_codes_of_a_group_span_its_range(dtype):
+    own, weight, seen = format_of("int4", 256, dtype), random_weight(64, 256, 3), set()
+    for shift in (-3.0, -1.0, 0.0, 0.4, 3.0):  # groups on one side of 0 span the rest of the way to it, too
+        wide = (weight + shift * weight.std()).to(dtype)
+        found = quantise(wide, own)
+        zeros, scales = zeros_of(found, 64), found["weight_scale"]
+        seen |= set(zeros.unique().tolist())
+        products = zeros * scales.double()
+        if dtype == torch.bfloat16:  # kernels may round them: nothing is lost
+            assert torch.equal(products, products.to(dtype).double())
+        symmetric, errors = quantise(wide, format_of("int4-symmetric", 256, dtype)), []
+        for name, one in (("int4", found), ("int4-symmetric", symmetric)):
+            matrix = codes_of(one, name, 128, 256) * one["weight_scale"].double().repeat_interleave(128, 1)
+            errors.append((matrix - wide.double()).square().sum().item())
+        assert shift == 0 or errors[0] < errors[1]
+    assert seen == set(range(16))
 
 
 # A checkpoint
@@ -166,7 +201,7 @@ def test_random_sizes_and_files_are_read_alike(tmp_path, monkeypatch, seed):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_expands_what_was_written_to_the_same_bits(tmp_path, family):
     pytest.importorskip("compressed_tensors", reason="transformers reads these checkpoints with it")
-    name = QUANTISED[FAMILIES.index(family) % 3]
+    name = QUANTISED[FAMILIES.index(family) % 4]
     source = make(tmp_path / "wide", family, tied=family == "gemma3")
     out = quantise_checkpoint(source, tmp_path / "out", name, **QUIET)
     found = AutoModelForCausalLM.from_pretrained(out, quantization_config=CompressedTensorsConfig(dequantize=True))
@@ -269,11 +304,14 @@ def test_a_forecast_counts_packed_bytes(tmp_path):
 
 
 def test_a_known_shape_in_four_bits_by_hand():
-    memory = plan("qwen3-8b", gpu_memory="12GiB", host_memory="64GiB", context=131_072, quantization="int4").memory
+    memory = plan("qwen3-8b", gpu_memory="12GiB", host_memory="64GiB", context=40_960, quantization="int4").memory
     weights = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
     norms = 36 * (2 * 4096 + 2 * 128) + 4096
-    tables, buffer, rope = 2 * 151_936 * 4096, 2 * 24_576 * 4096, 131_072 * 128
-    assert memory.weight_bytes == weights // 2 + weights // 128 * 2 + 2 * (norms + tables + rope) + buffer
+    tables, buffer, rope = 2 * 151_936 * 4096, 2 * 24_576 * 4096, 40_960 * 128
+    # A scale and a zero for each group, 2 bytes each.
+    assert memory.weight_bytes == weights // 2 + weights // 128 * 4 + 2 * (norms + tables + rope) + buffer
+    fewer = plan("qwen3-8b", gpu_memory="12GiB", host_memory="64GiB", context=40_960, quantization="int4-symmetric")
+    assert memory.weight_bytes - fewer.memory.weight_bytes == weights // 128 * 2
 
 
 # What is refused
@@ -282,7 +320,10 @@ def test_a_known_shape_in_four_bits_by_hand():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(quantization="int44"), r"not quantised \(did you mean 'int4'\?\): .* with one of int4, int8, fp8"),
+        (
+            dict(quantization="int44"),
+            r"not quantised \(did you mean 'int4'\?\): .* with one of int4, int4-symmetric, int8, fp8",
+        ),
         (dict(quantization="awq"), "quantization='awq' does not fit this checkpoint, which is not quantised"),
         (dict(quantization=4), "quantization=4 must be None or text"),
         (dict(head_quantization="int9"), r"head_quantization='int9' is not one of int8 \(did you mean 'int8'\?\)"),
@@ -336,10 +377,10 @@ def test_weights_beyond_the_dtype_of_scales_are_refused_by_name(tmp_path, name):
     config = json.loads((source / "config.json").read_text()) | dict(dtype="float16")
     (source / "config.json").write_text(json.dumps(config))
     tensors = load_file(source / "model.safetensors")
-    for value in (1e9, 65504.0):  # of the second int8's scale is a number, and the weight is not; int4's weight is
+    for value in (1e9, 65504.0):  # of the second int8's scale is a number, and the weight is not; that without zeros is
         tensors[tensor][3, 7] = value
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-        if (name, value) == ("int4", 65504.0):
+        if (name, value) == ("int4-symmetric", 65504.0):
             assert all(matrix.isfinite().all() for matrix in matrices(load(source, name)).values())
             continue
         for attempt in (

@@ -348,6 +348,12 @@ DOWN = "model.layers.1.mlp.down_proj"
         ("gptq-int4", spoilt(f"{DOWN}.scales", float("nan")), "holds NaN or infinite scales"),
         ("awq", spoilt(f"{DOWN}.scales", float("nan")), "holds NaN or infinite scales"),
         ("fp8-blocks", spoilt(f"{DOWN}.weight_scale_inv", float("nan")), "holds NaN or infinite scales"),
+        ("ct-int4-group", spoilt(f"{DOWN}.weight_scale", -0.01), "holds negative scales"),
+        ("ct-fp8-tensor", spoilt(f"{DOWN}.weight_scale", -0.01), "holds negative scales"),
+        ("ct-nvfp4", spoilt(f"{DOWN}.weight_scale", -1), "holds negative scales"),
+        ("gptq-int4", spoilt(f"{DOWN}.scales", -60000), "holds negative scales"),  # in a row of small ones
+        ("awq", spoilt(f"{DOWN}.scales", -0.01), "holds negative scales"),
+        ("fp8-blocks", spoilt(f"{DOWN}.weight_scale_inv", -0.01), "holds negative scales"),
         ("gptq-int4-act-order", spoilt(f"{DOWN}.g_idx", 5), "names groups that are not there: .* from 0 to 4"),
         ("gptq-int4", spoilt(f"{DOWN}.g_idx", 1), "is not ascending, although desc_act is false"),
         ("ct-int4-group", spoilt(f"{DOWN}.weight_shape", 63), r"is \[63, 160\], expected \[64, 160\]"),

@@ -29,6 +29,7 @@ BOUNDS = {
     WeightFormat(quantization="int8"): 1e-5,
     WeightFormat(quantization="fp8"): 7e-5,
     WeightFormat(quantization="int4"): 2.1e-3,
+    WeightFormat(quantization="int4-symmetric"): 2.1e-3,
     WeightFormat(quantization="int8", head_quantization="int8"): 4.4e-5,
     WeightFormat(quantization="int4", head_quantization="int8"): 2.1e-3,
 }
@@ -113,10 +114,10 @@ def test_each_format_keeps_the_distributions_of_the_wide_model(found):
 
 
 def test_four_bits_are_nearer_to_the_wide_model_than_with_plain_scales(prompts, found, monkeypatch):
-    ours = found[WeightFormat(quantization="int4").name]
+    ours = found[WeightFormat(quantization="int4-symmetric").name]
     for divisor in (7.0, 7.5):  # of the largest magnitude: nothing is cut, and as compressed-tensors has it
         monkeypatch.setattr(schemes, "_DIVISORS", (divisor,))
-        assert ours < kl(prompts, "int4")[0] < BOUNDS[WeightFormat(quantization="int4")]
+        assert ours < kl(prompts, "int4-symmetric")[0] < BOUNDS[WeightFormat(quantization="int4-symmetric")]
 
 
 def test_broken_scales_exceed_the_bounds(prompts, monkeypatch):

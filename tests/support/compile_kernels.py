@@ -150,17 +150,19 @@ def compile_packed() -> None:
     """What instructions are written for, and what the compiler chooses them for."""
     half, nibbles = torch.bfloat16, dict(kind="int", bits=4, scale_dtype=torch.bfloat16)
     cases = [nibbles | dict(columns=128), nibbles | dict(columns=32, scale_dtype=torch.float16, has_zeros=True)]
+    with_zeros = nibbles | dict(columns=128, has_zeros=True)
     cases += [dict(kind=kind, bits=8, scale_dtype=half, columns=None) for kind in ("int", "fp8")]
     in_pairs = [dict(kind=kind, bits=8, scale_dtype=half, columns=128) for kind in ("int", "fp8")]
     cases += [dict(kind="fp8", bits=8, scale_dtype=torch.float32, columns=128, rows=128, product_dtype=torch.float32)]
     cases += [nibbles | dict(columns=64, scale_dtype=torch.float32, has_zeros=True)]
     cases += [dict(kind="fp4", bits=4, scale_dtype=torch.uint8, columns=32)]
-    ways = [*((case, True) for case in cases), (cases[0], False), (cases[2], False)]
+    ways = [*((case, True, True) for case in cases), (cases[0], False, True), (cases[2], False, True)]
+    ways += [(with_zeros, True, False), (with_zeros, False, True), (with_zeros, True, True)]
     if is_brief:  # one that is folded, with zeros in words, with zeros in a table; and what Hopper makes of many rows
-        ways = [ways[0], ways[1], ways[5]] if gpu.architecture == architectures[0] else ways[:1]
-    for case, can_fold in ways:
+        ways = [ways[0], ways[1], ways[5], ways[-1]] if gpu.architecture == architectures[0] else ways[:1]
+    for case, can_fold, zeros_fold in ways:
         weight = empty_packed(Packing(**case), 256, 1024, "cpu")
-        weight.can_fold = can_fold
+        weight.can_fold, weight.zeros_fold = can_fold, zeros_fold
         layers.packed_linear(zeros(1, 1024), weight)
         if not is_brief or gpu.architecture != architectures[0]:
             layers.packed_linear(zeros(64, 1024), weight, zeros(256), activation="silu")

@@ -16,12 +16,14 @@ from nanoinfer.weights.quantize import quantised_config
 QUIET = dict(progress=False)
 
 
-def packed(kind: str, bits: int, columns: int | None, scale_dtype: torch.dtype) -> PackedScaled:
+def packed(
+    kind: str, bits: int, columns: int | None, scale_dtype: torch.dtype, has_zeros: bool = False
+) -> PackedScaled:
     """The format of a weight that is quantised while it is read; integers lie in words."""
-    packing = Packing(kind=kind, bits=bits, columns=columns, scale_dtype=scale_dtype)
+    packing = Packing(kind=kind, bits=bits, columns=columns, scale_dtype=scale_dtype, has_zeros=has_zeros)
     if kind == "fp8":
         return PackedScaled(packing, words=torch.float8_e4m3fn)
-    return PackedScaled(packing, words=torch.int32, codes_name="weight_packed")
+    return PackedScaled(packing, words=torch.int32, codes_name="weight_packed", has_zeros_in_words=has_zeros)
 
 
 def quantise(weight: torch.Tensor, own: PackedScaled) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ PACKINGS = {
     "int4 in pairs of groups": dict(kind="int", bits=4, scale_dtype=HALF, columns=64),
     "int4 of 32": dict(kind="int", bits=4, scale_dtype=HALF, columns=32),
     "int4 with zeros": dict(kind="int", bits=4, scale_dtype=HALF, columns=128, has_zeros=True),
+    "int4 in pairs with zeros": dict(kind="int", bits=4, scale_dtype=HALF, columns=64, has_zeros=True),
     "int4 with odd groups": dict(kind="int", bits=4, scale_dtype=HALF, columns=192),
     "int4 of 96": dict(kind="int", bits=4, scale_dtype=HALF, columns=96),
     "int4 by row": dict(kind="int", bits=4, scale_dtype=HALF, columns=None),
@@ -51,11 +52,13 @@ def filled(
     *,
     seed: int = 0,
     largest: float = 1.0,
+    zeros_fold: bool = False,
     device: torch.device | str = "cpu",
 ) -> tuple[Packed, Bare]:
     """Every code of every kind but NaN; scales up to about `largest`, exponents of any size.
 
-    Of scales below 1/32 in bfloat16 kernels make weights in another way than of larger ones.
+    Of scales below 1/32 in bfloat16 kernels make weights in another way than of larger ones, and in a third one where
+    their products with zeros are exact: with `zeros_fold` scales have 4 bits.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = Packed(packing)
@@ -72,6 +75,9 @@ def filled(
         scales[0, 0] = 0
     else:
         scales = (largest * (torch.rand(scale_rows, groups, generator=generator) + 0.01)).to(packing.scale_dtype)
+    if zeros_fold:
+        fraction, exponent = torch.frexp(scales.float())
+        scales = torch.ldexp((fraction * 16).floor() / 16, exponent).to(packing.scale_dtype)
     scales = scales.to(device)
     module.packed.put_scales(0, num_rows, scales)
     if packing.has_zeros:

@@ -15,18 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
-from nanoinfer.kernels.linear.instructions import EXPANSIONS, number_of
+from nanoinfer.kernels.linear.instructions import EXPANSIONS, PRODUCT_OF_HALVES, number_of
 from nanoinfer.kernels.linear.packing import PackedWeight
 
 INT, FP8, FP4 = (tl.constexpr(number) for number in range(3))
 """Kinds of codes, and of scales that are no numbers of a wider type: exponents of two, or e4m3."""
 ROW, PAIRS, WORDS, TABLE, COLUMN = (tl.constexpr(number) for number in range(5))
-"""Where a weight's scale is: one for a row; of two groups in a word; with its zero in a word; in a table; in a table,
-and another one for each column of a plane."""
+"""Where a weight's scale is: one for a row; of two groups in a word; of one, with its zero, in a word; in a table; in a
+table, and another one for each column of a plane."""
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _KINDS = {"int": INT.value, "fp8": FP8.value, "fp4": FP4.value}
 _EXPANSIONS = tl.constexpr(EXPANSIONS)
+_PRODUCT_OF_HALVES = tl.constexpr(PRODUCT_OF_HALVES)
 
 
 class Form(NamedTuple):
@@ -42,6 +43,7 @@ class Form(NamedTuple):
         factor: whether a global scale multiplies (1) or divides (2) the scales.
         expansion: which instructions; -1: those that triton chooses; -2: the interpreter.
         fold, fold_zero: see `Packing.folded`.
+        fold_products: whether zeros are multiplied with their scales; see `PackedWeight.zeros_fold`.
         product, result: the dtype of the product, and one that it is rounded to besides, or None.
     """
 
@@ -60,6 +62,7 @@ class Form(NamedTuple):
     expansion: int
     fold: int
     fold_zero: int
+    fold_products: bool
     product: tl.dtype
     result: tl.dtype | None
 
@@ -124,19 +127,26 @@ def scale_value(scale, factor, FORM: tl.constexpr):
 def halves_of_word(word, half: tl.constexpr, FORM: tl.constexpr):
     """Return scale and zero that lie in a word; with `half` 1 another scale, and no zero.
 
-    Folded, the scale times 2**fold, and minus the scale times 2**fold_zero.
+    Folded, the scale times 2**fold, and minus the zero times the scale: the scale times 2**fold_zero, or the product of
+    what lies in the word. Where that would be rounded, what lies there: see `packing`.
     """
-    if FORM.fold > 0:
+    if FORM.fold > 0 and not FORM.has_zeros:
         zero_word = (word + (FORM.fold_zero << 7) * 65537) ^ -2147450880  # the signs of both halves
         word += (FORM.fold << 7) * 65537
         zero = (zero_word >> 16 * half).to(tl.int16).to(FORM.product, bitcast=True)
         return (word >> 16 * half).to(tl.int16).to(FORM.product, bitcast=True), zero
-    scale = (word >> 16 * half).to(tl.int16).to(FORM.product, bitcast=True)
-    if FORM.expansion >= 0:
-        zero = (word >> 16).to(tl.int16).to(FORM.product, bitcast=True)
-    else:
-        zero = word >> 16 & 127
-    return scale, zero
+    scale = (word + (FORM.fold << 7) >> 16 * half).to(tl.int16).to(FORM.product, bitcast=True)
+    bits = word >> 16
+    if FORM.expansion < 0:
+        return scale, bits >> (4 if FORM.product == tl.bfloat16 else 0) & 15
+    if FORM.fold_products:
+        word += FORM.fold << 7
+        return scale, tl.inline_asm_elementwise(
+            _PRODUCT_OF_HALVES, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        ).to(tl.int16).to(FORM.product, bitcast=True)
+    if FORM.product == tl.bfloat16 and FORM.fold == 0:
+        bits = bits >> 4 & 15 | -0x3D00  # minus (128 + zero)
+    return scale, bits.to(tl.int16).to(FORM.product, bitcast=True)
 
 
 @triton.jit
@@ -176,7 +186,11 @@ def scales_of_plane(
             if not EVEN:
                 pair = tl.minimum(pair, (FORM.size - 1) // (2 * FORM.group))
             word = tl.load(scales + pair * num_rows + row)
-            scale, zero = halves_of_word(word, offset // FORM.group % 2, FORM)
+            half: tl.constexpr = offset // FORM.group % 2
+            if FORM.has_zeros:
+                scale, zero = halves_of_word((word >> 32 * half).to(tl.int32), 0, FORM)
+            else:
+                scale, zero = halves_of_word(word, half, FORM)
         else:
             if ALIGNED:
                 group = first * FORM.block // FORM.group + offset // FORM.group
@@ -279,7 +293,8 @@ def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> F
     product = packing.product_dtype or (scale_dtype if scale_dtype in _TYPES else torch.float32)
     fits = packing.has_words and has_instructions(device)
     folds = fits and weight.can_fold and dtype == torch.bfloat16 and packing.folded[0] > 0
-    number = number_of(packing, dtype, folds) if fits else -1 if has_instructions(device) else -2
+    fold_products = folds and packing.has_zeros and weight.zeros_fold
+    number = number_of(packing, dtype, folds, fold_products) if fits else -1 if has_instructions(device) else -2
     return Form(
         size=size,
         bits=packing.bits,
@@ -296,6 +311,7 @@ def form_of(weight: PackedWeight, device: torch.device, dtype: torch.dtype) -> F
         expansion=number,
         fold=packing.folded[0] if folds else 0,
         fold_zero=packing.folded[1] if folds else 0,
+        fold_products=fold_products,
         product=_TYPES[product],
         result=None if packing.result_dtype is None else _TYPES[packing.result_dtype],
     )

@@ -9,7 +9,9 @@ either side (see `packing`); a power of two corrects the exponent.
 Most weights need less: see `Packing.folded`. The bits of an integer in the lowest bits of a bfloat16, and zeros above,
 are this integer times 2**-133, also where they reach into the exponent's lowest bit. With the scale times 2**133 and
 minus the zero times the scale, which is exact, for the zero is a power of two, one multiplication and addition gives
-the weight, rounded once.
+the weight, rounded once. Of other zeros that product would be rounded, so they are subtracted from the codes, as
+integers times 2**-129. A plane whose codes lie 4 places lower is not shifted: the subtraction multiplies it with 16.
+Weights that are quantised here have only scales whose product with the zero is exact.
 """
 
 from __future__ import annotations
@@ -63,13 +65,22 @@ def _expansion(kind: str, bits: int, plane: int, is_bf16: bool, has_zeros: bool,
     return "\n".join([*lines, "cvt.f32.f16 a, h;", "cvt.f32.f16 b, i;", "cvt.rn.bf16x2.f32 $0, b, a;", "}"])
 
 
-def _folded(kind: str, bits: int, plane: int) -> str:
-    """As `_expansion`, with scales that the power of two lies in; $3: minus the products of zero and scale."""
+def _folded(kind: str, bits: int, plane: int, has_zeros: bool) -> str:
+    """As `_expansion`, with scales that the power of two lies in; $3: minus the products of zero and scale.
+
+    has_zeros: $3 has two zeros times -2**-129.
+    """
     lines = ["{", ".reg .b32 t, m, g, z;"]
     if kind == "fp8":
         lines += [*_float8_bits(plane), f"mov.b32 z, {_twice(0x8000)};", "fma.rn.bf16x2 $0, t, $2, z;"]
     elif bits == 8:  # a byte of each word, and zero above it
         lines += [f"prmt.b32 t, $1, 0, {'0x4341' if plane else '0x4240'};", "fma.rn.bf16x2 $0, t, $2, $3;"]
+    elif has_zeros:  # two planes share a shift
+        is_high = plane % 2
+        lines += ["shr.u32 t, $1, 8;" if plane > 1 else "mov.b32 t, $1;"]
+        lines += [f"and.b32 t, t, {_twice(0x00F0 if is_high else 0x000F)};"]
+        lines += [f"mov.b32 m, {_twice(0x3F80 if is_high else 0x4180)};", "fma.rn.bf16x2 t, t, m, $3;"]  # 1 or 16
+        lines += [f"mov.b32 z, {_twice(0x8000)};", "fma.rn.bf16x2 $0, t, $2, z;"]
     else:  # into the bits 4 to 7, which the second plane has them in
         shift = 4 * plane - 4
         lines += ["mov.b32 t, $1;" if not shift else f"shr.u32 t, $1, {shift};" if shift > 0 else "shl.b32 t, $1, 4;"]
@@ -83,16 +94,26 @@ _CASES = [
     for is_bf16, is_widened in ((False, False), (True, False), (False, True))
     for has_zeros in (False, True)
 ]
-_FOLDED_CASES = [("int", 4), ("int", 8), ("fp8", 8)]
+_FOLDED_CASES = [("int", 4, False), ("int", 8, False), ("fp8", 8, False), ("int", 4, True)]
 EXPANSIONS = [[_expansion(k, b, p, *how) for p in range(16 // b)] for k, b, *how in _CASES]
 """By number and plane."""
-EXPANSIONS += [[_folded(k, b, p) for p in range(16 // b)] for k, b in _FOLDED_CASES]
+EXPANSIONS += [[_folded(k, b, p, zeros) for p in range(16 // b)] for k, b, zeros in _FOLDED_CASES]
 
 
-def number_of(packing: Packing, dtype: torch.dtype, folds: bool) -> int:
-    """Return the number in `EXPANSIONS` for weights of the model's dtype. folds: see `Packing.can_fold`."""
+PRODUCT_OF_HALVES = "\n".join(
+    ["{", ".reg .b16 a, b, z;", "mov.b32 {a, b}, $1;", "mov.b16 z, 0x8000;", "fma.rn.bf16 a, a, b, z;"]
+    + ["mov.b32 $0, {a, a};", "}"]
+)
+"""Makes both halves of $0 the product of the two bfloat16 in $1."""
+
+
+def number_of(packing: Packing, dtype: torch.dtype, folds: bool, fold_products: bool = False) -> int:
+    """Return the number in `EXPANSIONS` for weights of the model's dtype.
+
+    folds: see `Packing.can_fold`; fold_products: see `PackedWeight.zeros_fold`.
+    """
     if folds:
-        return len(_CASES) + _FOLDED_CASES.index((packing.kind, packing.bits))
+        return len(_CASES) + _FOLDED_CASES.index((packing.kind, packing.bits, packing.has_zeros and not fold_products))
     is_bf16 = packing.scale_dtype == torch.bfloat16
     is_widened = not is_bf16 and dtype == torch.bfloat16
     return _CASES.index((packing.kind, packing.bits, is_bf16, packing.has_zeros, is_widened))

@@ -220,7 +220,7 @@ def packed_linear(
             stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // (x_bytes + word_bytes))
         # Small groups with wide scales and zeros take as much as a tenth of a step.
         num_scales = unroll * block // (weight.packing.columns or size) * block_n
-        scale_bytes = num_scales * weight.scales.element_size() * (2 if weight.packing.has_zeros else 1)
+        scale_bytes = num_scales * min(4, weight.scales.element_size()) * (2 if weight.packing.has_zeros else 1)
         stages = min(stages, (shared_memory(x.device) - 1024) // (x_bytes + word_bytes + scale_bytes))
     packed_linear_kernel[grid](
         x, x_rows, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, FORM=form,

@@ -12,7 +12,7 @@ three bits of its exponent in bits 12 to 14, the rest in bits 0 to 3.
 
 Scales lie by groups, then by rows, so that a program reads those of its rows from one place. Where a kernel reads them
 ahead with its words, they lie in words of 32 bits, which is the least that can be copied so: the scales of two groups,
-or a scale and its zero.
+or a scale and its zero. Two such words, of two groups, are one of 64 bits.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _PLANES = (64, 32, 16)
 # Group sizes of which any step of a kernel has an even number, if a part of a sum has.
 _PAIRED = (16, 32, 64, 128)
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-# A number from which an integer is subtracted exactly: its last bit counts 1, and its lowest bits are 0.
-_MAGIC = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
+# What a kernel adds to a code for its zero, by the scales' dtype: bits beside the zero, and where its lowest bit is.
+# In bfloat16 minus the zero times 2**-129, in float16 minus (1024 + zero). See `instructions`.
+_MINUS_ZERO = {torch.bfloat16: (0x8000, 4), torch.float16: (0xE400, 0)}
 # By kind and bits: the power of two that makes a code of its bits in a bfloat16, and the one that is the zero.
 _FOLDED = {("int", 4): (129, 3), ("int", 8): (133, 7), ("fp8", 8): (120, 0)}
-_SIGN = 0x8000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +99,12 @@ class Packing:
 
         The bits of a code, put into a bfloat16, are a number that is a power of two too small. If the power goes into
         the scale, and the zero is a power of two as well, one instruction with one rounding makes a weight of them.
+        Other zeros are subtracted from the code, both as such small numbers.
         """
-        is_plain = self.has_words and self.scale_dtype == torch.bfloat16 and not self.has_zeros
-        return _FOLDED[self.kind, self.bits] if is_plain else (0, 0)
+        if not self.has_words or self.scale_dtype != torch.bfloat16:
+            return 0, 0
+        power, power_of_zero = _FOLDED[self.kind, self.bits]
+        return power, 0 if self.has_zeros else power_of_zero
 
     def can_fold(self, scales: Tensor) -> bool:
         """Whether the products of scales with these powers are numbers, and the scales have all their bits."""
@@ -112,11 +115,12 @@ class Packing:
         """Return how scales lie.
 
         "plain": [groups, rows of scales] in their dtype, and zeros likewise, uint8. "pairs": [groups / 2, rows] int32,
-        two groups in a word. "words": [groups, rows] int32, scale and zero in a word.
+        two groups in a word; int64 with zeros, each behind its scale. "words": [groups, rows] int32, scale and zero in
+        a word.
         """
         if not self.has_words or (self.columns is None and not self.has_zeros):
             return "plain"
-        if self.columns is None or self.has_zeros:
+        if self.columns is None:
             return "words"
         part = in_features // num_parts(in_features)
         return "pairs" if self.columns in _PAIRED and part % (2 * self.columns) == 0 else "words"
@@ -133,6 +137,7 @@ class PackedWeight:
         global_scale: [num_rows] float32; None: none.
         group_index: [in_features] int32; None: none.
         can_fold: whether all scales that were put in can be folded; see `Packing.can_fold`.
+        zeros_fold: whether the product of every zero with its scale is a bfloat16, so that it needs no rounding.
     """
 
     packing: Packing
@@ -144,6 +149,7 @@ class PackedWeight:
     global_scale: Tensor | None = None
     group_index: Tensor | None = None
     can_fold: bool = True
+    zeros_fold: bool = True
 
     def put_codes(self, begin: int, codes: Tensor) -> None:
         """Write rows from `begin` on: [n, in_features] uint8."""
@@ -176,46 +182,51 @@ class PackedWeight:
 
     def put_scales(self, begin: int, end: int, scales: Tensor) -> None:
         """Write those of rows [begin, end): [rows of scales, groups], or what broadcasts to it."""
-        table, packing = self.packing.table(self.in_features), self.packing
+        packing = self.packing
         self.can_fold = self.can_fold and packing.can_fold(scales)
-        if table == "plain":
+        if packing.table(self.in_features) == "plain":
             self.scales[:, begin // packing.rows : -(-end // packing.rows)].copy_(scales.t())
             return
-        halves = self.scales.view(packing.scale_dtype).unflatten(1, (self.num_rows, 2))[:, begin:end]
-        if table == "pairs":
-            halves.copy_(scales.expand(end - begin, -1).unflatten(1, (-1, 2)).transpose(0, 1))
-            return
-        halves[..., 0].copy_(scales.t())
-        if not packing.has_zeros:
-            self._put_magic_zeros(begin, end, torch.full((1, 1), 2 ** (packing.bits - 1), device=scales.device))
+        words = self._words()
+        words[begin:end, ..., 0].copy_(scales.unflatten(1, words.shape[1:3]))
+        self._check_zeros(begin, end)
 
     def scales_of(self, rows: slice | Tensor) -> Tensor:
         """Return scales of some rows of the weight: [n, groups]."""
-        table, packing = self.packing.table(self.in_features), self.packing
-        if table == "plain":
+        if self.packing.table(self.in_features) == "plain":
             return self._by_row(self.scales, rows)
-        words = self.scales[:, rows].t().clone(memory_format=torch.contiguous_format)
-        halves = words.view(packing.scale_dtype)
-        return halves if table == "pairs" else halves[:, ::2]
+        return self._words()[rows, ..., 0].flatten(1)
 
     def put_zeros(self, begin: int, end: int, zeros: Tensor) -> None:
         """Write those of rows [begin, end): [rows of scales, groups] integers, or what broadcasts to it."""
-        if self.zeros is None:
-            self._put_magic_zeros(begin, end, zeros)
-        else:
+        if self.zeros is not None:
             self.zeros[:, begin // self.packing.rows : -(-end // self.packing.rows)].copy_(zeros.t())
+            return
+        beside, place = _MINUS_ZERO[self.packing.scale_dtype]
+        bits = (zeros.to(torch.int32) << place | beside) - 2**16  # they begin with a sign
+        words = self._words().view(torch.int16)
+        words[begin:end, ..., 1].copy_(bits.unflatten(1, words.shape[1:3]))
+        self._check_zeros(begin, end)
+
+    def _check_zeros(self, begin: int, end: int) -> None:
+        """Whether the rows that were put in, whose scales or zeros may still be 0, leave `zeros_fold` true."""
+        if self.packing.has_zeros and self.packing.folded[0] > 0 and self.zeros_fold:
+            products = self.scales_of(slice(begin, end)).float() * self.zeros_of(slice(begin, end))
+            self.zeros_fold = bool((products == products.bfloat16()).all())
 
     def zeros_of(self, rows: slice | Tensor) -> Tensor:
         """Return zeros of some rows of the weight: [n, groups] uint8."""
-        if self.zeros is None:
-            return (self.scales[:, rows].t() >> 16 & 127).to(torch.uint8)
-        return self._by_row(self.zeros, rows)
+        if self.zeros is not None:
+            return self._by_row(self.zeros, rows)
+        _, place = _MINUS_ZERO[self.packing.scale_dtype]
+        words = self._words().view(torch.int16)[rows, ..., 1].flatten(1)
+        return (words >> place & 15).to(torch.uint8)
 
-    def _put_magic_zeros(self, begin: int, end: int, zeros: Tensor) -> None:
-        """Keep a zero as the negative of what a kernel makes of the code that stands for it."""
-        bits = zeros.to(torch.int32).t() + (_MAGIC[self.packing.scale_dtype] | _SIGN)
-        halves = self.scales.view(torch.int16).unflatten(1, (self.num_rows, 2))[:, begin:end, 1]
-        halves.copy_(torch.where(bits >= _SIGN, bits - 2 * _SIGN, bits))
+    def _words(self) -> Tensor:
+        """Return scales that lie in words as a view: [rows, words, groups of a word, scale and what is beside it]."""
+        groups = 2 if self.packing.table(self.in_features) == "pairs" else 1
+        values = self.scales.view(self.packing.scale_dtype)
+        return values.view(len(values), self.num_rows, groups, -1).transpose(0, 1)
 
     def _by_row(self, table: Tensor, rows: slice | Tensor) -> Tensor:
         if self.packing.rows > 1:
@@ -235,7 +246,7 @@ def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torc
     make = torch.empty if in_features % packing.block(plane) == 0 else torch.zeros
     scales = {
         "plain": ((groups, scale_rows), packing.scale_dtype),
-        "pairs": ((-(-groups // 2), num_rows), torch.int32),
+        "pairs": ((groups // 2, num_rows), torch.int64 if packing.has_zeros else torch.int32),
         "words": ((groups, num_rows), torch.int32),
     }[table]
     options = dict(device=device)
@@ -245,7 +256,7 @@ def empty_packed(packing: Packing, num_rows: int, in_features: int, device: torc
         num_rows,
         in_features,
         make((num_blocks, num_rows, plane), dtype=torch.int16, **options),
-        torch.empty(scales[0], dtype=scales[1], **options),
+        (torch.zeros if table == "words" or packing.has_zeros else torch.empty)(scales[0], dtype=scales[1], **options),
         torch.empty((groups, scale_rows), dtype=torch.uint8, **options) if has_table_of_zeros else None,
         torch.empty(num_rows, dtype=torch.float32, **options) if packing.has_global_scale else None,
         torch.empty(in_features, dtype=torch.int32, **options) if packing.has_group_index else None,

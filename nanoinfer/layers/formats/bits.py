@@ -27,6 +27,12 @@ def pack(values: Tensor, bits: int) -> Tensor:
     return values if bits == 8 else values[..., ::2] | values[..., 1::2] << 4
 
 
+def as_words(packed: Tensor) -> Tensor:
+    """Return bytes as words of 32 bits: [n, 4 * m] uint8 -> [n, m] int32."""
+    return packed.reshape(-1).view(torch.int32).view(len(packed), packed.shape[1] // 4)
+
+
 def as_bytes(words: Tensor) -> Tensor:
     """Return words of 32 bits as bytes, the lowest first: [..., n] int32 -> [..., 4 * n] uint8; bytes as they are."""
-    return words.contiguous().view(torch.uint8)
+    # As one row: of a dimension of size 1 torch keeps any stride, and may then refuse to view it as bytes.
+    return words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], words.shape[-1] * words.element_size())

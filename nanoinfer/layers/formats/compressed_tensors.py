@@ -70,7 +70,11 @@ class CompressedTensors(Quantization):
     def scheme_names(self) -> tuple[str, ...]:
         groups = {target: group for target, group in self._groups.items() if not _HEAD.fullmatch(target)}
         all_weights = [self.setting("weights", dict, None, group) or {} for group in groups.values()]
-        return tuple({_SCHEME_NAMES.get((weights.get("type"), weights.get("num_bits")), "") for weights in all_weights})
+        found = {_SCHEME_NAMES.get((weights.get("type"), weights.get("num_bits"))) for weights in all_weights}
+        if len(found) > 1 or not found or None in found:
+            return ()
+        is_symmetric = all(self.setting("symmetric", bool, True, weights) for weights in all_weights)
+        return ("int4", "int4-symmetric") if found == {"int4"} and is_symmetric else tuple(found)
 
     def _find(self, name: str, classes: tuple[str, ...]) -> WeightFormat:
         """Return the format of a module of these classes."""

@@ -81,7 +81,7 @@ class Packed(ExpandedFormat):
 
         Only rows of which the largest code would make such a weight are expanded.
         """
-        packing, scales = self.packing, self._scales(module, slice(begin, end)).abs().amax(1)
+        packing, scales = self.packing, self._scales(module, slice(begin, end)).amax(1)
         largest = scales.to(packing.product_dtype or scales.dtype) * _LARGEST.get(packing.kind, 2**packing.bits - 1)
         largest = largest.to(packing.result_dtype or largest.dtype).to(module.dtype)
         doubtful = begin + torch.nonzero(~largest.isfinite())[:, 0]
@@ -191,9 +191,15 @@ class Packed(ExpandedFormat):
 
 
 def checked(values: Tensor) -> Tensor:
-    """Return scales that were read; ValueError if some are NaN or infinite."""
-    if not bool(torch.isfinite(values.float()).all()):
+    """Return scales that were read; ValueError if some are NaN, infinite or negative. 0 makes weights of 0."""
+    values_in_float = values.float()
+    if not bool(torch.isfinite(values_in_float).all()):
         raise ValueError("holds NaN or infinite scales: the file is corrupt, download it again")
+    if bool((values_in_float < 0).any()):
+        raise ValueError(
+            "holds negative scales, which no quantiser writes: the file is corrupt, download it again, or its codes "
+            "and scales were changed by hand"
+        )
     return values
 
 

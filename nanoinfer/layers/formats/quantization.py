@@ -49,12 +49,12 @@ class Quantization(Formats):
                 )
 
     def scheme_names(self) -> tuple[str, ...]:
-        """Return what weights are quantised to, in the words for wide checkpoints ("int4"), where that is known."""
+        """Return what all weights are quantised to, in the words for wide checkpoints ("int4"), where that is known."""
         return ()
 
     def check_options(self, quantization: str | None, kv_cache_dtype: str) -> None:
-        if quantization not in (None, self.name, *self.other_names) and self.scheme_names() != (quantization,):
-            known = [self.name, *self.scheme_names()] if len(self.scheme_names()) == 1 else [self.name]
+        known = (self.name, *self.scheme_names())
+        if quantization not in (None, *known, *self.other_names):
             only = " (only wide weights are quantised while they are read)" if quantization in QUANTISED else ""
             raise ValueError(
                 f"quantization={quantization!r} does not fit this checkpoint, which is quantised with {self.name}: "

@@ -12,6 +12,8 @@ from nanoinfer.layers.formats.base import Filling
 from nanoinfer.layers.formats.bits import as_bytes, row_bytes, unpack
 from nanoinfer.layers.formats.packed import Packed, checked, pieces_of_rows
 
+ZEROS_NAME = "weight_zero_point"
+"""The end of the name of the tensor that holds zeros."""
 # Of a number of 8 bits (e4m3) without its sign.
 _NAN = 0x7F
 # The exponent that stands for NaN.
@@ -49,7 +51,7 @@ class PackedScaled(Packed):
         if self.global_scale_name is not None:
             found[self.global_scale_name] = self._global_scale(module, begin, end)
         if self.packing.has_zeros:
-            found["weight_zero_point"] = self._zeros(module, begin, end)
+            found[ZEROS_NAME] = self._zeros(module, begin, end)
         if self.packing.has_group_index:
             found["weight_g_idx"] = self.group_index(module)
         return found
@@ -100,9 +102,9 @@ class PackedScaled(Packed):
 
     def _global_scale(self, module: nn.Module, begin: int, end: int) -> Filling:
         def fill(values: Tensor) -> None:
-            if not bool((checked(values) > 0).all()):
+            if bool((values <= 0).any()):
                 raise ValueError(f"is {values.item():g}, it must be above 0: the file is corrupt, download it again")
-            module.packed.global_scale[begin:end] = values.reshape(())
+            module.packed.global_scale[begin:end] = checked(values).reshape(())
 
         return Filling(((1,), ()), (torch.float32,), fill)
 

@@ -1,6 +1,7 @@
 """Quantising a weight: the tensors that compressed-tensors keeps of it, worked out from the weight alone.
 
-Codes are symmetric: integers of 4 bits in words of 32, integers of 8 in words or in bytes, or numbers of 8 bits (e4m3).
+Codes are integers of 4 bits in words of 32, integers of 8 in words or in bytes, or numbers of 8 bits (e4m3). Those of 4
+bits may have zeros: then the codes of a group span its range, which need not lie around 0.
 
 Rows do not depend on each other, and every step is a single operation in float32 or a sum in a stated order. So the
 result has the same bits on every device, and for rows alone or in a matrix.
@@ -13,8 +14,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from nanoinfer.layers.formats.bits import pack, row_bytes
-from nanoinfer.layers.formats.scaled import PackedScaled
+from nanoinfer.kernels.linear.packing import Packing
+from nanoinfer.layers.formats.bits import as_words, pack, row_bytes
+from nanoinfer.layers.formats.scaled import ZEROS_NAME, PackedScaled
 
 # Rows are quantised some at a time: so that what lies between stays in the cache of a CPU, and keeps a GPU busy.
 _WEIGHTS_AT_ONCE = {"cpu": 2**18}
@@ -22,6 +24,9 @@ _WEIGHTS_AT_ONCE_ELSEWHERE = 2**21
 # A scale below this would be rounded to zero; float16 keeps numbers below its normal ones.
 _SMALLEST_SCALE = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 _LARGEST_CODES = {("int", 4): 8, ("int", 8): 127, ("fp8", 8): torch.finfo(torch.float8_e4m3fn).max}
+# By zero, the bits of a scale that may be set: then their product is a bfloat16, and kernels fold it into the weight's
+# multiplication. A power of two may have all 8, of other zeros the odd factor leaves fewer.
+_BITS_OF_SCALES = (8, 8, 8, 6, 8, 5, 6, 5, 8, 4, 5, 4, 6, 4, 5, 4)
 # Quarters from 7 (the largest code, so that nothing is cut) to 11.5 (where 0.61 of the largest magnitude is kept).
 _DIVISORS = tuple(7 + quarter / 4 for quarter in range(19))
 
@@ -36,7 +41,10 @@ def stored(weights: PackedScaled, shape: tuple[int, int]) -> dict[str, tuple[tup
     if weights.words != torch.int32:
         return {weights.codes_name: (shape, weights.words), weights.scales_name: scales}
     words = ((num_rows, row_bytes(in_features, packing.bits) // 4), torch.int32)
-    return {weights.codes_name: words, weights.scales_name: scales, "weight_shape": ((2,), torch.int64)}
+    found = {weights.codes_name: words, weights.scales_name: scales, "weight_shape": ((2,), torch.int64)}
+    if packing.has_zeros:
+        found[ZEROS_NAME] = ((row_bytes(num_rows, packing.bits) // 4, packing.num_groups(in_features)), torch.int32)
+    return found
 
 
 def quantise(
@@ -44,8 +52,8 @@ def quantise(
 ) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint for a weight of floating-point values, by the ends of their names.
 
-    A scale of 8 bits is the largest magnitude of a row over the largest code. One of 4 bits is found by least squares
-    (`_least_squares`). Scales are rounded to their dtype before codes are chosen.
+    A scale of 8 bits is the largest magnitude of a row over the largest code. Of 4 bits it is found by least squares
+    (`_least_squares`, with zeros `_scales_and_zeros`). Scales are rounded to their dtype before codes are chosen.
 
     pieces: of some rows each, in their order, on the device; shape: of all rows, [num_rows, in_features].
 
@@ -59,7 +67,9 @@ def quantise(
     if "weight_shape" in found:
         found["weight_shape"].copy_(torch.tensor(shape))
     codes, scales, begin = found[weights.codes_name], found[weights.scales_name], 0
-    largest_scale = torch.finfo(scales.dtype).max / _LARGEST_CODES[weights.packing.kind, weights.packing.bits]
+    zeros = torch.zeros(scales.shape, dtype=torch.uint8, device=device) if weights.packing.has_zeros else None
+    largest = 15 if zeros is not None else _LARGEST_CODES[weights.packing.kind, weights.packing.bits]
+    largest_scale = torch.finfo(scales.dtype).max / largest
     step = max(1, _WEIGHTS_AT_ONCE.get(codes.device.type, _WEIGHTS_AT_ONCE_ELSEWHERE) // shape[1])
     for piece in pieces:
         for rows in piece.split(step):
@@ -67,44 +77,57 @@ def quantise(
             if not bool(torch.isfinite(rows).all()):
                 raise ValueError("holds NaN or infinite weights, which cannot be quantised")
             groups, end = rows.unflatten(1, (-1, weights.packing.columns or shape[1])), begin + len(rows)
-            codes[begin:end], scales[begin:end] = _codes_and_scales(groups, weights)
-            is_small = bool((scales[begin:end].float() <= largest_scale).all())
-            if not is_small and not _are_finite(groups, scales[begin:end], weights):
+            if zeros is None:
+                scales[begin:end] = _scales(groups, weights.packing)
+            else:
+                scales[begin:end], zeros[begin:end] = _scales_and_zeros(groups, scales.dtype)
+            own = scales[begin:end], None if zeros is None else zeros[begin:end]
+            codes[begin:end] = _codes(groups, *own, weights)
+            is_small = bool((own[0].float() <= largest_scale).all())
+            if not is_small and not _are_finite(groups, *own, weights.packing):
                 dtype = str(scales.dtype)[6:]
                 raise ValueError(
                     f"holds weights too large for scales in {dtype}, the dtype that config.json gives: they would "
                     "become infinite"
                 )
             begin = end
+    if zeros is not None:
+        found[ZEROS_NAME].copy_(_words(zeros.t(), weights.packing.bits).t())
     return found
 
 
-def _are_finite(groups: Tensor, scales: Tensor, weights: PackedScaled) -> bool:
+def _are_finite(groups: Tensor, scales: Tensor, zeros: Tensor | None, packing: Packing) -> bool:
     """Whether what these scales make of weights is finite: integers may be below the largest; of e4m3 none is."""
-    codes = _integers(groups, scales, 2 ** (weights.packing.bits - 1))
+    codes = _integers(groups, scales, zeros, packing.bits)
     is_finite = torch.isfinite((codes * scales.float().unsqueeze(-1)).to(scales.dtype))
-    return weights.packing.kind == "int" and bool(is_finite.all())
+    return packing.kind == "int" and bool(is_finite.all())
 
 
-def _codes_and_scales(groups: Tensor, weights: PackedScaled) -> tuple[Tensor, Tensor]:
-    """[n, num_groups, columns] float32 -> codes as they are stored, [n, words], and scales [n, num_groups]."""
-    bits, scale_dtype, largest = weights.packing.bits, weights.packing.scale_dtype, groups.abs().amax(-1)
+def _scales(groups: Tensor, packing: Packing) -> Tensor:
+    """[n, num_groups, columns] float32 -> [n, num_groups]."""
+    largest = groups.abs().amax(-1)
+    if packing.bits == 4:
+        return _least_squares(groups, largest, packing.scale_dtype)
+    return _rounded(_over(largest, _LARGEST_CODES[packing.kind, packing.bits]), packing.scale_dtype)
+
+
+def _codes(groups: Tensor, scales: Tensor, zeros: Tensor | None, weights: PackedScaled) -> Tensor:
+    """[n, num_groups, columns] float32 -> codes as they are stored, [n, words]."""
+    bits = weights.packing.bits
     if weights.packing.kind == "fp8":
         top = torch.finfo(torch.float8_e4m3fn).max
-        scales = _rounded(_over(largest, top), scale_dtype)
-        return _divided(groups, scales).clamp_(-top, top).to(torch.float8_e4m3fn).flatten(1), scales
-    middle = 2 ** (bits - 1)
-    if bits == 4:
-        scales = _least_squares(groups, largest, scale_dtype)
-    else:
-        scales = _rounded(_over(largest, 127), scale_dtype)
-    signed = _integers(groups, scales, middle)
+        return _divided(groups, scales).clamp_(-top, top).to(torch.float8_e4m3fn).flatten(1)
+    signed = _integers(groups, scales, zeros, bits)
     if weights.words != torch.int32:
-        return signed.to(torch.int8).flatten(1), scales
-    codes = (signed + middle).to(torch.uint8).flatten(1)
+        return signed.to(torch.int8).flatten(1)
+    middle = 2 ** (bits - 1) if zeros is None else zeros.unsqueeze(-1)
+    return _words((signed + middle).to(torch.uint8).flatten(1), bits)
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """[n, count] uint8 -> [n, words] int32, neighbours of a row in a word."""
     padding = row_bytes(codes.shape[1], bits) * 8 // bits - codes.shape[1]
-    packed = pack(torch.nn.functional.pad(codes, (0, padding)), bits)
-    return packed.contiguous().view(torch.int32), scales
+    return as_words(pack(torch.nn.functional.pad(codes, (0, padding)), bits))
 
 
 def _least_squares(groups: Tensor, largest: Tensor, scale_dtype: torch.dtype) -> Tensor:
@@ -115,20 +138,49 @@ def _least_squares(groups: Tensor, largest: Tensor, scale_dtype: torch.dtype) ->
     with the error of what a scale's rounding makes of the weights. The first of equals counts, so the plain scale, over
     7, gives way only to a better one; compressed-tensors' own, over 7.5, is among the others. Codes are -8 to 7.
     """
-    best, best_error = None, None
+    best = None
     for divisor in _DIVISORS:
         scales = _rounded(_over(largest, divisor), scale_dtype)
-        wide = scales.float().unsqueeze(-1)
-        error = _integers(groups, scales, 8).mul_(wide)
-        if scale_dtype != torch.float32:
-            error = error.to(scale_dtype).float()
-        error = _sums(error.sub_(groups).square_())
-        if best is None:
-            best, best_error = scales, error
-            continue
-        is_better = error < best_error
-        best, best_error = torch.where(is_better, scales, best), torch.where(is_better, error, best_error)
-    return best
+        found = scales, _squared_error(groups, scales)
+        best = found if best is None else _better(best, found)
+    return best[0]
+
+
+def _scales_and_zeros(groups: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[n, num_groups, columns] float32 -> scales and zeros, [n, num_groups].
+
+    The scale is a 15th of a group's range, which 0 belongs to, and the zero the code next to 0: as compressed-tensors
+    computes both, but for the bits of scales (`_BITS_OF_SCALES`). A search for the least squared error lowered it by 8%
+    and raised the perplexity of a real model by 6%.
+    """
+    low, high = groups.aminmax(dim=-1)
+    low, high = low.clamp_(max=0), high.clamp_(min=0)
+    scales = _over(high - low, 15)
+    zeros = (-low / _rounded(scales, scale_dtype).float()).round_().clamp_(0, 15)
+    if scale_dtype == torch.bfloat16:
+        bits = torch.tensor(_BITS_OF_SCALES, device=groups.device)
+        scales = _cut(scales, bits[zeros.long()])
+    return _rounded(scales, scale_dtype), zeros
+
+
+def _cut(scales: Tensor, bits: Tensor) -> Tensor:
+    """Round float32 scales to so many bits, of two equally near ones to the larger."""
+    last = torch.ones((), dtype=torch.int32, device=scales.device) << (24 - bits).to(torch.int32)
+    return ((scales.view(torch.int32) + last // 2) & -last).view(torch.float32)
+
+
+def _better(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return for each group the values of the second that has the smaller error, which is the last; else the first."""
+    is_better = second[-1] < first[-1]
+    return tuple(torch.where(is_better, two, one) for one, two in zip(first, second, strict=True))
+
+
+def _squared_error(groups: Tensor, scales: Tensor) -> Tensor:
+    """Return the sum of squares for each group, with what a scale's rounding makes of the weights."""
+    error = _integers(groups, scales, None, 4).mul_(scales.float().unsqueeze(-1))
+    if scales.dtype != torch.float32:
+        error = error.to(scales.dtype).float()
+    return _sums(error.sub_(groups).square_())
 
 
 def _sums(values: Tensor) -> Tensor:
@@ -151,6 +203,10 @@ def _divided(groups: Tensor, scales: Tensor) -> Tensor:
     return groups / scales.float().unsqueeze(-1)
 
 
-def _integers(groups: Tensor, scales: Tensor, middle: int) -> Tensor:
-    """Return the nearest codes, with a sign, as float32; of two equally near ones the even one."""
-    return _divided(groups, scales).round_().clamp_(-middle, middle - 1)
+def _integers(groups: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
+    """Return the nearest codes without their zero, as float32; of two equally near ones the even one."""
+    nearest = _divided(groups, scales).round_()
+    if zeros is None:
+        return nearest.clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    zeros = zeros.float().unsqueeze(-1)
+    return nearest.clamp_(-zeros, 2**bits - 1 - zeros)
