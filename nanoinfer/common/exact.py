@@ -11,6 +11,7 @@ threads, but only above 32,768 values). Neither do single additions, products, d
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ _ELEMENTS_PER_THREAD = 2**19
 WIDTH = 64
 # Torch gives a loop of up to 32,768 values to one thread.
 MAX_ELEMENTS = 2**14
+# By thread that is within `threads`: the number before the outermost one, and the number now.
+_inside: dict[int, tuple[int, int]] = {}
+_lock = threading.RLock()  # the garbage collector may enter an engine anywhere
 
 
 def num_threads(num_elements: int) -> int:
@@ -47,18 +51,38 @@ def num_threads(num_elements: int) -> int:
     otherwise). Neither the rows of a step nor what else runs on the machine matters. Small products have one thread: on
     a busy machine each would wait until the other threads have had their turn.
     """
-    return max(1, min(torch.get_num_threads(), num_elements // _ELEMENTS_PER_THREAD))
+    return max(1, min(_usual_threads(), num_elements // _ELEMENTS_PER_THREAD))
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """Have torch compute with `count` threads in this thread, and as before afterwards. It takes a microsecond."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    caller = threading.get_ident()
+    before, held = _usual_threads(), _inside.get(caller)
     try:
+        with _lock:
+            _inside[caller] = before if held is None else held[0], count
+            torch.set_num_threads(count)
         yield
     finally:
-        torch.set_num_threads(before)
+        with _lock:
+            torch.set_num_threads(before)
+            if held is None:
+                _inside.pop(caller, None)
+            else:
+                _inside[caller] = held
+
+
+def _usual_threads() -> int:
+    """Return the number of threads that torch would use here if no other thread were within `threads`.
+
+    Torch gives a thread that is new to it the number that any thread has set last.
+    """
+    with _lock:
+        own = torch.get_num_threads()
+        if threading.get_ident() in _inside:
+            return own
+        return next((before for before, count in list(_inside.values()) if count == own), own)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

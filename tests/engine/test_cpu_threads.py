@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -42,6 +43,31 @@ def test_an_engine_keeps_its_number_and_its_bits_whatever_others_set(tmp_path, m
                 assert torch.get_num_threads() == other, "the caller's number is as before"
     assert counts == {1 if elements_per_thread is None else 2}
     assert all([one.logprobs for one in outputs] == [one.logprobs for one in found[0]] for outputs in found)
+
+
+def in_new_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_a_thread_that_comes_while_another_computes_has_the_usual_number_and_leaves_it():
+    """Torch gives a new thread what any thread has set last."""
+
+    def computed_beside():
+        usual = exact.num_threads(2**40)
+        with exact.threads(2):
+            inside = torch.get_num_threads()
+        return usual, inside, torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with exact.threads(1):
+            assert in_new_thread(computed_beside) == (3, 2, 3)
+            assert in_new_thread(lambda: exact.num_threads(2**40)) == 3
+        assert in_new_thread(torch.get_num_threads) == torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_warning_says_that_threads_spin_where_torch_was_imported_first(tmp_path, monkeypatch):
