@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import statistics
 import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch
 from gpu_common import GIB, Bench
