@@ -27,6 +27,6 @@ class HunYuanDense(Decoder):
         """A "dynamic" rotation with alpha is a plain one of a larger base, whatever the length."""
         rope = hf_config.rope_parameters
         if rope["rope_type"] == "dynamic" and rope.get("alpha"):
-            dim = hf_config.head_dim
+            dim = hf_config.head_dim or hf_config.hidden_size // hf_config.num_attention_heads
             rope = dict(rope_type="default", rope_theta=rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2)))
         return (rope,) * hf_config.num_hidden_layers

@@ -238,3 +238,14 @@ def test_tables_of_positions_are_those_of_the_family(tmp_path):
     olmo = load(make_checkpoint("olmo2", tmp_path / "olmo2", dtype=torch.bfloat16))
     assert [table.dtype for table in olmo.rope_tables] == [torch.float32]
     assert not load(make_checkpoint("granite4", tmp_path / "granite4", position_embedding_type=None)).rope_tables
+
+
+def test_hunyuans_alpha_counts_where_the_config_has_no_head_dim(tmp_path):
+    """The size of a head follows from the hidden size then."""
+    rope = dict(rope_type="dynamic", rope_theta=1e4, factor=1.0, alpha=1000.0)
+    path = make_checkpoint("hunyuan", tmp_path, hidden_size=64, rope_parameters=rope)
+    given = load(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | dict(head_dim=None)))
+    derived = load(path)
+    assert derived.spec == given.spec and torch.equal(derived.rope_tables[0], given.rope_tables[0])
