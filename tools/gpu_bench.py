@@ -2,6 +2,8 @@
 """The project's GPU measurements, each with the floors of the same run, written to docs/measurements/latest.json.
 
 make gpu-bench            or            python tools/gpu_bench.py --only resident,kernels
+
+With --llama-cpp DIR it measures ours, transformers and llama.cpp side by side, and writes peers.json beside that file.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import measured  # noqa: E402
 import torch  # noqa: E402
-from gpu_cases import CASES, Bench  # noqa: E402
+from gpu_cases import CASES, PEERS, Bench  # noqa: E402
 
 from nanoinfer.common.errors import nearest  # noqa: E402
 from nanoinfer.measure.report import versions  # noqa: E402
@@ -28,6 +30,7 @@ from nanoinfer.measure.run import free_memory  # noqa: E402
 from nanoinfer.memory.floors import measure_floors  # noqa: E402
 
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
+BESIDE = LATEST.with_name("peers.json")
 # What one looks at first, printed after each case.
 SHOWN = (
     "seconds_per_token", "ratio_to_floor", "ratio_to_resident", "kv_resident_share", "bound",
@@ -50,8 +53,9 @@ def source_sha256() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help=f"cases, separated by commas, of {', '.join(CASES)}")
-    parser.add_argument("--out", default=str(LATEST))
+    known = ", ".join(CASES)
+    parser.add_argument("--only", help=f"cases, separated by commas, of {known}; with --llama-cpp {', '.join(PEERS)}")
+    parser.add_argument("--out", help=f"default: {LATEST.name}, or {BESIDE.name} with --llama-cpp")
     parser.add_argument(
         "--resume", action="store_true", help="measure what the record at --out lacks, if it is of the same source"
     )
@@ -59,13 +63,14 @@ def main() -> int:
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="folder of llama-bench, to measure beside it")
     parser.add_argument("--scale", type=int, default=1, help="divide contexts and sizes, to try the code")
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else list(CASES)
-    unknown = [name for name in names if name not in CASES]
+    cases = PEERS if options.llama_cpp else CASES
+    names = options.only.split(",") if options.only else list(cases)
+    unknown = [name for name in names if name not in cases]
     if unknown:
-        hint = nearest(unknown[0], CASES)
+        hint = nearest(unknown[0], cases)
         guess = f" (did you mean {hint!r}?)" if hint else ""
-        parser.error(f"case {unknown[0]!r} is not known{guess}: choose from {', '.join(CASES)}")
-    out = Path(options.out).absolute()
+        parser.error(f"case {unknown[0]!r} is not known{guess}: choose from {', '.join(cases)}")
+    out = Path(options.out or (BESIDE if options.llama_cpp else LATEST)).absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     bench = Bench(options.shape, options.scale, device, options.llama_cpp)
@@ -92,7 +97,7 @@ def main() -> int:
     for name in names:
         begin = time.perf_counter()
         try:
-            record["cases"][name] = CASES[name](bench)
+            record["cases"][name] = cases[name](bench)
         except Exception as error:  # one case must not lose the others
             traceback.print_exc()
             record["cases"][name] = {"failed": f"{type(error).__name__}: {error}"}

@@ -357,9 +357,7 @@ CASES: dict[str, Callable[[Bench], dict]] = {
         quantised,
         packed_products,
         start_up,
-        curve,
         hf_offloaded,
-        llama_cpp,
         planner,
         one_sequence_400k,
         auto_3x,
@@ -369,4 +367,8 @@ CASES: dict[str, Callable[[Bench], dict]] = {
         kernels,
         prefill_attention,
     )
+}
+# With --llama-cpp: what is measured beside ours, and ours in the same run.
+PEERS: dict[str, Callable[[Bench], dict]] = {
+    case.__name__: case for case in (curve, quantised, hf_offloaded, llama_cpp)
 }

@@ -73,8 +73,6 @@ def llama_cpp(bench: Bench) -> dict:
 
     `--llama-cpp DIR` names the folder with llama-bench and llama-quantize, built with CUDA.
     """
-    if bench.llama_cpp is None:
-        return {"skipped": "give --llama-cpp DIR, the folder of llama-bench and llama-quantize"}
     result: dict = {}
     with tempfile.TemporaryDirectory() as directory:
         files = {name: Path(directory) / f"{name}.gguf" for name in ("f16", "q4km")}

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from nanoinfer.measure.report import draw_steps  # noqa: E402
 
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
+PEERS = LATEST.with_name("peers.json")  # what tools/gpu_bench.py --llama-cpp wrote
 SERVE = LATEST.with_name("serve.json")  # what tools/serve_load.py wrote, by machine
 PICTURE = LATEST.with_name("offload_h200.png")
 RECALL = LATEST.with_name(
@@ -380,11 +381,11 @@ def packed_products(record: dict) -> str:
 
 def beside_llama_cpp(record: dict) -> str:
     """llama.cpp's figures beside ours, all of one run."""
-    cases = record["cases"]
+    cases = record.get("peers", {}).get("cases", {})
     theirs = cases.get("llama_cpp", {})
     if "build" not in theirs:
         return ""
-    packed, one, over_context = cases["quantised"], cases["one_sequence_32k"]["resident"], cases["curve"]
+    packed, over_context = cases["quantised"], cases["curve"]
     steps = [
         ("16 bits, 1 x 1k", "f16, 1024", packed["bf16, 1 x 1024"]),
         ("16 bits, 1 x 32k", "f16, 32768", packed["bf16, 1 x 32768"]),
@@ -395,17 +396,19 @@ def beside_llama_cpp(record: dict) -> str:
     rows = []
     for name, key, ours in steps:
         pair = theirs[key]["seconds_per_token"], ours["seconds_per_token"]
-        rows.append(
-            [f"decode step, {name}", *(f"{seconds * 1e3:.2f} ms" for seconds in pair), f"{pair[0] / pair[1]:.2f}"]
-        )
-    pair = theirs["f16, prefill, 32768"]["prefill_tokens_per_second"], one["prefill_tokens_per_second"]
+        times = f"{pair[0] / pair[1]:.2f}"
+        rows.append([f"decode step, {name}", *(f"{seconds * 1e3:.2f} ms" for seconds in pair), times])
+    wide = packed["bf16, 1 x 32768"]
+    pair = theirs["f16, prefill, 32768"]["prefill_tokens_per_second"], wide["prefill_tokens_per_second"]
     rows.append(["prefill of 32k, 16 bits", *(f"{rate:,.0f} tokens/s" for rate in pair), f"{pair[1] / pair[0]:.2f}"])
-    return _table(["Qwen3-4B shape", f"llama.cpp b{theirs['build']}", "nanoinfer", "times as fast"], rows)
+    where = record["peers"]["versions"]["device"]
+    head = [f"Qwen3-4B shape, {where}", f"llama.cpp b{theirs['build']}", "nanoinfer", "times as fast"]
+    return _table(head, rows)
 
 
 def draw(record: dict, path: Path) -> None:
     """Draw ms per decode step over context: ours with their floors, transformers' and llama.cpp's."""
-    cases, lines = record["cases"], {}
+    cases, lines = record.get("peers", {}).get("cases", {}), {}
     for label, case, name in (
         ("all streamed", "curve", "streamed"),
         ("offload, 12 GiB limit", "curve", "offload"),
@@ -427,9 +430,13 @@ def draw(record: dict, path: Path) -> None:
 
 
 def read_record() -> dict:
-    """The GPU record, with the server's figures as `serve` and those of the recall model as `recall`."""
+    """The GPU record, with the server's figures as `serve`, the recall model's as `recall`, and those beside others as
+    `peers`."""
     recall = {path.stem: json.loads(path.read_text()) for path in sorted(RECALL.glob("*.json"))}
-    return json.loads(LATEST.read_text()) | {"serve": json.loads(SERVE.read_text()), "recall": recall}
+    others = {"serve": json.loads(SERVE.read_text()), "recall": recall}
+    if PEERS.exists():
+        others["peers"] = json.loads(PEERS.read_text())
+    return json.loads(LATEST.read_text()) | others
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

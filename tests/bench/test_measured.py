@@ -173,22 +173,20 @@ def test_the_samples_are_what_the_commands_print(name, num_samples, capsys):
         assert capsys.readouterr().out.strip() == printed
 
 
-def test_llama_cpp_stands_beside_our_figures_of_the_same_record(tmp_path):
+def test_llama_cpp_stands_beside_our_figures_of_the_same_run():
     measured = load("measured")
-    record = json.loads(measured.LATEST.read_text())
-    record["cases"]["curve"] = {
-        f"{mode}, {context}": steps(ms * context / 1024)
-        for mode, ms in (("streamed", 3.0), ("offload", 2.5), ("resident", 2.4))
-        for context in (1024, 8192)
-    }
+    wide = steps(2.0) | dict(prefill_tokens_per_second=3000.0)
+    ours = {"quantised": {f"{name}, 1 x {context}": wide for name in ("bf16", "int4") for context in (1024, 32768)}}
+    ours["curve"] = {"streamed, 8192": steps(24.0)}
     keys = [f"{kind}, {depth}" for kind in ("f16", "Q4_K_M") for depth in (1024, 32768)] + ["f16, KV on the host, 8192"]
-    record["cases"]["llama_cpp"] = {key: dict(seconds_per_token=0.048) for key in keys} | {
-        "f16, prefill, 32768": dict(prefill_tokens_per_second=1000.0), "build": 11434,
-    }  # fmt: skip
-    text = measured.beside_llama_cpp(record)
+    theirs = {key: dict(seconds_per_token=0.048) for key in keys}
+    theirs |= {"f16, prefill, 32768": dict(prefill_tokens_per_second=1000.0), "build": 11434}
+    peers = {"versions": {"device": "a GPU"}, "cases": ours | {"llama_cpp": theirs}}
+    text = measured.beside_llama_cpp({"cases": {}, "peers": peers})
     assert "| decode step, 16 bits, all KV on the host, 1 x 8k | 48.00 ms | 24.00 ms | 2.00 |" in text
-    assert "llama.cpp b11434" in text and "| 1,000 tokens/s |" in text
-    assert measured.beside_llama_cpp({"cases": {"llama_cpp": {"skipped": "no folder"}}}) == ""
+    assert "| prefill of 32k, 16 bits | 1,000 tokens/s | 3,000 tokens/s | 3.00 |" in text
+    assert "llama.cpp b11434" in text and "a GPU" in text
+    assert measured.beside_llama_cpp({"cases": {}}) == ""
 
 
 def test_the_picture_has_a_line_for_each_mode_and_peer(tmp_path, monkeypatch):
@@ -199,7 +197,7 @@ def test_the_picture_has_a_line_for_each_mode_and_peer(tmp_path, monkeypatch):
         "hf_offloaded": {"hf, 1024": steps(50.0), "hf": steps(50.0), "hf-static, 1024": steps(40.0)},
         "llama_cpp": {"f16, 1024": dict(seconds_per_token=0.004), "f16, KV on the host, 1024": steps(30.0)},
     }
-    measured.draw({"cases": cases}, tmp_path / "steps.png")
+    measured.draw({"peers": {"cases": cases}}, tmp_path / "steps.png")
     assert drawn["all streamed"] == [(1024, 0.003, 0.002), (8192, 0.022, 0.002)]
     assert drawn["transformers, offloaded cache"] == [(1024, 0.05, None)]
     assert drawn["llama.cpp, all on the GPU"] == [(1024, 0.004, None)]

@@ -155,8 +155,9 @@ def check_norm_rope_store(
     reference.norm_rope_store(qkv.cpu(), positions=positions.cpu(), kv=want_kv, slots=slots.cpu(), q=want_q, **on_cpu)
     got_kv, want_kv = kv.cpu().float(), want_kv.float()
     scale = 300 if kv_dtype is not None and HEAD_CASES[case].norm is None else 1
-    # A norm behind the rotation rounds twice more what the rotation has rounded, and what differs there with it.
-    roundings = 3 if HEAD_CASES[case].steps.norm_last and dtype != torch.float32 else 1
+    # What is multiplied behind the rotation has its difference multiplied, and is rounded once or twice more.
+    rounds_again = HEAD_CASES[case].steps.norm_last or HEAD_CASES[case].scales
+    roundings = 3 if rounds_again and dtype != torch.float32 else 1
     assert is_close(q, want_q, scale, roundings)
     if kv_dtype is None:
         assert is_close(got_kv.to(dtype), want_kv.to(dtype), roundings=roundings)
