@@ -48,6 +48,18 @@ def test_rotations_by_type_of_layer_are_laid_over_each():
     assert found["rope_parameters"] == held | dict(full_attention=YARN | dict(rope_theta=1e6))
 
 
+def test_what_rotations_say_themselves_is_not_put_beside_them_where_it_has_no_effect():
+    held = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+    found = with_overrides(dict(rope_parameters=held), dict(partial_rotary_factor=0.25))
+    assert found == dict(rope_parameters=held | dict(partial_rotary_factor=0.25))
+    typed = dict(full_attention=dict(rope_theta=1e6), sliding_attention=dict(rope_theta=1e4))
+    wanted = (
+        "rope_theta, and the config one for each type of layer: give {'rope_parameters': {'full_attention': {'rope_"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        with_overrides(dict(rope_parameters=typed), dict(rope_theta=5e5))
+
+
 def test_an_unknown_field_is_refused_with_the_nearest(tmp_path):
     path = make_checkpoint("qwen3", tmp_path, **SMALL)
     with pytest.raises(
