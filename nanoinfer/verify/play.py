@@ -115,13 +115,13 @@ def _answers(requests: list[Request], recorder: LogitsRecorder) -> list[Answer]:
 def _add_requests(
     engine: LLMEngine, workload: Workload, requests: list[Request], num_completions: int, name: str
 ) -> None:
-    """Add the first two requests together, and each later request when the one before it has its first token.
+    """Add the first two requests together, and each later one when the one before it has its first token, or failed.
 
     So some requests decode while others are in prefill, and some end before others arrive.
     """
     while len(requests) < len(workload.prompts):
         number = len(requests)
-        if number >= 2 and requests[-1].first_token is None:
+        if number >= 2 and requests[-1].first_token is None and not requests[-1].is_finished:
             return
         params = replace(workload.params[number], n=num_completions)
         requests.append(engine.add_request(f"{name}-{number}", workload.prompts[number], params))

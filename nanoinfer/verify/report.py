@@ -135,6 +135,9 @@ def compare(reference: list[Answer], found: list[Answer], report: RunReport, tol
     for answer in found:
         wanted, got = first[answer.request].tokens, answer.tokens
         wanted_rows, got_rows = first[answer.request].logits, answer.logits
+        if broken := _broken(got_rows, is_reference=answer is first[answer.request]):  # such a request ends early
+            report.mismatches.append(Mismatch(request=answer.request, position=broken[0], text=broken[1]))
+            continue
         if not len(wanted) == len(got) == len(got_rows):
             text = f"{len(got)} tokens with {len(got_rows)} rows of logits instead of {len(wanted)} tokens"
             report.mismatches.append(Mismatch(request=answer.request, position=None, text=text))
@@ -154,15 +157,21 @@ def compare(reference: list[Answer], found: list[Answer], report: RunReport, tol
                 break
 
 
+def _broken(rows: list[torch.Tensor], is_reference: bool) -> tuple[int, str] | None:
+    """Return the number of the first row with logits that are not finite, and what they are; None if there is none."""
+    for position, row in enumerate(rows):
+        broken = torch.nonzero(~torch.isfinite(row))
+        if len(broken):
+            advice = "; the reference itself: try another dtype, or memory was read after it was freed"
+            return position, (
+                f"logit of token {int(broken[0])} is {float(row[broken[0]])}, {len(broken)} of {row.numel()} logits are "
+                f"not finite{advice if is_reference else ''}"
+            )
+    return None
+
+
 def _difference(wanted: torch.Tensor, got: torch.Tensor, report: RunReport, tolerance: float | None) -> str | None:
     """Say what is wrong with a row of logits, [vocab_size] float32; None if nothing is."""
-    broken = torch.nonzero(~torch.isfinite(got))
-    if len(broken):
-        advice = "; the reference itself: try another dtype, or memory was read after it was freed"
-        return (
-            f"logit of token {int(broken[0])} is {float(got[broken[0]])}, {len(broken)} of {got.numel()} logits are "
-            f"not finite{advice if got is wanted else ''}"
-        )
     is_different = wanted.view(torch.int32) != got.view(torch.int32)
     if not is_different.any():
         return None
