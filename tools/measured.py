@@ -385,6 +385,7 @@ def beside_llama_cpp(record: dict) -> str:
     theirs = cases.get("llama_cpp", {})
     if "build" not in theirs:
         return ""
+    build = f" b{theirs['build']}" if theirs["build"] else ""  # 0: built from an archive
     packed, over_context = cases["quantised"], cases["curve"]
     steps = [
         ("16 bits, 1 x 1k", "f16, 1024", packed["bf16, 1 x 1024"]),
@@ -402,7 +403,7 @@ def beside_llama_cpp(record: dict) -> str:
     pair = theirs["f16, prefill, 32768"]["prefill_tokens_per_second"], wide["prefill_tokens_per_second"]
     rows.append(["prefill of 32k, 16 bits", *(f"{rate:,.0f} tokens/s" for rate in pair), f"{pair[1] / pair[0]:.2f}"])
     where = record["peers"]["versions"]["device"]
-    head = [f"Qwen3-4B shape, {where}", f"llama.cpp b{theirs['build']}", "nanoinfer", "times as fast"]
+    head = [f"Qwen3-4B shape, {where}", f"llama.cpp{build}", "nanoinfer", "times as fast"]
     return _table(head, rows)
 
 

@@ -127,7 +127,7 @@ def draw_steps(path: str | Path, lines: dict[str, list[tuple[int, float, float |
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5))
+    figure = Figure(figsize=(10, 5))
     axes = figure.subplots()
     contexts = sorted({context for line in lines.values() for context, _, _ in line})
     drawn_floors = []
@@ -141,6 +141,6 @@ def draw_steps(path: str | Path, lines: dict[str, list[tuple[int, float, float |
     axes.set_xticks(contexts, [f"{context / 1024:g}" for context in contexts])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))  # beside the lines, which go everywhere
     figure.tight_layout()
     figure.savefig(path, dpi=120)

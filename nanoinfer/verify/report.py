@@ -164,8 +164,8 @@ def _broken(rows: list[torch.Tensor], is_reference: bool) -> tuple[int, str] | N
         if len(broken):
             advice = "; the reference itself: try another dtype, or memory was read after it was freed"
             return position, (
-                f"logit of token {int(broken[0])} is {float(row[broken[0]])}, {len(broken)} of {row.numel()} logits are "
-                f"not finite{advice if is_reference else ''}"
+                f"logit of token {int(broken[0])} is {float(row[broken[0]])}, {len(broken)} of {row.numel()} logits "
+                f"are not finite{advice if is_reference else ''}"
             )
     return None
 
