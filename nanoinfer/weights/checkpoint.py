@@ -161,7 +161,7 @@ FIELD_NAMES = tuple(_FIELDS)
 """The fields that there are rules for."""
 
 
-def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decoder]) -> None:
+def check_fields(path: Path | str, values: Mapping[str, Any], model_class: type[Decoder]) -> None:
     """Raise ValueError, with file, field, value and what is allowed, if a config.json does not fit this class."""
     where = f"{path} is no valid config"
     if values.get("model_type") != model_class.model_type:
@@ -189,7 +189,7 @@ def check_fields(path: Path, values: Mapping[str, Any], model_class: type[Decode
         )
 
 
-def check_config(path: Path, hf_config: PretrainedConfig, model_class: type[Decoder]) -> None:
+def check_config(path: Path | str, hf_config: PretrainedConfig, model_class: type[Decoder]) -> None:
     """Check the config that transformers made of the file, like `check_fields`: some values are derived."""
     values = {name: value for name, value in vars(hf_config).items() if name in _FIELDS and name != "dtype"}
     check_fields(path, values | {"model_type": hf_config.model_type}, model_class)

@@ -104,14 +104,16 @@ def load_config(
         ValueError: the model or its config.json is missing, not readable, or of an unsupported architecture.
     """
     model_dir = find_model(model, weights=False, names=names)
-    path = model_dir / "config.json"
+    path: Path | str = model_dir / "config.json"
     if not path.is_file():
         raise ValueError(what_it_holds(model_dir))
     raw = read_json_object(path)
     ARCHITECTURES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
     is_text_part = bool(raw.get("architectures")) and raw["architectures"][0] in WRAPPERS
     raw = text_config(path, raw) if is_text_part else raw
-    raw = with_overrides(raw, overrides) if overrides else raw
+    if overrides:
+        raw = with_overrides(raw, overrides)
+        path = f"{path} with hf_overrides"  # from here on messages are about both
     ARCHITECTURES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
     try:
         model_class = find_class(raw.get("architectures"))

@@ -66,8 +66,12 @@ def test_an_unknown_field_is_refused_with_the_nearest(tmp_path):
         ValueError, match="'rope_paramters', and the config has no such field .did you mean 'rope_param"
     ):
         load_config(path, dict(rope_paramters=YARN))
-    with pytest.raises(ValueError, match="num_hidden_layers is 0, it must be"):
+    with pytest.raises(
+        ValueError, match="config.json with hf_overrides is no valid config: num_hidden_layers is 0, it"
+    ):
         load_config(path, dict(num_hidden_layers=0))
+    with pytest.raises(ValueError, match="config.json with hf_overrides is no valid config: .*'factor'"):
+        load_config(path, dict(rope_scaling=dict(type="yarn")))
     with pytest.raises(ValueError, match="hf_overrides='yarn' must be None or a dict"):
         EngineConfig(model=path, hf_overrides="yarn")
 
