@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from simulated import SimulatedRuntime
 from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers_reference import greedy_tokens
 
-from nanoinfer import plan
+from nanoinfer import SamplingParams, plan
 from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.bits import as_bytes
 from nanoinfer.layers.formats.scaled import PackedScaled
@@ -199,7 +200,7 @@ def test_random_sizes_and_files_are_read_alike(tmp_path, monkeypatch, seed):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_expands_what_was_written_to_the_same_bits(tmp_path, family):
+def test_transformers_expands_what_was_written_to_the_same_bits_and_has_the_same_tokens_on_them(tmp_path, family):
     pytest.importorskip("compressed_tensors", reason="transformers reads these checkpoints with it")
     name = QUANTISED[FAMILIES.index(family) % 4]
     source = make(tmp_path / "wide", family, tied=family == "gemma3")
@@ -215,6 +216,25 @@ def test_transformers_expands_what_was_written_to_the_same_bits(tmp_path, family
                 theirs = state[f"model.{path.rpartition('.')[0]}.{part}.weight"]
                 assert torch.equal(theirs, matrix[begin : begin + count]), (path, part)
                 begin += count
+    # In bfloat16 it rounds activations at other places, and read in float32 it leaves W unrounded.
+    prompts = random_prompts(2)
+    wanted = greedy_tokens(found.float(), prompts, 16)
+    engine = make_engine(out, dtype="float32")
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    assert [answer[0][0] for answer in run(engine, prompts, [greedy] * 2)] == wanted
+
+
+def test_transformers_read_in_float32_leaves_the_product_with_scales_unrounded(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="transformers reads these checkpoints with it")
+    for name in ("int4", "fp8"):
+        out = quantise_checkpoint(make(tmp_path / f"{name}-wide"), tmp_path / name, name, **QUIET)
+        settings = CompressedTensorsConfig(dequantize=True)
+        found = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, quantization_config=settings)
+        theirs, ours = found.state_dict(), matrices(load(out, dtype="float32"))
+        for layer in range(found.config.num_hidden_layers):
+            matrix = theirs[f"model.layers.{layer}.mlp.down_proj.weight"]
+            wanted = ours[f"layers.{layer}.mlp.down_proj"]
+            assert not torch.equal(matrix, wanted) and torch.equal(matrix.bfloat16().float(), wanted)
 
 
 def test_transformers_reads_a_quantised_head_that_is_not_tied(tmp_path):

@@ -4,9 +4,12 @@ import torch
 import transformers
 
 
-@torch.inference_mode()
 def reference_tokens(path, prompts, max_tokens, model_class=transformers.AutoModelForCausalLM):
-    model = model_class.from_pretrained(path, dtype=torch.float32).eval()
+    return greedy_tokens(model_class.from_pretrained(path, dtype=torch.float32).eval(), prompts, max_tokens)
+
+
+@torch.inference_mode()
+def greedy_tokens(model, prompts, max_tokens):
     wanted = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

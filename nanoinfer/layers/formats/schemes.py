@@ -150,8 +150,8 @@ def _scales_and_zeros(groups: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor,
     """[n, num_groups, columns] float32 -> scales and zeros, [n, num_groups].
 
     The scale is a 15th of a group's range, which 0 belongs to, and the zero the code next to 0: as compressed-tensors
-    computes both, but for the bits of scales (`_BITS_OF_SCALES`). A search for the least squared error lowered it by 8%
-    and raised the perplexity of a real model by 6%.
+    computes both, but for the bits of scales (`_BITS_OF_SCALES`). A search for the least squared error lowered it by
+    14%, its root by 7%, and raised the perplexity of a real model by 6%.
     """
     low, high = groups.aminmax(dim=-1)
     low, high = low.clamp_(max=0), high.clamp_(min=0)
