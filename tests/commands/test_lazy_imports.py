@@ -85,7 +85,7 @@ def test_an_llm_imports_neither_commands_nor_tokenizers():
 def names_for_type_checkers(package):
     """Public name -> module, from the imports under TYPE_CHECKING."""
     tree = ast.parse(Path(package.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If) and node.test.id == "TYPE_CHECKING")
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     return {alias.name: statement.module for statement in block.body for alias in statement.names}
 
 
