@@ -23,6 +23,7 @@ from tiny_models import tiny_config
 from nanoinfer import SamplingParams
 from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.kv.admission import Verdict
 from nanoinfer.layers.linear import Linear
 from nanoinfer.models import registry
 from nanoinfer.models.base import AttentionState, RecurrentState
@@ -223,7 +224,7 @@ def test_after_an_exception_only_the_states_of_those_that_gave_way_are_kept(path
             preempt()
     else:
         preempt()
-        monkeypatch.setattr(engine.admission, "admit", lambda sequence: False)
+        monkeypatch.setattr(engine.admission, "admit", lambda *_: Verdict.REFUSED)
         monkeypatch.setattr(engine.runner, "execute", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
