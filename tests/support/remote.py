@@ -47,7 +47,8 @@ def execute_steps(connection, config: EngineConfig) -> None:
                 if name in own:
                     found = own[name](*arguments)
                 else:
-                    found = attrgetter(name)(runner)(*arguments)
+                    with runner.own_threads():
+                        found = attrgetter(name)(runner)(*arguments)
                 connection.send((found, None))
             except Exception as error:
                 connection.send((None, error))
@@ -85,7 +86,10 @@ class RemoteRunner(Remote):
         self._connection = connection
         self._connection.send(config)
         self.plan, self.spec, self.layout, self.num_gpu_blocks, capture = self._connection.recv()
-        super().__init__(self.ask, "", runtime=CpuRuntime(), compute=SimpleNamespace(current=nullcontext))
+        own = dict(
+            compute=SimpleNamespace(current=nullcontext), own_threads=nullcontext
+        )  # this process computes nothing
+        super().__init__(self.ask, "", runtime=CpuRuntime(), **own)
         counters, host = SimpleNamespace(streamed_bytes=0), Remote(self.ask, "offload.host")
         self.offload = Remote(self.ask, "offload", counters=counters, host=host)
         self.prefill_program = SimpleNamespace(segments=SimpleNamespace(capture_num_tokens=capture))

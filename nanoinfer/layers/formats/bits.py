@@ -34,5 +34,6 @@ def as_words(packed: Tensor) -> Tensor:
 
 def as_bytes(words: Tensor) -> Tensor:
     """Return words of 32 bits as bytes, the lowest first: [..., n] int32 -> [..., 4 * n] uint8; bytes as they are."""
-    # As one row: of a dimension of size 1 torch keeps any stride, and may then refuse to view it as bytes.
-    return words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], words.shape[-1] * words.element_size())
+    # As one row whose stride is 1: of a dimension of size 1 torch keeps any stride, and then does not view it as bytes.
+    row = words.reshape(-1).contiguous().as_strided((words.numel(),), (1,))
+    return row.view(torch.uint8).view(*words.shape[:-1], words.shape[-1] * words.element_size())
