@@ -572,8 +572,10 @@ def test_the_argument_of_vllm_must_name_what_the_checkpoint_has(tmp_path):
 
 def test_what_weights_are_quantised_to_may_be_named_and_is_told(tmp_path):
     packed, _ = write(tmp_path, compressed("pack-quantized", num_bits=4, strategy="channel"))
-    make_engine(packed, quantization="int4")
-    with pytest.raises(ValueError, match="'int3' does not .*: give quantization='compressed-tensors' or 'int4', or"):
+    for name in ("int4", "int4-symmetric"):
+        make_engine(packed, quantization=name)
+    known = "'compressed-tensors' or 'int4' or 'int4-symmetric', or"
+    with pytest.raises(ValueError, match=f"'int3' does not .*: give quantization={known}"):
         make_engine(packed, quantization="int3")
 
 
