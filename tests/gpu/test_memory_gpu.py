@@ -27,19 +27,30 @@ def test_a_prefill_step_takes_what_is_planned(quantization, tmp_path):
     assert 0.98 < plan.total_bytes / peak < 1.02, (plan.total_bytes, peak)
 
 
-def test_an_engine_without_a_limit_takes_what_is_free_and_no_more(tmp_path):
+@pytest.fixture
+def held():
+    """A list for tensors that are given back when the test ends, whose traceback would keep its own alive."""
+    tensors = []
+    yield tensors
+    tensors.clear()
+    torch.cuda.empty_cache()
+
+
+def test_an_engine_without_a_limit_takes_what_is_free_and_no_more(tmp_path, held):
     """Beside what others hold, here a tensor: weights, pool, graphs and the code that is loaded meanwhile fit."""
     directory, device = write_shape("qwen3-0.6b", tmp_path), torch.device("cuda", torch.cuda.current_device())
     arguments = dict(load_format="dummy", skip_tokenizer_init=True, progress_bar=False, gpu_memory_utilization=1.0)
     before = device_memory(device)
-    others = torch.empty(before.free_bytes - 6 * 2**30, dtype=torch.uint8, device=device)
+    held_bytes = before.free_bytes - 6 * 2**30
+    held.append(torch.empty(held_bytes, dtype=torch.uint8, device=device))
     usable = device_memory(device).usable_bytes
     with LLM(str(directory), **arguments) as llm:
         llm.generate([[5] * 3000] * 8, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         free, _ = torch.cuda.mem_get_info(device)
         plan = llm.engine.plan
-        taken_outside = 6 * 2**30 - free - (torch.cuda.memory_reserved(device) - others.nbytes - before.own_bytes)
-        assert plan.budget_bytes == usable and plan.total_bytes > 0.98 * usable
+        taken_outside = 6 * 2**30 - free - (torch.cuda.memory_reserved(device) - held_bytes - before.own_bytes)
+        # Between here and the plan the driver may take a few MiB for the engine's first streams and handles.
+        assert 0 <= usable - plan.budget_bytes <= 16 * 2**20 and plan.total_bytes > 0.98 * plan.budget_bytes
     print(f"beside the allocator {taken_outside / 2**20:.0f} of {OUTSIDE_BYTES / 2**20:.0f} MiB are taken")
     assert taken_outside <= OUTSIDE_BYTES
     with pytest.raises(ValueError, match="held by the driver.* by this process"):
