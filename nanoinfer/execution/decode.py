@@ -1,8 +1,9 @@
 """Decode: one token for each row of a padded batch, as pieces that run eagerly or from captured graphs.
 
 Piece i is segment i (`execution/segments.py`) and attention i over the GPU pool. Between pieces i and i + 1, attention
-over ring slots may add more splits; piece i + 1 merges all splits. Resident mode captures all pieces, one after the
-other, as one graph. So both modes run the same kernels in the same order.
+over ring slots may add more splits; piece i + 1 merges all splits. The last piece ends with the logits. Resident mode
+captures all pieces, one after the other, as one graph. Sampling is another one, in both modes. So both modes run the
+same kernels in the same order.
 """
 
 from __future__ import annotations
@@ -102,12 +103,15 @@ class DecodeProgram:
 
         def after(index: int, tensors: StepTensors) -> None:
             if index == len(self.resources.segments) - 1:
-                logits = self.resources.model.logits(tensors.x, self.logits[: len(tensors)])
-                self.sampling.sample(logits, self.batch_rows.tensor[: len(tensors)], self.tokens[: len(tensors)])
+                self.resources.model.logits(tensors.x, self.logits[: len(tensors)])
             else:
                 self.attention.begin(index, tensors.q, tensors.attention, whole_rows)
 
         return SimpleNamespace(before=before, after=after)
+
+    def sample(self, size: int) -> None:
+        """Sample the next token of each row of a padded batch of `size` rows, whose logits the last piece has left."""
+        self.sampling.sample(self.logits[:size], self.batch_rows.tensor[:size], self.tokens[:size])
 
     def _tensors(self, size: int) -> StepTensors:
         rows, fixed = self.batch_rows.tensor[:size], self._buffers.first(size)
@@ -146,17 +150,19 @@ class DecodeProgram:
         beyond = [size for size in self.batch_sizes if size > MAX_ROWS]
         for size in [size for size in self.batch_sizes if size <= MAX_ROWS] + beyond[:1] + beyond[-1:]:
             self.run_pieces(pieces, size)
+            self.sample(size)
 
     def works(self, may_offload: bool) -> Iterator[GraphWork]:
         """Yield the work to capture, the largest batch first, so that the memory that all graphs share grows only once.
 
-        There are whole steps for each batch size, which serve wherever nothing streams; with `may_offload` also each
-        piece, and the attention over each ring slot.
+        There are all layers and the sampling of each batch size, which serve wherever nothing streams; with
+        `may_offload` also each piece, and the attention over each ring slot.
         """
         sizes, indices, prepare = self.batch_sizes[::-1], self.indices, self._reset_tables
         for size in sizes:
             whole = partial(self.run_pieces, indices, size)
             yield GraphWork(("step", size), f"decode graph, batch {size}", prepare, [whole])
+            yield GraphWork(("sample", size), f"sampling graph, batch {size}", prepare, [partial(self.sample, size)])
         for size in sizes if may_offload else ():
             pieces = [partial(self.run_piece, index, size) for index in indices]
             yield GraphWork(("pieces", size), f"layer graphs, batch {size}", prepare, pieces)
@@ -279,6 +285,10 @@ class DecodeStep(OffloadStep):
         program, size = self.program, self.size
         is_graph = program.enqueue(("pieces", size), partial(program.run_piece, index, size), index)
         program.counters.eager_steps += index == 0 and not is_graph
+
+    def sample(self) -> None:
+        """Enqueue the sampling behind the layers."""
+        self.program.resources.graphs.run(("sample", self.size), partial(self.program.sample, self.size))
 
     def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         attention = self.program.attention

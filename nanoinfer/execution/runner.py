@@ -234,6 +234,7 @@ class ModelRunner:
                 step.compute_all()
                 lanes.lap(self.compute, COMPUTE, "whole step")
             if prefill is None:
+                step.sample()
                 program, count = self.decode_program, len(plan.rows)
                 pending = self._read_back(plan, program.tokens, lambda: program.logits[:count], on_logits)
             else:

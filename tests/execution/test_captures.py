@@ -39,7 +39,7 @@ def test_the_bytes_of_all_graphs_are_kept_over_switches_that_capture_nothing(
     assert engine.runner.graph_memory == (1000, 1000 + 10 * runtime.num_captures)
 
 
-@pytest.mark.parametrize("missing", ["step", "pieces", "slot", "segments"])
+@pytest.mark.parametrize("missing", ["step", "sample", "pieces", "slot", "segments"])
 def test_a_graph_that_is_missing_is_captured(path, missing):
     engine = engine_with_graphs(path, WarmUpRuntime(), enable_cpu_offload=True)
     captured = engine.runner.graphs.captured
@@ -51,6 +51,15 @@ def test_a_graph_that_is_missing_is_captured(path, missing):
         with torch.inference_mode():
             engine.runner.capture(engine.mode == "offload")
         assert set(keys) <= captured.keys()
+
+
+@pytest.mark.parametrize("enable_cpu_offload", [False, True])
+def test_a_decode_step_without_transfers_is_two_graphs(path, enable_cpu_offload):
+    """Layers with logits, and sampling: what is uploaded for the sampling comes in between."""
+    runtime, replays = WarmUpRuntime(), []
+    engine = make_engine(path, runtime, enable_cpu_offload=enable_cpu_offload, resident_kv_limit=None)
+    run(engine, [[5] * 40], some_params(1, 6), lambda *_: replays.append(runtime.num_replays))
+    assert [after - before for before, after in zip(replays[1:], replays[2:])] == [2] * 4
 
 
 def test_a_switch_there_and_back_between_two_steps_changes_no_bit(path):
