@@ -15,7 +15,7 @@ from nanoinfer.measure.run import Row, free_memory, measure, release
 from nanoinfer.memory.floors import kv_bytes, measure_floors
 from nanoinfer.memory.setup import Specs
 from nanoinfer.models.shapes import UNLIMITED, write_shape
-from nanoinfer.weights.load import load_config
+from nanoinfer.weights.load import read_checkpoint
 
 GIB = 2**30
 
@@ -79,7 +79,7 @@ def token_bytes(shape: str) -> int:
     """KV bytes of one token over all layers."""
     with tempfile.TemporaryDirectory() as directory:
         config = EngineConfig(model=str(write_shape(shape, directory)))
-        spec = Specs(load_config(config.model)).of(config)
+        spec = Specs(read_checkpoint(config.model)).of(config)
     return kv_bytes(spec, [1])
 
 

@@ -16,9 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoinfer.attention.base import KeyRange
 from nanoinfer.attention.registry import make_backend
-from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import write_shape
-from nanoinfer.weights.load import load_config
+from nanoinfer.weights.load import read_checkpoint, read_spec
 
 CHUNK, CONTEXT, BLOCK_SIZE = 8192, 32768, 256
 MATRIX_SIDE = 8192  # of the product whose rate is the floor
@@ -32,8 +31,7 @@ def prefill_attention(bench: Bench) -> dict:
     """
     device, dtype = bench.device, torch.bfloat16 if bench.is_cuda else torch.float32
     with tempfile.TemporaryDirectory() as directory:
-        hf_config = load_config(write_shape(bench.large, directory))
-    model_spec = find_class(hf_config.architectures).spec_from_config(hf_config, dtype)
+        model_spec = read_spec(read_checkpoint(write_shape(bench.large, directory)), dtype)
     spec = replace(model_spec.attention, block_size=BLOCK_SIZE)
     chunk, context = (max(BLOCK_SIZE, count // bench.scale) for count in (CHUNK, CONTEXT))
     begin, num_blocks = context - chunk, context // BLOCK_SIZE

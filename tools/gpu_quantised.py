@@ -15,8 +15,8 @@ from nanoinfer.layers.linear import Linear
 from nanoinfer.measure.run import free_memory, measure
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.shapes import write_shape
-from nanoinfer.weights.load import load_config, load_model
-from nanoinfer.weights.quantize import quantised_config
+from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.quantize import quantised_while_read
 from offload.runtime.cuda import CudaRuntime
 from offload.runtime.timeline import COMPUTE
 
@@ -61,9 +61,9 @@ def packed_products(bench: Bench) -> dict:
         free_memory()
         before = _allocated(bench)
         with tempfile.TemporaryDirectory() as directory:
-            config = load_config(write_shape(bench.large, directory))
-            config = quantised_config(config, None if name == "bf16" else name, None)
-            model = load_model(directory, config, "auto", bench.device, load_format="dummy", max_position=64)
+            checkpoint = read_checkpoint(write_shape(bench.large, directory))
+            checkpoint = quantised_while_read(checkpoint, None if name == "bf16" else name, None)
+            model = load_model(checkpoint, "auto", bench.device, load_format="dummy", max_position=64)
         spec, held = model.spec, _allocated(bench) - before
         if bench.is_cuda:
             planned = spec.weight_bytes + spec.gpu_scratch_bytes + spec.rope_bytes(64)

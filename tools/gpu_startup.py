@@ -36,14 +36,14 @@ def write_checkpoint(directory: Path, shape: str, device: object) -> int:
 
     from nanoinfer.measure.run import free_memory
     from nanoinfer.models.shapes import write_shape
-    from nanoinfer.weights.load import find_model, load_config, load_model
+    from nanoinfer.weights.load import find_model, load_model, read_checkpoint
 
     for file in find_model("recall").glob("tokenizer*"):
         shutil.copy(file, directory)
     config_path = write_shape(shape, directory) / "config.json"
     config = json.loads(config_path.read_text()) | {"max_position_embeddings": MAX_POSITION}
     config_path.write_text(json.dumps(config))
-    model = load_model(directory, load_config(directory), "auto", device, load_format="dummy", max_position=16)
+    model = load_model(read_checkpoint(directory), "auto", device, load_format="dummy", max_position=16)
     shards: list[list[str]] = [[]]
     total = size = 0
     views = model.checkpoint_views()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
@@ -14,7 +15,7 @@ from nanoinfer.measure.reference import load_in_transformers
 from nanoinfer.measure.run import PROGRESS_DELAY_S, Row, random_prompts
 from nanoinfer.memory.floors import bytes_read_per_step, kv_bytes
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.weights.load import load_config, load_model, read_spec
+from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
 
 # Transformers' names of the caches that our modes stand for: offloaded ones, and what there is without CUDA.
 CACHES = {"hf": ("offloaded", "dynamic"), "hf-static": ("offloaded_static", "static")}
@@ -49,21 +50,20 @@ def load_reference(
     Raises:
         ValueError: the checkpoint cannot be used.
     """
-    config = load_config(model_dir, hf_overrides)
+    checkpoint = read_checkpoint(model_dir, hf_overrides)
     if load_format == "dummy":
-        config.checkpoint_dtypes = None  # projections are apart, as transformers has them
-    spec = read_spec(config, dtype)
-    if load_format == "dummy" and getattr(config, "quantization_config", None):
+        checkpoint = replace(checkpoint, tensors=None)  # projections are apart, as transformers has them
+    spec = read_spec(checkpoint, dtype)
+    if load_format == "dummy" and checkpoint.settings:
         raise ValueError("random weights of a quantised config cannot be given to transformers: leave out the mode hf")
     if load_format != "dummy":
         return load_in_transformers(model_dir, spec.dtype, hf_overrides).to(device).eval(), spec
-    ours = load_model(
-        model_dir, config, spec.dtype, device, load_format="dummy", seed=seed, max_position=16, progress=progress
-    )
+    options = dict(load_format="dummy", seed=seed, max_position=16, progress=progress)
+    ours = load_model(checkpoint, spec.dtype, device, **options)
     weights = {name: view.to("cpu", copy=True) for name, view in ours.checkpoint_views().items()}
     del ours
     with torch.device(device), no_init_weights():  # on the device at once: buffers that are no weights are right then
-        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype)
+        model = AutoModelForCausalLM.from_config(checkpoint.hf_config, dtype=spec.dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected, f"transformers has no place for {unexpected}"
     assert set(missing) <= {"lm_head.weight"}, f"transformers also wants {missing}"

@@ -33,7 +33,7 @@ from nanoinfer.options.measuring import (
     shared_engine_arguments,
 )
 from nanoinfer.options.parser import in_options
-from nanoinfer.weights.load import load_config
+from nanoinfer.weights.load import read_checkpoint
 
 CHECKED_TOKENS = 8  # per sequence, with their log-probabilities
 # Errors of a case that does not fit: its row says so, and the other cases go on.
@@ -74,7 +74,7 @@ class _Run:
         self._arguments = dict(seed=options.seed, progress=not options.no_progress)
         for mode in self.modes:
             EngineConfig(model=model, **self._engine_arguments(mode, self.contexts[0]))
-        load_config(model, options.hf_overrides)
+        read_checkpoint(model, options.hf_overrides)
 
     def _engine_arguments(self, mode: str, context: int) -> dict[str, Any]:
         """Return the arguments of the LLM that runs every case of `mode` up to `context` tokens."""

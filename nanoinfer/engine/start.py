@@ -19,7 +19,7 @@ from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.memory.setup import Setup
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
-from nanoinfer.weights.load import check_safetensors, find_model, load_model
+from nanoinfer.weights.load import find_model, load_model, tensors_of
 from nanoinfer.weights.tokenizer_files import load_tokenizer
 from offload import BlockLifetimes, BlockPool, CpuRuntime, CudaRuntime, Runtime
 
@@ -45,23 +45,23 @@ def build(config: EngineConfig, runtime: Runtime | None) -> BuiltEngine:
     """
     device = resolve_device(config.device) if runtime is None else runtime.device
     setup = Setup(config, device)
-    model_dir = find_model(config.model, weights=config.load_format != "dummy")
     if config.load_format != "dummy":
-        entries = check_safetensors(model_dir)
+        find_model(config.model)  # downloads the weights
+        entries = tensors_of(setup.checkpoint)
         if config.kv_cache_dtype == "fp8":
             check_kv_scales(entries.values())
-        if setup.hf_config.checkpoint_dtypes is None:
+        if setup.checkpoint.tensors is None:
             setup = Setup(config, device)  # the files were downloaded just now
+    checkpoint, model_dir = setup.checkpoint, setup.checkpoint.directory
     spec, plan = setup.spec, setup.plan()
     tokenizer = load_tokenizer(config, model_dir)
-    end_ids = end_token_ids(model_dir, setup.hf_config)
+    end_ids = end_token_ids(model_dir, checkpoint.hf_config)
     defaults = sampling_defaults(model_dir) if config.generation_config == "auto" else {}
     memory_before = reserved_bytes(device)
     if runtime is None:
         runtime = CudaRuntime(device) if device.type == "cuda" else CpuRuntime()
     model = load_model(
-        model_dir,
-        setup.hf_config,
+        checkpoint,
         spec.dtype,
         device,
         load_format=config.load_format,

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrain
 
 from nanoinfer.layers.formats.compressed_tensors import CompressedTensors
 from nanoinfer.weights.fill import is_kv_scale
-from nanoinfer.weights.load import load_config
+from nanoinfer.weights.load import read_checkpoint
 
 # Of activations that are not quantised here, and what old checkpoints hold although the config determines it.
 _UNUSED = ("input_scale", "rotary_emb.inv_freq")
@@ -26,11 +26,10 @@ def load_in_transformers(
     Raises:
         ValueError: transformers does not read this checkpoint, or leaves tensors of it out.
     """
-    config = load_config(model_dir, hf_overrides)
-    settings = getattr(config, "quantization_config", None) or {}
+    checkpoint = read_checkpoint(model_dir, hf_overrides)
+    settings = checkpoint.settings
     if hf_overrides:
-        del config.checkpoint_dtypes  # which transformers would write down
-        arguments["config"] = config
+        arguments["config"] = checkpoint.hf_config
     if settings.get("quant_method") == CompressedTensors.name:
         arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # now, not in the first step
     try:

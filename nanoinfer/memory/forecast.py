@@ -28,7 +28,7 @@ from nanoinfer.memory.proposals import Proposal, Proposer
 from nanoinfer.memory.setup import Specs
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.shapes import SHAPES, write_shape
-from nanoinfer.weights.load import load_config
+from nanoinfer.weights.load import read_checkpoint
 from offload.memory.host_memory import memory_available_bytes
 
 DEFAULT_LINK_GBPS = 25.0  # PCIe 4 x16
@@ -185,8 +185,7 @@ def plan(
     config = EngineConfig(**{"model": model, "enable_cpu_offload": True, **limits, **arguments})
     with tempfile.TemporaryDirectory() as directory:
         path = write_shape(str(model), directory) if model in SHAPES else model
-        hf_config = load_config(path, config.hf_overrides, names=SHAPES)
-    specs = Specs(hf_config)
+        specs = Specs(read_checkpoint(path, config.hf_overrides, names=SHAPES))
     spec = specs.of(config)
     host_bytes = memory_available_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
     asked = Forecast(

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from transformers import PretrainedConfig
 
 from nanoinfer.attention.registry import make_backend
 from nanoinfer.config import EngineConfig
-from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.memory.machine import device_memory
 from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
 from nanoinfer.models.base import ModelSpec
-from nanoinfer.weights.load import load_config, read_spec
-from nanoinfer.weights.quantize import quantised_config
+from nanoinfer.models.checkpoint_info import CheckpointInfo
+from nanoinfer.weights.load import read_checkpoint, read_spec
+from nanoinfer.weights.quantize import quantised_while_read
 from offload.memory.host_memory import memory_available_bytes
 
 
@@ -30,9 +29,8 @@ class Setup:
 
     def __init__(self, config: EngineConfig, device: torch.device, offload: bool | None = None) -> None:
         self.config, self.device = config, device
-        hf_config = load_config(config.model, config.hf_overrides)
-        self.hf_config = quantised_config(hf_config, config.quantization, config.head_quantization)
-        self.spec = Specs(self.hf_config).of(config)
+        specs = Specs(read_checkpoint(config.model, config.hf_overrides))
+        self.spec, self.checkpoint = specs.of(config), specs.checkpoint(config)
         offload = config.may_offload if offload is None else offload
         self.backend = make_backend(config.attention_backend, self.spec.attention, device, offload)
 
@@ -51,18 +49,18 @@ class Setup:
 class Specs:
     """The numbers of one checkpoint in several formats. Weights are counted once for each format of theirs."""
 
-    def __init__(self, hf_config: PretrainedConfig) -> None:
-        self._hf_config = hf_config
-        self._found: dict[tuple, tuple[PretrainedConfig, ModelSpec]] = {}
+    def __init__(self, checkpoint: CheckpointInfo) -> None:
+        self._checkpoint = checkpoint
+        self._found: dict[tuple, tuple[CheckpointInfo, ModelSpec]] = {}
+
+    def checkpoint(self, config: EngineConfig) -> CheckpointInfo:
+        """Return the checkpoint with what its weights are quantised to; ValueError if they cannot be."""
+        return self._in_formats(config)[0]
 
     def of(self, config: EngineConfig) -> ModelSpec:
         """Return the model's numbers, those of its KV blocks among them; ValueError if these settings do not fit it."""
-        key = config.quantization, config.head_quantization, config.dtype
-        if key not in self._found:
-            hf_config = quantised_config(self._hf_config, config.quantization, config.head_quantization)
-            self._found[key] = hf_config, read_spec(hf_config, config.dtype)
-        hf_config, spec = self._found[key]
-        formats_of(hf_config).check_options(config.quantization, config.kv_cache_dtype)
+        checkpoint, spec = self._in_formats(config)
+        checkpoint.formats.check_options(config.quantization, config.kv_cache_dtype)
         if spec.row_bytes and config.enable_prefix_caching:
             raise ValueError(
                 f"enable_prefix_caching=True is not supported for {spec.architecture}: some of its layers keep a state "
@@ -72,3 +70,10 @@ class Specs:
         kv_cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else None
         attention = replace(spec.attention, block_size=config.block_size, kv_cache_dtype=kv_cache_dtype)
         return replace(spec, attention=attention)
+
+    def _in_formats(self, config: EngineConfig) -> tuple[CheckpointInfo, ModelSpec]:
+        key = config.quantization, config.head_quantization, config.dtype
+        if key not in self._found:
+            checkpoint = quantised_while_read(self._checkpoint, config.quantization, config.head_quantization)
+            self._found[key] = checkpoint, read_spec(checkpoint, config.dtype)
+        return self._found[key]

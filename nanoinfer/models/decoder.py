@@ -35,11 +35,11 @@ from nanoinfer.common import exact
 from nanoinfer.kernels.attention.spec import AttentionSpec
 from nanoinfer.layers.formats.base import Filling, Renamed
 from nanoinfer.layers.formats.packed import temporary_bytes
-from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.linear import Embedding, Head, Linear, scratch_size, share_scratch
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rope import Context, longest_contexts, query_scales, rope_table
 from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState
+from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -73,7 +73,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        hf_config: PretrainedConfig,
+        checkpoint: CheckpointInfo,
         spec: ModelSpec,
         *,
         device: torch.device | str,
@@ -87,12 +87,12 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.spec = spec
-        traits, formats = self.traits(hf_config), formats_of(hf_config)
+        hf_config, formats, held = checkpoint.hf_config, checkpoint.formats, checkpoint.modules
+        traits = self.traits(hf_config)
         options = dict(dtype=spec.dtype, device=device)
         table = dict(is_tied=spec.tied_embeddings, formats=formats.of_embeddings("model.embed_tokens"))
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, **table, **options)
         self.layers = nn.ModuleList()
-        held = {name.rpartition(".")[0] for name in getattr(hf_config, "checkpoint_dtypes", None) or ()}
         for index, state in enumerate(spec.layers):
             own = replace(traits, formats=Renamed(formats.below(f"model.layers.{index}", held), self.names))
             self.layers.append(self.layer_classes[type(state)](spec, own, device=device))
@@ -153,8 +153,9 @@ class Decoder(nn.Module):
         return hf_config.max_position_embeddings
 
     @classmethod
-    def spec_from_config(cls, hf_config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
-        """Return the model's numbers, from the config alone; ValueError if it asks for what is not supported."""
+    def spec_of(cls, checkpoint: CheckpointInfo, dtype: torch.dtype) -> ModelSpec:
+        """Return the model's numbers, before any weight is read; ValueError if it asks for what is not supported."""
+        hf_config = checkpoint.hf_config
         architecture, layers = (hf_config.architectures or [cls.__name__])[0], cls.layer_states(hf_config)
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         num_q_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
@@ -187,7 +188,7 @@ class Decoder(nn.Module):
             tied_embeddings=hf_config.tie_word_embeddings,
         )
         # Counted, not calculated: the bytes cannot drift from what the constructor allocates.
-        shapes_only = cls(hf_config, spec, device="meta", max_position=1)
+        shapes_only = cls(checkpoint, spec, device="meta", max_position=1)
         return replace(
             spec,
             weight_bytes=sum(weight.nbytes for weight in shapes_only.parameters()),

@@ -16,8 +16,8 @@ from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.measure.run import free_memory
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.recall.evaluate import Exam
-from nanoinfer.weights.load import load_config, load_model
-from nanoinfer.weights.quantize import quantised_config
+from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.quantize import quantised_while_read
 
 MAX_TOKENS = 1024
 """Of a prompt: its first ones. All logits of the checkpoint as it is are kept: 600 MB of a prompt where the vocabulary
@@ -66,10 +66,10 @@ def logits_of(
     model_dir: str | Path, weights: WeightFormat, prompts: list[list[int]], device: torch.device | str
 ) -> Tensor:
     """[tokens of all prompts, vocab_size] float32, CPU."""
-    hf_config = quantised_config(load_config(model_dir), weights.quantization, weights.head_quantization)
+    checkpoint = quantised_while_read(read_checkpoint(model_dir), weights.quantization, weights.head_quantization)
     longest = max(map(len, prompts))
     free_memory()  # of the model before
-    model = load_model(model_dir, hf_config, torch.float32, device, max_position=longest, progress=False)
+    model = load_model(checkpoint, torch.float32, device, max_position=longest, progress=False)
     return torch.cat([prompt_logits(model, token_ids) for token_ids in prompts])
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanoinfer.layers.linear import Linear
+from nanoinfer.models.checkpoint_info import TensorEntry
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.weights.read import TensorEntry, read_tensors
+from nanoinfer.weights.read import read_tensors
 
 # A progress bar that is shown for less than this would only flicker.
 _PROGRESS_DELAY_S = 2.0

@@ -19,15 +19,14 @@ from transformers import PretrainedConfig
 
 from nanoinfer.common.errors import shown
 from nanoinfer.layers.formats.base import FLOATS, Filling
-from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import find_class
 from nanoinfer.weights.checkpoint import ARCHITECTURES, OBJECT, check_config, check_fields
 from nanoinfer.weights.fill import fill_from_files, fill_with_noise, is_kv_scale
 from nanoinfer.weights.other_kinds import hint_for, refuse_name, what_it_holds
 from nanoinfer.weights.overrides import with_overrides
-from nanoinfer.weights.read import TensorEntry
 from nanoinfer.weights.text_part import WRAPPERS, say_what_is_skipped, text_config, text_tensors
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -90,15 +89,13 @@ def find_model(model: str | Path, *, weights: bool = True, names: Iterable[str] 
         ) from error
 
 
-def load_config(
+def read_checkpoint(
     model: str | Path, overrides: Mapping[str, Any] | None = None, *, names: Iterable[str] = ()
-) -> PretrainedConfig:
-    """Return the checkpoint's config, as transformers reads it. No code of the checkpoint runs.
+) -> CheckpointInfo:
+    """Return what config.json and the headers of the files say. No code of the checkpoint runs.
 
-    The config has `checkpoint_dtypes`: the dtype of each tensor by name, or None if the weights are not there. It does
-    not say itself what scales are kept in, nor whether projections are merged.
-
-    overrides: what takes the place of its fields, as in `EngineConfig.hf_overrides`. names: as in `find_model`.
+    overrides: what takes the place of the config's fields, as in `EngineConfig.hf_overrides`. names: as in
+    `find_model`.
 
     Raises:
         ValueError: the model or its config.json is missing, not readable, or of an unsupported architecture.
@@ -107,7 +104,7 @@ def load_config(
     path: Path | str = model_dir / "config.json"
     if not path.is_file():
         raise ValueError(what_it_holds(model_dir))
-    raw = read_json_object(path)
+    as_in_file = raw = read_json_object(path)
     ARCHITECTURES.check(f"{path} is no valid config", "architectures", raw.get("architectures"))
     is_text_part = bool(raw.get("architectures")) and raw["architectures"][0] in WRAPPERS
     raw = text_config(path, raw) if is_text_part else raw
@@ -120,41 +117,46 @@ def load_config(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     check_fields(path, raw, model_class)
+    raw = _with_quantization(model_dir, raw)
+    try:
+        tensors = _read_headers(model_dir, is_text_part)
+    except ValueError:  # the files are not there, or not whole: loading says what is wrong
+        tensors = None
+    if is_text_part and tensors is not None:  # the configs of some say nothing, and what transformers takes fits others
+        raw = raw | {"tie_word_embeddings": not any(name.startswith("lm_head.") for name in tensors)}
     try:
         # Use the full name, so that transformers imports this class now and not with this module: it takes seconds.
-        if overrides or is_text_part:
-            hf_config = transformers.AutoConfig.for_model(**raw)
-            hf_config.name_or_path = model_dir
-        else:
+        if raw is as_in_file:
             hf_config = transformers.AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+        else:
+            hf_config = transformers.AutoConfig.for_model(**raw)
     except Exception as error:  # transformers uses values before it checks them, so any error is possible
         raise ValueError(f"{path} is no valid config: {error}") from error
     check_config(path, hf_config, model_class)
-    if not getattr(hf_config, "quantization_config", None) and raw.get("compression_config"):
-        # So older versions of compressed-tensors called it.
-        hf_config.quantization_config = {"quant_method": "compressed-tensors", **raw["compression_config"]}
-    older = model_dir / "hf_quant_config.json"  # where ModelOpt said what newer versions write to config.json
-    if not getattr(hf_config, "quantization_config", None) and older.is_file():
-        settings = read_json_object(older).get("quantization")
-        OBJECT.check(f"{older} is not valid", "quantization", settings)
-        hf_config.quantization_config = {**settings, "quant_method": "modelopt"}
-    hf_config.is_text_part = is_text_part
-    try:
-        entries = tensors_of(model_dir, hf_config)
-        hf_config.checkpoint_dtypes = {name: one.dtype for name, one in entries.items()}
-        if is_text_part:  # the configs of some say nothing, and what transformers takes then fits others
-            hf_config.tie_word_embeddings = not any(name.startswith("lm_head.") for name in entries)
-    except ValueError:  # the files are not there, or not whole: loading says what is wrong
-        hf_config.checkpoint_dtypes = None
-    return hf_config
+    return CheckpointInfo(directory=model_dir, hf_config=hf_config, tensors=tensors, is_text_part=is_text_part)
 
 
-def read_spec(hf_config: PretrainedConfig, dtype: str | torch.dtype) -> ModelSpec:
-    """Return the spec of a config's model, computed in `dtype` (as in `resolve_dtype`); a ValueError names the file."""
+def _with_quantization(model_dir: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with a quantization_config also where older versions of the libraries wrote it elsewhere."""
+    if raw.get("quantization_config"):
+        return raw
+    if raw.get("compression_config"):
+        return raw | {"quantization_config": {"quant_method": "compressed-tensors", **raw["compression_config"]}}
+    older = model_dir / "hf_quant_config.json"  # of ModelOpt
+    if not older.is_file():
+        return raw
+    settings = read_json_object(older).get("quantization")
+    OBJECT.check(f"{older} is not valid", "quantization", settings)
+    return raw | {"quantization_config": {**settings, "quant_method": "modelopt"}}
+
+
+def read_spec(checkpoint: CheckpointInfo, dtype: str | torch.dtype) -> ModelSpec:
+    """Return the spec of the model, computed in `dtype` (as in `resolve_dtype`); a ValueError names the config."""
+    hf_config = checkpoint.hf_config
     try:
-        return find_class(hf_config.architectures).spec_from_config(hf_config, resolve_dtype(dtype, hf_config))
+        return find_class(hf_config.architectures).spec_of(checkpoint, resolve_dtype(dtype, hf_config))
     except ValueError as error:
-        raise ValueError(f"{Path(hf_config.name_or_path, 'config.json')}: {error}") from error
+        raise ValueError(f"{checkpoint.directory / 'config.json'}: {error}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -182,10 +184,14 @@ def _is_deeper_than(depth: int, content: Any) -> bool:
     return bool(level)
 
 
-def tensors_of(model_dir: str | Path, hf_config: PretrainedConfig) -> dict[str, TensorEntry]:
-    """Return the tensors of a checkpoint by their names in the model, as `check_safetensors` does."""
+def tensors_of(checkpoint: CheckpointInfo) -> Mapping[str, TensorEntry]:
+    """Return the tensors by their names in the model; ValueError, as of `check_safetensors`, if they are not there."""
+    return checkpoint.tensors or _read_headers(checkpoint.directory, checkpoint.is_text_part)
+
+
+def _read_headers(model_dir: Path, is_text_part: bool) -> dict[str, TensorEntry]:
     entries = check_safetensors(model_dir)
-    return text_tensors(entries) if getattr(hf_config, "is_text_part", False) else entries
+    return text_tensors(entries) if is_text_part else entries
 
 
 def check_safetensors(model_dir: str | Path) -> dict[str, TensorEntry]:
@@ -269,8 +275,7 @@ def resolve_dtype(dtype: str | torch.dtype, hf_config: PretrainedConfig) -> torc
 
 
 def load_model(
-    model_dir: str | Path,
-    hf_config: PretrainedConfig,
+    checkpoint: CheckpointInfo,
     dtype: str | torch.dtype,
     device: torch.device | str,
     *,
@@ -293,26 +298,26 @@ def load_model(
         ValueError: the config or the files do not make a supported model; nothing lies on the device then. Or a file
             cannot be read to its end, although its header could be read.
     """
-    model_class, spec = find_class(hf_config.architectures), read_spec(hf_config, dtype)
-    if notice := formats_of(hf_config).notice:
+    model_class, spec = find_class(checkpoint.hf_config.architectures), read_spec(checkpoint, dtype)
+    if notice := checkpoint.formats.notice:
         warnings.warn(notice, stacklevel=2)
     max_position = spec.max_position if max_position is None else max_position
     if load_format == "dummy":
-        model = model_class(hf_config, spec, device=device, max_position=max_position, context=context)
+        model = model_class(checkpoint, spec, device=device, max_position=max_position, context=context)
         fill_with_noise(model, seed, progress)
     elif load_format == "auto":
-        entries = tensors_of(model_dir, hf_config)
-        check_matches(entries, model_class(hf_config, spec, device="meta", max_position=1), model_dir)
-        model = model_class(hf_config, spec, device=device, max_position=max_position, context=context)
+        entries, model_dir = tensors_of(checkpoint), checkpoint.directory
+        check_matches(entries, model_class(checkpoint, spec, device="meta", max_position=1), model_dir)
+        model = model_class(checkpoint, spec, device=device, max_position=max_position, context=context)
         fill_from_files(model, entries, device, progress)
-        if getattr(hf_config, "is_text_part", False):
+        if checkpoint.is_text_part:
             say_what_is_skipped(model_dir, check_safetensors(model_dir))
     else:
         raise ValueError(f'load_format={load_format!r} is not supported: give "auto" or "dummy"')
     return model.eval()
 
 
-def check_matches(entries: dict[str, TensorEntry], model: Decoder, model_dir: str | Path) -> None:
+def check_matches(entries: Mapping[str, TensorEntry], model: Decoder, model_dir: str | Path) -> None:
     """Raise ValueError, listing tensors, if names or shapes are not `model`'s, which may lie on the meta device."""
     views = model.checkpoint_views()
     missing = [name for name, view in views.items() if name not in entries and not getattr(view, "optional", False)]

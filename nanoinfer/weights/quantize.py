@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from nanoinfer.config import QUANTISED
 from nanoinfer.layers.formats.base import DENSE
-from nanoinfer.layers.formats.registry import formats_of
+from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.registry import find_class
 from nanoinfer.weights.load import read_spec
 
@@ -28,30 +27,28 @@ _OF_GROUPS = ("int4", "int4-symmetric")
 _TABLES_STORED_AS = {False: "int-quantized", True: "pack-quantized"}
 
 
-def quantised_config(
-    hf_config: PretrainedConfig, quantization: str | None, head_quantization: str | None
-) -> PretrainedConfig:
-    """Return the config of the model with the weights that these options ask for; the options are an engine's.
+def quantised_while_read(
+    checkpoint: CheckpointInfo, quantization: str | None, head_quantization: str | None
+) -> CheckpointInfo:
+    """Return the checkpoint with the weights that these options ask for; the options are an engine's.
 
-    The config itself is returned where nothing is quantised while it is read, or where the config says so already.
+    It is the same where nothing is quantised while it is read.
 
     Raises:
         ValueError: no group divides the columns of a weight, or the head is quantised in the checkpoint already.
     """
-    if hasattr(hf_config, "quantised_while_read") or quantization is None and head_quantization is None:
-        return hf_config
-    read_spec(hf_config, "auto")  # refuses other things of the checkpoint, with its name
-    is_wide = formats_of(hf_config) is DENSE
-    wanted = quantization if is_wide and quantization in QUANTISED else None
+    if quantization is None and head_quantization is None:
+        return checkpoint
+    read_spec(checkpoint, "auto")  # refuses other things of the checkpoint, with its name
+    wanted = quantization if checkpoint.formats is DENSE and quantization in QUANTISED else None
     if wanted is None and head_quantization is None:
-        return hf_config
-    found = copy(hf_config)
-    found.quantised_while_read = settings_for(hf_config, wanted, head_quantization), wanted  # for `formats_of`
+        return checkpoint
+    found = replace(checkpoint, quantised_to=(settings_for(checkpoint, wanted, head_quantization), wanted))
     read_spec(found, "auto")  # refuses what the checkpoint has quantised already
     return found
 
 
-def settings_for(hf_config: PretrainedConfig, quantization: str | None, head: str | None) -> dict[str, Any]:
+def settings_for(checkpoint: CheckpointInfo, quantization: str | None, head: str | None) -> dict[str, Any]:
     """Return the quantization_config of a compressed-tensors checkpoint.
 
     quantization: of all projections but the head; head: of the head and the embeddings, a scale for each row; None:
@@ -60,7 +57,7 @@ def settings_for(hf_config: PretrainedConfig, quantization: str | None, head: st
     Raises:
         ValueError: no group divides the columns of a weight.
     """
-    columns = {} if quantization is None else _columns(hf_config)
+    columns = {} if quantization is None else _columns(checkpoint)
     sizes = {name: _group_size(name, size) if quantization in _OF_GROUPS else None for name, size in columns.items()}
     groups = []
     for size in dict.fromkeys(sizes.values()):
@@ -70,7 +67,7 @@ def settings_for(hf_config: PretrainedConfig, quantization: str | None, head: st
             targets = [rf"re:.*\.{name}$" for name in last]
         groups.append(_group(quantization, size, targets, _STORED_AS[quantization]))
     # A tied head is the embeddings: it is no target, or transformers looks for tensors of its own.
-    is_tied = bool(hf_config.tie_word_embeddings)
+    is_tied = bool(checkpoint.hf_config.tie_word_embeddings)
     tables = [EMBEDDINGS] if is_tied else [HEAD, EMBEDDINGS]
     if head is not None:
         targets = [f"re:.*{name.rpartition('.')[2]}$" for name in tables]
@@ -87,10 +84,10 @@ def settings_for(hf_config: PretrainedConfig, quantization: str | None, head: st
     )
 
 
-def _columns(hf_config: PretrainedConfig) -> dict[str, int]:
+def _columns(checkpoint: CheckpointInfo) -> dict[str, int]:
     """Return the columns of each projection but the head, by its name in the checkpoint."""
-    model_class, spec = find_class(hf_config.architectures), read_spec(hf_config, "auto")
-    views: Mapping[str, Any] = model_class(hf_config, spec, device="meta", max_position=1).checkpoint_views()
+    model_class, spec = find_class(checkpoint.hf_config.architectures), read_spec(checkpoint, "auto")
+    views: Mapping[str, Any] = model_class(checkpoint, spec, device="meta", max_position=1).checkpoint_views()
     matrices = {name: view for name, view in views.items() if isinstance(view, Tensor) and view.ndim == 2}
     names = {name.removesuffix(".weight"): view.shape[1] for name, view in matrices.items()}
     return {name: size for name, size in names.items() if name not in (HEAD, EMBEDDINGS)}

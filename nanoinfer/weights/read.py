@@ -7,7 +7,6 @@ own stream, so that cores, disk and link work at the same time: about 20 GB/s on
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections import deque
@@ -21,6 +20,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from nanoinfer.models.checkpoint_info import TensorEntry
 from offload.memory.pinned import HostArena, PinError
 
 # Large enough for disks and for the link; small enough that all buffers together (64 MiB) do not matter.
@@ -30,24 +30,6 @@ MAX_THREADS = 8
 _BUFFERS_PER_THREAD = 2
 # How often the calling thread wakes up to report what was read.
 _REPORT_S = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorEntry:
-    """Where a tensor lies, from the header of its file.
-
-    offset: of the tensor's first byte in the file. The values follow without gaps, in row-major order.
-    """
-
-    name: str
-    path: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from nanoinfer.common.errors import shown
 from nanoinfer.layers.formats.text_part import is_of_other_part, text_name
+from nanoinfer.models.checkpoint_info import TensorEntry
 from nanoinfer.models.registry import architecture_of, supported_architectures
 from nanoinfer.weights.checkpoint import OBJECT
-from nanoinfer.weights.read import TensorEntry
 
 # By architecture: the model_type of a text_config that names none.
 WRAPPERS = {

@@ -16,13 +16,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PretrainedConfig
 
 from nanoinfer.common.units import format_size
 from nanoinfer.layers.formats.base import DENSE, Filling
 from nanoinfer.layers.formats.online import QuantisedWhileRead
-from nanoinfer.layers.formats.registry import formats_of
 from nanoinfer.layers.formats.schemes import quantise, stored
+from nanoinfer.models.checkpoint_info import CheckpointInfo, TensorEntry
 from nanoinfer.models.registry import find_class
 from nanoinfer.weights.fill import in_batches, read_rows, refusals_of
 from nanoinfer.weights.load import (
@@ -30,13 +29,12 @@ from nanoinfer.weights.load import (
     FILE_DTYPES,
     check_matches,
     find_model,
-    load_config,
+    read_checkpoint,
     read_json_object,
     read_spec,
     tensors_of,
 )
-from nanoinfer.weights.quantize import EMBEDDINGS, quantised_config, settings_for
-from nanoinfer.weights.read import TensorEntry
+from nanoinfer.weights.quantize import EMBEDDINGS, quantised_while_read, settings_for
 from nanoinfer.weights.text_part import text_config
 
 _SHARD_BYTES = 4 * 2**30
@@ -92,17 +90,18 @@ def quantise_checkpoint(
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: give a directory that does not exist yet, or remove what it holds")
     model_dir = find_model(model)
-    hf_config = load_config(model_dir)
-    if formats_of(hf_config) is not DENSE:
+    checkpoint = read_checkpoint(model_dir)
+    if checkpoint.formats is not DENSE:
         raise ValueError(
             f"{model_dir} is quantised already: quantise the checkpoint in 16 bits that it was made from, or use it as "
             "it is"
         )
-    settings = settings_for(hf_config, quantization, head_quantization)
-    parts = _parts(model_dir, quantised_config(hf_config, quantization, head_quantization))
+    settings = settings_for(checkpoint, quantization, head_quantization)
+    parts = _parts(quantised_while_read(checkpoint, quantization, head_quantization))
     config = read_json_object(model_dir / "config.json")
-    if hf_config.is_text_part:  # what is written is a checkpoint of the text model alone
-        config = text_config(model_dir / "config.json", config) | {"tie_word_embeddings": hf_config.tie_word_embeddings}
+    if checkpoint.is_text_part:  # what is written is a checkpoint of the text model alone
+        is_tied = checkpoint.hf_config.tie_word_embeddings
+        config = text_config(model_dir / "config.json", config) | {"tie_word_embeddings": is_tied}
     config |= dict(quantization_config=settings)
     with _whole_directory(out, sum(part.num_bytes for part in parts)) as directory:
         _write_weights(directory, parts, device, progress)
@@ -113,10 +112,10 @@ def quantise_checkpoint(
     return out
 
 
-def _parts(model_dir: Path, hf_config: PretrainedConfig) -> list[_Part]:
-    entries, spec, formats = tensors_of(model_dir, hf_config), read_spec(hf_config, "auto"), formats_of(hf_config)
-    model = find_class(hf_config.architectures)(hf_config, spec, device="meta", max_position=1)
-    check_matches(entries, model, model_dir)
+def _parts(checkpoint: CheckpointInfo) -> list[_Part]:
+    entries, spec, formats = tensors_of(checkpoint), read_spec(checkpoint, "auto"), checkpoint.formats
+    model = find_class(checkpoint.hf_config.architectures)(checkpoint, spec, device="meta", max_position=1)
+    check_matches(entries, model, checkpoint.directory)
     views, found = model.checkpoint_views(), []
     for name, entry in entries.items():
         view, module = views.get(name), name.rpartition(".")[0]

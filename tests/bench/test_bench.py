@@ -237,12 +237,11 @@ def test_floors_leave_room_beside_an_engine_that_fills_its_budget(free_mib, copi
 
 
 def test_bytes_read_count_windows_and_leave_out_unused_embeddings(tmp_path):
-    from nanoinfer.models.registry import find_class
-    from nanoinfer.weights.load import load_config
+    from nanoinfer.weights.load import read_checkpoint, read_spec
 
     for tied in (False, True):
-        config = load_config(make_checkpoint("mistral", tmp_path / str(tied), sliding_window=10, tied=tied))
-        spec = find_class(config.architectures).spec_from_config(config, torch.float32)
+        path = make_checkpoint("mistral", tmp_path / str(tied), sliding_window=10, tied=tied)
+        spec = read_spec(read_checkpoint(path), torch.float32)
         kv = 3 * (10 + 4) * 2 * 2 * 16 * 4
         embeddings = 0 if tied else 160 * 48 * 4
         assert bytes_read_per_step(spec, [50, 4]) == spec.weight_bytes - embeddings + kv

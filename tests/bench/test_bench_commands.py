@@ -16,9 +16,8 @@ from nanoinfer.bench.throughput import make_load, run_load
 from nanoinfer.commands import main as cli
 from nanoinfer.measure.run import Row, random_prompts
 from nanoinfer.memory.floors import Floors, bytes_read_per_step
-from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import write_shape
-from nanoinfer.weights.load import load_config
+from nanoinfer.weights.load import read_checkpoint, read_spec
 
 ENGINE = ["--shape", "tiny", "--device", "cpu", "--block-size", "32", "--no-progress"]
 LATENCY = ["bench", "latency", *ENGINE, "--input-len", "40", "--output-len", "8"]
@@ -27,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_floors")
 
 
 def spec_of(shape, directory):
-    config = load_config(write_shape(shape, directory))
-    return find_class(config.architectures).spec_from_config(config, config.dtype)
+    return read_spec(read_checkpoint(write_shape(shape, directory)), "auto")
 
 
 def test_latency_times_every_iteration_and_step(tmp_path, capsys):

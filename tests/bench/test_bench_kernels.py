@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from nanoinfer.memory.floors import bytes_read_per_step
-from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import write_shape
-from nanoinfer.weights.load import check_safetensors, load_config, load_model
+from nanoinfer.weights.load import check_safetensors, load_model, read_checkpoint, read_spec
 from offload.runtime.cpu import CpuRuntime
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -30,8 +29,7 @@ kernels = load("gpu_kernels")
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):
-    config = load_config(write_shape("qwen3-4b", tmp_path_factory.mktemp("shape")))
-    return find_class(config.architectures).spec_from_config(config, torch.bfloat16)
+    return read_spec(read_checkpoint(write_shape("qwen3-4b", tmp_path_factory.mktemp("shape"))), torch.bfloat16)
 
 
 def span(category, name, begin, duration, correlation=None):
@@ -172,11 +170,11 @@ def test_the_checkpoint_of_the_start_up_is_one_that_loads(tmp_path, monkeypatch)
     entries = check_safetensors(tmp_path)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
-    config = load_config(tmp_path)
-    assert config.max_position_embeddings == startup.MAX_POSITION
+    checkpoint = read_checkpoint(tmp_path)
+    assert checkpoint.hf_config.max_position_embeddings == startup.MAX_POSITION
     arguments = dict(dtype="auto", device="cpu", max_position=16, progress=False)
-    loaded = load_model(tmp_path, config, **arguments).checkpoint_views()
-    made = load_model(tmp_path, config, **arguments, load_format="dummy").checkpoint_views()
+    loaded = load_model(checkpoint, **arguments).checkpoint_views()
+    made = load_model(checkpoint, **arguments, load_format="dummy").checkpoint_views()
     assert set(loaded) == set(made) == set(entries) and sum(view.nbytes for view in made.values()) == num_bytes
     assert all(torch.equal(loaded[name], made[name]) for name in made)
 

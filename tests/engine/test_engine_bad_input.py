@@ -13,7 +13,7 @@ from tiny_models import make_checkpoint
 
 from nanoinfer import LLM, EngineConfig, SamplingParams
 from nanoinfer.common.unsupported import CHAT, ENGINE, GENERATE
-from nanoinfer.weights.load import load_config, resolve_dtype
+from nanoinfer.weights.load import read_checkpoint, resolve_dtype
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_what_is_not_supported_is_no_argument_of_ours():
 @pytest.mark.parametrize("name, dtype", [("half", torch.float16), ("float", torch.float32)])
 def test_vllms_short_names_of_dtypes_are_taken(path, name, dtype):
     assert EngineConfig(model=path, dtype=name).dtype == name
-    assert resolve_dtype(name, load_config(path)) == dtype
+    assert resolve_dtype(name, read_checkpoint(path).hf_config) == dtype
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.weights.generation_config import end_token_ids
-from nanoinfer.weights.load import load_config
+from nanoinfer.weights.load import read_checkpoint
 
 RECOMMENDED = dict(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, repetition_penalty=1.2)
 
@@ -64,7 +64,7 @@ def test_tokens_that_end_a_completion_are_the_generation_configs_if_it_speaks_of
     (path / "generation_config.json").unlink(missing_ok=True)
     if content is not None:
         write(path, **content)
-    config = load_config(path)
+    config = read_checkpoint(path).hf_config
     assert config.eos_token_id == 2 and end_token_ids(path, config) == wanted
     config.eos_token_id = None
     assert end_token_ids(path, config) == (wanted if content and "eos_token_id" in content else set())

@@ -7,8 +7,8 @@ from online import QUIET, make, packed, quantise
 
 from nanoinfer import LLM
 from nanoinfer.config import QUANTISED
-from nanoinfer.weights.load import load_config, load_model
-from nanoinfer.weights.quantize import quantised_config
+from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.quantize import quantised_while_read
 from nanoinfer.weights.write import quantise_checkpoint
 
 DEVICE = "cuda"
@@ -47,11 +47,11 @@ def test_tokens_are_those_of_the_checkpoint_that_was_written_on_the_cpu(tmp_path
 def test_the_wide_model_never_lies_on_the_device_as_a_whole(tmp_path, name):
     sizes = dict(head_dim=64, hidden_size=1024, intermediate_size=8192, num_heads=16, num_layers=6, vocab_size=2048)
     source = make(tmp_path / "wide", tied=True, **sizes)
-    config = quantised_config(load_config(source), name, None)
+    checkpoint = quantised_while_read(read_checkpoint(source), name, None)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    model = load_model(source, config, "bfloat16", DEVICE, progress=False, max_position=512)
+    model = load_model(checkpoint, "bfloat16", DEVICE, progress=False, max_position=512)
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     planned = model.spec.weight_bytes + model.spec.gpu_scratch_bytes + model.spec.rope_bytes(512)
     assert abs(held - planned) < 0.02 * planned

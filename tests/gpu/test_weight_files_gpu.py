@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoinfer.weights import read as weight_files
-from nanoinfer.weights.load import PACKAGED, check_safetensors, load_config, load_model
+from nanoinfer.weights.load import PACKAGED, check_safetensors, load_model, read_checkpoint
 from nanoinfer.weights.read import read_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -149,5 +149,5 @@ def test_a_model_holds_the_tensors_of_its_checkpoint():
     model_dir = PACKAGED["recall"]
     saved = load_file(model_dir / "model.safetensors", device="cuda")
     for dtype in (torch.bfloat16, torch.float32):
-        model = load_model(model_dir, load_config(model_dir), dtype, "cuda", max_position=16, progress=False)
+        model = load_model(read_checkpoint(model_dir), dtype, "cuda", max_position=16, progress=False)
         assert all(torch.equal(view, saved[name].to(dtype)) for name, view in model.checkpoint_views().items())

@@ -9,11 +9,10 @@ from engines import LAYER_BLOCK_BYTES, SMALL, assert_pools_as_before, make_engin
 from safetensors.torch import load_file, save_file
 from simulated import SimulatedRuntime
 from tiny_models import make_checkpoint
-from transformers import PretrainedConfig
 
 from nanoinfer.common import exact
 from nanoinfer.layers.formats import registry
-from nanoinfer.layers.formats.base import DENSE, WeightFormat
+from nanoinfer.layers.formats.base import DENSE, CheckpointTensors, WeightFormat
 from nanoinfer.layers.formats.parted import Parted, merged
 from nanoinfer.layers.linear import Linear, share_scratch
 
@@ -119,7 +118,7 @@ def test_what_a_format_does_not_have_is_refused(checkpoints):
 @pytest.mark.parametrize("method", [None, 8, ["int8-rows"], {"int8-rows": 1}])
 def test_a_method_that_is_no_name_is_refused(method):
     with pytest.raises(ValueError, match="quant_method=.*which is not supported.* Supported: int8-rows"):
-        registry.formats_of(PretrainedConfig(quantization_config={"quant_method": method, "bits": 8}))
+        registry.formats_of({"quant_method": method, "bits": 8}, CheckpointTensors(torch.float32))
 
 
 def test_integers_are_not_taken_for_numbers(checkpoints):

@@ -21,8 +21,8 @@ from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.formats.schemes import stored
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
-from nanoinfer.weights.load import load_config, load_model
-from nanoinfer.weights.quantize import quantised_config
+from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.quantize import quantised_while_read
 from nanoinfer.weights.write import quantise_checkpoint
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -308,8 +308,8 @@ def test_what_lies_on_the_device_while_loading_is_at_most_a_tensor_more(tmp_path
 def test_random_weights_are_packed_noise(tmp_path):
     source = make(tmp_path)
     for name, head in BOTH:
-        hf_config = quantised_config(load_config(source), name, head)
-        model = load_model(source, hf_config, "auto", "cpu", load_format="dummy", **QUIET)
+        checkpoint = quantised_while_read(read_checkpoint(source), name, head)
+        model = load_model(checkpoint, "auto", "cpu", load_format="dummy", **QUIET)
         assert model.spec == load(source, name, head).spec
         assert all(0.008 < matrix.float().std() < 0.04 for matrix in matrices(model).values())
 

@@ -24,7 +24,7 @@ from nanoinfer.layers.formats import packed as packed_weights
 from nanoinfer.layers.formats.bits import E2M1_VALUES, unpack
 from nanoinfer.layers.linear import Linear
 from nanoinfer.weights import fill
-from nanoinfer.weights.load import load_config, load_model, read_spec
+from nanoinfer.weights.load import load_model, read_checkpoint, read_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint was made for quantised activations")
 NAMES = list(CASES)
@@ -39,7 +39,7 @@ SPILLING = STREAMING | dict(
 
 
 def load(path, dtype="float32"):
-    return load_model(path, load_config(path), dtype, "cpu", progress=False)
+    return load_model(read_checkpoint(path), dtype, "cpu", progress=False)
 
 
 def matrices(model) -> dict[str, torch.Tensor]:
@@ -204,7 +204,7 @@ def test_scales_may_be_of_another_dtype_than_the_model(tmp_path):
 def test_random_weights_of_every_format_have_the_deviation_of_wide_ones(written):
     for name in NAMES:
         packed, _ = written(name)
-        model = load_model(packed, load_config(packed), "float32", "cpu", load_format="dummy", progress=False)
+        model = load_model(read_checkpoint(packed), "float32", "cpu", load_format="dummy", progress=False)
         for module, matrix in matrices(model).items():
             assert 0.008 < matrix.std() < 0.04, (name, module)
 
@@ -256,11 +256,12 @@ def test_a_forecast_counts_what_the_engine_holds(tmp_path):
 
 def test_weights_that_are_not_there_yet_have_scales_of_the_models_dtype(tmp_path):
     packed, _ = write(tmp_path, CASES["ct-int4-group"]())
-    there = load_config(packed)
-    assert set(there.checkpoint_dtypes.values()) == {torch.bfloat16, torch.int32, torch.int64, torch.float32}
+    there = read_checkpoint(packed)
+    wanted = {torch.bfloat16, torch.int32, torch.int64, torch.float32}
+    assert {tensor.dtype for tensor in there.tensors.values()} == wanted
     (packed / "model.safetensors").unlink()
-    missing = load_config(packed)
-    assert missing.checkpoint_dtypes is None
+    missing = read_checkpoint(packed)
+    assert missing.tensors is None
     assert read_spec(missing, "auto").weight_bytes == read_spec(there, "auto").weight_bytes
 
 

@@ -10,14 +10,12 @@ from tiny_models import make_checkpoint, tiny_config
 from nanoinfer import EngineConfig, SamplingParams
 from nanoinfer.common.units import GIB, parse_bytes
 from nanoinfer.memory.plan import make_plan
-from nanoinfer.models.registry import find_class
 from nanoinfer.models.shapes import SHAPES, UNLIMITED, write_shape
-from nanoinfer.weights.load import load_config
+from nanoinfer.weights.load import read_checkpoint, read_spec
 
 
 def spec_of(tmp_path, shape="qwen3-4b", overrides=None):
-    config = load_config(write_shape(shape, tmp_path), overrides)
-    return find_class(config.architectures).spec_from_config(config, torch.bfloat16)
+    return read_spec(read_checkpoint(write_shape(shape, tmp_path), overrides), torch.bfloat16)
 
 
 def plan(tmp_path, budget_gib, **arguments):

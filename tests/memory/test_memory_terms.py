@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from nanoinfer.execution.segments import Segments
 from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.layers.linear import Linear
 from nanoinfer.memory import plan as memory
+from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import KVSlots
 from nanoinfer.models.registry import find_class, supported_architectures
+from nanoinfer.weights.load import read_spec
 
 pytest.importorskip("triton")
 
@@ -153,9 +156,9 @@ def as_on_cuda(monkeypatch):
 
 
 def meta_model(family: str, **fields) -> Decoder:
-    config = config_of(family, **fields)
-    spec = find_class(config.architectures).spec_from_config(config, torch.bfloat16)
-    model = find_class(config.architectures)(config, spec, device="meta", max_position=64)
+    checkpoint = CheckpointInfo(directory=Path(), hf_config=config_of(family, **fields))
+    family_class = find_class(checkpoint.hf_config.architectures)
+    model = family_class(checkpoint, read_spec(checkpoint, torch.bfloat16), device="meta", max_position=64)
     for module in model.modules():
         if isinstance(module, Linear):
             module.library_counts = AnyCount()

@@ -14,7 +14,7 @@ from transformers_reference import reference_tokens
 
 from nanoinfer import SamplingParams
 from nanoinfer.models.registry import find_class
-from nanoinfer.weights.load import load_config
+from nanoinfer.weights.load import read_checkpoint, read_spec
 from nanoinfer.weights.write import quantise_checkpoint
 
 MAX_TOKENS = 12
@@ -221,15 +221,15 @@ def test_layers_that_are_not_attention_are_refused_by_name(tmp_path):
     config = json.loads((path / "config.json").read_text()) | dict(layer_types=["mamba", "attention", "attention"])
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"layer_types is \['mamba', .*must be a list of attention and full_attention"):
-        load_config(path)
+        read_checkpoint(path)
 
 
 def test_a_config_that_leaves_a_module_out_calls_it_as_the_checkpoint_does(tmp_path):
     source = make_checkpoint("starcoder2", tmp_path / "wide", hidden_size=64, intermediate_size=96)
-    config = load_config(quantise_checkpoint(source, tmp_path / "out", "int8", **QUIET))
-    config.quantization_config["ignore"].append("model.layers.0.mlp.c_fc")
-    family = find_class(config.architectures)
-    model = family(config, family.spec_from_config(config, torch.float32), device="meta", max_position=1)
+    checkpoint = read_checkpoint(quantise_checkpoint(source, tmp_path / "out", "int8", **QUIET))
+    checkpoint.settings["ignore"].append("model.layers.0.mlp.c_fc")
+    family = find_class(checkpoint.hf_config.architectures)
+    model = family(checkpoint, read_spec(checkpoint, torch.float32), device="meta", max_position=1)
     views = model.checkpoint_views()
     assert "model.layers.0.mlp.c_fc.weight" in views and "model.layers.1.mlp.c_fc.weight_packed" in views
 

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma3 import modeling_gemma3
 
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.weights.load import load_config, load_model
+from nanoinfer.weights.load import load_model, read_checkpoint
 
 LLAMA3_ROPE = dict(
     rope_type="llama3",
@@ -24,7 +24,7 @@ LLAMA3_ROPE = dict(
 
 
 def load(directory, dtype=torch.float32) -> Decoder:
-    return load_model(directory, load_config(directory), dtype, "cpu", progress=False)
+    return load_model(read_checkpoint(directory), dtype, "cpu", progress=False)
 
 
 def assert_same_logits(directory, num_tokens=40, first_position=0):
@@ -153,7 +153,7 @@ def test_no_weight_takes_a_gradient(tmp_path):
 
 def test_spec_reports_the_rope_tables_it_allocates(tmp_path):
     directory = make_checkpoint("gemma3", tmp_path)
-    model = load_model(directory, load_config(directory), "float32", "cpu", max_position=100)
+    model = load_model(read_checkpoint(directory), "float32", "cpu", max_position=100)
     tables = model.rope_tables
     assert [tuple(table.shape) for table in tables] == [(100, 16), (100, 16)]
     assert model.spec.rope_bytes(100) == sum(table.numel() * table.element_size() for table in tables)

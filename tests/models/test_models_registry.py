@@ -1,11 +1,15 @@
 """Which configs run, and what is said of those that do not."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_config
 
 from nanoinfer.models.base import ModelSpec
+from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.registry import find_class, register, supported_architectures
+from nanoinfer.weights.load import read_spec
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -34,7 +38,7 @@ ARCHITECTURES = {
 
 def spec_of(family: str, **fields) -> ModelSpec:
     config = tiny_config(family, architectures=[ARCHITECTURES[family]], **fields)
-    return find_class(config.architectures).spec_from_config(config, torch.bfloat16)
+    return read_spec(CheckpointInfo(directory=Path(), hf_config=config), torch.bfloat16)
 
 
 def test_every_family_is_registered():

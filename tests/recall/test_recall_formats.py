@@ -20,7 +20,7 @@ from nanoinfer.recall.formats import (
     prompt_logits,
     prompts_of,
 )  # fmt: skip
-from nanoinfer.weights.load import PACKAGED, load_config, load_model
+from nanoinfer.weights.load import PACKAGED, load_model, read_checkpoint
 
 MODEL = PACKAGED["recall"]
 # Mean KL divergence, in nats: twice what the packaged model has. Scales that are 5 % off exceed those of 8 bits, scales
@@ -94,7 +94,7 @@ def test_the_divergence_is_the_sum_over_the_vocabulary_and_the_mean_over_tokens(
 
 
 def test_the_logits_of_a_prompt_are_those_of_transformers(prompts):
-    model = load_model(MODEL, load_config(MODEL), torch.float32, "cpu", max_position=300, progress=False)
+    model = load_model(read_checkpoint(MODEL), torch.float32, "cpu", max_position=300, progress=False)
     ids = prompts[0][:300]  # more than a block
     with torch.inference_mode():
         wanted = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)(torch.tensor([ids])).logits[0]

@@ -10,8 +10,8 @@ from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.layers.formats import schemes
 from nanoinfer.layers.formats.scaled import PackedScaled
 from nanoinfer.layers.linear import Linear
-from nanoinfer.weights.load import load_config, load_model
-from nanoinfer.weights.quantize import quantised_config
+from nanoinfer.weights.load import load_model, read_checkpoint
+from nanoinfer.weights.quantize import quantised_while_read
 
 QUIET = dict(progress=False)
 
@@ -31,8 +31,8 @@ def quantise(weight: torch.Tensor, own: PackedScaled) -> dict[str, torch.Tensor]
 
 
 def load(path, quantization=None, head=None, dtype="auto"):
-    hf_config = quantised_config(load_config(path), quantization, head)
-    return load_model(path, hf_config, dtype, "cpu", **QUIET)
+    checkpoint = quantised_while_read(read_checkpoint(path), quantization, head)
+    return load_model(checkpoint, dtype, "cpu", **QUIET)
 
 
 def matrices(model) -> dict[str, torch.Tensor]:

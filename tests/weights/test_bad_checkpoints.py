@@ -19,7 +19,7 @@ from nanoinfer import EngineConfig
 from nanoinfer.memory.setup import Specs
 from nanoinfer.models.registry import supported_architectures
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults
-from nanoinfer.weights.load import check_safetensors, load_config, load_model
+from nanoinfer.weights.load import check_safetensors, load_model, read_checkpoint
 from nanoinfer.weights.tokenizer_files import load_tokenizer
 
 NOT_FINITE = [math.nan, math.inf, -math.inf]
@@ -107,8 +107,8 @@ SETTINGS = COMMON | dict(max_model_len=32, load_format="dummy", gpu_memory_limit
 def refusal(directory: Path, started: set) -> str | None:
     """What is said of the checkpoint; None: it starts. Those that are the same to the engine start once."""
     try:
-        hf_config = load_config(directory)
-        spec = Specs(hf_config).of(EngineConfig(model=directory, **SETTINGS))
+        checkpoint = read_checkpoint(directory)
+        hf_config, spec = checkpoint.hf_config, Specs(checkpoint).of(EngineConfig(model=directory, **SETTINGS))
         kind = repr((spec, hf_config.rope_parameters, getattr(hf_config, "rms_norm_eps", None)))
         if kind not in started:
             make_engine(directory, **SETTINGS).close()
@@ -158,14 +158,14 @@ def test_any_value_in_any_field_of_the_config_is_refused_by_name_or_the_engine_s
 def test_the_largest_sizes_are_taken_or_refused_for_their_memory_and_larger_ones_by_name(field, largest, tmp_path):
     written = fields_of("mistral") | dict(hidden_size=1024)
     (tmp_path / "config.json").write_text(json.dumps(written | {field: largest}))
-    spec = Specs(load_config(tmp_path)).of(EngineConfig(model=tmp_path, **SETTINGS))
+    spec = Specs(read_checkpoint(tmp_path)).of(EngineConfig(model=tmp_path, **SETTINGS))
     assert spec.weight_bytes > 0
     if field not in ("num_hidden_layers", "max_position_embeddings", "sliding_window"):
         with pytest.raises(ValueError, match="gpu_memory_limit='64MiB' .* is too small: weights"):
             make_engine(tmp_path, **SETTINGS)
     (tmp_path / "config.json").write_text(json.dumps(written | {field: largest + 1}))
     with pytest.raises(ValueError, match=f"is no valid config: {field} is {largest + 1}, it must be a whole number"):
-        load_config(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_the_largest_sizes_are_taken_or_refused_for_their_memory_and_larger_ones
 def test_a_field_is_named_with_its_value_and_what_is_allowed(family, fields, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields_of(family) | fields))
     with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}/config.json is no valid config: {message}"):
-        load_config(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 def test_what_transformers_works_out_of_other_fields_is_checked_too(tmp_path):
@@ -216,7 +216,7 @@ def test_what_transformers_works_out_of_other_fields_is_checked_too(tmp_path):
     del written["head_dim"]
     (tmp_path / "config.json").write_text(json.dumps(written | dict(hidden_size=1)))
     with pytest.raises(ValueError, match="head_dim is 0, it must be a whole number from 1"):
-        load_config(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
@@ -246,7 +246,7 @@ def test_nesting_that_files_may_have_is_taken(name, tmp_path):
 
 def test_any_value_in_any_field_of_the_generation_config_is_refused_by_name_or_taken(tmp_path):
     make_checkpoint("llama", tmp_path, **SMALL)
-    path, hf_config = tmp_path / "generation_config.json", load_config(tmp_path)
+    path, hf_config = tmp_path / "generation_config.json", read_checkpoint(tmp_path).hf_config
     fields = dict(temperature=0.5, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=1.1, max_new_tokens=5)
     fields |= dict(eos_token_id=[2, 3], do_sample=True)
     taken = refused = 0
@@ -394,4 +394,4 @@ def test_a_config_that_does_not_fit_its_weights_allocates_nothing(tmp_path, monk
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | dict(vocab_size=2**24, hidden_size=2**16)))
     with pytest.raises(ValueError, match="does not fit its config.json: model.embed_tokens.weight is"):
-        load_model(tmp_path, load_config(tmp_path), torch.float32, "cpu", progress=False)
+        load_model(read_checkpoint(tmp_path), torch.float32, "cpu", progress=False)

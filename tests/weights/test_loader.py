@@ -2,21 +2,26 @@
 
 import json
 import os
+import shutil
+from dataclasses import FrozenInstanceError
 
 import huggingface_hub.errors
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_checkpoint, tiny_config
+from transformers import AutoConfig
 
+from nanoinfer.layers.formats.base import DENSE
 from nanoinfer.models.layer import KVSlots
 from nanoinfer.weights import fill
 from nanoinfer.weights import load as loader
-from nanoinfer.weights.load import check_safetensors, find_model, load_config, load_model, resolve_dtype
+from nanoinfer.weights.load import check_safetensors, find_model, load_model, read_checkpoint, resolve_dtype
+from nanoinfer.weights.quantize import quantised_while_read
 
 
 def load(directory, dtype="auto", **options):
-    return load_model(directory, load_config(directory), dtype, "cpu", progress=False, **options)
+    return load_model(read_checkpoint(directory), dtype, "cpu", progress=False, **options)
 
 
 def state(model) -> dict[str, torch.Tensor]:
@@ -115,12 +120,12 @@ def test_a_tied_checkpoint_with_another_head_is_refused(tmp_path):
 def test_progress_bar_counts_bytes_and_can_be_switched_off(tmp_path, monkeypatch, capsys):
     directory = make_checkpoint("llama", tmp_path)
     monkeypatch.setattr(fill, "_PROGRESS_DELAY_S", 0.0)
-    config = load_config(directory)
+    checkpoint = read_checkpoint(directory)
     capsys.readouterr()
-    model = load_model(directory, config, "auto", "cpu", progress=True)
+    model = load_model(checkpoint, "auto", "cpu", progress=True)
     kilobytes = f"{sum(view.nbytes for view in model.checkpoint_views().values()) / 1e3:.0f}k"
     assert f"100%|##########| {kilobytes}/{kilobytes}" in capsys.readouterr().err.replace("█", "#")
-    load_model(directory, config, "auto", "cpu", progress=False)
+    load_model(checkpoint, "auto", "cpu", progress=False)
     assert capsys.readouterr().err == ""
 
 
@@ -130,10 +135,10 @@ def test_progress_bar_counts_bytes_and_can_be_switched_off(tmp_path, monkeypatch
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dummy_weights_depend_on_the_seed_alone(family, tmp_path):
     make_checkpoint(family, tmp_path)
-    config = load_config(tmp_path)
+    checkpoint = read_checkpoint(tmp_path)
+    shutil.rmtree(tmp_path)  # no files are needed
     first, again, other = (
-        state(load_model("no/files/needed", config, "float32", "cpu", load_format="dummy", seed=seed))
-        for seed in (1, 1, 2)
+        state(load_model(checkpoint, "float32", "cpu", load_format="dummy", seed=seed)) for seed in (1, 1, 2)
     )
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
@@ -156,7 +161,7 @@ def test_unknown_load_format_is_refused(tmp_path):
 
 def test_missing_directory_is_refused(tmp_path):
     with pytest.raises(ValueError, match="does not exist: give a directory with config.json, a hub id"):
-        load_config(tmp_path / "absent")
+        read_checkpoint(tmp_path / "absent")
 
 
 def test_a_packaged_model_is_found_by_its_name_once_it_is_there(tmp_path, monkeypatch):
@@ -177,25 +182,25 @@ def test_a_packaged_model_is_found_by_its_name_once_it_is_there(tmp_path, monkey
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
     path = make_checkpoint("llama", tmp_path) / "config.json"
     with pytest.raises(ValueError, match="is a file: give the directory"):
-        load_config(path)
+        read_checkpoint(path)
 
 
 def test_directory_without_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no config.json"):
-        load_config(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("text, message", [('{"architectures": [', "not readable as JSON"), ("[]", "holds a list")])
 def test_corrupt_config_is_refused(text, message, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        load_config(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 def test_unsupported_architecture_is_refused_before_transformers_reads_the_config(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen9ForCausalLM"], "model_type": "qwen9"}')
     with pytest.raises(ValueError, match="'Qwen9ForCausalLM' is not supported: it cannot be run yet; Qwen/Qwen3-8B or"):
-        load_config(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("fields", [dict(hidden_size="wide"), dict(model_type="unheard-of"), dict(hidden_size=13)])
@@ -203,7 +208,7 @@ def test_invalid_config_values_are_refused(fields, tmp_path):
     directory = make_checkpoint("llama", tmp_path)
     edit_json(directory / "config.json", **fields)
     with pytest.raises(ValueError, match="is no valid config"):
-        load_config(directory)
+        read_checkpoint(directory)
 
 
 def test_older_config_files_give_the_same_model(tmp_path):
@@ -235,7 +240,7 @@ def test_hub_id_is_downloaded_config_first(tmp_path, monkeypatch):
         return str(directory)
 
     monkeypatch.setattr(loader, "snapshot_download", download)
-    assert load_config("someone/some-model").hidden_size == 48
+    assert read_checkpoint("someone/some-model").hf_config.hidden_size == 48
     assert find_model("someone/some-model") == directory
     assert asked == [("someone/some-model", False), ("someone/some-model", True)]
 
@@ -247,7 +252,7 @@ def test_hub_that_cannot_be_reached_is_reported_with_the_reason(error, monkeypat
 
     monkeypatch.setattr(loader, "snapshot_download", download)
     with pytest.raises(ValueError, match="someone/some-model.*no route to the hub.*Check the name, the network"):
-        load_config("someone/some-model")
+        read_checkpoint("someone/some-model")
 
 
 # The files
@@ -379,9 +384,9 @@ def test_weights_that_are_not_floating_point_are_refused(tmp_path):
 def test_files_are_checked_before_the_model_is_built(tmp_path, monkeypatch):
     directory = make_checkpoint("llama", tmp_path)
     edit_tensors(directory, lambda tensors: tensors.pop("model.norm.weight"))
-    config = load_config(directory)
+    checkpoint = read_checkpoint(directory)
     devices = []
-    model_class = loader.find_class(config.architectures)
+    model_class = loader.find_class(checkpoint.hf_config.architectures)
     build = model_class.__init__
 
     def watch(self, *args, device, **kwargs):
@@ -390,5 +395,19 @@ def test_files_are_checked_before_the_model_is_built(tmp_path, monkeypatch):
 
     monkeypatch.setattr(model_class, "__init__", watch)
     with pytest.raises(ValueError, match="lacks tensors"):
-        load_model(directory, config, "auto", "cpu")
+        load_model(checkpoint, "auto", "cpu")
     assert set(devices) == {"meta"}
+
+
+def test_what_is_known_of_a_checkpoint_is_made_once_and_nobody_writes_to_its_config(tmp_path):
+    directory = make_checkpoint("qwen2", tmp_path)
+    checkpoint = read_checkpoint(directory)
+    as_transformers = AutoConfig.from_pretrained(directory).to_dict()
+    packed = quantised_while_read(checkpoint, "int8", "int8")
+    for one in (checkpoint, packed):
+        load_model(one, "bfloat16", "cpu", progress=False)
+        assert one.hf_config is checkpoint.hf_config and one.tensors is checkpoint.tensors
+    assert checkpoint.hf_config.to_dict() == as_transformers
+    assert checkpoint.formats is DENSE and packed.formats is not DENSE
+    with pytest.raises(FrozenInstanceError):
+        packed.quantised_to = None

@@ -8,7 +8,7 @@ from nanoinfer.common.errors import nearest
 from nanoinfer.config import EngineConfig
 from nanoinfer.models.checkpoints import CHECKPOINTS, checkpoint_named, instead_of
 from nanoinfer.models.registry import find_class, supported_architectures
-from nanoinfer.weights.load import find_model, load_config
+from nanoinfer.weights.load import find_model, read_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_files_of_gguf_are_refused_as_such(tmp_path):
     folder.mkdir()
     (folder / "Qwen3-4B-Q4_K_M.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="holds GGUF files .Qwen3-4B-Q4_K_M.gguf.*made of, Qwen/Qwen3-4B, and"):
-        load_config(folder)
+        read_checkpoint(folder)
     with pytest.raises(ValueError, match="is GGUF, a format of llama.cpp"):
-        load_config(folder / "Qwen3-4B-Q4_K_M.gguf")
+        read_checkpoint(folder / "Qwen3-4B-Q4_K_M.gguf")
     with pytest.raises(ValueError, match="holds no config.json"):
-        load_config(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_files_of_gguf_are_refused_as_such(tmp_path):
 def test_a_lora_adapter_is_told_from_a_checkpoint(content, base, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=f"holds a LoRA adapter .*not supported yet: merge it into {base} with peft"):
-        load_config(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

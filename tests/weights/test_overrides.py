@@ -13,7 +13,7 @@ from nanoinfer import EngineConfig
 from nanoinfer.commands.main import main
 from nanoinfer.layers.rope import Context, rope_table
 from nanoinfer.measure.reference import load_in_transformers
-from nanoinfer.weights.load import load_config
+from nanoinfer.weights.load import read_checkpoint
 from nanoinfer.weights.overrides import with_overrides
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -65,13 +65,13 @@ def test_an_unknown_field_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(
         ValueError, match="'rope_paramters', and the config has no such field .did you mean 'rope_param"
     ):
-        load_config(path, dict(rope_paramters=YARN))
+        read_checkpoint(path, dict(rope_paramters=YARN))
     with pytest.raises(
         ValueError, match="config.json with hf_overrides is no valid config: num_hidden_layers is 0, it"
     ):
-        load_config(path, dict(num_hidden_layers=0))
+        read_checkpoint(path, dict(num_hidden_layers=0))
     with pytest.raises(ValueError, match="config.json with hf_overrides is no valid config: .*'factor'"):
-        load_config(path, dict(rope_scaling=dict(type="yarn")))
+        read_checkpoint(path, dict(rope_scaling=dict(type="yarn")))
     with pytest.raises(ValueError, match="hf_overrides='yarn' must be None or a dict"):
         EngineConfig(model=path, hf_overrides="yarn")
 
@@ -127,7 +127,7 @@ def test_the_length_asked_for_chooses_the_rotation_and_not_the_memory(tmp_path):
         tables[name] = model.rope_tables[0][:64]
     assert torch.equal(tables["all"], tables["cut"]) and not torch.equal(tables["all"], tables["short"])
     context = Context(4096, 4096)
-    parameters = load_config(path).rope_parameters
+    parameters = read_checkpoint(path).hf_config.rope_parameters
     assert torch.equal(tables["all"], rope_table(parameters, 16, 64, torch.float32, "cpu", context))
 
 

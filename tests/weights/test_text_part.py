@@ -17,7 +17,7 @@ from transformers_reference import reference_tokens
 from nanoinfer import SamplingParams
 from nanoinfer.common.errors import RequestError
 from nanoinfer.requests.prompts import conversation, unpack
-from nanoinfer.weights.load import load_config
+from nanoinfer.weights.load import read_checkpoint
 from nanoinfer.weights.write import quantise_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:the text part of .* runs alone")
@@ -145,7 +145,7 @@ def test_a_text_part_that_cannot_run_is_refused(change, message, tmp_path):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_config(path)
+        read_checkpoint(path)
 
 
 def test_images_are_refused():

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanoinfer.models.checkpoint_info import TensorEntry
 from nanoinfer.weights import read as weight_files
 from nanoinfer.weights.load import check_safetensors
-from nanoinfer.weights.read import TensorEntry, read_tensors
+from nanoinfer.weights.read import read_tensors
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
