@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nanoinfer.kernels.linear import expand, packed
+from nanoinfer.kernels.linear.launches import tiles_of
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 
 FORMATS = {
@@ -40,12 +41,13 @@ def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
     kernel, cuda = packed.packed_linear_kernel, torch.device("cuda")
     weight = empty_packed(packing, NUM_ROWS, SIZE, "meta")
     form = expand.form_of(weight, cuda, torch.bfloat16)
-    block_m, block_n, num_warps, stages, columns = packed.packed_tiles(1, NUM_ROWS, False, form, cuda)
-    unroll = columns // form.block
+    x, out = torch.empty(1, SIZE, device="meta"), torch.empty(1, NUM_ROWS, device="meta")
+    tiles = tiles_of(f"{form.bits} bits", x, out, False, 1)  # of one row they are the same on every GPU
+    unroll = tiles.columns // form.block
     types = dict(x="*bf16", bias="*bf16", out="*bf16", num_tokens="i32", num_rows="i32")
     values = dict(
         FORM=form, PART_SIZE=SIZE, UNROLL=unroll, BIAS=False, GATED=False, GELU=False, EVEN=True, EVEN_SIZE=True,
-        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages, AHEAD=2, PDL=architecture >= 90, x_rows=None,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.stages, AHEAD=2, PDL=architecture >= 90, x_rows=None,
     )  # fmt: skip
     names = ("words", "scales", "zeros", "global_scale", "group_index")
     for name, tensor in zip(names, expand.tensors_of(weight), strict=True):
@@ -62,9 +64,9 @@ def compiled(packing: Packing, architecture: int) -> tuple[bytes, int]:
         {(places[name],): value for name, value in values.items()},
         {(place,): [["tt.divisibility", 16]] for place in aligned},
     )
-    options = dict(num_warps=num_warps, enable_fp_fusion=True)
+    options = dict(num_warps=tiles.num_warps, enable_fp_fusion=True)
     found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    return found.asm["cubin"], block_n * unroll * form.block // (32 * num_warps)
+    return found.asm["cubin"], tiles.block_n * unroll * form.block // (32 * tiles.num_warps)
 
 
 def instructions_of_loop(program: bytes) -> int:

@@ -14,6 +14,7 @@ from packings import PACKINGS, Bare, filled
 from nanoinfer.kernels import fused
 from nanoinfer.kernels.linear.counts import num_parts
 from nanoinfer.kernels.linear.expand import expand
+from nanoinfer.kernels.linear.launches import Tiles
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing
 from nanoinfer.kernels.linear.rows import linear, linear_parts
@@ -103,7 +104,8 @@ def test_larger_tiles_have_the_same_bits(name, monkeypatch):
     _, module = filled(Packing(**settings), 160, 384, largest=0.03, device=DEVICE)
     x = torch.randn(8, 384, device=DEVICE).bfloat16()
     wanted = packed_linear(x, module.packed, activation="silu")
-    monkeypatch.setattr("nanoinfer.kernels.linear.packed.LARGE_OUTPUT", 0)
+    larger = Tiles(8, 64, 256, 4, 3)
+    monkeypatch.setattr("nanoinfer.kernels.linear.packed.tiles_of", lambda *given, **step: larger)
     for count in (1, 8):
         assert torch.equal(packed_linear(x[:count], module.packed, activation="silu"), wanted[:count])
 

@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 from packings import FULL, HALF, PACKINGS, Bare, filled
 
 from nanoinfer.kernels import fused, reference
-from nanoinfer.kernels.linear import packed
+from nanoinfer.kernels.linear import launches, packed
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import expand, form_of, tensors_of
+from nanoinfer.kernels.linear.launches import Gpu, tiles_of
 from nanoinfer.kernels.linear.packed import packed_linear
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 from nanoinfer.layers.formats.base import DENSE
@@ -72,24 +73,25 @@ def test_a_weight_of_many_rows_is_computed_in_larger_tiles(monkeypatch):
     weights, module = filled(Packing(**PACKINGS["int4 in pairs of groups"]), 72, 512)
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(1)).to(HALF)
     wide = x.float() @ matrix_of(weights, module).float().t()
-    tiles, find = [], packed.packed_tiles
-    monkeypatch.setattr(packed, "packed_tiles", lambda *given: tiles.append(find(*given)) or tiles[-1])
-    monkeypatch.setattr(packed, "LARGE_OUTPUT", 72)
     assert_gated(packed_linear(x, module.packed, activation="silu").float(), wide)
-    monkeypatch.setattr(packed, "LARGE_OUTPUT", 73)
+    smaller, larger = (
+        tiles_of("4 bits", x, torch.empty(3, num_rows, device="meta"), True, 1) for num_rows in (36, 2**13)
+    )
+    assert (smaller.block_n, larger.block_n) == (32, 64)
+    monkeypatch.setattr(packed, "tiles_of", lambda *given, **step: larger)
     assert_gated(packed_linear(x, module.packed, activation="silu").float(), wide)
-    assert [block_n for _, block_n, *_ in tiles] == [64, 32]
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", ["int4 in pairs of groups", "int8 by row"])
 def test_every_number_of_rows_has_tiles_on_every_gpu(monkeypatch, name, gated):
     form = form_of(empty_packed(Packing(**PACKINGS[name]), 64, 512, "cpu"), torch.device("cpu"), HALF)
-    for is_hopper in (False, True):
-        monkeypatch.setattr(packed, "is_hopper", lambda device: is_hopper)
+    for gpu in (Gpu(8, 99 * 1024), Gpu(8, 163 * 1024), Gpu(9, 227 * 1024)):
+        monkeypatch.setattr(launches, "gpu_of", lambda device: gpu)
         for num_tokens in range(1, MAX_ROWS + 1):
-            found = packed.packed_tiles(num_tokens, 64, gated, form, torch.device("cpu"))
-            block_m, block_n, num_warps, stages, columns = found
+            x, out = (torch.empty(num_tokens, size, device="meta") for size in (512, 64))
+            found = tiles_of(f"{form.bits} bits", x, out, gated, 1)
+            block_m, block_n, columns, num_warps, stages, *_ = found
             assert block_m in (8, 16, 32, 64, 128) and block_m < max(2 * num_tokens, 16), found
             assert block_n >= 16 * num_warps and stages > 0 and columns % form.block == 0, found
 

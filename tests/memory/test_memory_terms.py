@@ -143,11 +143,12 @@ def as_on_cuda(monkeypatch):
         ("layer.activation", "act_kernel"),
         ("layer.activation", "act_and_mul_kernel"),
         ("layer.norm_rope_store", "norm_rope_store_kernel"),
-        ("linear.tiles", "tile_linear_kernel"),
+        ("linear.rows", "tile_linear_kernel"),
         ("linear.rows", "rows_linear_kernel"),
     ):
         monkeypatch.setattr(f"nanoinfer.kernels.{module}.{kernel}", NoKernel())
-        monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x, **fuses: {}, raising=False)
+    for module in ("layer.rms_norm", "layer.activation", "layer.norm_rope_store", "linear.launches"):
+        monkeypatch.setattr(f"nanoinfer.kernels.{module}.launch_options", lambda x, **fuses: {})
     # Many rows, which the library computes, and products of any number of rows that are asked for.
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.MAX_ROWS", 2)
     monkeypatch.setattr("nanoinfer.kernels.linear.rows.padded_rows", lambda count: count)

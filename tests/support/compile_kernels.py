@@ -26,12 +26,8 @@ class NoGpu:
         return self.architecture >= 90
 
     @property
-    def is_hopper(self) -> bool:
-        return self.architecture // 10 == 9
-
-    @property
-    def shared_memory(self) -> int:
-        return {80: 163, 90: 227, 100: 227}.get(self.architecture, 99) * 1024
+    def numbers(self) -> "Gpu":
+        return Gpu(self.architecture // 10, {80: 163, 90: 227, 100: 227}.get(self.architecture, 99) * 1024)
 
     def get_current_target(self):
         return GPUTarget("cuda", self.architecture, 32)
@@ -61,7 +57,7 @@ def compile_only(kernel, grid):
         needed = 0 if is_brief else found.metadata.shared  # a launch that needs more is refused
         if kernel.__name__ == "packed_linear_kernel" and args[1] is not None:
             needed = max(needed, loaded_ahead(args[3], **kwargs))
-        assert needed <= gpu.shared_memory, f"{kernel.__name__} takes {needed} bytes of shared memory: {kwargs}"
+        assert needed <= gpu.numbers.shared_memory, f"{kernel.__name__} takes {needed} bytes of shared memory: {kwargs}"
         return found
 
     return launch
@@ -92,8 +88,8 @@ from nanoinfer.kernels.attention import decode_partial, merge, prefill
 from nanoinfer.kernels.attention.shape import KernelShape, can_use_tma, prefill_tiles
 from nanoinfer.kernels.layer.activation import act_and_mul
 from nanoinfer.kernels.layer.head_steps import HeadSteps
-from nanoinfer.kernels.linear import expand, packed
-from nanoinfer.kernels.linear import tiles as tile_linear
+from nanoinfer.kernels.linear import expand, launches, packed, rows
+from nanoinfer.kernels.linear.launches import HOPPER, Gpu
 from nanoinfer.kernels.linear.packing import Packing, empty_packed
 from nanoinfer.kernels.step import rows as step_rows
 from nanoinfer.kernels.step import sample
@@ -105,11 +101,8 @@ for name, module in list(sys.modules.items()):
             PDL=gpu.has_pdl, launch_pdl=gpu.has_pdl, enable_fp_fusion=fuses
         )
 expand.has_instructions = lambda device: True
-packed.is_hopper = lambda device: gpu.is_hopper
-packed.shared_memory = lambda device: gpu.shared_memory
-tile_linear.takes_descriptors = lambda device, size, itemsize: (
-    gpu.architecture // 10 in (9, 10) and size * itemsize % 16 == 0
-)
+for module in (launches, packed, rows):
+    module.gpu_of = lambda device: gpu.numbers
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -168,19 +161,18 @@ def compile_packed() -> None:
             layers.packed_linear(zeros(64, 1024), weight, zeros(256), activation="silu")
         if not is_brief:
             expand.expand(weight, zeros(256, 1024))
-    if gpu.is_hopper:  # the widest scales, beside the most rows of x
+    is_hopper = gpu.numbers.major == HOPPER
+    if is_hopper:  # the widest scales, beside the most rows of x
         widest = nibbles | dict(columns=32, scale_dtype=torch.float32, has_zeros=True)
         layers.packed_linear(zeros(100, 1024), empty_packed(Packing(**widest), 256, 1024, "cpu"))
     # The most that a program loads ahead, for every number of rows that tiles are made for.
     for case in [] if is_brief else [*in_pairs, cases[0], cases[3]]:
         weight = empty_packed(Packing(**case), 256, 1024, "cpu")
-        for num_tokens in (1, 16, 32, 64, 100, 256, 300) if case in in_pairs or gpu.is_hopper else (1, 300):
+        for num_tokens in (1, 16, 32, 64, 100, 256, 300) if case in in_pairs or is_hopper else (1, 300):
             layers.packed_linear(zeros(num_tokens, 1024), weight)
             layers.packed_linear(zeros(num_tokens, 1024), weight, activation="silu")
     if not is_brief:
-        layers.packed_linear(
-            zeros(1, 256), empty_packed(Packing(**cases[0]), packed.LARGE_OUTPUT, 256, "cpu"), activation="silu"
-        )
+        layers.packed_linear(zeros(1, 256), empty_packed(Packing(**cases[0]), 2**14, 256, "cpu"), activation="silu")
     if is_brief and gpu.architecture != architectures[0]:
         return
     layers.packed_linear(zeros(16, 2304), empty_packed(Packing(**cases[0]), 256, 2304, "cpu"), num_parts=2)
@@ -207,7 +199,7 @@ def compile_attention(head_dim: int, kv_dtype: torch.dtype, *, is_common: bool) 
         layers.norm_rope_store(qkv, None, HeadSteps(), None, slots, kv, slots, q)
     out, lse, state = floats(8, 32, head_dim), floats(8, 32), (floats(8, 32, head_dim), floats(8, 32), floats(8, 32))
     tables = (ints(2), ints(1), ints(1), ints(1), ints(1))
-    tiles = prefill_tiles(shape, gpu.shared_memory)
+    tiles = prefill_tiles(shape, gpu.numbers.shared_memory)
     if not is_common:
         tiles = replace(tiles, block_m=64, block_n=32, num_warps=4)
     is_again = is_brief and gpu.architecture != architectures[0]

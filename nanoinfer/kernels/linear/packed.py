@@ -9,7 +9,6 @@ other half the up rows that belong to them, so that both are one product, shared
 
 from __future__ import annotations
 
-from functools import cache
 from math import prod
 
 import torch
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanoinfer.kernels.launch.pdl import ask_for, launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.launch.pdl import ask_for, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS
 from nanoinfer.kernels.linear.counts import MAX_ROWS
 from nanoinfer.kernels.linear.expand import (
@@ -31,17 +30,14 @@ from nanoinfer.kernels.linear.expand import (
     scales_of_rows,
     tensors_of,
 )
+from nanoinfer.kernels.linear.launches import HOPPER, PROGRAMS, arguments, gpu_of, tiles_of
 from nanoinfer.kernels.linear.packing import PackedWeight
-from nanoinfer.kernels.linear.tiles import PROGRAMS, finished_product
+from nanoinfer.kernels.linear.tiles import finished_product
 
 MAX_PLANES = 8
 """The most planes of one step of the loop."""
-LARGE_SHARED_MEMORY = 160 * 1024
-"""From so many bytes for a program on, tiles for many rows are loaded one more step ahead."""
 HALF_SHARED_MEMORY = 116 * 1024
 """Of programs that take more, a core of a Hopper GPU runs one at a time."""
-LARGE_OUTPUT = 2**14
-"""A weight of so many rows gives enough programs even if each of them takes more rows."""
 
 
 @triton.jit
@@ -202,32 +198,32 @@ def packed_linear(
     assert out.is_contiguous(), "rows must be packed"
     if num_tokens == 0:
         return out
-    form, part_size = form_of(weight, x.device, x.dtype), size // num_parts
-    block = form.block
-    block_m, block_n, num_warps, stages, columns = packed_tiles(num_tokens, weight.num_rows, gated, form, x.device)
-    unroll = _blocks_of_step(part_size, columns, form)
-    if unroll * block > columns:  # as many columns are loaded ahead, in fewer steps
-        stages = max(2, stages * columns // (unroll * block))
-    x_rows, is_even = None, part_size % (unroll * block) == 0
+    form, part_size, gpu = form_of(weight, x.device, x.dtype), size // num_parts, gpu_of(x.device)
+    least_step = first_blocks(form) * form.block
+    tiles = tiles_of(f"{form.bits} bits", x, out, gated, num_parts, least_step=least_step)
+    unroll = _blocks_of_step(part_size, tiles.columns, form)
+    step, stages = unroll * form.block, tiles.stages
+    if step > tiles.columns:  # as many columns are loaded ahead, in fewer steps
+        stages = max(2, stages * tiles.columns // step)
+    x_rows, is_even = None, part_size % step == 0
     if form.mode == COLUMN.value:  # a tile of scales for each plane would take all shared memory
         stages = 1
-    elif is_hopper(x.device) and is_even and block_m >= 16 and block_n >= 64:
-        x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [block_m, block])
-    grid = (triton.cdiv(num_tokens, block_m), triton.cdiv(weight.num_rows, block_n), num_parts)
+    elif gpu.major == HOPPER and is_even and tiles.block_m >= 16 and tiles.block_n >= 64:
+        x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [tiles.block_m, form.block])
+    grid = (triton.cdiv(num_tokens, tiles.block_m), triton.cdiv(weight.num_rows, tiles.block_n), num_parts)
     if x_rows is not None:
-        x_bytes, word_bytes = unroll * block * 2 * block_m, unroll * block * block_n * weight.packing.bits // 8
+        step_bytes = step * (2 * tiles.block_m + tiles.block_n * form.bits // 8)
+        word_bytes = step * tiles.block_n * form.bits // 8
         if prod(grid) <= PROGRAMS:  # two on a core, beside an empty one, would take longer
-            stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // (x_bytes + word_bytes))
+            stages = max(stages, 1 + (HALF_SHARED_MEMORY + word_bytes) // step_bytes)
         # Small groups with wide scales and zeros take as much as a tenth of a step.
-        num_scales = unroll * block // (weight.packing.columns or size) * block_n
-        scale_bytes = num_scales * min(4, weight.scales.element_size()) * (2 if weight.packing.has_zeros else 1)
-        stages = min(stages, (shared_memory(x.device) - 1024) // (x_bytes + word_bytes + scale_bytes))
+        num_scales = step // form.group * tiles.block_n
+        scale_bytes = num_scales * min(4, weight.scales.element_size()) * (2 if form.has_zeros else 1)
+        stages = min(stages, (gpu.shared_memory - 1024) // (step_bytes + scale_bytes))
     packed_linear_kernel[grid](
-        x, x_rows, *tensors_of(weight), x if bias is None else bias, out, num_tokens, num_rows, FORM=form,
-        PART_SIZE=part_size, UNROLL=unroll, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
-        EVEN=weight.num_rows % block_n == 0, EVEN_SIZE=is_even, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
-        AHEAD=2 if block_m == 8 and part_size >= 2 * block else 0,
-        num_warps=num_warps, **launch_options(x),
+        x, x_rows, *tensors_of(weight), FORM=form, UNROLL=unroll, EVEN=weight.num_rows % tiles.block_n == 0,
+        EVEN_SIZE=is_even, AHEAD=2 if tiles.block_m == 8 and part_size >= 2 * form.block else 0,
+        **arguments(x, bias, activation, out, num_parts, tiles) | dict(STAGES=stages),
     )  # fmt: skip
     return out
 
@@ -243,74 +239,3 @@ def _blocks_of_step(part_size: int, columns: int, form: Form) -> int:
         if count % least == 0 and part_size % (count * block) == 0:
             return count
     return least
-
-
-def packed_tiles(
-    num_tokens: int, num_rows: int, gated: bool, form: Form, device: torch.device
-) -> tuple[int, int, int, int, int]:
-    """Return (BLOCK_M, BLOCK_N, warps, stages, columns of a step), tuned on an H200.
-
-    Elsewhere one size serves all products of more than 32 rows, and where shared memory is little, fewer of its steps
-    are loaded ahead. num_rows: of the weight.
-    """
-    bits = form.bits
-    if num_tokens <= 8:
-        if not gated:
-            return (8, 32, 2, 4, 256) if bits == 4 else (8, 16, 1, 4, 256)
-        if bits == 8 and first_blocks(form) * form.block <= 128:
-            return 8, 32, 2, 4, 128
-        return (8, 64, 4, 3, 256) if bits == 4 and num_rows >= LARGE_OUTPUT else (8, 32, 2, 3, 256)
-    if num_tokens <= 16 and not gated:
-        return 16, 32, 2, 3, 256
-    columns = 256 if bits == 4 else 128
-    if is_hopper(device):
-        tiles = next(tiles for most, tiles in _HOPPER_TILES[bits, gated].items() if num_tokens <= most)
-        return *tiles, columns
-    if num_tokens <= 32:
-        return (16 if num_tokens <= 16 else 32), 64, 4, 3, 256
-    return 64, 64, 4, (3 if shared_memory(device) >= LARGE_SHARED_MEMORY else 2), columns
-
-
-_HOPPER_TILES = {
-    (4, False): {
-        32: (32, 64, 4, 3),
-        64: (64, 64, 4, 3),
-        128: (128, 64, 4, 3),
-        256: (64, 64, 4, 2),
-        MAX_ROWS: (128, 64, 4, 1),
-    },
-    (4, True): {
-        16: (16, 64, 4, 3),
-        32: (32, 64, 4, 3),
-        64: (64, 64, 4, 2),
-        256: (64, 64, 4, 3),
-        MAX_ROWS: (64, 128, 4, 2),
-    },
-    (8, False): {
-        32: (32, 64, 4, 4),
-        64: (64, 64, 4, 4),
-        128: (128, 64, 4, 2),
-        256: (64, 64, 4, 3),
-        MAX_ROWS: (128, 64, 4, 2),
-    },
-    (8, True): {
-        16: (16, 64, 4, 4),
-        32: (32, 64, 4, 4),
-        64: (64, 64, 4, 3),
-        128: (128, 64, 4, 2),
-        MAX_ROWS: (128, 64, 4, 3),
-    },
-}
-"""By bits and whether there is a gate: for up to so many rows of x, ascending, BLOCK_M, BLOCK_N, warps and stages."""
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether the GPU has compute capability 9: matrix units that run on by themselves, and a copy unit."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Return the most bytes that a program may have; 0: there is no GPU."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0

@@ -3,9 +3,9 @@
 Every product is summed in one order: K ascending, in one float32 accumulator of the matrix units, rounded once. Tile
 sizes, the number of rows and a row's place do not change that order. So these give the same bits:
 
-- `rows_linear`, for few rows: bound by the bytes of the weight, so each program streams a few rows of the weight,
+- `rows_linear_kernel`, for few rows: bound by the bytes of the weight, so each program streams a few of its rows,
   several loads ahead.
-- `tile_linear`, for more rows: tiled over the rows of x and of the weight.
+- `tile_linear_kernel`, for more rows: tiled over the rows of x and of the weight.
 - The library, for many rows, wherever it keeps the order. It is called only at `library_counts` rows, and each of these
   counts was compared with our own order when the engine started (`nanoinfer.execution.products`).
 
@@ -23,19 +23,17 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanoinfer.kernels.launch.pdl import ask_for, launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.launch.pdl import ask_for, let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import ACTIVATIONS, act_and_mul
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
-from nanoinfer.kernels.linear.tiles import finished_product, tile_linear
+from nanoinfer.kernels.linear.launches import LARGE_OUTPUT, arguments, gpu_of, tiles_of
+from nanoinfer.kernels.linear.tiles import finished_product, tile_linear_kernel
 
 FEW_ROWS = 16
 FEW_GATED_ROWS = 32
-"""Up to this many rows (`FEW_ROWS` without a gate) `rows_linear` is faster than `tile_linear`."""
-LARGE_OUTPUT = 2**15
-"""A weight of more rows than this gives enough programs even if each of them takes more rows."""
-LONG_PART = 4608
-"""Programs that sum over this many columns or more keep more bytes in flight with narrower tiles."""
+"""Up to this many rows (`FEW_ROWS` without a gate) `rows_linear_kernel` is faster than `tile_linear_kernel`."""
 FLOAT32_ROWS = 128
 """float32 has no matrix units, so the library computes it, always with this many rows at a time."""
 
@@ -103,39 +101,6 @@ def rows_linear_kernel(
     tl.store(out + target, result.to(out.dtype.element_ty), mask=stored)
 
 
-def rows_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, num_parts: int = 1
-) -> Tensor:
-    """Compute `linear` or `linear_parts` for up to `FEW_GATED_ROWS` rows; out: shape and dtype of their result."""
-    num_tokens, size = x.shape
-    gated = activation is not None
-    num_rows = weight.shape[0] // (2 if gated else 1)
-    part_size = size // num_parts
-    block_m = 8 if num_tokens <= 8 else 16 if num_tokens <= 16 else 32
-    block_n, block_k, num_warps, stages = row_tiles(num_rows, part_size, gated)
-    # On an H200, products of 9 to 16 rows without a gate take 4% longer if they ask ahead, all others up to 5% less.
-    asks = block_m == 8 or gated
-    rows_linear_kernel[(triton.cdiv(num_rows, block_n), num_parts)](
-        x, weight, x if bias is None else bias, out, num_tokens, num_rows,
-        SIZE=size, PART_SIZE=part_size, BIAS=bias is not None, GATED=gated, GELU=activation not in (None, "silu"),
-        EVEN=num_rows % block_n == 0, EVEN_SIZE=part_size % block_k == 0,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages,
-        AHEAD=2 if asks and part_size >= 128 and num_rows <= LARGE_OUTPUT else 0, num_warps=num_warps,
-        **launch_options(x),
-    )  # fmt: skip
-    return out
-
-
-def row_tiles(num_rows: int, part_size: int, gated: bool) -> tuple[int, int, int, int]:
-    """Return (BLOCK_N, BLOCK_K, warps, stages), tuned on an H200: enough bytes in flight, and work for every core."""
-    if gated:
-        return 32, 128, 2, 3
-    if num_rows > LARGE_OUTPUT:
-        return 64, 128, 4, 3
-    return (16, 256, 2, 4) if 4096 <= part_size < LONG_PART else (16, 128, 1, 6)
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -169,14 +134,7 @@ def linear(
         if activation is not None:
             product = act_and_mul(product, activation)
         return product if out is None else out.copy_(product)
-    if out is None:
-        out = x.new_empty(num_tokens, num_rows)
-    assert out.is_contiguous(), "rows must be packed"
-    if num_tokens == 0:
-        return out
-    if num_tokens <= (FEW_ROWS if activation is None else FEW_GATED_ROWS):
-        return rows_linear(x, weight, bias, activation, out)
-    return tile_linear(x, weight, bias, activation, out)
+    return _product(x, weight, bias, activation, x.new_empty(num_tokens, num_rows) if out is None else out)
 
 
 def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: Collection[int] = ()) -> Tensor:
@@ -190,10 +148,39 @@ def linear_parts(x: Tensor, weight: Tensor, num_parts: int, *, library_counts: C
     if num_tokens > MAX_ROWS and (count := padded_rows(num_tokens)) in library_counts:
         return library_sum(padded(x, count), weight, num_parts)[None, :num_tokens]
     out = torch.empty(num_parts, num_tokens, num_rows, dtype=torch.float32, device=x.device)
+    return _product(x, weight, None, None, out, num_parts)
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, num_parts: int = 1
+) -> Tensor:
+    """Compute `linear` or `linear_parts` with our kernels; out: shape and dtype of their result."""
+    (num_tokens, size), num_rows, gated = x.shape, out.shape[-1], activation is not None
+    part_size = size // num_parts
+    assert out.is_contiguous(), "rows must be packed"
     if num_tokens == 0:
         return out
-    few = num_tokens <= FEW_ROWS
-    return (rows_linear if few else tile_linear)(x, weight, None, None, out, num_parts)
+    few = num_tokens <= (FEW_GATED_ROWS if gated else FEW_ROWS)
+    # Of the GPUs with a copy unit (the tensor memory accelerator) only those with 227 KiB of shared memory use it: its
+    # larger tiles need as much. Rows must begin at multiples of 16 bytes.
+    tma = not few and gpu_of(x.device).major in (9, 10) and size * x.element_size() % 16 == 0
+    tiles = tiles_of("few rows" if few else "copied" if tma else "loaded", x, out, gated, num_parts)
+    given = arguments(x, bias, activation, out, num_parts, tiles)
+    given |= dict(SIZE=size, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_K=tiles.columns)
+    grid = triton.cdiv(num_tokens, tiles.block_m), triton.cdiv(num_rows, tiles.block_n), num_parts
+    if few:
+        # On an H200, products of 9 to 16 rows without a gate take 4% longer if they ask ahead, all others up to 5%
+        # less.
+        asks = (tiles.block_m == 8 or gated) and part_size >= 128 and num_rows <= LARGE_OUTPUT
+        even = dict(EVEN=num_rows % tiles.block_n == 0, EVEN_SIZE=part_size % tiles.columns == 0)
+        rows_linear_kernel[grid[1:]](x, weight, AHEAD=2 if asks else 0, **even, **given)
+        return out
+    x_rows = weight_rows = None
+    if tma:
+        x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [tiles.block_m, tiles.columns])
+        weight_rows = TensorDescriptor(weight, list(weight.shape), [size, 1], [tiles.block_n, tiles.columns])
+    tile_linear_kernel[grid](x, weight, x_rows, weight_rows, TMA=tma, **given)
+    return out
 
 
 def library_sum(x: Tensor, weight: Tensor, num_parts: int) -> Tensor:

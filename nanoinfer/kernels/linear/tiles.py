@@ -9,20 +9,12 @@ Rounding follows `nanoinfer.layers`.
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanoinfer.kernels.launch.pdl import launch_options, let_next_in, wait_for_inputs
+from nanoinfer.kernels.launch.pdl import let_next_in, wait_for_inputs
 from nanoinfer.kernels.layer.activation import activate
 from nanoinfer.kernels.layer.rms_norm import rounded
-
-PROGRAMS = 132
-"""About this many programs run at a time if one fills a core's shared memory."""
 
 
 @triton.jit
@@ -120,72 +112,3 @@ def tile_linear_kernel(
     target = (tl.program_id(2) * num_tokens + token).to(tl.int64)[:, None] * num_rows + row[None, :]
     stored = (token < num_tokens)[:, None] & inside[None, :]
     tl.store(out + target, result.to(out.dtype.element_ty), mask=stored)
-
-
-def tile_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, out: Tensor, num_parts: int = 1
-) -> Tensor:
-    """Compute `rows.linear` or `rows.linear_parts` for any number of rows; out: shape and dtype of their result."""
-    num_tokens, size = x.shape
-    gated = activation is not None
-    num_rows = weight.shape[0] // (2 if gated else 1)
-    tma = takes_descriptors(x.device, size, x.element_size())
-    block_m, block_n, block_k, num_warps, stages = tiles(num_tokens, num_rows, num_parts, gated, tma)
-    x_rows = weight_rows = None
-    if tma:
-        x_rows = TensorDescriptor(x, [num_tokens, size], [size, 1], [block_m, block_k])
-        weight_rows = TensorDescriptor(weight, list(weight.shape), [size, 1], [block_n, block_k])
-    grid = (triton.cdiv(num_tokens, block_m), triton.cdiv(num_rows, block_n), num_parts)
-    tile_linear_kernel[grid](
-        x, weight, x_rows, weight_rows, x if bias is None else bias, out, num_tokens, num_rows,
-        SIZE=size, PART_SIZE=size // num_parts, BIAS=bias is not None, GATED=gated,
-        GELU=activation not in (None, "silu"), PRECISION="ieee" if x.dtype == torch.float32 else "tf32", TMA=tma,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, num_warps=num_warps, **launch_options(x),
-    )  # fmt: skip
-    return out
-
-
-def takes_descriptors(device: torch.device, size: int, itemsize: int) -> bool:
-    """Whether the copy unit (the tensor memory accelerator) loads tiles. Rows must begin at multiples of 16 bytes.
-
-    Of the GPUs with a copy unit only those with 227 KiB of shared memory use it: its larger tiles need as much.
-    """
-    return device.type == "cuda" and _capability(device)[0] in (9, 10) and size * itemsize % 16 == 0
-
-
-def tiles(num_tokens: int, num_rows: int, num_parts: int, gated: bool, tma: bool) -> tuple[int, int, int, int, int]:
-    """Return (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages), tuned on an H200: the largest tiles that occupy every core.
-
-    Without the copy unit the tiles fit 99 KiB of shared memory, which is what the smallest GPUs have.
-    """
-
-    def fit(block_m: int, block_n: int) -> bool:
-        return triton.cdiv(num_tokens, block_m) * triton.cdiv(num_rows, block_n) * num_parts <= PROGRAMS
-
-    if not tma:
-        return (64, 64, 32, 4, 4) if gated else (64, 64, 64, 4, 3)
-    if gated:
-        if fit(64, 32):
-            return 64, 32, 128, 4, 4
-        if fit(64, 64):
-            return 64, 64, 128, 4, 4
-        return (64, 32, 64, 4, 4) if num_tokens <= 128 else (64, 128, 64, 4, 4)
-    if num_tokens <= 32 and num_parts > 1:
-        return 32, 64, 128, 4, 6
-    if fit(64, 32) and num_tokens > 32:
-        return 64, 32, 128, 4, 6
-    if fit(64, 64):
-        return 64, 64, 128, 4, 6
-    if fit(64, 128) or num_tokens <= 64:
-        return 64, 128, 128, 4, 4
-    if fit(128, 128):
-        return 128, 128, 64, 4, 4
-    # Many programs, such as those of the head. Of three stages two programs fit on a core.
-    if num_tokens <= 128:
-        return 128, 128, 64, 4, 3
-    return (128, 256, 64, 8, 4) if num_tokens <= 256 else (256, 128, 64, 8, 4)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
