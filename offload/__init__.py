@@ -8,8 +8,8 @@ from offload.engine import OffloadCounters, OffloadEngine, OffloadStep
 from offload.layout import KVLayout
 from offload.lifetimes import BlockLifetimes
 from offload.memory.host_pool import HostPool
-from offload.plan import Chunk, StreamPlan, Transfer, pack, pack_together
-from offload.ring import Ring, ring_schedule
+from offload.plan import Chunk, Cut, Landing, Need, StreamPlan, Transfer, pack, pack_together
+from offload.ring import Places, Ring, ring_schedule
 from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.cpu import CpuRuntime
 from offload.runtime.cuda import CudaRuntime

@@ -1,13 +1,13 @@
-"""The offload engine: runs one step layer by layer while host blocks pass through the ring.
+"""The offload engine: runs one step section by section while host blocks pass through the ring.
 
 Three streams work side by side:
 
-    copy      host pool -> ring slot      fills a slot as soon as its last reader is done
-    compute   pieces and attention        waits for a slot's fill, never for the host
+    copy      host memory -> ring slot    fills a slot as soon as its last reader is done; a place likewise
+    compute   pieces and attention        waits for a fill, never for the host
     write     GPU pool -> host pool       sends full blocks to the host, once
 
-The engine does not know what a model is: a step brings the work of each layer as functions. The order of the
-operations comes from `ring_schedule`; the waits are below, each with the name of its rule.
+The engine does not know what a model is: it knows its cuts, and a step brings the work of each piece as functions. The
+order of the operations comes from `ring_schedule`; the waits are below, each with the name of its rule.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from offload.layout import runs
 from offload.lifetimes import FILLS, GPU_RULE, HOST_RULE, WRITES
 from offload.memory.host_pool import HostPool
-from offload.plan import StreamPlan, Transfer, host_runs
-from offload.ring import Attend, Compute, Fill, Ring, ring_schedule
+from offload.plan import Cut, StreamPlan, Transfer, host_runs
+from offload.ring import Await, Compute, Fill, Places, Release, Ring, Use, ring_schedule
 from offload.runtime.base import Event, Runtime, Stream
 from offload.runtime.timeline import COMPUTE, COPY, WAIT, WRITE, NoTimeline, Timeline
 
@@ -32,22 +32,20 @@ MAX_UNREAD = 32
 
 
 class OffloadStep(Protocol):
-    """What the engine runs in one step. The methods enqueue work on the compute stream and return at once."""
+    """What the engine runs in one step. The methods enqueue work on the compute stream and return at once.
+
+    A step goes through its pieces in *sections*: pieces between two cuts at which it wants transfers, or more of them.
+    """
 
     plan: StreamPlan
     ahead: StreamPlan | None  # what the next step will stream if nothing changes
     write_through: Sequence[tuple[int, int]]  # (GPU block, host block) of blocks that this step makes full
-    is_one_graph = False  # if so, a step in which nothing streams is one launch, written through behind it
+    section_ends: tuple[int, ...]  # for each section the number of its last piece
 
-    def compute_all(self) -> None:
-        """Enqueue all pieces of a step in which nothing streams."""
-        for index in range(len(self.plan.chunks) + 1):
-            self.compute(index)
+    def compute(self, section: int) -> None:
+        """Enqueue the pieces of a section; write the new KV of the attentions at their cuts."""
 
-    def compute(self, layer: int) -> None:
-        """Enqueue the piece before layer `layer`'s chunks; write the layer's new KV. `num_layers`: the last piece."""
-
-    def attend(self, layer: int, chunk: Transfer, ring_slot: int) -> None:
+    def use(self, cut: int, transfer: Transfer, ring_slot: int) -> None:
         """Enqueue the work that reads a transfer in `ring_slot`, such as attention over its blocks."""
 
 
@@ -55,8 +53,8 @@ class OffloadStep(Protocol):
 class OffloadCounters:
     """Running totals since the engine was made."""
 
-    streamed_bytes: int = 0  # host to GPU, prefetched chunks that were not used included
-    discarded_bytes: int = 0  # of these, chunks whose prefetch was not used
+    streamed_bytes: int = 0  # host to GPU, prefetched transfers that were not used included
+    discarded_bytes: int = 0  # of these, what was prefetched and not used
     written_bytes: int = 0  # GPU to host
     num_fills: int = 0
 
@@ -69,14 +67,26 @@ class OffloadEngine:
         host: the host pool.
         ring: the ring slots.
         compute: the stream on which the steps' work is enqueued.
+        cuts: of the model, one behind each piece.
+        places: where transfers lie that do not pass through the ring.
 
     Attributes:
-        prefetched: (layer, chunk) of each chunk of the next step that is in the ring already.
+        prefetched: (cut, transfer) of each transfer of the next step that is on the GPU already.
         unread: for each rule of those who wait, operations whose copies may not have run, with an event behind each.
     """
 
-    def __init__(self, runtime: Runtime, gpu_kv: torch.Tensor, host: HostPool, ring: Ring, compute: Stream) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        gpu_kv: torch.Tensor,
+        host: HostPool,
+        ring: Ring,
+        compute: Stream,
+        cuts: Sequence[Cut],
+        places: Places,
+    ) -> None:
         self.runtime, self.host, self.layout, self.ring, self.compute = runtime, host, host.layout, ring, compute
+        self.cuts, self.places = cuts, places
         self.copy, self.write = runtime.stream("copy"), runtime.stream("write")
         self.counters = OffloadCounters()
         self._timeline = NoTimeline()  # of the newest step
@@ -84,8 +94,8 @@ class OffloadEngine:
         self._kv_ready = runtime.event()  # compute: a layer's new KV is written
         self._written = runtime.event()  # write: all write-through so far has arrived on the host
         self._has_unread_writes = False
-        self._first = 0  # ring slot of the next step's chunk 0
-        # What the copies of the newest plan's chunks join, for each chunk and ring slot: made once for all layers, and
+        self._first = 0  # ring slot of the next step's first transfer
+        # What the copies of the newest plan's transfers join, for each transfer and target: made once for all cuts, and
         # for all steps that have this plan.
         self._copies: dict[tuple[Transfer, int], list] = {}
         self._copies_of: StreamPlan | None = None
@@ -101,15 +111,17 @@ class OffloadEngine:
         """Enqueue one whole step. Nothing in it waits for the device.
 
         Args:
-            operation: number under which the step's copies are acknowledged (see `BlockLifetimes.begin`).
-            gone: host blocks that nobody holds any more. Prefetched chunks are dropped if one of them holds such a
+            operation: number under which the step's copies are acknowledged (see `BlockLifetimes.begin`); 0: it copies
+                no block of the host pool, so nobody asks.
+            gone: host blocks that nobody holds any more. Prefetched transfers are dropped if one of them holds such a
                 block: it may have been handed out again, with other content.
             timeline: records what each stream does and when; None records nothing.
         """
-        self._operation = operation
+        assert operation or not step.write_through, "a step that copies blocks has a number"
+        self._operation = operation or self._operation
         self.drop_prefetch(gone)
         self._timeline = timeline = NoTimeline() if timeline is None else timeline
-        plan, ring, num_fills = step.plan, self.ring, self.counters.num_fills
+        plan, ring, places, num_fills = step.plan, self.ring, self.places, self.counters.num_fills
         # Write-through of the step before must have arrived before its blocks are read again. One wait serves the
         # whole step: blocks that become full in this step are not in its plan.
         if self._has_unread_writes:
@@ -117,48 +129,53 @@ class OffloadEngine:
             self._has_unread_writes = False
         self._adopt_prefetch(plan)
         timeline.begin(self.compute, COMPUTE)
-        if step.is_one_graph and not any(plan.chunks):
-            step.compute_all()
-            if step.write_through:
-                self._write_through(range(self.layout.num_layers), step.write_through)
-                self._note_writes()
-            timeline.lap(self.compute, COMPUTE, "whole step")
-            return
         if plan is not self._copies_of:
             self._copies, self._copies_of = {}, plan
-        ahead = [] if step.ahead is None else step.ahead.transfers[: ring.num_ring_slots]
-        chunks = plan.transfers
+        wanted, ahead, begin = plan.transfers, step.ahead, 0
         filled, self.prefetched = len(self.prefetched), []
-        for ring_operation in ring_schedule(
-            plan.chunks_per_layer, ring.num_ring_slots, first=self._first, filled=filled, chunks_ahead=len(ahead)
-        ):
-            match ring_operation:
-                case Compute(layer):
-                    step.compute(layer)
-                    timeline.lap(self.compute, COMPUTE, "layer", layer=layer)
-                    if step.write_through and layer < self.layout.num_layers:
-                        self._write_through([layer], step.write_through)
-                case Fill(number, ring_slot, is_ahead):
-                    layer, chunk = (ahead if is_ahead else chunks)[number]
-                    num_bytes = self._fill(layer, chunk, ring_slot)
-                    what = "prefetch for the next step" if is_ahead else "fill of a ring slot"
-                    timeline.lap(self.copy, COPY, what, num_bytes=num_bytes, layer=layer, chunk=number)
+        needs_ahead = () if ahead is None else ahead.needs
+        schedule = ring_schedule(
+            step.section_ends, plan.needs, ring.num_ring_slots, first=self._first, filled=filled, ahead=needs_ahead
+        )
+        for part in schedule:
+            match part:
+                case Compute(section, last):
+                    step.compute(section)
+                    timeline.lap(self.compute, COMPUTE, "section", cut=last)
+                    if step.write_through and (layers := self._kv_layers(begin, last)):
+                        self._write_through(layers, step.write_through)
+                    begin = last + 1
+                case Fill(number, target, _, is_ahead):
+                    cut, transfer = (ahead.transfers if is_ahead else wanted)[number]
+                    num_bytes = self._fill(cut, transfer, target)
+                    what = "prefetch for the next step" if is_ahead else "fill"
+                    timeline.lap(self.copy, COPY, what, num_bytes=num_bytes, cut=cut, number=number)
                     if is_ahead:
-                        self.prefetched.append((layer, chunk))
-                case Attend(layer, number, ring_slot):
+                        self.prefetched.append((cut, transfer))
+                case Use(cut, number, ring_slot):
                     self.compute.wait(ring.copied[ring_slot], "ring.attention_after_fill")
-                    timeline.lap(self.compute, COMPUTE, WAIT, layer=layer, chunk=number)
-                    step.attend(layer, chunks[number][1], ring_slot)
-                    self.runtime.poison(self.compute, ring.slots[ring_slot])
-                    self.compute.record(ring.attended[ring_slot])
-                    timeline.lap(self.compute, COMPUTE, "attention over a ring slot", layer=layer, chunk=number)
-        self._first = (self._first + len(chunks)) % ring.num_ring_slots
+                    timeline.lap(self.compute, COMPUTE, WAIT, cut=cut, number=number)
+                    step.use(cut, wanted[number][1], ring_slot)
+                    self.runtime.poison(self.compute, ring.bytes[ring_slot])
+                    self.compute.record(ring.used[ring_slot])
+                    timeline.lap(self.compute, COMPUTE, "use of a ring slot", cut=cut, number=number)
+                case Await(cut, number, place):
+                    self.compute.wait(places.copied[place], "place.piece_after_fill")
+                    timeline.lap(self.compute, COMPUTE, WAIT, cut=cut, number=number)
+                case Release(place):
+                    self.runtime.poison(self.compute, places.bytes[place])
+                    self.compute.record(places.released[place])
+        self._first = (self._first + sum(need.through_ring for need in plan.needs)) % ring.num_ring_slots
         if step.write_through:
             self._note_writes()
-        if self.counters.num_fills > num_fills:
+        if operation and self.counters.num_fills > num_fills:
             copied = self.runtime.event()
             self.copy.record(copied)
             self._note(FILLS, copied)
+
+    def _kv_layers(self, first: int, last: int) -> list[int]:
+        """Return the layers whose keys and values pieces `first` to `last` write."""
+        return [cut.kv_layer for cut in self.cuts[first : last + 1] if cut.kv_layer is not None]
 
     def _note_writes(self) -> None:
         """Record an event behind the write-through so far, for whoever reads or reuses the blocks."""
@@ -222,7 +239,7 @@ class OffloadEngine:
             unread.clear()
 
     def _adopt_prefetch(self, plan: StreamPlan) -> None:
-        """Keep the chunks that the step before prefetched, as far as they are the first ones of this step."""
+        """Keep what the step before prefetched, as far as they are the first ones of this step."""
         useful = 0
         for filled, wanted in zip(self.prefetched, plan.transfers, strict=False):
             if filled != wanted:
@@ -231,30 +248,35 @@ class OffloadEngine:
         self._discard_prefetch(useful)
 
     def drop_prefetch(self, gone: Collection[int]) -> None:
-        """Drop all prefetched chunks if one of them holds a host block that nobody holds any more."""
-        if gone and any(set(gone).intersection(chunk.host_blocks) for _, chunk in self.prefetched):
+        """Drop all that was prefetched if one of them holds a host block that nobody holds any more."""
+        if gone and any(set(gone).intersection(transfer.host_blocks) for _, transfer in self.prefetched):
             self._discard_prefetch()
 
     def _discard_prefetch(self, keep: int = 0) -> None:
-        """Forget all but the first `keep` prefetched chunks. The copy stream refills their ring slots in order."""
-        for _, chunk in self.prefetched[keep:]:
-            self.counters.discarded_bytes += chunk.num_bytes(self.layout)
+        """Forget all but the first `keep` prefetched transfers. The copy stream fills their targets again, in order."""
+        for _, transfer in self.prefetched[keep:]:
+            self.counters.discarded_bytes += transfer.num_bytes(self.layout)
         del self.prefetched[keep:]
 
-    def _fill(self, layer: int, chunk: Transfer, ring_slot: int) -> int:
-        """Bring a layer's chunk into the ring slot, and return its bytes."""
-        copies = self._copies.get((chunk, ring_slot))
+    def _fill(self, cut: int, transfer: Transfer, target: int) -> int:
+        """Bring what is wanted at a cut into the ring slot, or to the place, and return its bytes."""
+        ring, places, through_ring = self.ring, self.places, transfer.landing is None
+        copies = self._copies.get((transfer, target))
         if copies is None:
-            slot = self.ring.bytes[ring_slot]
-            assert chunk.num_bytes(self.layout) <= len(slot), "a ring slot holds less than that"
-            copies = self._copies[chunk, ring_slot] = list(chunk.copies(slot, self.host))
+            memory = ring.bytes[target] if through_ring else places.bytes[target]
+            what = "a ring slot" if through_ring else "the place"
+            assert transfer.num_bytes(self.layout) <= len(memory), f"{what} holds less than that"
+            copies = self._copies[transfer, target] = list(transfer.copies(memory, self.host))
         counters, before = self.counters, self.counters.streamed_bytes
-        self.copy.wait(self.ring.attended[ring_slot], "ring.fill_after_attention")
+        if through_ring:
+            self.copy.wait(ring.used[target], "ring.fill_after_attention")
+        else:
+            self.copy.wait(places.released[target], "place.fill_after_last_piece")
         self._timeline.begin(self.copy, COPY)
-        for destination, sources in copies:
-            self.copy.copy(destination, sources[layer])
+        for destination, source in copies:
+            self.copy.copy(destination, source(self.cuts[cut].kv_layer))
             counters.streamed_bytes += destination.nbytes
-        self.copy.record(self.ring.copied[ring_slot])
+        self.copy.record((ring if through_ring else places).copied[target])
         counters.num_fills += 1
         return counters.streamed_bytes - before
 
@@ -268,7 +290,7 @@ class OffloadEngine:
                 self.write.copy(on_host, on_gpu)
                 self.counters.written_bytes += on_gpu.nbytes
             num_bytes = self.counters.written_bytes - before
-            self._timeline.lap(self.write, WRITE, "write-through", num_bytes=num_bytes, layer=layer)
+            self._timeline.lap(self.write, WRITE, "write-through", num_bytes=num_bytes, cut=layer)
 
     def _pair_runs(self, layer: int, pairs: list[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (GPU, host) views of neighbouring blocks that one copy can move."""

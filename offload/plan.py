@@ -1,8 +1,8 @@
-"""What one step streams: the host blocks of its rows, packed into chunks of the ring's size."""
+"""What one step streams: the host blocks of its rows, packed into chunks of the ring's size, and what else it wants."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -15,7 +15,7 @@ from offload.memory.host_pool import HostPool
 
 
 class Transfer(Protocol):
-    """Bytes in host memory, of whatever kind, that pass through one ring slot together.
+    """Bytes in host memory, of whatever kind, that pass to the GPU together: through one ring slot, or to a place.
 
     Equal transfers bring the same bytes: a transfer that was prefetched for the next step is kept if it equals the one
     that the step wants.
@@ -23,21 +23,50 @@ class Transfer(Protocol):
     Attributes:
         host_blocks: blocks of the host pool that are among these bytes. A prefetched transfer is dropped when one of
             them is released.
+        landing: where the bytes lie until they were used; None: in a ring slot.
     """
 
     @property
     def host_blocks(self) -> tuple[int, ...]: ...
 
+    @property
+    def landing(self) -> Landing | None: ...
+
     def num_bytes(self, layout: KVLayout) -> int:
-        """Return the number of bytes, no more than a ring slot has."""
+        """Return the number of bytes, no more than a ring slot, or the place, has."""
 
     def copies(
-        self, slot: torch.Tensor, host: HostPool
-    ) -> Iterable[tuple[torch.Tensor, Sequence[torch.Tensor] | Mapping[int, torch.Tensor]]]:
-        """Return (destination, sources) of each copy. slot: the ring slot, [bytes] uint8.
+        self, target: torch.Tensor, host: HostPool
+    ) -> Iterable[tuple[torch.Tensor, Callable[[int | None], torch.Tensor]]]:
+        """Return (destination, source) of each copy. target: the ring slot or the place, [bytes] uint8.
 
-        `sources[layer]`, of the destination's shape, is what the copy for this layer brings.
+        `source(kv_layer)`, of the destination's shape, is what the copy brings to a cut with this `Cut.kv_layer`.
         """
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Where a transfer lies that does not pass through the ring.
+
+    place: number of the place; until: number of the last piece that reads what lies there.
+    """
+
+    place: int
+    until: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The end of a piece, where the engine can act before the next one.
+
+    Attributes:
+        kv_layer: the layer whose attention lies here, counted among those that keep keys and values; None: none does.
+            Its KV chunks pass through the ring, first of all that passes here.
+        transfers: what each step wants here besides, those through the ring first.
+    """
+
+    kv_layer: int | None = None
+    transfers: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +82,7 @@ class Chunk:
     blocks: tuple[int, ...]
     begin: int
     tag: object = None
+    landing = None
 
     @property
     def host_blocks(self) -> tuple[int, ...]:
@@ -61,11 +91,13 @@ class Chunk:
     def num_bytes(self, layout: KVLayout) -> int:
         return len(self.blocks) * layout.layer_block_bytes
 
-    def copies(self, slot: torch.Tensor, host: HostPool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def copies(
+        self, target: torch.Tensor, host: HostPool
+    ) -> Iterator[tuple[torch.Tensor, Callable[[int], torch.Tensor]]]:
         """Yield one copy for each run of neighbouring blocks."""
-        places = slot.view(host.layout.dtype).view(-1, *host.layout.block_shape)
+        places = target.view(host.layout.dtype).view(-1, *host.layout.block_shape)
         for place, segment, begin, count in host_runs(self.blocks, host.blocks_per_segment):
-            yield places[place : place + count], host.run(segment, begin, count)
+            yield places[place : place + count], host.run(segment, begin, count).__getitem__
 
 
 def host_runs(blocks: tuple[int, ...], blocks_per_segment: int) -> list[tuple[int, int, int, int]]:
@@ -119,23 +151,37 @@ def pack_together(
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """The transfers of each layer in one step. Layers that stream the same blocks share one list.
+    """The transfers of one step. Cuts that want the same transfers may share one list.
 
     Attributes:
-        chunks: per layer, its transfers in the order in which they pass.
+        at: for each cut, the one behind the last piece included, its transfers in the order in which they pass: those
+            through the ring, then the others.
     """
 
-    chunks: tuple[list[Transfer], ...]
+    at: tuple[Sequence[Transfer], ...]
 
     @cached_property
-    def chunks_per_layer(self) -> tuple[int, ...]:
-        return tuple(map(len, self.chunks))
+    def needs(self) -> tuple[Need, ...]:
+        """What each cut waits for, as `ring_schedule` takes it."""
+        known = {id(found): Need.of(found) for found in self.at}
+        return tuple(known[id(found)] for found in self.at)
 
     @cached_property
     def transfers(self) -> list[tuple[int, Transfer]]:
-        """All (layer, transfer) pairs of the step, in the order in which they pass."""
-        return [(layer, chunk) for layer, chunks in enumerate(self.chunks) for chunk in chunks]
+        """All (cut, transfer) pairs of the step, in the order in which they pass."""
+        return [(cut, transfer) for cut, found in enumerate(self.at) for transfer in found]
 
-    def blocks(self, layer: int) -> list[int]:
-        """Return the host blocks that pass for a layer."""
-        return [block for chunk in self.chunks[layer] for block in chunk.host_blocks]
+
+@dataclass(frozen=True)
+class Need:
+    """What passes at a cut: how many transfers through the ring, and behind these the landings of the others."""
+
+    through_ring: int = 0
+    landings: tuple[Landing, ...] = ()
+
+    @classmethod
+    def of(cls, transfers: Sequence[Transfer]) -> Need:
+        landings = tuple(transfer.landing for transfer in transfers if transfer.landing is not None)
+        through_ring = len(transfers) - len(landings)
+        assert all(transfer.landing is None for transfer in transfers[:through_ring]), "the ring's transfers come first"
+        return cls(through_ring, landings)

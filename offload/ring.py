@@ -1,83 +1,138 @@
-"""The ring: which chunk goes into which ring slot, and when a slot may be filled again.
+"""The ring and the places: which transfer goes where, and when its target may be filled again.
 
-The arithmetic is a pure function over integers (`ring_schedule`), tested for all small sizes; `Ring` holds the
-buffers and the two events per slot with which the offload engine turns its order into an order of streams.
+The arithmetic is a pure function over integers (`ring_schedule`), tested for all small sizes; `Ring` and `Places` hold
+the buffers and the two events of each with which the offload engine turns its order into an order of streams.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from offload.layout import KVLayout
+from offload.plan import Need
 from offload.runtime.base import Runtime
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Run the piece before layer `layer`'s chunks (`num_layers` = the last piece)."""
+    """Run section `section`, whose last piece is `last`."""
 
-    layer: int
+    section: int
+    last: int
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Copy chunk `chunk` of this step (or, with `ahead`, of the next step) into `ring_slot`."""
+    """Copy transfer `number` of this step (or, with `ahead`, of the next step) to a ring slot, or to a place."""
 
-    chunk: int
-    ring_slot: int
+    number: int
+    target: int
+    is_place: bool
     ahead: bool
 
 
 @dataclass(frozen=True)
-class Attend:
-    """Attend to chunk `chunk` of layer `layer`, which lies in `ring_slot`."""
+class Use:
+    """Use transfer `number`, which is wanted at cut `cut` and lies in `ring_slot`; it is used up then."""
 
-    layer: int
-    chunk: int
+    cut: int
+    number: int
     ring_slot: int
 
 
-@lru_cache(maxsize=64)  # steps that stream as many chunks as the one before ask for the same again
-def ring_schedule(
-    chunks_per_layer: tuple[int, ...], num_ring_slots: int, *, first: int, filled: int, chunks_ahead: int
-) -> tuple[Compute | Fill | Attend, ...]:
-    """Return the operations of one step over a ring, in order.
+@dataclass(frozen=True)
+class Await:
+    """Wait for transfer `number` of cut `cut` in its place, which later pieces read."""
 
-    Chunks are numbered through the step, layer after layer. Chunk i lies in ring slot `(first + i) % num_ring_slots`,
-    and the numbering goes on into the next step, so prefetch crosses the step boundary by the same rule. A slot is
-    filled again as soon as its chunk has been attended to, never before.
+    cut: int
+    number: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """The last piece that reads the place has been enqueued."""
+
+    place: int
+
+
+@lru_cache(maxsize=64)  # steps that stream as much as the one before ask for the same again
+def ring_schedule(
+    section_ends: tuple[int, ...],
+    needs: tuple[Need, ...],
+    num_ring_slots: int,
+    *,
+    first: int,
+    filled: int,
+    ahead: tuple[Need, ...] = (),
+) -> tuple[Compute | Fill | Use | Await | Release, ...]:
+    """Return the operations of one step over a ring and places, in order.
+
+    Transfers are numbered through the step, cut after cut. Of those through the ring, the i-th lies in ring slot
+    `(first + i) % num_ring_slots`, and the numbering goes on into the next step, so prefetch crosses the step boundary
+    by the same rule. Fills come in the order in which they are needed, each as soon as its target is free: a ring slot
+    when its transfer was used, a place behind the last piece that reads it.
 
     Args:
-        chunks_per_layer: number of chunks of each layer in this step.
+        section_ends: for each section the number of its last piece, ascending. Cut i lies behind piece i; nothing
+            passes at a cut within a section, nor behind the last piece.
+        needs: of each cut in this step, the one behind the last piece included.
         num_ring_slots: size of the ring, at least 1.
-        first: running number of this step's chunk 0.
-        filled: how many of this step's chunks the step before has filled already, at most `num_ring_slots`.
-        chunks_ahead: how many chunks of the next step may be filled towards its end.
+        first: running number of this step's first transfer through the ring.
+        filled: how many of this step's transfers the step before has filled already.
+        ahead: needs of the next step, whose first transfers may be filled towards the end.
 
     Returns:
-        `Compute(0)`, ..., `Compute(num_layers)` with each layer's `Attend` operations between, and every `Fill` as
-        early as the ring allows.
+        `Compute` of each section with the `Use` and `Await` operations of the cut behind it, and every `Fill` as early
+        as it may be.
     """
-    total, operations = sum(chunks_per_layer), []
-    assert 0 <= filled <= min(total, num_ring_slots), f"{filled} of {total} chunks filled in {num_ring_slots} slots"
+    targets: list[tuple[int, bool]] = []  # of the transfers of this step, then of the next one
+    slot, total = first, 0
+    for number, need in enumerate((*needs, *ahead)):
+        for _ in range(need.through_ring):
+            targets.append((slot % num_ring_slots, False))
+            slot += 1
+        targets += [(landing.place, True) for landing in need.landings]
+        total = len(targets) if number < len(needs) else total
+    assert 0 <= filled <= total, f"{filled} of {total} transfers filled"
+    held = set(targets[:filled])
+    assert len(held) == filled, f"{filled} transfers filled in {num_ring_slots} slots"
+    operations: list[Compute | Fill | Use | Await | Release] = []
+    until: dict[int, int] = {}  # of the places that are read
+    next_fill, used = filled, 0
 
-    def fill(begin: int, end: int) -> None:
-        for number in range(begin, min(end, total + chunks_ahead)):
-            is_ahead = number >= total
-            operations.append(Fill(number - total * is_ahead, (first + number) % num_ring_slots, is_ahead))
+    def fill() -> None:
+        nonlocal next_fill
+        while next_fill < len(targets) and targets[next_fill] not in held:
+            held.add(targets[next_fill])
+            operations.append(Fill(next_fill - total * (next_fill >= total), *targets[next_fill], next_fill >= total))
+            next_fill += 1
 
-    fill(filled, num_ring_slots)
-    chunk = 0
-    for layer, num_chunks in enumerate(chunks_per_layer):
-        operations.append(Compute(layer))
-        for _ in range(num_chunks):
-            operations.append(Attend(layer, chunk, (first + chunk) % num_ring_slots))
-            fill(chunk + num_ring_slots, chunk + num_ring_slots + 1)
-            chunk += 1
-    operations.append(Compute(len(chunks_per_layer)))
+    fill()
+    for section, last in enumerate(section_ends):
+        operations.append(Compute(section, last))
+        for place in [place for place, piece in until.items() if piece <= last]:
+            operations.append(Release(place))
+            held.remove((place, True))
+            del until[place]
+        fill()
+        for _ in range(needs[last].through_ring):
+            assert used < next_fill, f"cut {last} waits for a ring slot that is not free: a place before it is held"
+            operations.append(Use(last, used, targets[used][0]))
+            held.remove(targets[used])
+            used += 1
+            fill()
+        for landing in needs[last].landings:
+            assert used < next_fill, f"cut {last} waits for place {landing.place}, which is read until later"
+            operations.append(Await(last, used, landing.place))
+            until[landing.place] = landing.until
+            used += 1
+    assert used == total, "a transfer passes within a section"
+    assert not until, "a place is read by a piece that is not there"
     return tuple(operations)
 
 
@@ -86,8 +141,8 @@ class Ring:
 
     `bytes[s]` is ring slot s as raw bytes, [bytes] uint8; `slots[s]` is the same memory as
     `[blocks_per_slot, 2, block_size, num_kv_heads, head_dim]`: a small KV pool of its own, so attention reads it as it
-    reads the GPU pool. `copied[s]` is recorded on the copy stream behind the fill of s, `attended[s]` on the compute
-    stream behind the last kernel that reads s.
+    reads the GPU pool. `copied[s]` is recorded on the copy stream behind the fill of s, `used[s]` on the compute stream
+    behind the last kernel that reads s.
     """
 
     def __init__(self, runtime: Runtime, layout: KVLayout, num_ring_slots: int, blocks_per_slot: int) -> None:
@@ -97,4 +152,17 @@ class Ring:
         )
         self.bytes = self.slots.view(num_ring_slots, -1).view(torch.uint8)
         self.copied = [runtime.event() for _ in range(num_ring_slots)]
-        self.attended = [runtime.event() for _ in range(num_ring_slots)]
+        self.used = [runtime.event() for _ in range(num_ring_slots)]
+
+
+class Places:
+    """Fixed-address GPU buffers for transfers that stay while pieces read them, with the two events of each.
+
+    `bytes[p]` is place p, [bytes] uint8. `copied[p]` is recorded on the copy stream behind the fill of p, `released[p]`
+    on the compute stream behind the last piece that reads p.
+    """
+
+    def __init__(self, runtime: Runtime, sizes: Sequence[int]) -> None:
+        self.bytes = [torch.zeros(size, dtype=torch.uint8, device=runtime.device) for size in sizes]
+        self.copied = [runtime.event() for _ in sizes]
+        self.released = [runtime.event() for _ in sizes]

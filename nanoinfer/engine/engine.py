@@ -120,7 +120,7 @@ class LLMEngine:
             self.admission,
             self.mover,
             self.plan.max_num_batched_tokens,
-            max(built.runner.prefill_program.segments.capture_num_tokens, default=0),
+            max(built.runner.prefill_program.pieces.capture_num_tokens, default=0),
             (lambda: self.modes.enter_offload(self.scheduler.running)) if self.modes.may_spill else None,
             self._refuse,
             self._fail_sequence,

@@ -13,7 +13,7 @@ Engine = Any  # an `LLMEngine`, whose file imports this one
 def statistics(engine: Engine) -> dict[str, int | float | str | dict | list[str]]:
     """Return what `LLMEngine.stats` describes."""
     runner, meter, decoded = engine.runner, engine.meter, engine.runner.decode_program.counters
-    decode, prefill = meter.times, engine.runner.prefill_program.segments.counters
+    decode, prefill = meter.times, engine.runner.prefill_program.pieces.counters
     gpu_blocks, host_blocks = engine.kv_cache.tables.gpu_blocks, engine.kv_cache.tables.lifetimes.host_blocks
     kept, transfer = engine.mover.kept, runner.offload.counters
     return {

@@ -42,7 +42,7 @@ class Trace:
         for step, timeline in enumerate(self.timelines):
             for span in timeline.spans:
                 lane = lanes.setdefault(span.lane, len(lanes))
-                arguments = {"step": step, "layer": span.layer, "chunk": span.chunk, "bytes": span.num_bytes or None}
+                arguments = {"step": step, "cut": span.cut, "transfer": span.number, "bytes": span.num_bytes or None}
                 known = {key: value for key, value in arguments.items() if value is not None}
                 spans.append((span.name, lane, span.begin.seconds_since(self._base), span.seconds, known))
         names = [("process_name", 0, process), *(("thread_name", lane, name) for name, lane in lanes.items())]

@@ -11,15 +11,16 @@ from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend, KeyRange
 from nanoinfer.common.units import GIB
+from nanoinfer.execution.pieces import Around, Pieces
 from nanoinfer.execution.products import check_products, run_ours
 from nanoinfer.execution.recurrent import RecurrentStates
-from nanoinfer.execution.segments import Around, Segments
-from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
 from nanoinfer.memory.machine import reserved_bytes
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.decoder import Decoder
-from offload import KVLayout, Stream
+from nanoinfer.models.pieces import Held
+from nanoinfer.models.step_tensors import StepTensors
+from offload import KVLayout, Places, Stream
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Activations:
     """Memory of prefill steps.
 
     Attributes:
+        places: of the model's cuts.
         memory_before: bytes that the allocator held before the engine allocated any.
     """
 
@@ -36,6 +38,7 @@ class Activations:
     layout: KVLayout
     plan: MemoryPlan
     device: torch.device
+    places: Places
     memory_before: int
 
     def peak_bytes(self) -> int | None:
@@ -96,29 +99,31 @@ class Activations:
             torch.empty(self.plan.activation_bytes, dtype=torch.uint8, device=self.device)
 
     def _run_prefill(self, tokens: int) -> None:
-        """Run one layer of each kind of a prefill step, and its head, on a pool of one block that all tokens share."""
+        """Run a piece of each kind of a prefill step, and its head, on a pool of one block that all tokens share."""
         device, spec, layout = self.device, self.model.spec, self.layout
         kv = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
-        segments = Segments(self.model, [kv] * layout.num_layers, RecurrentStates(spec, 1, device))
+        held = Held([kv] * layout.num_layers, RecurrentStates(spec, 1, device).of_layer, self.places.bytes)
+        pieces = Pieces(self.model, held)
         numbers = torch.arange(tokens, device=device)
         inputs = torch.zeros_like(numbers), numbers % self.plan.max_model_len, numbers % layout.block_size
-        tensors = StepTensors(*inputs, torch.ones_like(numbers, dtype=torch.int32))
+        rows = torch.ones_like(numbers, dtype=torch.int32)
+        tensors = StepTensors(*inputs, torch.full_like(rows[:1], tokens), rows)
         around = self._around(kv, tokens)
         tensors.reserve(spec)
-        for index in sorted({0, 1, layout.num_layers}):
-            segments.piece(index, tensors, around)
+        for index in pieces.one_of_each_kind:
+            pieces.run_around(index, tensors, around)
         normed = tensors.x[: min(self.plan.max_num_seqs, tokens)]
         del tensors, around
         self.model.logits(normed).argmax(dim=-1)
 
     def _around(self, kv: torch.Tensor, tokens: int) -> Around:
-        """Return what the step does around segments: one sequence of `tokens` tokens attends to one block."""
+        """Return what the step does around pieces: one sequence of `tokens` tokens attends to one block."""
         table = torch.zeros(1, -(-tokens // kv.shape[2]), dtype=torch.int32, device=kv.device)
         key_range = KeyRange.of_one(tokens, table)
-        state, window = self.backend.prefill_state(tokens), self.model.spec.windows[0]
+        state, windows = self.backend.prefill_state(tokens), self.model.spec.windows
 
-        def before(index: int, tensors: StepTensors) -> None:
-            if index > 0:
-                self.backend.prefill(tensors.q, kv, key_range, state, tensors.attention, window)
+        def end_attention(layer: int, tensors: StepTensors) -> None:
+            self.backend.prefill(tensors.q, kv, key_range, state, tensors.attention, windows[layer])
 
-        return SimpleNamespace(before=before, after=lambda index, tensors: None)
+        nothing = dict.fromkeys(("begin", "attend", "end"), lambda *given: None)
+        return SimpleNamespace(end_attention=end_attention, **nothing)

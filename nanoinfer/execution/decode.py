@@ -1,18 +1,17 @@
-"""Decode: one token for each row of a padded batch, as pieces that run eagerly or from captured graphs.
+"""Decode: one token for each row of a padded batch, as sections of pieces that run eagerly or from captured graphs.
 
-Piece i is segment i (`execution/segments.py`) and attention i over the GPU pool. Between pieces i and i + 1, attention
-over ring slots may add more splits; piece i + 1 merges all splits. The last piece ends with the logits. Resident mode
-captures all pieces, one after the other, as one graph. Sampling is another one, in both modes. So both modes run the
-same kernels in the same order.
+A section (`execution/pieces.py`) holds pieces and their attention over the GPU pool. Between two sections, attention
+over ring slots may add more splits; the next section merges all splits. The last one ends with the logits. A step that
+streams nothing is one section, and so one graph. Sampling is another one, in every step. So all modes run the same
+kernels in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -21,13 +20,12 @@ from nanoinfer.execution.decode_attention import DecodeAttention
 from nanoinfer.execution.graphs import GraphWork
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.sampling_state import SamplingState
-from nanoinfer.execution.segments import Around
 from nanoinfer.execution.splits import NO_SPLITS
-from nanoinfer.execution.step_tensors import FixedBuffers, StepTensors
 from nanoinfer.execution.tables import DeviceTable, RowState
 from nanoinfer.kernels.linear.counts import MAX_ROWS
+from nanoinfer.models.step_tensors import FixedBuffers, StepTensors
 from nanoinfer.step.plan import StepPlan
-from offload import Chunk, OffloadStep, StreamPlan
+from offload import Chunk, OffloadStep, StreamPlan, Transfer
 from offload.layout import runs
 
 
@@ -46,7 +44,8 @@ class DecodeProgram:
 
     Attributes:
         batch_sizes: padded batch sizes, ascending; a larger batch runs eagerly and unpadded.
-        indices: of all pieces.
+        section_ends: as in `OffloadStep`, of a step in which no KV streams, and of one in which it may everywhere.
+        num_live, batch_rows: [1] and [max_batch] int32, how many rows the batch has, and their numbers.
         last: the step whose lists the tables hold, if another may repeat it.
     """
 
@@ -57,7 +56,6 @@ class DecodeProgram:
         max_batch = max(self.batch_sizes[-1], resources.plan.max_num_seqs)
         self.rows = rows = RowState(resources.runtime, resources.plan.max_num_seqs, resources.max_blocks_per_seq)
         self.sampling = SamplingState(resources.runtime, rows, spec.vocab_size, max_batch)
-        self.indices = range(len(resources.segments))
         self.counters = DecodeCounters()
         self.logits = torch.zeros(max_batch, spec.vocab_size, dtype=spec.dtype, device=device)
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -67,62 +65,41 @@ class DecodeProgram:
         self._slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._lengths = torch.ones(max_batch, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_batch, rows.block_table.shape[1], dtype=torch.int32, device=device)
-        self.batch_rows = DeviceTable(resources.runtime, max_batch)
+        self.batch = DeviceTable(resources.runtime, 4 + max_batch)
+        self.num_live, self.batch_rows = self.batch.tensor[:1], self.batch.tensor[4:]
         self.attention = DecodeAttention(resources, self._buffers.q, self._lengths, self._block_table)
+        self.section_ends = resources.pieces.whole, resources.pieces.cut
         self.last: DecodeStep | None = None
 
-    # Pieces
+    # Sections
 
-    def run_piece(self, index: int, size: int) -> None:
-        """Run piece `index` for a padded batch of `size` rows on the current stream.
+    def run_pieces(self, indices: Sequence[int], size: int, whole_rows: bool) -> None:
+        """Run pieces of a padded batch of `size` rows, one after the other, on the current stream.
 
-        Each piece may be a graph of its own, so what it leaves for the next piece lies at fixed addresses.
-        """
-        tensors = self._tensors(size)
-        self.resources.segments.piece(index, tensors, self._around(whole_rows=False))
-        if index == 0:
-            self._buffers.x[:size].copy_(tensors.x)
-
-    def run_pieces(self, indices: Iterable[int], size: int) -> None:
-        """Run pieces of one padded batch, one after the other."""
-        tensors, around = self._tensors(size), self._around(self.attention.whole_rows)
-        for index in indices:
-            self.resources.segments.piece(index, tensors, around)
-
-    def _around(self, whole_rows: bool) -> Around:
-        """Return what a step does around segments.
+        They may become a graph, so what they leave for the next one lies at fixed addresses.
 
         whole_rows: whether attention takes whole rows of the GPU pool, in place of splits.
         """
-
-        def before(index: int, tensors: StepTensors) -> None:
-            if index == 0:
-                self._prepare(len(tensors), whole_rows)
-            else:
-                self.attention.end(index - 1, tensors.attention, whole_rows)
-
-        def after(index: int, tensors: StepTensors) -> None:
-            if index == len(self.resources.segments) - 1:
-                self.resources.model.logits(tensors.x, self.logits[: len(tensors)])
-            else:
-                self.attention.begin(index, tensors.q, tensors.attention, whole_rows)
-
-        return SimpleNamespace(before=before, after=after)
+        pieces, tensors, around = self.resources.pieces, self._tensors(size), _Around(self, whole_rows)
+        for index in indices:
+            pieces.run_around(index, tensors, around)
+        if indices[0] == 0 and indices[-1] < len(pieces) - 1:
+            self._buffers.x[:size].copy_(tensors.x)
 
     def sample(self, size: int) -> None:
         """Sample the next token of each row of a padded batch of `size` rows, whose logits the last piece has left."""
-        self.sampling.sample(self.logits[:size], self.batch_rows.tensor[:size], self.tokens[:size])
+        self.sampling.sample(self.logits[:size], self.batch_rows[:size], self.tokens[:size])
 
     def _tensors(self, size: int) -> StepTensors:
-        rows, fixed = self.batch_rows.tensor[:size], self._buffers.first(size)
-        return StepTensors(self._next[:size], self._positions[:size], self._slots[:size], rows, **fixed)
+        rows, fixed = self.batch_rows[:size], self._buffers.first(size)
+        return StepTensors(self._next[:size], self._positions[:size], self._slots[:size], self.num_live, rows, **fixed)
 
     def copy_inputs(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, whole_rows: bool
     ) -> None:
         """Write the batch's next token ids, positions and slots, [rows] int32 each, for a `MixedStep` to compute."""
         count = len(token_ids)
-        self._prepare(count, whole_rows)
+        self.prepare(count, whole_rows)
         token_ids.copy_(self._next[:count])
         positions.copy_(self._positions[:count])
         slots.copy_(self._slots[:count])
@@ -131,9 +108,9 @@ class DecodeProgram:
         """Copy the batch's queries, [rows, num_q_heads, head_dim], to where attention over ring slots reads them."""
         self._buffers.q[: len(q)].copy_(q)
 
-    def _prepare(self, size: int, whole_rows: bool) -> None:
+    def prepare(self, size: int, whole_rows: bool) -> None:
         """Fill in the tokens, lengths, positions and slots of the batch."""
-        rows, state, block_size = self.batch_rows.tensor[:size], self.rows, self._block_size
+        rows, state, block_size = self.batch_rows[:size], self.rows, self._block_size
         if whole_rows:
             self._block_table[:size].copy_(state.block_table.index_select(0, rows))
         inputs = self._next[:size], self._lengths[:size], self._positions[:size], self._slots[:size]
@@ -144,51 +121,68 @@ class DecodeProgram:
     def run_each_kind(self) -> None:
         """Run pieces that together use every kernel of a step, for each kind of batch, on padding rows."""
         self._reset_tables()
-        kind = self.resources.kind
-        layers = {kind.index(one) for one in kind}
-        pieces = sorted({0, 1, len(kind)} | layers | {layer + 1 for layer in layers})
+        pieces = self.resources.pieces.one_of_each_kind
         beyond = [size for size in self.batch_sizes if size > MAX_ROWS]
         for size in [size for size in self.batch_sizes if size <= MAX_ROWS] + beyond[:1] + beyond[-1:]:
-            self.run_pieces(pieces, size)
+            self.run_pieces(pieces, size, whole_rows=False)
             self.sample(size)
 
     def works(self, may_offload: bool) -> Iterator[GraphWork]:
         """Yield the work to capture, the largest batch first, so that the memory that all graphs share grows only once.
 
-        There are all layers and the sampling of each batch size, which serve wherever nothing streams; with
-        `may_offload` also each piece, and the attention over each ring slot.
+        There are the sections of a step without KV from the host, and the sampling, for each batch size; with
+        `may_offload` also the sections of a step in which KV streams at every attention. What passes through the ring
+        is used by a graph for each ring slot and kind.
         """
-        sizes, indices, prepare = self.batch_sizes[::-1], self.indices, self._reset_tables
+        sizes, pieces, prepare = self.batch_sizes[::-1], self.resources.pieces, self._reset_tables
         for size in sizes:
-            whole = partial(self.run_pieces, indices, size)
-            yield GraphWork(("step", size), f"decode graph, batch {size}", prepare, [whole])
+            yield self._sections(False, size)
             yield GraphWork(("sample", size), f"sampling graph, batch {size}", prepare, [partial(self.sample, size)])
         for size in sizes if may_offload else ():
-            pieces = [partial(self.run_piece, index, size) for index in indices]
-            yield GraphWork(("pieces", size), f"layer graphs, batch {size}", prepare, pieces)
-        slots = product(range(len(self.resources.windows)), range(self.resources.ring.num_ring_slots))
-        for slot in slots if may_offload else ():
+            yield self._sections(True, size)
+        ring_slots = range(self.resources.ring.num_ring_slots)
+        for slot in product(range(len(self.resources.windows)), ring_slots) if may_offload else ():
             yield GraphWork(("slot", *slot), "ring slot graphs", prepare, [partial(self.attention.attend_slot, *slot)])
+        for kind, slot in product(pieces.ring_transfers, ring_slots):
+            use = partial(self.use, pieces.ring_transfers[kind], slot)
+            yield GraphWork(("use", kind, slot), "ring slot graphs", prepare, [use])
+
+    def _sections(self, is_cut: bool, size: int) -> GraphWork:
+        launches = [self._section(is_cut, section, size) for section in range(len(self.section_ends[is_cut]))]
+        return GraphWork(_key_of_sections(is_cut, size), f"decode graphs, batch {size}", self._reset_tables, launches)
+
+    def _section(self, is_cut: bool, section: int, size: int) -> Callable[[], None]:
+        ends = self.section_ends[is_cut]
+        indices = range(ends[section - 1] + 1 if section else 0, ends[section] + 1)
+        return partial(self.run_pieces, indices, size, self.attention.whole_rows and not is_cut)
 
     def _reset_tables(self) -> None:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
         self.last = None
-        self.batch_rows.set(self._compute, np.full(len(self.tokens), self.rows.padding_row, dtype=np.int32))
-        self.attention.upload([NO_SPLITS] * len(self.resources.windows), [])
+        self._set_batch(np.zeros(0, dtype=np.int32), len(self.tokens))
+        windows = self.resources.windows
+        self.attention.upload([NO_SPLITS] * len(windows), [[]] * len(windows))
+
+    def _set_batch(self, rows: np.ndarray, size: int) -> None:
+        """Upload the rows of a batch, [rows] int32, padded to `size`."""
+        table = np.full(4 + size, self.rows.padding_row, dtype=np.int32)
+        table[:4], table[4 : 4 + len(rows)] = len(rows), rows
+        self.batch.set(self._compute, table)
 
     def forget_tables(self) -> None:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""
         self.last = None
-        self.batch_rows.forget()
+        self.batch.forget()
         self.attention.forget_tables()
 
     # Steps
 
-    def begin(self, step: StepPlan, beside: StreamPlan | None = None) -> DecodeStep:
+    def begin(self, step: StepPlan, beside: Sequence[list[Chunk]] | None = None) -> DecodeStep:
         """Upload what changed and plan what the rows that decode attend to.
 
         Args:
-            beside: what the prefill step of the same mixed step streams; its blocks are attended to from its chunks.
+            beside: for each window the KV chunks of the prefill step of the same mixed step; their blocks are attended
+                to from there.
 
         The lists of splits change only when a row comes or goes, gains or loses a GPU block, or begins a split (in
         short rows a tile of one). Until then this method returns the same `DecodeStep` again. After an exception here
@@ -204,21 +198,23 @@ class DecodeProgram:
             return self.last
         self.last, make = None, self.attention.lists  # forget first: from here on the tables may hold anything
         self.rows.update(self._compute, step.changed_rows)
-        padding = np.full(size - len(rows), self.rows.padding_row, dtype=np.int32)
-        self.batch_rows.set(self._compute, np.concatenate([rows, padding]))
+        self._set_batch(rows, size)
+        pieces = self.resources.pieces
         host_blocks = step.host_blocks[first:]
         lists = make.splits(size, step.gpu_blocks[first:], host_blocks, step.ends)
-        plan = make.stream_plan(lists, beside)
-        self.attention.upload(lists, [plan] if beside is None else [plan, beside])
+        chunks = make.chunks(lists, beside)
+        self.attention.upload(lists, chunks if beside is None else [a + b for a, b in zip(chunks, beside, strict=True)])
+        plan = pieces.plan(chunks)
         # If no sequence comes or goes, the next step streams the same blocks, except those that have come meanwhile.
         ahead, later = plan, step.later_gpu_blocks
         if later is not None:
-            ahead = make.stream_plan(make.splits(size, later, host_blocks, step.ends))
+            ahead = pieces.plan(make.chunks(make.splits(size, later, host_blocks, step.ends)))
         elif beside is not None:
-            ahead = make.stream_plan(lists)
+            ahead = pieces.plan(make.chunks(lists))
         result = DecodeStep(
             program=self,
             size=size,
+            chunks=chunks,
             plan=plan,
             ahead=ahead,
             write_through=[] if step.chunks else step.write_through,
@@ -230,11 +226,21 @@ class DecodeProgram:
         self.last = result if may_repeat else None
         return result
 
-    def enqueue(self, key: tuple, work: Callable[[], None], number: int = 0) -> bool:
+    def run_section(self, is_cut: bool, section: int, size: int) -> None:
+        """Enqueue a section of a step; `is_cut`: of one in which KV may stream at every attention."""
+        key = _key_of_sections(is_cut, size)
+        is_graph = self.enqueue(key, self._section(is_cut, section, size), section)
+        self.counters.eager_steps += section == 0 and not is_graph
+
+    def enqueue(self, key: Hashable, work: Callable[[], None], number: int = 0) -> bool:
         """Enqueue what `works` has under this key, or `work` if it is not captured. Return whether it is."""
         is_graph = self.resources.graphs.run(key, work, number)
         self.counters.graph_replays += is_graph
         return is_graph
+
+    def use(self, transfer: Transfer, ring_slot: int) -> None:
+        """Use what the model wanted, in a ring slot, on the current stream. All batch sizes share this launch."""
+        transfer.use(self._buffers.x, self.num_live, self.resources.ring.bytes[ring_slot])
 
     def promote(self, layer: int, chunk: Chunk, ring_slot: int, promoted: dict[int, int]) -> None:
         """Copy promoted blocks, which stay on the GPU from now on, from the ring slot into the GPU pool."""
@@ -244,11 +250,39 @@ class DecodeProgram:
             self._compute.copy(kv[gpu_block : gpu_block + count], slot[place : place + count])
 
 
+def _key_of_sections(is_cut: bool, size: int) -> Hashable:
+    return "sections" if is_cut else "step", size
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What a decode step does around pieces; see `Around`.
+
+    whole_rows: whether attention takes whole rows of the GPU pool, in place of splits.
+    """
+
+    program: DecodeProgram
+    whole_rows: bool
+
+    def begin(self, tensors: StepTensors) -> None:
+        self.program.prepare(len(tensors), self.whole_rows)
+
+    def attend(self, layer: int, tensors: StepTensors) -> None:
+        self.program.attention.begin(layer, tensors.q, tensors.attention, self.whole_rows)
+
+    def end_attention(self, layer: int, tensors: StepTensors) -> None:
+        self.program.attention.end(layer, tensors.attention, self.whole_rows)
+
+    def end(self, tensors: StepTensors) -> None:
+        self.program.resources.model.logits(tensors.x, self.program.logits[: len(tensors)])
+
+
 @dataclass
 class DecodeStep(OffloadStep):
     """One decode step as the offload engine runs it (see `offload.OffloadStep`).
 
     Attributes:
+        chunks: for each window the KV chunks of each layer that has it.
         promoted: host block -> GPU block that takes over its content from the ring.
         readers: for each window two parallel arrays, the number of a sequence and a host block that it reads.
         rows, until: [d] the rows, and how long each may get before it reads other splits of the same blocks.
@@ -257,6 +291,7 @@ class DecodeStep(OffloadStep):
 
     program: DecodeProgram
     size: int
+    chunks: list[list[Chunk]]
     plan: StreamPlan
     ahead: StreamPlan
     write_through: Sequence[tuple[int, int]]
@@ -265,7 +300,14 @@ class DecodeStep(OffloadStep):
     rows: np.ndarray
     until: np.ndarray
     shares: np.ndarray | None = None
-    is_one_graph = True
+
+    @property
+    def section_ends(self) -> tuple[int, ...]:
+        return self.program.section_ends[self._is_cut]
+
+    @property
+    def _is_cut(self) -> bool:
+        return any(self.chunks)
 
     def is_repeated_by(self, step: StepPlan) -> bool:
         """Whether the next step reads just what this one reads.
@@ -276,24 +318,21 @@ class DecodeStep(OffloadStep):
             return False
         return bool(np.all(step.ends <= self.until))
 
-    def compute_all(self) -> None:
-        program, size = self.program, self.size
-        is_graph = program.enqueue(("step", size), partial(program.run_pieces, program.indices, size))
-        program.counters.eager_steps += not is_graph
-
-    def compute(self, index: int) -> None:
-        program, size = self.program, self.size
-        is_graph = program.enqueue(("pieces", size), partial(program.run_piece, index, size), index)
-        program.counters.eager_steps += index == 0 and not is_graph
+    def compute(self, section: int) -> None:
+        self.program.run_section(self._is_cut, section, self.size)
 
     def sample(self) -> None:
         """Enqueue the sampling behind the layers."""
         self.program.resources.graphs.run(("sample", self.size), partial(self.program.sample, self.size))
 
-    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
-        attention = self.program.attention
-        if attention.load_record(layer, chunk, ring_slot):
-            slot = self.program.resources.kind[layer], ring_slot
-            self.program.enqueue(("slot", *slot), partial(attention.attend_slot, *slot))
+    def use(self, cut: int, transfer: Transfer, ring_slot: int) -> None:
+        program, resources = self.program, self.program.resources
+        if not isinstance(transfer, Chunk):
+            program.enqueue(("use", transfer.kind, ring_slot), partial(program.use, transfer, ring_slot))
+            return
+        layer, attention = resources.pieces.cuts[cut].kv_layer, program.attention
+        if attention.load_record(layer, transfer, ring_slot):
+            slot = resources.window_of[layer], ring_slot
+            program.enqueue(("slot", *slot), partial(attention.attend_slot, *slot))
         if self.promoted:
-            self.program.promote(layer, chunk, ring_slot, self.promoted)
+            program.promote(layer, transfer, ring_slot, self.promoted)

@@ -11,7 +11,7 @@ from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.splits import DecodeLists, SplitLists
 from nanoinfer.execution.tables import ChunkRecords, SplitTables
 from nanoinfer.kernels.attention.spec import MAX_TILES_APART
-from offload import Chunk, StreamPlan
+from offload import Chunk
 
 
 class DecodeAttention:
@@ -24,13 +24,15 @@ class DecodeAttention:
 
     Attributes:
         lists: makes the lists of what is attended to.
+        whole_rows: whether decode attends to whole rows of the GPU pool, because the backend has no fixed splits.
     """
 
     def __init__(self, resources: Resources, q: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> None:
         runtime, ring, self._gpu_kv = resources.runtime, resources.ring, resources.gpu_kv
         self._compute, self._backend, self._ring = resources.compute, resources.backend, ring
-        self._windows, self._kind, self.lists = resources.windows, resources.kind, DecodeLists(resources)
+        self._windows, self._window_of, self.lists = resources.windows, resources.window_of, DecodeLists(resources)
         self._q, self._lengths, self._block_table = q, lengths, block_table
+        self.whole_rows = not resources.backend.exact_splits
         # At most MAX_TILES_APART tiles have a partial of their own; every other block has one partial, and a block that
         # several rows share has one for each.
         self._max_splits = most = resources.plan.max_splits + MAX_TILES_APART
@@ -40,19 +42,13 @@ class DecodeAttention:
         self.records = [ChunkRecords(runtime, most) for _ in resources.windows]
         self._slot_records = torch.zeros(ring.num_ring_slots, 4 + 4 * most, dtype=torch.int32, device=runtime.device)
 
-    @property
-    def whole_rows(self) -> bool:
-        """Whether decode attends to whole rows of the GPU pool, because the backend has no fixed splits."""
-        return not self._backend.exact_splits
-
-    def upload(self, found: list[SplitLists], plans: Sequence[StreamPlan]) -> None:
-        """Upload the lists of splits, one for each window, and the records of all ring chunks of these plans."""
+    def upload(self, found: list[SplitLists], chunks: Sequence[list[Chunk]]) -> None:
+        """Upload for each window the lists of splits, and the records of the KV chunks that pass in the step."""
         for index, lists in enumerate(found):
             num_splits = lists.ranges[-1]
             assert num_splits <= self._max_splits, f"{num_splits} splits in a workspace of {self._max_splits}"
             self.splits[index].set(self._compute, lists)
-            chunks = [chunk for plan in plans for chunk in plan.chunks[self._kind.index(index)]]
-            self.records[index].set(self._compute, lists, chunks)
+            self.records[index].set(self._compute, lists, chunks[index])
 
     def forget_tables(self) -> None:
         """Have all tables uploaded again: after an exception, those on the device may hold anything."""
@@ -66,7 +62,7 @@ class DecodeAttention:
             q, out: [rows, num_q_heads, head_dim], for the first rows of the batch. With `whole_rows` this method writes
                 `out`, otherwise `end` does.
         """
-        kind, kv, lengths = self._kind[layer], self._gpu_kv[layer], self._lengths[: len(q)]
+        kind, kv, lengths = self._window_of[layer], self._gpu_kv[layer], self._lengths[: len(q)]
         window = self._windows[kind]
         if whole_rows:
             self._backend.decode_rows(q, kv, self._block_table[: len(q)], lengths, out, window)
@@ -77,7 +73,7 @@ class DecodeAttention:
     def end(self, layer: int, out: torch.Tensor, whole_rows: bool) -> None:
         """Merge the partials of the GPU pool and of ring slots into `out`; arguments as in `begin`."""
         if not whole_rows:
-            splits = self.splits[self._kind[layer]]
+            splits = self.splits[self._window_of[layer]]
             self._backend.merge(
                 self._partials,
                 splits.ranges[: len(out) + 1],
@@ -88,7 +84,7 @@ class DecodeAttention:
 
     def load_record(self, layer: int, chunk: Chunk, ring_slot: int) -> bool:
         """Enqueue the upload of what `attend_slot` attends to. Return False if no row attends to the chunk."""
-        records = self.records[self._kind[layer]]
+        records = self.records[self._window_of[layer]]
         return records.copy(self._compute, chunk, self._slot_records[ring_slot])
 
     def attend_slot(self, kind: int, ring_slot: int) -> None:

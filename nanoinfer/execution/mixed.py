@@ -12,12 +12,12 @@ from torch import Tensor
 
 from nanoinfer.execution.decode import DecodeStep
 from nanoinfer.execution.prefill import PrefillStep
-from nanoinfer.execution.step_tensors import StepTensors
-from offload import Chunk, OffloadStep, StreamPlan
+from nanoinfer.models.step_tensors import StepTensors
+from offload import Chunk, OffloadStep, Transfer
 
 
 class MixedStep(OffloadStep):
-    """One mixed step as the offload engine runs it (see `offload.OffloadStep`), and what it does around segments.
+    """One mixed step as the offload engine runs it (see `offload.OffloadStep`), and what it does around pieces.
 
     Args:
         prefill: planned with the sequences of `decode` after the chunks, and with the write-through of all sequences.
@@ -27,12 +27,12 @@ class MixedStep(OffloadStep):
 
     def __init__(self, prefill: PrefillStep, decode: DecodeStep, count: int) -> None:
         self._prefill, self._decode, self._count = prefill, decode, count
-        self._attention, self._compute = decode.program.attention, decode.program.resources.compute
+        self._attention, self._resources = decode.program.attention, decode.program.resources
+        self._compute = self._resources.compute
         # Ring chunks of the decode rows come first: some of them may be in the ring already.
-        self.plan = StreamPlan(
-            tuple([*ours, *theirs] for ours, theirs in zip(decode.plan.chunks, prefill.plan.chunks, strict=True))
-        )
-        self._whole_rows = self._attention.whole_rows and not any(self.plan.chunks)
+        self.chunks = [[*ours, *theirs] for ours, theirs in zip(decode.chunks, prefill.chunks, strict=True)]
+        self.plan, self.section_ends = self._resources.pieces.plan(self.chunks), prefill.section_ends
+        self._whole_rows = self._attention.whole_rows and not any(self.chunks)
         self.ahead = decode.ahead  # as if the decode rows went on alone
         self.write_through = prefill.write_through
         self.shares: np.ndarray | None = None  # as in `DecodeStep`
@@ -45,23 +45,31 @@ class MixedStep(OffloadStep):
             result.append((np.concatenate([chunks, first + rows]), np.concatenate([theirs, ours])))
         return result
 
-    def compute(self, index: int) -> None:
-        resources = self._prefill.program.resources
-        resources.segments.piece(index, self._prefill.tensors, self, resources.graphs.run)
+    def compute(self, section: int) -> None:
+        self._resources.pieces.run_around(section, self._prefill.tensors, self, self._resources.graphs.run)
 
-    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
-        if chunk.tag is not None:
-            self._prefill.attend(layer, chunk, ring_slot)
-        self._decode.attend(layer, chunk, ring_slot)
+    def use(self, cut: int, transfer: Transfer, ring_slot: int) -> None:
+        is_chunk = isinstance(transfer, Chunk)
+        if not is_chunk or transfer.tag is not None:
+            self._prefill.use(cut, transfer, ring_slot)
+        if is_chunk:
+            self._decode.use(cut, transfer, ring_slot)
 
-    def before(self, index: int, tensors: StepTensors) -> None:
-        self._compute.run(self._copy_inputs if index == 0 else lambda: self._merge(index - 1))
-        self._prefill.before(index, tensors)
+    # Around pieces
 
-    def after(self, index: int, tensors: StepTensors) -> None:
-        self._prefill.after(index, tensors)
-        if index < len(self.plan.chunks):
-            self._compute.run(lambda: self._attend_gpu(index))
+    def begin(self, tensors: StepTensors) -> None:
+        self._compute.run(self._copy_inputs)
+        self._prefill.begin(tensors)
+
+    def attend(self, layer: int, tensors: StepTensors) -> None:
+        self._compute.run(lambda: self._attend_gpu(layer))
+
+    def end_attention(self, layer: int, tensors: StepTensors) -> None:
+        self._compute.run(lambda: self._attention.end(layer, self._rows[1], self._whole_rows))
+        self._prefill.end_attention(layer, tensors)
+
+    def end(self, tensors: StepTensors) -> None:
+        self._prefill.end(tensors)
 
     def _copy_inputs(self) -> None:
         rows = self._prefill.tensors.input_rows(self._count, self._prefill.num_tokens)
@@ -70,11 +78,8 @@ class MixedStep(OffloadStep):
     def _attend_gpu(self, layer: int) -> None:
         q, out = self._rows
         self._attention.begin(layer, q, out, self._whole_rows)
-        if self.plan.chunks[layer]:
+        if self.chunks[self._resources.window_of[layer]]:
             self._decode.program.copy_queries(q)
-
-    def _merge(self, layer: int) -> None:
-        self._attention.end(layer, self._rows[1], self._whole_rows)
 
     @property
     def _rows(self) -> tuple[Tensor, Tensor]:

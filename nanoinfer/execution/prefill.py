@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from nanoinfer.attention.base import KeyRange, PrefillState
-from nanoinfer.execution.prefill_segments import PrefillSegments
+from nanoinfer.execution.prefill_pieces import PrefillPieces, pack_inputs
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.splits import first_visible_block
-from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
+from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.step.plan import NO_BLOCK, PromptChunk, StepPlan
-from offload import Chunk, OffloadStep, StreamPlan, pack_together
+from offload import Chunk, OffloadStep, StreamPlan, Transfer, pack_together
 from offload.layout import runs
 
 
@@ -36,17 +36,17 @@ class PrefillProgram:
         # negative slots.
         self._padding = (0, 0, -1, states.padding_row) if states.of_layer else (0, 0, -1)
         max_tokens, max_seqs = plan.max_num_batched_tokens, min(plan.max_num_seqs, plan.max_num_batched_tokens)
-        # The table holds tokens, positions, slots and rows; then per sequence the offsets and ranges; then block tables
-        # and ring chunks. Every sequence of the step may have a history on the host (a shared prefix, a switch), with
-        # each of its blocks in a separate ring slot.
+        # The table holds how many tokens are live, tokens, positions, slots and rows; then per sequence the offsets and
+        # ranges; then block tables and ring chunks. Every sequence of the step may have a history on the host (a shared
+        # prefix, a switch), with each of its blocks in a separate ring slot.
         blocks = min(plan.max_splits, max_seqs * resources.max_blocks_per_seq)
         num_rows = padded_rows(max_tokens) if runtime.device.type == "cuda" else max_tokens
-        size = len(self._padding) * num_rows + 1 + max_seqs * resources.max_blocks_per_seq
+        size = 4 + len(self._padding) * num_rows + 1 + max_seqs * resources.max_blocks_per_seq
         size += (6 + bool(states.of_layer) + len(resources.windows)) * max_seqs
         size += 3 * (9 + 2 * bool(states.of_layer) + 2 * len(resources.windows))  # each table begins at a multiple of 4
         size += 3 * len(resources.windows) * blocks
         self._table = DeviceTable(runtime, size)
-        self.segments = PrefillSegments(resources, self._table, self._padding)
+        self.pieces = PrefillPieces(resources, self._table, self._padding)
         places = torch.arange(resources.ring.blocks_per_slot, dtype=torch.int32, device=runtime.device)
         self.slot_places = places.view(1, -1)
 
@@ -55,9 +55,10 @@ class PrefillProgram:
 
         The last tokens of decoding rows follow the chunks' tokens; `MixedStep` fills them in and attends.
         """
-        packer, chunks, num_decoding, block_size = Packer(self._table), step.chunks, len(step.rows), self.block_size
+        chunks, num_decoding, block_size = step.chunks, len(step.rows), self.block_size
         gpu_blocks, host_blocks = step.gpu_blocks[: len(chunks)], step.host_blocks[: len(chunks)]
-        inputs = [packer.add(values) for values in self._inputs(chunks, gpu_blocks, step.rows)]  # graphs read them
+        num_live = sum(chunk.end - chunk.begin for chunk in chunks) + num_decoding
+        packer, inputs = pack_inputs(self._table, [*self._inputs(chunks, gpu_blocks, step.rows)], num_live)
         begun = packer.add([chunk.row for chunk in chunks if self.resources.states.of_layer and chunk.begin == 0])
         lengths = np.array([chunk.end - chunk.begin for chunk in chunks])
         cu_seqlens = packer.add(np.concatenate([[0], np.cumsum(lengths)]))
@@ -94,13 +95,17 @@ class PrefillProgram:
             )
             for load_state in load_states
         ]
+        plan = self.resources.pieces.plan(passing)
         return PrefillStep(
             program=self,
             num_chunks=len(chunks),
             write_through=step.write_through,
-            plan=StreamPlan(tuple(passing[kind] for kind in self.resources.kind)),
+            chunks=passing,
+            plan=plan,
+            # A decode step or another prompt follows: no KV can be guessed.
+            ahead=None if any(passing) else plan,
             num_tokens=num_tokens,
-            tensors=self.segments.begin(num_tokens + num_decoding, inputs),
+            tensors=self.pieces.begin(num_tokens + num_decoding, inputs),
             begun=begun,
             last=last,
             last_rows=last_rows,
@@ -130,7 +135,7 @@ class PrefillProgram:
         token_ids = [chunk.token_ids for chunk in chunks]
         rows = [np.full(len(at), chunk.row) for chunk, at in zip(chunks, positions, strict=True)]
         num_tokens = sum(map(len, positions))
-        count = self.segments.padded_count(num_tokens + len(decoding))
+        count = self.pieces.padded_count(num_tokens + len(decoding))
         for columns, value in zip((token_ids, positions, slots, [*rows, decoding]), self._padding, strict=False):
             known = np.concatenate(columns)
             yield np.concatenate([known, np.full(count - len(known), value)])
@@ -177,11 +182,12 @@ def _first_gpu_block(blocks: np.ndarray) -> int:
 
 @dataclass
 class PrefillStep(OffloadStep):
-    """One prefill step as the offload engine runs it (see `offload.OffloadStep`), and what it does around segments.
+    """One prefill step as the offload engine runs it (see `offload.OffloadStep`), and what it does around pieces.
 
     Attributes:
         num_tokens: tokens of the chunks.
-        tensors: what the segments read and leave; dropped behind the last one.
+        chunks: for each window the KV chunks of each layer that has it.
+        tensors: what the pieces read and leave; dropped behind the last one.
         begun: [n] the rows whose sequence begins; none if no layer keeps a recurrent state.
         last: [n] index in the step of each token after which a token is sampled: the last tokens of chunks that end
             their prompt, then the tokens of decoding sequences.
@@ -196,7 +202,9 @@ class PrefillStep(OffloadStep):
     program: PrefillProgram
     num_chunks: int
     write_through: Sequence[tuple[int, int]]
+    chunks: Sequence[list[Chunk]]
     plan: StreamPlan
+    ahead: StreamPlan | None
     num_tokens: int
     tensors: StepTensors | None
     begun: torch.Tensor
@@ -207,43 +215,57 @@ class PrefillStep(OffloadStep):
     lengths: np.ndarray
     readers: Sequence[tuple[np.ndarray, np.ndarray]]
     shares: np.ndarray | None = None
-    ahead: StreamPlan | None = None  # a decode step or another prompt follows: nothing to guess
     last_normed: torch.Tensor = field(init=False)
     state: PrefillState | None = None
 
-    def compute(self, index: int) -> None:
+    @property
+    def section_ends(self) -> tuple[int, ...]:
+        """Each piece is a section: its graph, where there is one, does not depend on what streams."""
+        return tuple(range(len(self.program.resources.pieces)))
+
+    def compute(self, section: int) -> None:
         resources = self.program.resources
-        resources.segments.piece(index, self.tensors, self, resources.graphs.run)
+        resources.pieces.run_around(section, self.tensors, self, resources.graphs.run)
 
-    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
-        self.program.resources.compute.run(lambda: self._attend_slot(layer, chunk, ring_slot))
+    def use(self, cut: int, transfer: Transfer, ring_slot: int) -> None:
+        resources = self.program.resources
+        if isinstance(transfer, Chunk):
+            layer = resources.pieces.cuts[cut].kv_layer
+            resources.compute.run(lambda: self._attend_slot(layer, transfer, ring_slot))
+        else:
+            self.program.pieces.enqueue_use(transfer, ring_slot, self.tensors)
 
-    def before(self, index: int, tensors: StepTensors) -> None:
-        self.program.resources.compute.run(self._begin if index == 0 else lambda: self._attend_gpu(index - 1))
+    # Around pieces
 
-    def after(self, index: int, tensors: StepTensors) -> None:
-        if index == len(self.program.resources.kind):
-            self.program.resources.compute.run(self._finish)
+    def begin(self, tensors: StepTensors) -> None:
+        self.program.resources.compute.run(self._begin)
+
+    def attend(self, layer: int, tensors: StepTensors) -> None:
+        """Keys on the host come first, so nothing is begun here."""
+
+    def end_attention(self, layer: int, tensors: StepTensors) -> None:
+        resources = self.program.resources
+        key_range = self.gpu_ranges[resources.window_of[layer]]
+        resources.compute.run(lambda: self._attend(layer, key_range, resources.gpu_kv[layer]))
+
+    def end(self, tensors: StepTensors) -> None:
+        self.program.resources.compute.run(self._end)
 
     def _begin(self) -> None:
         resources = self.program.resources
-        if any(self.plan.chunks):
+        if any(self.chunks):
             self.state = resources.backend.prefill_state(self.num_tokens)
         self.tensors.reserve(resources.model.spec)
         resources.states.reset(self.begun)
 
-    def _finish(self) -> None:
+    def _end(self) -> None:
         self.last_normed = self.tensors.x.index_select(0, self.last)
         self.tensors = self.state = None
-
-    def _attend_gpu(self, layer: int) -> None:
-        resources = self.program.resources
-        self._attend(layer, self.gpu_ranges[resources.kind[layer]], resources.gpu_kv[layer])
 
     def _attend_slot(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         """Attend to a ring slot: once for each run of neighbouring sequences that read the chunk."""
         resources = self.program.resources
-        gpu_range, table = self.gpu_ranges[resources.kind[layer]], self.slot_tables[resources.kind[layer]]
+        gpu_range, table = self.gpu_ranges[resources.window_of[layer]], self.slot_tables[resources.window_of[layer]]
         for number, first, count in chunk.tag:
             last, records = first + count, table[:, number : number + count]
             key_range = KeyRange(
@@ -261,4 +283,4 @@ class PrefillStep(OffloadStep):
 
     def _attend(self, layer: int, key_range: KeyRange, kv: torch.Tensor) -> None:
         resources, (q, out) = self.program.resources, self.tensors.attention_rows(self.num_tokens)
-        resources.backend.prefill(q, kv, key_range, self.state, out, resources.windows[resources.kind[layer]])
+        resources.backend.prefill(q, kv, key_range, self.state, out, resources.windows[resources.window_of[layer]])

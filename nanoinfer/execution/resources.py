@@ -10,11 +10,12 @@ import torch
 from nanoinfer.attention.base import AttentionBackend
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.graphs import Graphs
+from nanoinfer.execution.pieces import Pieces
 from nanoinfer.execution.recurrent import RecurrentStates
-from nanoinfer.execution.segments import Segments
 from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.decoder import Decoder
-from offload import KVLayout, Ring, Runtime, Stream
+from nanoinfer.models.pieces import Held
+from offload import KVLayout, Places, Ring, Runtime, Stream
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,9 @@ class Resources:
     Attributes:
         gpu_kv: `[num_layers, num_gpu_blocks, 2, block_size, num_kv_heads, head_dim]`, the GPU pool.
         states: what rows keep besides blocks.
+        places: where transfers lie that do not pass through the ring.
         windows: the distinct windows of layers; None: full attention.
-        kind: layer -> index into `windows`.
+        window_of: layer -> index into `windows`.
     """
 
     config: EngineConfig
@@ -38,18 +40,19 @@ class Resources:
     ring: Ring
     gpu_kv: torch.Tensor
     states: RecurrentStates
+    places: Places
     graphs: Graphs
 
     @cached_property
-    def segments(self) -> Segments:
-        return Segments(self.model, self.gpu_kv, self.states)
+    def pieces(self) -> Pieces:
+        return Pieces(self.model, Held(self.gpu_kv, self.states.of_layer, self.places.bytes))
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         return self.model.spec.attention.windows
 
     @cached_property
-    def kind(self) -> list[int]:
+    def window_of(self) -> list[int]:
         return [self.windows.index(window) for window in self.model.spec.windows]
 
     @property

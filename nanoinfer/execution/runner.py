@@ -34,10 +34,9 @@ from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.sampling.reference import logprobs_of
 from nanoinfer.step.plan import StepPlan
-from offload import HostPool, OffloadEngine, Ring, Runtime, Stream, Timeline
+from offload import HostPool, OffloadEngine, Places, Ring, Runtime, Stream, Timeline
 from offload.memory.pageable_pool import PageablePool
 from offload.memory.pinned import HostArena
-from offload.runtime.timeline import COMPUTE, NoTimeline
 
 SEGMENT_BYTES = GIB
 
@@ -71,7 +70,9 @@ class ModelRunner:
         self.compute: Stream = runtime.stream("compute")
         self.ring = Ring(runtime, self.layout, config.num_ring_slots, plan.blocks_per_slot)
         self.num_gpu_blocks = plan.num_gpu_blocks
-        self._activations = Activations(self.compute, model, backend, self.layout, plan, runtime.device, memory_before)
+        self.places = Places(runtime, spec.place_bytes)
+        memory = plan, runtime.device, self.places, memory_before
+        self._activations = Activations(self.compute, model, backend, self.layout, *memory)
         self.product_checks: dict[str, list[int]] = {}  # as `check_products` returns
         self.graphs = Graphs(runtime, self.compute)
         is_cuda = runtime.device.type == "cuda"
@@ -86,7 +87,8 @@ class ModelRunner:
         states = RecurrentStates(spec, plan.max_num_seqs, runtime.device)
         blocks_per_segment = max(1, min(plan.num_host_blocks, SEGMENT_BYTES // self.layout.block_bytes))
         host = HostPool(self.layout, plan.num_host_blocks, blocks_per_segment)
-        self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute)
+        cuts = [piece.cut for piece in model.pieces()]
+        self.offload = OffloadEngine(runtime, self.gpu_kv, host, self.ring, self.compute, cuts, self.places)
         self.block_copies = BlockCopies(self.offload, self.gpu_kv, self.kept, states)
         self.decode_program, self.prefill_program = self._programs(self.gpu_kv, states)
         # A broken weight makes logits of every request unsound, an overflow those of single ones, at any step.
@@ -112,6 +114,7 @@ class ModelRunner:
             ring=self.ring,
             gpu_kv=gpu_kv,
             states=states,
+            places=self.places,
             graphs=self.graphs,
         )
         return DecodeProgram(resources), PrefillProgram(resources)
@@ -132,7 +135,7 @@ class ModelRunner:
                 states = RecurrentStates(self.spec, self.plan.max_num_seqs, self.runtime.device)
                 decode, prefill = self._programs(kv, states)
                 decode.run_each_kind()
-                prefill.segments.run_each_kind()
+                prefill.pieces.run_each_kind()
 
     # Modes
 
@@ -170,7 +173,7 @@ class ModelRunner:
     def capture(self, may_offload: bool) -> None:
         """Capture all graphs that are not captured yet; those of offload mode, too, if `may_offload`."""
         is_cuda = self.runtime.device.type == "cuda"
-        works = [*self.decode_program.works(may_offload), *self.prefill_program.segments.works()]
+        works = [*self.decode_program.works(may_offload), *self.prefill_program.pieces.works()]
         missing = [work for work in works if work.key not in self.graphs]
         if missing and self._has_graphs:
             self._capture(missing)
@@ -226,13 +229,7 @@ class ModelRunner:
             step, prefill = self._begin(plan)
             if prefill is None and plan.sampling:
                 self.decode_program.sampling.update(self.compute, plan.sampling)
-            if plan.operation:
-                self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
-            else:
-                lanes = NoTimeline() if timeline is None else timeline
-                lanes.begin(self.compute, COMPUTE)
-                step.compute_all()
-                lanes.lap(self.compute, COMPUTE, "whole step")
+            self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
             if prefill is None:
                 step.sample()
                 program, count = self.decode_program, len(plan.rows)
@@ -241,10 +238,15 @@ class ModelRunner:
                 pending = self._sample_prefill(plan, prefill, on_logits)
         if step.plan.transfers:
             if step.shares is None:
-                kind = self.decode_program.resources.kind
-                step.shares = stream_shares(kind, self.layout, plan.num_members, step.plan, step.readers)
+                step.shares = self._shares(step, plan.num_members)
             pending.streamed_bytes = step.shares
         return pending
+
+    def _shares(self, step: DecodeStep | PrefillStep | MixedStep, num_members: int) -> np.ndarray:
+        resources = self.decode_program.resources
+        num_layers = [resources.window_of.count(index) for index in range(len(resources.windows))]
+        common_bytes = resources.pieces.common_bytes(self.layout)
+        return stream_shares(self.layout, num_layers, num_members, step.chunks, step.readers, common_bytes)
 
     def _begin(self, plan: StepPlan) -> tuple[DecodeStep | PrefillStep | MixedStep, PrefillStep | None]:
         """Upload what the step reads. Return the step, and the `PrefillStep` of its chunks if it has any."""
@@ -253,7 +255,7 @@ class ModelRunner:
         prefill = self.prefill_program.begin(plan)
         if not len(plan.rows):
             return prefill, prefill
-        decode = self.decode_program.begin(plan, beside=prefill.plan if any(prefill.plan.chunks) else None)
+        decode = self.decode_program.begin(plan, beside=prefill.chunks if any(prefill.chunks) else None)
         return MixedStep(prefill, decode, len(plan.rows)), prefill
 
     def _sample_prefill(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,7 @@ import numpy as np
 from nanoinfer.execution.resources import Resources
 from nanoinfer.kernels.attention.spec import MAX_TILES_APART, SHORT_BLOCKS
 from nanoinfer.step.plan import NO_BLOCK
-from offload import Chunk, StreamPlan, pack
+from offload import Chunk, pack
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class DecodeLists:
     """Makes the lists of decode steps."""
 
     def __init__(self, resources: Resources) -> None:
-        self._windows, self._kind = resources.windows, resources.kind
+        self._windows = resources.windows
         self._backend, self._block_size = resources.backend, resources.layout.block_size
         self._blocks_per_slot = resources.ring.blocks_per_slot
 
@@ -193,12 +193,12 @@ class DecodeLists:
         """Whether blocks of a padded batch may be cut. The merge of larger batches is compiled without tiles."""
         return 1 < self._backend.tiles_per_block <= MAX_TILES_APART // size
 
-    def stream_plan(self, lists: list[SplitLists], beside: StreamPlan | None = None) -> StreamPlan:
-        """Return what streams for these splits, besides what already passes for the same step's prompts."""
+    def chunks(self, lists: list[SplitLists], beside: Sequence[list[Chunk]] | None = None) -> list[list[Chunk]]:
+        """Return for each window what streams for these splits, besides what passes for the same step's prompts."""
         chunks = []
         for index, found in enumerate(lists):
             blocks = found.host_blocks
-            if beside is not None and (passing := beside.blocks(self._kind.index(index))):
-                blocks = np.setdiff1d(blocks, passing)
+            if beside is not None and beside[index]:
+                blocks = np.setdiff1d(blocks, [block for chunk in beside[index] for block in chunk.blocks])
             chunks.append(pack(blocks, self._blocks_per_slot))
-        return StreamPlan(tuple(chunks[kind] for kind in self._kind))
+        return chunks

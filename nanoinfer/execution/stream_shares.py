@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from offload import KVLayout, StreamPlan
+from offload import Chunk, KVLayout
 
 
 def stream_shares(
-    kind: list[int], layout: KVLayout, num_members: int, plan: StreamPlan, readers: list[tuple]
+    layout: KVLayout,
+    num_layers: Sequence[int],
+    num_members: int,
+    chunks: Sequence[Sequence[Chunk]],
+    readers: Sequence[tuple[np.ndarray, np.ndarray]],
+    common_bytes: int,
 ) -> np.ndarray:
-    """Return each member's share of the bytes, [num_members] int64; readers of one block share it equally.
+    """Return each member's share of the bytes that a step streams, [num_members] int64.
+
+    Readers of one block share it equally; so do all members what no row reads alone.
 
     Args:
-        kind: as in `Resources`.
-        readers: for each kind two parallel arrays, the number of a member and a host block that it reads.
+        num_layers, chunks, readers: for each window how many layers have it, their KV chunks, and two parallel arrays,
+            the number of a member and a host block that it reads.
+        common_bytes: what passes besides KV.
     """
-    return sum(
-        shares(plan.blocks(kind.index(i)), numbers, blocks, num_members, kind.count(i) * layout.layer_block_bytes)
-        for i, (numbers, blocks) in enumerate(readers)
-    )
+    total = np.full(num_members, common_bytes // num_members)
+    total[0] += common_bytes % num_members
+    for layers, passing, (numbers, blocks) in zip(num_layers, chunks, readers, strict=True):
+        streamed = [block for chunk in passing for block in chunk.blocks]
+        total += shares(streamed, numbers, blocks, num_members, layers * layout.layer_block_bytes)
+    return total
 
 
 def shares(streamed: list[int], numbers: np.ndarray, blocks: np.ndarray, count: int, block_bytes: int) -> np.ndarray:

@@ -180,7 +180,7 @@ def _spend(
         workspace_bytes=workspace,
         library_bytes=LIBRARY_BYTES if is_cuda else 0,
         graph_bytes=0 if config.enforce_eager or not is_cuda else graph_bytes(spec, max_batch, graph_tokens),
-        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes,
+        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes + sum(spec.place_bytes),
         block_bytes=layout.block_bytes,
         split_bytes=split_bytes,
         blocks_per_slot=blocks_per_slot,

@@ -67,6 +67,8 @@ class ModelSpec:
     """Bytes of all weights on the device, in the formats that they have there; a tied head counts once."""
     embedding_bytes: int = 0
     """Bytes of the embeddings, of which a step reads a few rows."""
+    place_bytes: tuple[int, ...] = ()
+    """Bytes of each place in which what the model wants from host memory lies while its pieces read it."""
     scratch_bytes: int = 0
     """Bytes of the buffer that packed weights are expanded to, on a CPU."""
     gpu_scratch_bytes: int = 0
@@ -75,14 +77,14 @@ class ModelSpec:
     """The most bytes that a product takes on a CPU, beside this buffer, its arguments and its result."""
 
     @cached_property
-    def cuts(self) -> tuple[int, ...]:
-        """The layers at whose attention the model is cut, ascending: all that keep keys and values."""
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values, ascending."""
         return tuple(layer for layer, state in enumerate(self.layers) if isinstance(state, AttentionState))
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer with attention. The engine counts these layers alone where it places KV."""
-        return tuple(self.layers[layer].window for layer in self.cuts)
+        return tuple(self.layers[layer].window for layer in self.kv_layers)
 
     @property
     def layout(self) -> KVLayout:

@@ -3,8 +3,8 @@
 A family says in `Traits` where it differs, and overrides the classmethods that read its config. Modules are named as
 in Llama's checkpoints, so that only merged weights need another name; `Decoder.names` has those of other checkpoints.
 
-A model says for each layer what state the layer keeps (`ModelSpec.layers`), and where it is cut (`ModelSpec.cuts`):
-where a layer attends to keys and values, because they may lie anywhere. The engine runs
+A model says for each layer what state the layer keeps (`ModelSpec.layers`), and where it is cut (`Decoder.pieces`):
+where a layer attends to keys and values, because they may lie anywhere. Between its cuts it computes
 
     x, normed = model.embed(token_ids)
     for layer, state in enumerate(spec.layers):
@@ -16,15 +16,16 @@ where a layer attends to keys and values, because they may lie anywhere. The eng
             normed = model.after_attention(layer, x, attn)                   # adds to x
     logits = model.logits(normed)
 
-(`nanoinfer.execution.segments`), so model files hold no branch on the mode. All calls but `recur` treat each row of
-their arguments, which is a token, on its own: a batch may be cut into chunks anywhere, and tokens of several sequences
-may lie in one batch.
+so model files hold no branch on the mode; the engine walks the pieces (`nanoinfer.execution.pieces`). All calls but
+`recur` treat each row of their arguments, which is a token, on its own: a batch may be cut into chunks anywhere, and
+tokens of several sequences may lie in one batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ from nanoinfer.layers.rope import Context, longest_contexts, query_scales, rope_
 from nanoinfer.models.base import AttentionState, ModelSpec, RecurrentState
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.layer import DecoderLayer, KVSlots, Traits
+from nanoinfer.models.pieces import Held, Piece
+from nanoinfer.models.step_tensors import StepTensors
+from offload import Cut
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -196,6 +200,7 @@ class Decoder(nn.Module):
             scratch_bytes=dtype.itemsize * scratch_size(shapes_only, False),
             gpu_scratch_bytes=dtype.itemsize * scratch_size(shapes_only, dtype.itemsize == 2),
             product_bytes=temporary_bytes(scratch_size(shapes_only, False)),
+            place_bytes=shapes_only.place_bytes(),
             rope_row_bytes=sum(table.nbytes for table in shapes_only.rope_tables)
             + dtype.itemsize * bool(traits.query_scaling),
         )
@@ -203,6 +208,56 @@ class Decoder(nn.Module):
     def position_tables(self) -> list[Tensor]:
         """Return all tensors with a row for each position."""
         return self.rope_tables + ([] if self.query_scales is None else [self.query_scales])
+
+    # The pieces
+
+    def pieces(self) -> list[Piece]:
+        """Return what the engine runs: the layers, cut at each attention."""
+        attentions = self.spec.kv_layers
+        begins, ends = [0, *(layer + 1 for layer in attentions)], [*attentions, len(self.layers)]
+        cuts = [*(Cut(kv_layer=number) for number in range(len(attentions))), Cut()]
+        return [self.piece(*each) for each in zip(begins, ends, cuts, strict=True)]
+
+    def piece(self, begin: int, end: int, cut: Cut) -> Piece:
+        """Return the piece from behind attention in layer `begin - 1` (0: from the embedding) to attention in `end`.
+
+        The layers between keep recurrent states. Behind the last layer, the piece ends with the input of the head.
+        """
+        kind = tuple(map(self.layer_kind, range(max(0, begin - 1), min(end + 1, len(self.layers)))))
+        return Piece((begin == 0, end == len(self.layers), kind), partial(self.run_layers, begin, end, cut), cut)
+
+    def place_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of each place that a cut of the model names: enough for the largest transfer."""
+        own = [transfer for piece in self.pieces() for transfer in piece.cut.transfers if transfer.landing is not None]
+        sizes: dict[int, int] = {}
+        for transfer in own:
+            place, num_bytes = transfer.landing.place, transfer.num_bytes(self.spec.layout)
+            sizes[place] = max(sizes.get(place, 0), num_bytes)
+        return tuple(sizes[place] for place in range(len(sizes)))
+
+    def layer_kind(self, layer: int) -> Hashable:
+        """Return what tells layers apart whose launches differ: what they keep, sizes and formats of their weights."""
+        weights = tuple((name, one.shape, one.dtype) for name, one in self.layers[layer].named_parameters())
+        packed = [module.packed for module in self.layers[layer].modules() if hasattr(module, "packed")]
+        formats = tuple((one.packing, one.can_fold, one.zeros_fold) for one in packed)
+        return self.spec.layers[layer], self._rope_of_layer[layer], weights, formats
+
+    def run_layers(self, begin: int, end: int, cut: Cut, tensors: StepTensors, held: Held) -> None:
+        """Run a piece, as `piece` says. Its keys and values go to the layer of its cut."""
+        if begin == 0:
+            tensors.widen_positions()
+            x, normed = self.embed(tensors.token_ids.long())
+            tensors.set_x(x)
+        else:
+            tensors.drop_q()
+            normed = self.after_attention(begin - 1, tensors.x, tensors.attention)
+        for layer in range(begin, end):
+            normed = self.recur(layer, tensors.x, normed, tensors.rows, held.states[layer])
+        if end == len(self.layers):
+            tensors.set_x(normed)
+            return
+        target = KVSlots(held.gpu_kv[cut.kv_layer], tensors.slots, tensors.q)
+        tensors.q = self.before_attention(end, normed, tensors.positions, target)
 
     # The calls
 

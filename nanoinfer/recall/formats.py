@@ -10,11 +10,12 @@ from torch import Tensor
 
 from nanoinfer.attention.base import KeyRange
 from nanoinfer.attention.registry import make_backend
+from nanoinfer.execution.pieces import Pieces
 from nanoinfer.execution.recurrent import RecurrentStates
-from nanoinfer.execution.segments import Segments
-from nanoinfer.execution.step_tensors import StepTensors
 from nanoinfer.measure.run import free_memory
 from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.pieces import Held
+from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.recall.evaluate import Exam
 from nanoinfer.weights.load import load_model, read_checkpoint
 from nanoinfer.weights.quantize import quantised_while_read
@@ -87,13 +88,15 @@ def prompt_logits(model: Decoder, token_ids: list[int]) -> Tensor:
     kv = torch.zeros(shape, dtype=attention.kv_dtype, device=device)
     key_range = KeyRange.of_one(count, torch.arange(num_blocks, dtype=torch.int32, device=device)[None])
     states = RecurrentStates(spec, 1, device)
-    segments = Segments(model, [kv] * len(spec.windows), states)
+    pieces = Pieces(model, Held([kv] * len(spec.windows), states.of_layer))
     positions = torch.arange(count, device=device)
     rows = torch.zeros_like(positions, dtype=torch.int32)
-    tensors = StepTensors(torch.tensor(token_ids, device=device), positions, positions, rows)
+    tensors = StepTensors(
+        torch.tensor(token_ids, device=device), positions, positions, torch.full_like(rows[:1], count), rows
+    )
     tensors.reserve(spec)
-    for index in range(len(segments)):
-        segments.run(index, tensors)
+    for index in range(len(pieces)):
+        pieces.run(index, tensors)
         if index < len(spec.windows):
             backend.prefill(tensors.q, kv, key_range, None, tensors.attention, spec.windows[index])
     return torch.cat([model.logits(some).cpu() for some in tensors.x.split(ROWS_AT_ONCE)])

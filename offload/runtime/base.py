@@ -18,6 +18,11 @@ from contextlib import AbstractContextManager
 import torch
 
 
+def poison_of(dtype: torch.dtype) -> float | int:
+    """Return NaN, or for bytes a value that is NaN in every type of floating point that they may hold."""
+    return 255 if dtype == torch.uint8 else torch.nan
+
+
 class Event(ABC):
     """A point in a stream. Recording again moves it; a wait refers to the newest record at the time of the call."""
 
@@ -87,7 +92,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
-        """Mark `tensor` as released: a runtime that poisons fills it with NaN at this point of the stream."""
+        """Mark `tensor` as released: a runtime that poisons fills it at this point of the stream, see `poison_of`."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offload.runtime.base import Event, Runtime, Stream
+from offload.runtime.base import Event, Runtime, Stream, poison_of
 
 
 class CpuEvent(Event):
@@ -74,7 +74,7 @@ class CpuRuntime(Runtime):
     @torch.inference_mode()  # released blocks may be reclaimed outside of a step
     def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
         if self.poisons:
-            tensor.fill_(torch.nan)
+            tensor.fill_(poison_of(tensor.dtype))
 
     def synchronize(self) -> None:
         pass

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from offload.runtime.base import Event, Runtime, Stream
+from offload.runtime.base import Event, Runtime, Stream, poison_of
 
 
 class CudaEvent(Event):
@@ -135,9 +135,9 @@ class CudaRuntime(Runtime):
     def poison(self, stream: CudaStream, tensor: torch.Tensor) -> None:
         if not self.poisons:
             return
-        assert tensor.is_floating_point(), f"a {tensor.dtype} buffer cannot hold NaN"
+        assert tensor.is_floating_point() or tensor.dtype == torch.uint8, f"a {tensor.dtype} buffer cannot hold NaN"
         if tensor.is_cuda:
-            stream.run(lambda: tensor.fill_(torch.nan))
+            stream.run(lambda: tensor.fill_(poison_of(tensor.dtype)))
         else:  # the CPU would fill it at once, beside copies that are still in flight
             stream.copy(tensor, self._nan_like(stream, tensor))
 
@@ -146,7 +146,9 @@ class CudaRuntime(Runtime):
         key = stream, tensor.dtype
         if key not in self._nan or self._nan[key].numel() < tensor.numel():
             with torch.cuda.stream(stream.stream):
-                self._nan[key] = torch.full((tensor.numel(),), torch.nan, dtype=tensor.dtype, device=self.device)
+                self._nan[key] = torch.full(
+                    (tensor.numel(),), poison_of(tensor.dtype), dtype=tensor.dtype, device=self.device
+                )
         return self._nan[key][: tensor.numel()].view(tensor.shape)
 
     def synchronize(self) -> None:

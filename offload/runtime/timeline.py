@@ -19,8 +19,8 @@ class Span:
     begin: Event
     end: Event
     num_bytes: int = 0
-    layer: int | None = None
-    chunk: int | None = None  # running number within the step, or within the next step where it is prefetched
+    cut: int | None = None  # at which the work is wanted, or behind it; of write-through, the layer with attention
+    number: int | None = None  # running number within the step, or within the next step where it is prefetched
 
     @property
     def seconds(self) -> float:
@@ -34,7 +34,7 @@ class NoTimeline:
         pass
 
     # Called several times for each ring slot of every step: with ** the host would take three times as long.
-    def lap(self, stream: Stream, lane: str, name: str, num_bytes: int = 0, layer: int = 0, chunk: int = 0) -> None:
+    def lap(self, stream: Stream, lane: str, name: str, num_bytes: int = 0, cut: int = 0, number: int = 0) -> None:
         pass
 
 

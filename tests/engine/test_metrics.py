@@ -30,7 +30,7 @@ def test_spans_of_a_lane_follow_each_other():
     timeline.begin(stream, COMPUTE)
     for name in ("layer", WAIT, "attention"):
         stream.run(lambda: sum(range(20_000)))
-        timeline.lap(stream, COMPUTE, name, num_bytes=3, layer=1)
+        timeline.lap(stream, COMPUTE, name, num_bytes=3, cut=1)
     assert timeline.is_complete and [span.name for span in timeline.spans] == ["layer", WAIT, "attention"]
     for before, after in zip(timeline.spans, timeline.spans[1:], strict=False):
         assert after.begin is before.end
@@ -186,7 +186,7 @@ def test_a_trace_has_every_fill_piece_and_write_and_no_overlap_on_a_lane(path, t
     assert sum(event["args"]["bytes"] for event in spans[COPY]) == counters.streamed_bytes
     assert sum(event["args"]["bytes"] for event in spans[WRITE]) == counters.written_bytes
     num_steps = steps["num_decode_steps"] + steps["num_prefill_steps"]
-    assert sum(event["name"] == "layer" for event in spans[COMPUTE]) == 4 * num_steps  # pieces of 3 layers
+    assert sum(event["name"] == "section" for event in spans[COMPUTE]) == 4 * num_steps  # pieces of 3 layers
     assert sum(event["name"].startswith("launch") for event in spans["CPU"]) == num_steps
     for lane in (COMPUTE, COPY, WRITE):
         ordered = sorted(spans[lane], key=lambda event: event["ts"])

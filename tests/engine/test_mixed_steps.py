@@ -167,7 +167,7 @@ def test_a_backend_that_attends_to_whole_rows_does_so_in_mixed_steps(qwen3, enab
     engine = mixing_engine(qwen3, enforce_eager=True, enable_cpu_offload=enable_cpu_offload, resident_kv_limit=None)
     backend, num_calls = engine.runner.backend, []
     decode_rows = whole_row_attention(backend)
-    monkeypatch.setattr(backend, "exact_splits", False, raising=False)
+    monkeypatch.setattr(engine.runner.decode_program.attention, "whole_rows", True)
     monkeypatch.setattr(backend, "decode_rows", lambda *args: num_calls.append(1) or decode_rows(*args), raising=False)
     found = played(engine, script)
     assert [completions[0][0] for completions in found.outcomes] == [c[0][0] for c in wanted.outcomes]

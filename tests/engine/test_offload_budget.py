@@ -89,9 +89,9 @@ class Watch:
         run_step = offload.run
 
         def watched_run(offload_step, *args):
-            plan = offload_step.plan.chunks
+            plan = offload_step.plan.at
             if any(plan) or type(offload_step).__name__ == "DecodeStep":
-                for layer, chunks in enumerate(plan):
+                for layer, chunks in enumerate(plan[:-1]):
                     self.filled[type(offload_step).__name__][layer] += sum(len(chunk.blocks) for chunk in chunks)
             return run_step(offload_step, *args)
 

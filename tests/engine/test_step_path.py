@@ -25,8 +25,9 @@ RESIDENT = {
     "nanoinfer/execution/runner.py",
     "nanoinfer/execution/decode.py",
     "nanoinfer/execution/graphs.py",
+    "offload/engine.py",
 }
-OFFLOAD = RESIDENT | {"offload/engine.py", "offload/lifetimes.py"}
+OFFLOAD = RESIDENT | {"offload/lifetimes.py"}
 
 
 def files_of_a_step(engine) -> set[str]:

@@ -39,7 +39,7 @@ def test_the_bytes_of_all_graphs_are_kept_over_switches_that_capture_nothing(
     assert engine.runner.graph_memory == (1000, 1000 + 10 * runtime.num_captures)
 
 
-@pytest.mark.parametrize("missing", ["step", "sample", "pieces", "slot", "segments"])
+@pytest.mark.parametrize("missing", ["step", "sample", "sections", "slot", "prefill"])
 def test_a_graph_that_is_missing_is_captured(path, missing):
     engine = engine_with_graphs(path, WarmUpRuntime(), enable_cpu_offload=True)
     captured = engine.runner.graphs.captured

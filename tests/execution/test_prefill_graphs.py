@@ -45,13 +45,13 @@ def windowed(tmp_path_factory):
     return make_checkpoint("gemma3", tmp_path_factory.mktemp("windowed"), sliding_window=24)
 
 
-def prefill_segments_of(engine):
-    return engine.runner.prefill_program.segments
+def prefill_pieces_of(engine):
+    return engine.runner.prefill_program.pieces
 
 
-def segments_of(engine):
-    """For each token count the graphs of its segments."""
-    return {key[1]: graphs for key, graphs in engine.runner.graphs.captured.items() if key[0] == "segments"}
+def pieces_of(engine):
+    """For each token count the graphs of its pieces."""
+    return {key[1]: graphs for key, graphs in engine.runner.graphs.captured.items() if key[0] == "prefill"}
 
 
 def whole_load(engine) -> list:
@@ -124,9 +124,9 @@ def test_any_order_of_the_streams_gives_equal_bits(path, seed, enable_cpu_offloa
 def test_a_switch_between_two_chunks_changes_no_bit(path, start, modes):
     wanted = run(engine_with_graphs(path), CHUNKED, some_params(5))
     engine = engine_with_graphs(path, enable_cpu_offload=start)
-    captured = segments_of(engine)[4]
+    captured = pieces_of(engine)[4]
     assert run(engine, CHUNKED, some_params(5), switching(modes)) == wanted
-    assert segments_of(engine)[4] is captured, "the segments are the same in both modes, and were captured again"
+    assert pieces_of(engine)[4] is captured, "the pieces are the same in both modes, and were captured again"
 
 
 def test_a_capture_between_two_steps_leaves_running_sequences_alone(path):
@@ -147,20 +147,20 @@ def test_nothing_in_the_padding_reaches_a_result(path, enable_cpu_offload, monke
     arguments = dict(enable_cpu_offload=enable_cpu_offload)
     wanted = run(engine_with_graphs(path, **arguments), *load)
     engine = engine_with_graphs(path, **arguments)
-    segments, num_poisoned = prefill_segments_of(engine), 0
-    begin = segments.begin
+    pieces, num_poisoned = prefill_pieces_of(engine), 0
+    begin = pieces.begin
 
     def poisoned(num_tokens, places):
         nonlocal num_poisoned
         tensors = begin(num_tokens, places)
-        for buffer in (segments.buffers.x, segments.buffers.q, segments.buffers.attention):
+        for buffer in (pieces.buffers.x, pieces.buffers.q, pieces.buffers.attention):
             buffer.fill_(math.nan)
         num_poisoned += len(tensors) - num_tokens
         return tensors
 
-    monkeypatch.setattr(segments, "begin", poisoned)
+    monkeypatch.setattr(pieces, "begin", poisoned)
     assert run(engine, *load) == wanted
-    assert num_poisoned > 0 and segments.buffers.attention.isnan().any(), "the poison was not there to the end"
+    assert num_poisoned > 0 and pieces.buffers.attention.isnan().any(), "the poison was not there to the end"
 
 
 @torch.inference_mode()
@@ -178,8 +178,8 @@ def test_padding_is_stored_nowhere_in_the_pool(path):
 
 def test_the_step_reads_token_0_at_position_0_without_a_slot_as_padding(path, monkeypatch):
     engine = engine_with_graphs(path)
-    segments, seen = prefill_segments_of(engine), []
-    begin = segments.begin
+    pieces, seen = prefill_pieces_of(engine), []
+    begin = pieces.begin
 
     def watched(num_tokens, places):
         tensors = begin(num_tokens, places)
@@ -187,7 +187,7 @@ def test_the_step_reads_token_0_at_position_0_without_a_slot_as_padding(path, mo
         seen.append([t[padding].tolist() for t in (tensors.token_ids, tensors.given_positions, tensors.slots)])
         return tensors
 
-    monkeypatch.setattr(segments, "begin", watched)
+    monkeypatch.setattr(pieces, "begin", watched)
     run(engine, [EVERY_LENGTH[21]], [FIRST_TOKEN])
     assert seen == [[[0, 0], [0, 0], [-1, -1]]]
 
@@ -247,7 +247,7 @@ def test_each_piece_of_each_count_is_captured_once(path):
     num_captures = runtime.num_captures
     engine.runner.capture(engine.mode == "offload")
     assert runtime.num_captures == num_captures
-    assert list(segments_of(engine)) == COUNTS[::-1], "the largest first: later ones find room in its memory"
+    assert list(pieces_of(engine)) == COUNTS[::-1], "the largest first: later ones find room in its memory"
 
 
 def test_graphs_read_and_write_the_same_addresses_in_every_step(path):
@@ -257,7 +257,7 @@ def test_graphs_read_and_write_the_same_addresses_in_every_step(path):
         names = ("token_ids", "given_positions", "slots", "positions", "x", "q", "attention")
         return [
             [getattr(tensors, name).data_ptr() for name in names]
-            for tensors in prefill_segments_of(engine).fixed.values()
+            for tensors in prefill_pieces_of(engine).fixed.values()
         ]
 
     engine = make_engine(path, SimulatedRuntime(), capture_num_tokens=COUNTS)
@@ -323,7 +323,7 @@ def test_counts_beyond_any_step_are_refused_and_others_keep_the_steps_large_enou
 
 def test_the_plan_counts_the_fixed_buffers(path):
     plain, engine = make_engine(path), engine_with_graphs(path)
-    buffers = prefill_segments_of(engine).buffers
+    buffers = prefill_pieces_of(engine).buffers
     num_bytes = sum(t.nbytes for t in (buffers.positions, buffers.x, buffers.q, buffers.attention))
     assert engine.plan.workspace_bytes - plain.plan.workspace_bytes == num_bytes > 0
     assert engine.plan.block_bytes == BLOCK_BYTES
@@ -341,7 +341,7 @@ def test_an_exception_inside_a_graph_ends_its_requests_only(path, enable_cpu_off
     def broken():
         raise RuntimeError("out of luck")
 
-    graphs = segments_of(engine).values()
+    graphs = pieces_of(engine).values()
     intact = [captured[piece] for captured in graphs]
     for captured in graphs:
         captured[piece] = broken
@@ -381,6 +381,6 @@ def test_a_finished_step_holds_no_activations(path, monkeypatch):
     run(engine, [CHUNKED[0][:60]], [FIRST_TOKEN])
     assert [step.num_tokens for step in steps] == [4, 60]
     run(engine, [CHUNKED[0]], [FIRST_TOKEN])
-    assert any(any(step.plan.chunks) for step in steps), "a state was needed"
+    assert any(any(step.chunks) for step in steps), "a state was needed"
     assert all(step.tensors is None and step.state is None for step in steps)
     assert all(torch.isfinite(step.last_normed).all() for step in steps)

@@ -12,14 +12,15 @@ from tiny_models import FAMILIES, tiny_config
 
 from nanoinfer import LLMEngine
 from nanoinfer.attention.torch_backend import TorchBackend
-from nanoinfer.execution.segments import Segments
-from nanoinfer.execution.step_tensors import StepTensors
+from nanoinfer.execution.pieces import Pieces
 from nanoinfer.layers.linear import Linear
 from nanoinfer.memory import plan as memory
 from nanoinfer.models.checkpoint_info import CheckpointInfo
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.layer import KVSlots
+from nanoinfer.models.pieces import Held
 from nanoinfer.models.registry import find_class, supported_architectures
+from nanoinfer.models.step_tensors import StepTensors
 from nanoinfer.weights.load import read_spec
 
 pytest.importorskip("triton")
@@ -189,13 +190,13 @@ SHAPES = {
 def test_activations_of_a_prefill_step(family, shape, as_on_cuda):
     model, num_tokens = meta_model(family, **SHAPES[shape]), 64
     table = torch.empty(3, num_tokens, dtype=torch.int32, device="meta")
-    tensors, segments = StepTensors(*table), Segments(model, meta_pool(model), None)
+    tensors, pieces = StepTensors(*table, table[0, :1]), Pieces(model, Held(meta_pool(model), {}))
     backend = TorchBackend(replace(model.spec.attention, block_size=16), "meta")
     with LiveBytes() as live:
         state = backend.prefill_state(num_tokens)
         tensors.reserve(model.spec)
-        for index in range(len(segments)):
-            segments.run(index, tensors)
+        for index in range(len(pieces)):
+            pieces.run(index, tensors)
     assert state is not None
     planned = memory.prefill_bytes(model.spec, num_tokens)
     if shape == "behind it" and family == "gemma3":  # the product ends one norm sooner

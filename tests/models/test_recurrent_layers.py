@@ -146,7 +146,7 @@ def test_states_are_planned(path):
     plans = [toy_engine(path, max_num_seqs=rows).plan for rows in (3, 4)]
     spec = toy_engine(path).runner.spec
     assert spec.row_bytes == 3 * 4 * spec.hidden_size
-    assert spec.cuts == (1, 2) and spec.windows == (None, 40)
+    assert spec.kv_layers == (1, 2) and spec.windows == (None, 40)
     assert plans[1].workspace_bytes - plans[0].workspace_bytes > spec.row_bytes
 
 

@@ -81,7 +81,7 @@ def test_the_transfers_of_a_plan_run_over_layers_without_chunks():
     a, b = Chunk((1,), 0), Chunk((2,), 1)
     plan = StreamPlan(([a, b], [], [a]))
     assert plan.transfers == [(0, a), (0, b), (2, a)]
-    assert plan.chunks_per_layer == (2, 0, 1)
+    assert [need.through_ring for need in plan.needs] == [2, 0, 1]
 
 
 def test_pool_hands_out_lowest_numbers_and_refuses_more_than_it_has():

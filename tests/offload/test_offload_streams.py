@@ -14,7 +14,20 @@ import torch
 from engines import RULES
 from simulated import RaceError, SimulatedRuntime
 
-from offload import BlockLifetimes, BlockPool, Chunk, HostPool, KVLayout, OffloadEngine, Ring, Staging, StreamPlan, pack
+from offload import (
+    BlockLifetimes,
+    BlockPool,
+    Chunk,
+    Cut,
+    HostPool,
+    KVLayout,
+    OffloadEngine,
+    Places,
+    Ring,
+    Staging,
+    StreamPlan,
+    pack,
+)
 from offload.blocks import GPU
 from offload.engine import MAX_UNREAD
 from offload.lifetimes import GPU_RULE, WRITES
@@ -40,6 +53,10 @@ def kv_value(sequence: int, token: int, layer: int) -> float:
     return float((sequence * 131 + token * 17 + layer * 7) % 97 + 1)
 
 
+def plan_of(chunks: list[Chunk]) -> StreamPlan:
+    return StreamPlan((*[chunks] * LAYOUT.num_layers, ()))
+
+
 class ToySequence:
     def __init__(self, number: int) -> None:
         self.number = number
@@ -59,7 +76,9 @@ class Toy:
         self.gpu_blocks = BlockPool(6, first=1)
         host = HostPool(LAYOUT, num_blocks=12, blocks_per_segment=3, arena=PlainArena(4, 3 * LAYOUT.block_bytes))
         ring = Ring(self.runtime, LAYOUT, num_ring_slots, blocks_per_slot)
-        self.engine = OffloadEngine(self.runtime, self.gpu_kv, host, ring, self.compute_stream)
+        cuts = [*map(Cut, range(LAYOUT.num_layers)), Cut()]
+        places = Places(self.runtime, [])
+        self.engine = OffloadEngine(self.runtime, self.gpu_kv, host, ring, self.compute_stream, cuts, places)
         self.lifetimes = BlockLifetimes(self.gpu_blocks, BlockPool(host.num_blocks), self.engine, self._poison)
         self.staging = Staging(self.runtime, 8, torch.float32)
         self.new_kv = torch.zeros(8)
@@ -90,13 +109,16 @@ class Toy:
 
     # The step, as the engine sees it
 
-    is_one_graph = True
+    @property
+    def section_ends(self) -> tuple[int, ...]:
+        last = LAYOUT.num_layers
+        return tuple(range(last + 1)) if self.plan.transfers else (last,)
 
-    def compute_all(self) -> None:
-        for layer in range(LAYOUT.num_layers + 1):
-            self.compute(layer)
+    def compute(self, section: int) -> None:
+        for layer in range(LAYOUT.num_layers) if len(self.section_ends) == 1 else [section]:
+            self._compute(layer)
 
-    def compute(self, layer: int) -> None:
+    def _compute(self, layer: int) -> None:
         if layer == LAYOUT.num_layers:
             return
         writes = [(sequence.tail, (sequence.num_tokens - 1) % 2) for sequence in self.sequences]
@@ -108,7 +130,7 @@ class Toy:
 
         self.compute_stream.run(work)
 
-    def attend(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
+    def use(self, layer: int, chunk: Chunk, ring_slot: int) -> None:
         def work() -> None:
             slot = self.engine.ring.slots[ring_slot]
             for place in range(len(chunk.blocks)):
@@ -125,7 +147,7 @@ class Toy:
                 (sequence.tail,) = self.gpu_blocks.allocate(1)
         streamed = [block for sequence in self.sequences for block in sequence.host]
         expected = self._expected()
-        self.plan = self.ahead = StreamPlan((pack(streamed, self.engine.ring.blocks_per_slot),) * LAYOUT.num_layers)
+        self.plan = self.ahead = plan_of(pack(streamed, self.engine.ring.blocks_per_slot))
         self.write_through = []
         for sequence in self.sequences:
             sequence.num_tokens += 1
@@ -221,7 +243,7 @@ def test_each_wait_removed_is_noticed(rule):
 def test_prefetch_crosses_the_step_boundary():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
     host_blocks = toy.lifetimes.host_blocks.allocate(3)
-    toy.plan = toy.ahead = StreamPlan((pack(host_blocks, 1),) * LAYOUT.num_layers)
+    toy.plan = toy.ahead = plan_of(pack(host_blocks, 1))
     toy.write_through = []
     per_step = 3 * LAYOUT.num_layers
     for step in range(1, 4):
@@ -233,11 +255,11 @@ def test_prefetch_crosses_the_step_boundary():
 def test_a_freed_block_drops_the_prefetch_that_holds_it():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
     host_blocks = toy.lifetimes.host_blocks.allocate(3)
-    toy.plan = toy.ahead = StreamPlan((pack(host_blocks, 1),) * LAYOUT.num_layers)
+    toy.plan = toy.ahead = plan_of(pack(host_blocks, 1))
     toy.write_through = []
     toy.run()
     toy.lifetimes.release_host(host_blocks[2:])
-    toy.plan = toy.ahead = StreamPlan((pack(host_blocks[:2], 1),) * LAYOUT.num_layers)
+    toy.plan = toy.ahead = plan_of(pack(host_blocks[:2], 1))
     toy.run()
     assert toy.engine.counters.discarded_bytes == 0, "the last block was not prefetched"
     toy.lifetimes.release_host(host_blocks[:1])
@@ -344,13 +366,13 @@ def test_a_block_that_is_written_twice_waits_for_the_second_time():
     assert num_pending > 5
 
 
-@pytest.mark.parametrize("place", ["compute", "attend"])
+@pytest.mark.parametrize("place", ["compute", "use"])
 def test_prefetch_is_forgotten_when_a_step_fails_behind_it(place):
     """It lies in ring slots that the next step counts from another place."""
     for calls in (1, 5, 9):
         toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
         host_blocks = toy.lifetimes.host_blocks.allocate(3)
-        toy.plan = toy.ahead = StreamPlan((pack(host_blocks, 1),) * LAYOUT.num_layers)
+        toy.plan = toy.ahead = plan_of(pack(host_blocks, 1))
         toy.write_through = []
         toy.run()
         original, counted = getattr(toy, place), itertools.count(1)
@@ -394,7 +416,7 @@ def test_of_many_operations_in_flight_none_is_forgotten_that_has_not_run():
 def test_events_that_nobody_asks_about_do_not_pile_up():
     toy = Toy(seed=3, dropped_rule=None, num_ring_slots=2, blocks_per_slot=1)
     host_blocks = toy.lifetimes.host_blocks.allocate(4)
-    toy.plan = toy.ahead = StreamPlan((pack(host_blocks[:3], 1),) * LAYOUT.num_layers)
+    toy.plan = toy.ahead = plan_of(pack(host_blocks[:3], 1))
     toy.write_through = [(1, host_blocks[3])]
     toy.gpu_blocks.allocate(1)
     for _ in range(100):

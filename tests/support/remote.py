@@ -30,7 +30,7 @@ def execute_steps(connection, config: EngineConfig) -> None:
     with torch.inference_mode():
         built = build(config, None)
         runner, pending = built.runner, {}
-        capture = runner.prefill_program.segments.capture_num_tokens
+        capture = runner.prefill_program.pieces.capture_num_tokens
         connection.send((runner.plan, runner.spec, runner.layout, runner.num_gpu_blocks, capture))
 
         def execute(plan):
@@ -92,7 +92,7 @@ class RemoteRunner(Remote):
         super().__init__(self.ask, "", runtime=CpuRuntime(), **own)
         counters, host = SimpleNamespace(streamed_bytes=0), Remote(self.ask, "offload.host")
         self.offload = Remote(self.ask, "offload", counters=counters, host=host)
-        self.prefill_program = SimpleNamespace(segments=SimpleNamespace(capture_num_tokens=capture))
+        self.prefill_program = SimpleNamespace(pieces=SimpleNamespace(capture_num_tokens=capture))
         self.block_copies = Remote(self.ask, "block_copies")
 
     def ask(self, name: str, *arguments):

@@ -48,10 +48,13 @@ def _check_tables(program: DecodeProgram, step: DecodeStep, plan: StepPlan) -> N
     """Check that the host's tables, as they were uploaded last, are those of this plan."""
     attention, first = program.attention, len(plan.chunks)
     lists = attention.lists.splits(step.size, plan.gpu_blocks[first:], plan.host_blocks[first:], plan.ends)
-    assert attention.lists.stream_plan(lists) == step.plan == step.ahead, "another plan of what streams"
+    chunks = attention.lists.chunks(lists)
+    assert chunks == step.chunks, "other chunks stream"
+    assert program.resources.pieces.plan(chunks) == step.plan == step.ahead, "another plan of what streams"
     assert not step.write_through and not step.promoted
-    rows = program.batch_rows.uploaded.tolist()
-    assert rows[: step.size] == plan.rows.tolist() + [program.rows.padding_row] * (step.size - len(plan.rows))
+    batch = program.batch.uploaded.tolist()
+    assert batch[0] == len(plan.rows)
+    assert batch[4 : 4 + step.size] == plan.rows.tolist() + [program.rows.padding_row] * (step.size - len(plan.rows))
     for kind, (found, splits, records) in enumerate(zip(lists, attention.splits, attention.records, strict=True)):
         table = splits.table.uploaded
         head, items = table[: splits.begin_of_items], table[splits.begin_of_items :].reshape(-1, 4)
@@ -59,8 +62,7 @@ def _check_tables(program: DecodeProgram, step: DecodeStep, plan: StepPlan) -> N
         assert head[splits.max_batch + 1 :][: len(plan.rows)].tolist() == found.partials_per_block.tolist()
         # Which items come first depends on the rows' lengths, and changes no bit.
         assert sorted(items[1 : 1 + items[0, 0]].tolist()) == sorted(found.on_gpu.tolist()), "other splits on the GPU"
-        chunks = step.plan.chunks[program.resources.kind.index(kind)]
-        wanted = [record for record in slot_records(found.on_host, chunks) if len(record) > 1]
+        wanted = [record for record in slot_records(found.on_host, chunks[kind]) if len(record) > 1]
         if wanted:
             flat = np.concatenate(wanted).reshape(-1)
             assert records.table.uploaded[: len(flat)].tolist() == flat.tolist(), "other records of the ring's chunks"

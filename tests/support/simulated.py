@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.runtime.base import Event, Runtime, Stream
+from offload.runtime.base import Event, Runtime, Stream, poison_of
 
 
 class RaceError(RuntimeError):
@@ -162,7 +162,7 @@ class SimulatedRuntime(Runtime):
     @torch.inference_mode()  # released blocks may be reclaimed outside of a step
     def poison(self, stream: Stream, tensor: torch.Tensor) -> None:
         if self.poisons:
-            stream.run(lambda: tensor.fill_(torch.nan))
+            stream.run(lambda: tensor.fill_(poison_of(tensor.dtype)))
 
     def synchronize(self) -> None:
         self.advance(lambda: not any(stream.queue for stream in self.streams))

@@ -1,8 +1,8 @@
-"""The segments of prefill steps, eagerly or from captured graphs.
+"""The pieces of prefill steps, eagerly or from captured graphs.
 
-The attention between two segments depends on the sequences' lengths and histories, so it is launched eagerly. The rest
+The attention between two pieces depends on the sequences' lengths and histories, so it is launched eagerly. The rest
 is about ten kernels per layer, at 13 us of host time each, so with few tokens the device would wait for the host. One
-graph per segment replaces these launches.
+graph per piece replaces these launches.
 
 A step of at most the largest captured token count is padded to the next captured count, with graphs or without. On CUDA
 a larger step is padded to a number of rows at which the matrix library may be called (`counts.padded_rows`).
@@ -13,15 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import numpy as np
 from torch import Tensor
 
 from nanoinfer.execution.graphs import GraphWork
 from nanoinfer.execution.resources import Resources
-from nanoinfer.execution.step_tensors import FixedBuffers, FixedTensors, StepTensors
 from nanoinfer.execution.tables import DeviceTable, Packer
 from nanoinfer.kernels.linear.counts import padded_rows
+from nanoinfer.models.step_tensors import FixedBuffers, FixedTensors, StepTensors
+from offload import Transfer
 
 
 @dataclass
@@ -29,7 +31,7 @@ class PrefillCounters:
     """Running totals of prefill steps.
 
     Attributes:
-        graph_steps: steps whose segments ran from graphs.
+        graph_steps: steps whose pieces ran from graphs.
         padded_tokens: padding of all steps.
     """
 
@@ -38,8 +40,8 @@ class PrefillCounters:
     padded_tokens: int = 0
 
 
-class PrefillSegments:
-    """Pads and captures the segments of prefill steps.
+class PrefillPieces:
+    """Pads and captures the pieces of prefill steps.
 
     Args:
         table: the steps' table. A step packs its tokens' inputs first, so that their addresses depend on the padded
@@ -67,30 +69,51 @@ class PrefillSegments:
         return captured or (padded_rows(num_tokens) if self._pads else num_tokens)
 
     def begin(self, num_tokens: int, inputs: list[Tensor]) -> StepTensors:
-        """Return the tensors of a step of `num_tokens` tokens, whose padded inputs lie in the table."""
+        """Return the tensors of a step of `num_tokens` tokens, whose padded inputs lie in the table.
+
+        inputs: as `pack` returns.
+        """
         count = self.padded_count(num_tokens)
         self.counters.padded_tokens += count - num_tokens
-        is_captured = ("segments", count) in self._resources.graphs
+        is_captured = ("prefill", count) in self._resources.graphs
         self.counters.graph_steps += is_captured
         self.counters.eager_steps += not is_captured
         return self.fixed[count] if count in self.fixed else StepTensors(*inputs)
 
     def works(self) -> Iterator[GraphWork]:
-        """Yield the work to capture: each segment for each count, the largest first; the same in every mode."""
-        segments = self._resources.segments
+        """Yield the work to capture: each piece for each count, the largest first; the same in every mode."""
+        pieces = self._resources.pieces
         for count, tensors in reversed(self.fixed.items()):
-            launches = [partial(segments.run, index, tensors) for index in range(len(segments))]
+            launches = [partial(pieces.run, index, tensors) for index in range(len(pieces))]
             yield GraphWork(
-                ("segments", count), f"prefill graphs, {count} tokens", partial(self._reset_table, count), launches
+                ("prefill", count), f"prefill graphs, {count} tokens", partial(self._reset_table, count), launches
             )
 
+        slots = range(self._resources.ring.num_ring_slots) if self.fixed else ()
+        for kind, slot in product(pieces.ring_transfers, slots):
+            use = partial(self.use, pieces.ring_transfers[kind], slot, self.fixed[max(self.fixed)])
+            prepare = partial(self._reset_table, max(self.fixed))
+            yield GraphWork(("prefill use", kind, slot), "ring slot graphs", prepare, [use])
+
+    def use(self, transfer: Transfer, ring_slot: int, tensors: StepTensors) -> None:
+        """Use what the model wanted, in a ring slot, on the current stream. All captured counts share one launch."""
+        transfer.use(tensors.x, tensors.num_live, self._resources.ring.bytes[ring_slot])
+
+    def enqueue_use(self, transfer: Transfer, ring_slot: int, tensors: StepTensors) -> None:
+        """Enqueue `use`, from its graph where the pieces run from graphs."""
+        work = partial(self.use, transfer, ring_slot, tensors)
+        if ("prefill", len(tensors)) in self._resources.graphs:
+            self._resources.graphs.run(("prefill use", transfer.kind, ring_slot), work)
+        else:
+            self._resources.compute.run(work)
+
     def run_each_kind(self) -> None:
-        """Run segments that together use every kernel, for each count, on padding."""
-        segments = self._resources.segments
+        """Run pieces that together use every kernel, for each count, on padding."""
+        pieces = self._resources.pieces
         for count, tensors in self.fixed.items():
             self._reset_table(count)
-            for index in (0, 1, len(segments) - 1):
-                segments.run(index, tensors)
+            for index in pieces.one_of_each_kind:
+                pieces.run(index, tensors)
 
     def _reset_table(self, count: int) -> None:
         """Fill the table with padding, for the warm-up run before a capture to compute.
@@ -101,5 +124,19 @@ class PrefillSegments:
 
     def _pack_padding(self, count: int) -> tuple[Packer, list[Tensor]]:
         """Pack a step of padding only, and return its inputs."""
-        packer = Packer(self._table)
-        return packer, [packer.add(np.full(count, value)) for value in self._padding]
+        columns = [np.full(count, value) for value in self._padding]
+        return pack_inputs(self._table, columns, num_live=0)
+
+
+def pack_inputs(table: DeviceTable, columns: list[np.ndarray], num_live: int) -> tuple[Packer, list[Tensor]]:
+    """Begin a step's table with its padded inputs, at addresses that depend on their length alone: graphs read them.
+
+    columns: token ids, positions, slots and, if a layer asks for them, rows; num_live: how many of these are tokens.
+
+    Returns:
+        The packer, and the tensors that `StepTensors` begins with.
+    """
+    packer = Packer(table)
+    live = packer.add([num_live])
+    token_ids, positions, slots, *rows = (packer.add(column) for column in columns)
+    return packer, [token_ids, positions, slots, live, *rows]

@@ -1,4 +1,4 @@
-"""The tensors that the segments of a step read, and leave for the next segment."""
+"""The tensors that the pieces of a step read, and leave for the next piece."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class StepTensors:
     Attributes:
         token_ids, given_positions: [N] int32 or int64.
         slots: [N] int32 or int64, as in `KVSlots`.
+        num_live: [1] int32, how many rows are tokens. Padding is not a piece's to touch, where that matters.
         rows: [N] int32, the row of each token; None if no layer keeps a recurrent state.
-        positions: [N], int64 from the first segment on.
-        x: [N, hidden_size], the residual sum so far; after the last segment the input of the head.
+        positions: [N], int64 from the first piece on.
+        x: [N, hidden_size], the residual sum so far; after the last piece the input of the head.
         q: [N, num_q_heads, head_dim].
         attention: [N, num_q_heads, head_dim], which the attention fills; padding rows hold anything.
     """
@@ -29,6 +30,7 @@ class StepTensors:
     token_ids: Tensor
     given_positions: Tensor
     slots: Tensor
+    num_live: Tensor
     rows: Tensor | None = None
     x: Tensor | None = None
     q: Tensor | None = None
@@ -66,7 +68,7 @@ class StepTensors:
         return self.q[begin : begin + count], self.attention[begin : begin + count]
 
     def input_rows(self, count: int, begin: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return token ids, positions and slots of `count` rows from `begin` on, where the first segment reads them."""
+        """Return token ids, positions and slots of `count` rows from `begin` on, where the first piece reads them."""
         rows = slice(begin, begin + count)
         return self.token_ids[rows], self.given_positions[rows], self.slots[rows]
 
@@ -90,7 +92,7 @@ class FixedTensors(StepTensors):
     """`StepTensors` at addresses that graphs hold: the first rows of buffers that all captured token counts share.
 
     Args:
-        inputs: token ids, positions, slots and, if need be, rows.
+        inputs: token ids, positions, slots, the number of live rows and, if need be, rows.
     """
 
     def __init__(self, inputs: list[Tensor], buffers: FixedBuffers) -> None:

@@ -1,0 +1,116 @@
+"""The layer loop: the one place that walks the pieces of a model, for every kind of step.
+
+A model is a list of pieces with cuts between them (`models/pieces.py`). A kind of step does something *around* pieces,
+which is its attention. Pieces between two cuts at which a step wants something from host memory are a *section*: one
+graph, where they are captured. A step that wants nothing has one section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, partial
+from typing import Protocol
+
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.models.pieces import Held
+from nanoinfer.models.step_tensors import StepTensors
+from offload import Chunk, KVLayout, StreamPlan, Transfer
+
+
+class Around(Protocol):
+    """What a kind of step does around pieces: at once if the piece runs at once, else enqueued as the piece is."""
+
+    def begin(self, tensors: StepTensors) -> None:
+        """Make the inputs of the first piece."""
+
+    def attend(self, layer: int, tensors: StepTensors) -> None:
+        """Begin the attention of a layer, as far as its keys and values lie on the GPU."""
+
+    def end_attention(self, layer: int, tensors: StepTensors) -> None:
+        """Make the attention's output, which the next piece reads."""
+
+    def end(self, tensors: StepTensors) -> None:
+        """Use what the last piece left."""
+
+
+def at_once(key: Hashable, work: Callable[[], None], number: int = 0) -> None:
+    """Run the work now: it is captured as part of something larger, or nothing is captured."""
+    work()
+
+
+class Pieces:
+    """Runs the pieces of one model.
+
+    Attributes:
+        cuts: one behind each piece.
+        whole: for each section of a step in which no KV streams, the number of its last piece.
+        cut: the same for a step in which KV may stream at every attention.
+    """
+
+    def __init__(self, model: Decoder, held: Held) -> None:
+        self._pieces, self._held = model.pieces(), held
+        self._window_of = [model.spec.attention.windows.index(window) for window in model.spec.windows]
+        self.cuts = tuple(piece.cut for piece in self._pieces)
+        last = len(self._pieces) - 1
+        self.whole = tuple(i for i, cut in enumerate(self.cuts) if cut.transfers or i == last)
+        self.cut = tuple(i for i in range(last + 1) if i in self.whole or self.cuts[i].kv_layer is not None)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def one_of_each_kind(self) -> list[int]:
+        """The first piece of each kind, ascending."""
+        first = {piece.kind: i for i, piece in reversed([*enumerate(self._pieces)])}
+        return sorted(first.values())
+
+    def run_around(
+        self,
+        index: int,
+        tensors: StepTensors,
+        around: Around,
+        run: Callable[[Hashable, Callable[[], None], int], object] = at_once,
+    ) -> None:
+        """Run a piece, and what a kind of step does around it.
+
+        Args:
+            run: runs the piece, as `Graphs.run` does with the key of a prefill step.
+        """
+        if index == 0:
+            around.begin(tensors)
+        elif (layer := self.cuts[index - 1].kv_layer) is not None:
+            around.end_attention(layer, tensors)
+        run(("prefill", len(tensors)), partial(self.run, index, tensors), index)
+        if index == len(self) - 1:
+            around.end(tensors)
+        elif (layer := self.cuts[index].kv_layer) is not None:
+            around.attend(layer, tensors)
+
+    def run(self, index: int, tensors: StepTensors) -> None:
+        """Run a piece on the current stream."""
+        self._pieces[index].run(tensors, self._held)
+
+    # What passes at the cuts
+
+    def plan(self, chunks: Sequence[Sequence[Chunk]]) -> StreamPlan:
+        """Return what passes in a step. chunks: for each window the KV chunks of each layer that has it."""
+        return self._plan(chunks) if any(chunks) else self._without_kv
+
+    @cached_property
+    def _without_kv(self) -> StreamPlan:
+        return self._plan([()] * (max(self._window_of) + 1))
+
+    def _plan(self, chunks: Sequence[Sequence[Chunk]]) -> StreamPlan:
+        kv = [() if cut.kv_layer is None else chunks[self._window_of[cut.kv_layer]] for cut in self.cuts]
+        own = [cut.transfers for cut in self.cuts]
+        return StreamPlan(tuple([*some, *more] if more else some for some, more in zip(kv, own, strict=True)))
+
+    def common_bytes(self, layout: KVLayout) -> int:
+        """Return the bytes that pass in every step, besides KV."""
+        return sum(transfer.num_bytes(layout) for cut in self.cuts for transfer in cut.transfers)
+
+    @cached_property
+    def ring_transfers(self) -> dict[Hashable, Transfer]:
+        """One of each kind of transfers that pass through the ring and hold no KV."""
+        own = [transfer for cut in self.cuts for transfer in cut.transfers if transfer.landing is None]
+        return {transfer.kind: transfer for transfer in reversed(own)}
