@@ -95,8 +95,12 @@ class LLMEngine:
             the device.
 
     Attributes:
-        on_logits: called in each step that samples, with the sequences that get a token and a function that returns
-            their logits, [len(sequences), vocab_size], for work on the compute stream in this step. None: no call.
+        on_logits: called for each step that samples, with the sequences that get a token and their logits,
+            [len(sequences), vocab_size], for work on the compute stream between the layers and the sampling. It may
+            change the logits there. None: no call.
+        samples_late: call `on_logits` and launch the sampling only when the tokens of the step before were read, so
+            that what is uploaded may depend on them. The layers run meanwhile. Of the sequences some may have ended
+            with the token just read; theirs will be dropped.
         intake: checks prompts, also those of a closed engine.
         modes: which mode is current, and what each can hold.
         alone, drop: methods of `Turns`.
@@ -114,7 +118,8 @@ class LLMEngine:
         self.modes = Modes(built)
         self.intake = Intake(built, self.modes)
         self.planner = StepPlanner(self.kv_cache, built.end_token_ids)
-        self.on_logits: Callable[[list[Sequence], Callable[[], torch.Tensor]], None] | None = None
+        self.on_logits: Callable[[list[Sequence], torch.Tensor], None] | None = None
+        self.samples_late = False
         self.scheduler = Scheduler(
             self.kv_cache,
             self.admission,
@@ -217,6 +222,9 @@ class LLMEngine:
         launched = self._launch(batch)
         if before is not None:
             self._take(before, launched)
+        if launched.unsampled is not None:
+            self.work.at_risk = batch.sequences  # those of the step before are safe
+            self._sample(launched)
         if any(sequence.params.logprobs is not None for sequence in batch.sampled):
             # The log-probabilities of a whole step are too large to keep until the next step.
             self._take(launched)
@@ -263,6 +271,7 @@ class LLMEngine:
         self.work.remove_ended([request])
 
     def _launch(self, batch: Batch[Sequence]) -> LaunchedStep:
+        """Launch the layers of a step, and the sampling unless it comes late."""
         begin, copied = time.perf_counter(), self.runner.offload.counters
         streamed_before, is_decode = copied.streamed_bytes, not batch.chunks
         if not is_decode:  # a request's first step is never a decode step
@@ -270,15 +279,22 @@ class LLMEngine:
                 self.work.requests[sequence.request_id].mark_scheduled()
         timeline = self.meter.timeline(is_decode)
         plan = self.planner.begin_step(batch)
-        on_logits = None if self.on_logits is None else partial(self.on_logits, batch.sampled)
-        tokens = self.runner.execute(plan, timeline, on_logits)
+        layers = self.runner.execute(plan, timeline)
+        launched = LaunchedStep(batch, layers, begin, copied.streamed_bytes - streamed_before, timeline)
+        if not self.samples_late:
+            self._sample(launched)
         self.planner.end_step(batch, plan)
-        if tokens.streamed_bytes is not None:
-            for sequence, num_bytes in zip(batch.sequences, tokens.streamed_bytes.tolist(), strict=True):
+        if layers.streamed_bytes is not None:
+            for sequence, num_bytes in zip(batch.sequences, layers.streamed_bytes.tolist(), strict=True):
                 sequence.streamed_bytes += num_bytes
         self.meter.resident_share = self.kv_cache.copies.resident_share
         self.meter.trace_host("launch " + ("decode" if is_decode else "prefill"), begin)
-        return LaunchedStep(batch, tokens, begin, copied.streamed_bytes - streamed_before, timeline)
+        return launched
+
+    def _sample(self, step: LaunchedStep) -> None:
+        on_logits = None if self.on_logits is None else partial(self.on_logits, step.batch.sampled)
+        step.tokens = self.runner.sample(step.unsampled, on_logits)
+        step.unsampled = None  # its tensors lie where the next step needs room
 
     def _take(self, step: LaunchedStep, behind: LaunchedStep | None = None) -> None:
         """Wait for a step, hand out its tokens and free the sequences that have ended.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from nanoinfer.engine.trace import Trace
 from nanoinfer.execution.read_back import PendingTokens
+from nanoinfer.execution.runner import UnsampledStep
 from nanoinfer.requests.sequence import Sequence
 from nanoinfer.step.batch import Batch
 from offload import Runtime, Timeline
@@ -17,20 +18,22 @@ LINK_BOUND = 0.85  # share of the time in which the link is busy
 CPU_BOUND = 0.9  # share of the time in which the host does not wait for the device
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaunchedStep:
     """A step that was launched and not read yet.
 
     Attributes:
-        tokens: of the sequences in `batch.sampled`.
+        unsampled: what `ModelRunner.sample` takes; None: the sampling is launched.
         launched: `time.perf_counter` at the begin of the launch.
+        tokens: of the sequences in `batch.sampled`, if the sampling is launched.
     """
 
     batch: Batch[Sequence]
-    tokens: PendingTokens
+    unsampled: UnsampledStep | None
     launched: float
     streamed_bytes: int
     timeline: Timeline | None
+    tokens: PendingTokens | None = None
 
 
 @dataclass

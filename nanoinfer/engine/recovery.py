@@ -22,8 +22,9 @@ class Work:
 
     Attributes:
         requests: the requests that have not ended, by id.
-        in_flight: the step that was launched and not read yet.
-        at_risk: the sequences whose state would be unknown after an exception now.
+        in_flight: the step that was launched, sampling included, and not read yet.
+        at_risk: the sequences whose state would be unknown after an exception now. A step without its sampling, which
+            lasts within one `LLMEngine.step` only, is in no other place: its sequences are among these.
         is_whole: False while requests, pools or tables are being changed.
     """
 

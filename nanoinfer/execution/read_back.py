@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from nanoinfer.sampling.settings import UNSOUND
@@ -19,7 +18,6 @@ class PendingTokens:
         fault: why logits are unsound, as far as it is known.
 
     Attributes:
-        streamed_bytes: [members of the step] int64, the bytes that are streamed for each; None: nothing streams.
         done: recorded behind the step.
         made: when the step was seen to have run, if it was before the host waited for it.
     """
@@ -35,7 +33,6 @@ class PendingTokens:
     ) -> None:
         self._count, self._tokens, self._logprobs, self._wanted, self.done = count, tokens, logprobs, wanted, done
         self._fault = fault
-        self.streamed_bytes: np.ndarray | None = None
         self.made: float | None = None
 
     def read(self) -> list[tuple[int, tuple[float, int, list[float], list[int]] | None, Exception | None]]:

@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,8 +38,27 @@ from nanoinfer.step.plan import StepPlan
 from offload import HostPool, OffloadEngine, Places, Ring, Runtime, Stream, Timeline
 from offload.memory.pageable_pool import PageablePool
 from offload.memory.pinned import HostArena
+from offload.runtime.timeline import COMPUTE, NoTimeline
 
 SEGMENT_BYTES = GIB
+
+
+@dataclass(frozen=True)
+class UnsampledStep:
+    """A step whose layers are launched, and not its sampling.
+
+    Attributes:
+        prefill: the part of its chunks, if it has any.
+        logits: of the rows that get a token, [sampled rows, vocab_size], once the layers have run.
+        streamed_bytes: [members of the step] int64, the bytes that are streamed for each; None: nothing streams.
+    """
+
+    plan: StepPlan
+    step: DecodeStep | PrefillStep | MixedStep
+    prefill: PrefillStep | None
+    timeline: NoTimeline
+    logits: torch.Tensor
+    streamed_bytes: np.ndarray | None
 
 
 class ModelRunner:
@@ -98,7 +118,6 @@ class ModelRunner:
         self.tokens_host = deque(
             (runtime.staging(self.decode_program.tokens.numel(), torch.int64), runtime.event()) for _ in range(2)
         )
-        self._prefill_tokens = torch.zeros_like(self.decode_program.tokens)
         self.graph_memory: tuple[int, int] | None = None  # bytes in use before, and that plus what all captures took
         runtime.synchronize()  # tables were filled on another stream than the one that will write them
 
@@ -213,34 +232,46 @@ class ModelRunner:
         """Compute with this model's number of CPU threads, whatever the caller or another engine has set."""
         return nullcontext() if self._num_threads is None else threads(self._num_threads)
 
-    def execute(
-        self,
-        plan: StepPlan,
-        timeline: Timeline | None = None,
-        on_logits: Callable[[Callable[[], torch.Tensor]], None] | None = None,
-    ) -> PendingTokens:
-        """Launch a step and the sampling of its tokens.
+    def execute(self, plan: StepPlan, timeline: Timeline | None = None) -> UnsampledStep:
+        """Launch the layers of a step, up to the logits of the rows that get a token. Before the next step: `sample`.
 
         Args:
-            on_logits: called with a function that returns the logits of the sampled rows, [sampled rows, vocab_size],
-                for work on the compute stream in this step.
+            timeline: records what each stream does and when; None records nothing.
         """
+        timeline = NoTimeline() if timeline is None else timeline
         with self.compute.current():
             step, prefill = self._begin(plan)
-            if prefill is None and plan.sampling:
-                self.decode_program.sampling.update(self.compute, plan.sampling)
             self.offload.run(step, plan.operation, plan.gone_host_blocks, timeline)
-            if prefill is None:
-                step.sample()
-                program, count = self.decode_program, len(plan.rows)
-                pending = self._read_back(plan, program.tokens, lambda: program.logits[:count], on_logits)
-            else:
-                pending = self._sample_prefill(plan, prefill, on_logits)
-        if step.plan.transfers:
-            if step.shares is None:
-                step.shares = self._shares(step, plan.num_members)
-            pending.streamed_bytes = step.shares
-        return pending
+            logits = self.decode_program.logits[: len(plan.sampled_rows)]
+            if prefill is not None and len(logits):
+                self.compute.run(lambda: self.model.logits(prefill.last_normed, logits))
+        if step.plan.transfers and step.shares is None:
+            step.shares = self._shares(step, plan.num_members)
+        return UnsampledStep(plan, step, prefill, timeline, logits, step.shares if step.plan.transfers else None)
+
+    def sample(self, launched: UnsampledStep, on_logits: Callable[[torch.Tensor], None] | None = None) -> PendingTokens:
+        """Launch the sampling of a step and the copies of its tokens to the host.
+
+        Args:
+            on_logits: called with the logits of the sampled rows, [sampled rows, vocab_size], for work on the compute
+                stream between the layers and the sampling; not called if there are none.
+        """
+        plan, prefill, logits = launched.plan, launched.prefill, launched.logits
+        sampling, tokens = self.decode_program.sampling, self.decode_program.tokens[: len(logits)]
+        with self.compute.current():
+            launched.timeline.begin(self.compute, COMPUTE)
+            if len(logits):
+                sampling.update(self.compute, plan.sampling)
+                if on_logits is not None:
+                    on_logits(logits)
+                if prefill is None:
+                    launched.step.sample()
+                else:
+                    # This also increments the rows' lengths. Those of prompts that end here are uploaded before they
+                    # are read.
+                    self.compute.run(lambda: sampling.sample(logits, prefill.last_rows, tokens))
+            launched.timeline.lap(self.compute, COMPUTE, "sampling")
+            return self._read_back(plan, tokens, logits)
 
     def _shares(self, step: DecodeStep | PrefillStep | MixedStep, num_members: int) -> np.ndarray:
         resources = self.decode_program.resources
@@ -258,34 +289,8 @@ class ModelRunner:
         decode = self.decode_program.begin(plan, beside=prefill.chunks if any(prefill.chunks) else None)
         return MixedStep(prefill, decode, len(plan.rows)), prefill
 
-    def _sample_prefill(
-        self, plan: StepPlan, step: PrefillStep, on_logits: Callable[[Callable[[], torch.Tensor]], None] | None
-    ) -> PendingTokens:
-        if not len(plan.sampled_rows):
-            return self._read_back(plan, self._prefill_tokens, lambda: None, None)
-        sampling = self.decode_program.sampling
-        sampling.update(self.compute, plan.sampling)
-        logits: list[torch.Tensor] = []
-
-        def choose() -> None:
-            logits.append(self.model.logits(step.last_normed))
-            tokens = self._prefill_tokens[: len(plan.sampled_rows)]
-            # This also increments the rows' lengths. Those of prompts that end here are uploaded before they are read.
-            sampling.sample(logits[0], step.last_rows, tokens)
-
-        self.compute.run(choose)
-        return self._read_back(plan, self._prefill_tokens, lambda: logits[0], on_logits)
-
-    def _read_back(
-        self,
-        plan: StepPlan,
-        tokens: torch.Tensor,
-        logits: Callable[[], torch.Tensor | None],
-        on_logits: Callable[[Callable[[], torch.Tensor]], None] | None,
-    ) -> PendingTokens:
+    def _read_back(self, plan: StepPlan, tokens: torch.Tensor, logits: torch.Tensor) -> PendingTokens:
         """Send the sampled tokens to the host, and log-probabilities for the rows that want them."""
-        if on_logits is not None:
-            on_logits(logits)
         count, wanted = len(plan.sampled_rows), list(plan.num_logprobs)
         found: list[torch.Tensor] = []
         if wanted:
@@ -293,15 +298,15 @@ class ModelRunner:
             index = torch.tensor(wanted, device=self.runtime.device)
 
             def look_up() -> None:
-                chosen = tokens[:count][index].clamp(min=0)  # not `UNSOUND`
-                found.extend(logprobs_of(logits()[index].float(), chosen, top))
+                chosen = tokens[index].clamp(min=0)  # not `UNSOUND`
+                found.extend(logprobs_of(logits[index].float(), chosen, top))
 
             self.compute.run(look_up)
         # Two buffers: one is written while the host still reads the other.
         self.tokens_host.rotate()
         on_host, done = self.tokens_host[0]
         if count:
-            self.compute.copy(on_host[:count], tokens[:count])
+            self.compute.copy(on_host[:count], tokens)
         self.compute.record(done)
         return PendingTokens(count, on_host, found, wanted, done, self._logits_fault)
 

@@ -40,14 +40,14 @@ class LogitsRecorder:
         self._unread: deque[tuple[list[Sequence], list[torch.Tensor], Event]] = deque()
         engine.on_logits = self._observe
 
-    def _observe(self, sequences: list[Sequence], logits: Callable[[], torch.Tensor]) -> None:
+    def _observe(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         """Copy the step's logits on the compute stream, before the next step overwrites them."""
         places = [i for i, sequence in enumerate(sequences) if self._is_wanted(sequence.request_id)]
         if places:
             copies: list[torch.Tensor] = []
             event = self._runner.runtime.event()
             all_of_them = slice(None) if len(places) == len(sequences) else places
-            self._runner.compute.run(lambda: copies.append(logits()[all_of_them].clone()))
+            self._runner.compute.run(lambda: copies.append(logits[all_of_them].clone()))
             self._runner.compute.record(event)
             self._unread.append(([sequences[i] for i in places], copies, event))
 

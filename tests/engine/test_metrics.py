@@ -127,7 +127,7 @@ def test_the_time_per_token_is_that_of_a_step_though_steps_run_ahead(path, monke
     """A step takes a second, which passes at its launch (the CPU computes then) or beside the host."""
     engine = make_engine(path, enable_cpu_offload=mode == "offload")
     clock, ends = [0.0], [0.0]
-    execute = engine.runner.execute
+    sample = engine.runner.sample
 
     class Done:
         def __init__(self) -> None:
@@ -141,14 +141,14 @@ def test_the_time_per_token_is_that_of_a_step_though_steps_run_ahead(path, monke
             clock[0] = max(clock[0], self.end)
 
     def one_second(*arguments):
-        tokens = execute(*arguments)
+        tokens = sample(*arguments)
         tokens.done = Done()
         if not is_asynchronous:
             tokens.done.synchronize(None)
         return tokens
 
     monkeypatch.setattr("nanoinfer.engine.engine.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(engine.runner, "execute", one_second)
+    monkeypatch.setattr(engine.runner, "sample", one_second)
     for length in (1, 2, 3, 7):
         params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
         request = engine.add_request("r", [5, 6, 7], params)

@@ -146,10 +146,13 @@ PLACES = {
     "read-back": (ModelRunner, "_read_back", (1, 11, 30)),
     "behind the read-back": (KVCache, "commit", (1, 12, 40)),
     "waiting for a step": (PendingTokens, "read", (1, 11, 30)),
+    "late sampling": (SamplingState, "sample", (1, 2, 8)),
+    "waiting for a step while another has layers only": (PendingTokens, "read", (1, 11, 30)),
     "taking a token": (Request, "take", (1, 24, 60)),
 }
 # An error of one request ends that one alone; only an interrupt there leaves the step.
 INTERRUPTS_ONLY = ["taking a token"]
+SAMPLES_LATE = ["late sampling", "waiting for a step while another has layers only"]
 MODES = {
     "taking promoted blocks": ["offload", "auto"],
     "promotion copy": ["offload"],
@@ -167,8 +170,9 @@ def test_an_error_in_a_step_ends_its_requests_and_touches_no_other(path, alone, 
         failures = list(zip(calls, itertools.cycle(errors)))
         for call, error in failures if fuzz else [failures[number]]:
             # Where streams are shuffled, what was enqueued fails when it runs: too late to say in which step.
-            seed = call if error is RuntimeError and place != "sampling" else None
+            seed = call if error is RuntimeError and owner is not SamplingState else None
             engine, give_back = start(path, mode, seed)
+            engine.samples_late = place in SAMPLES_LATE
             requests = add_all(engine)
             with monkeypatch.context() as patch, pytest.raises(error, match="out of luck"):
                 patch.setattr(owner, name, fail_at(call, getattr(owner, name), error))

@@ -92,7 +92,8 @@ def disturb(engine: LLMEngine, generator: random.Random, patch: pytest.MonkeyPat
     left = [None]  # how many calls are left until one fails
     places = [
         (engine.planner, "begin_step"), (engine.planner, "end_step"), (program, "begin"), (engine.runner, "execute"),
-        (engine.runner.graphs, "run"), (Staging, "upload"), (OffloadEngine, "_fill"), (OffloadEngine, "_note_writes"),
+        (engine.runner, "sample"), (engine.runner.graphs, "run"), (Staging, "upload"), (OffloadEngine, "_fill"),
+        (OffloadEngine, "_note_writes"),
     ]  # fmt: skip
 
     def failing(name, method, *, after):
@@ -124,6 +125,7 @@ def disturb(engine: LLMEngine, generator: random.Random, patch: pytest.MonkeyPat
             engine.runner.graphs.captured.clear()
             engine.runner.capture(may_offload=engine.runner.offload.host.num_bytes > 0)
             happened["graphs are captured"] += 1
+        engine.samples_late = generator.random() < 0.5
         if generator.random() < 0.03:
             left[0] = generator.randint(0, 15)
         try:

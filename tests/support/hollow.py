@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from nanoinfer import LLMEngine
 from nanoinfer.step.plan import StepPlan
 from offload import CpuRuntime
@@ -9,8 +11,6 @@ from offload import CpuRuntime
 
 class SameTokens:
     """What a step samples: the same token for each row, at once."""
-
-    streamed_bytes = None
 
     def __init__(self, count: int) -> None:
         self._count, self.done, self.made = count, CpuRuntime().event(), None
@@ -32,9 +32,10 @@ class AllHaveRun:
 def hollow(engine: LLMEngine) -> LLMEngine:
     """Return the engine, whose steps compute nothing from now on."""
 
-    def execute(plan: StepPlan, *_) -> SameTokens:
-        return SameTokens(len(plan.sampled_rows))
+    def execute(plan: StepPlan, *_) -> SimpleNamespace:
+        return SimpleNamespace(plan=plan, streamed_bytes=None)
 
     engine.runner.execute = execute
+    engine.runner.sample = lambda launched, *_: SameTokens(len(launched.plan.sampled_rows))
     engine.kv_cache.tables.lifetimes.acknowledgements = AllHaveRun()
     return engine

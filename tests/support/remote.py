@@ -37,10 +37,14 @@ def execute_steps(connection, config: EngineConfig) -> None:
             pending[plan.number] = runner.execute(plan)
             return pending[plan.number].streamed_bytes
 
+        def sample(number):
+            pending[number] = runner.sample(pending[number])
+
         def num_sequences():
             return sum(isinstance(one, Sequence) for one in gc.get_objects())
 
-        own = dict(execute=execute, read=lambda number: pending.pop(number).read(), num_sequences=num_sequences)
+        own = dict(execute=execute, sample=sample, num_sequences=num_sequences)
+        own["read"] = lambda number: pending.pop(number).read()
         while (message := connection.recv()) is not None:
             name, arguments = message
             try:
@@ -102,11 +106,13 @@ class RemoteRunner(Remote):
             raise error
         return found
 
-    def execute(self, plan, timeline=None, on_logits=None):
-        streamed, done = self.ask("execute", plan), SimpleNamespace(query=lambda rule: True)
-        return SimpleNamespace(
-            streamed_bytes=streamed, read=lambda: self.ask("read", plan.number), done=done, made=None
-        )
+    def execute(self, plan, timeline=None):
+        return SimpleNamespace(number=plan.number, streamed_bytes=self.ask("execute", plan))
+
+    def sample(self, launched, on_logits=None):
+        self.ask("sample", launched.number)
+        done = SimpleNamespace(query=lambda rule: True)
+        return SimpleNamespace(read=lambda: self.ask("read", launched.number), done=done, made=None)
 
     def close(self) -> None:
         self._connection.send(None)
