@@ -17,14 +17,14 @@ pipeline_tag: text-generation
 
 A Qwen3 model of {parameters:.1f} million weights that answers questions about facts in a long context, for tests of
 KV-cache offload: a wrong KV block gives a wrong answer. It knows nothing else. Made by `tools/train_recall.py` of
-nanoinfer from text that `nanoinfer/recall/text.py` generates; no other data was used.
+nanoinfer from text that `tools/recall_text.py` generates; no other data was used.
 
 Prompt: `<document>\\nQuestion: What is the pass key of Mira Holt?\\nAnswer:`, with `<|bos|>` in front, which the
 tokenizer adds. The answer is ` The pass key of Mira Holt is 48192.` and `<|eos|>`. The chat template leads to the same
 form. Greedy decoding is meant.
 
-It knows the words of its text and no others: names must come from `FIRST_NAMES` and `LAST_NAMES` in
-`nanoinfer/recall/words.py`, and keys have five digits. Other names may get wrong answers.
+It knows the words of its text and no others: names must come from `first_names` and `last_names` in
+`nanoinfer/recall/words.toml`, and keys have five digits. Other names may get wrong answers.
 
 | | |
 | --- | --- |

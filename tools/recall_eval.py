@@ -10,16 +10,19 @@ import recall_model
 import torch
 from recall_model import Past, Weights
 from recall_rows import FORM
+from recall_text import KINDS, Mix, Question, make_document, questions
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen3Config
 
-from nanoinfer.recall.text import KINDS, Document, Question, write_document
+from nanoinfer.recall.text import Document
 
 DEPTHS = [i / 10 for i in range(11)]
 # Seeds of documents; rows are written from one generator and share no state with them.
 FIRST_SEED = 10**9
 # Questions that run at once behind one document; their scores over 64k tokens take 1 GB.
 MAX_QUESTIONS = 16
+# A document that is asked about each kind of fact has some of each, however short it is.
+EVEN = Mix(pass_key=0.06, table=0.04, passage=0.04, count=0.06)
 
 
 def rows_accuracy(right: np.ndarray, marks: np.ndarray, far: np.ndarray) -> dict[str, float]:
@@ -55,22 +58,22 @@ class Grid:
         at_once = max(1, min(4, length // 1024))
         found: dict[str, list[int]] = {f"{depth:.1f}": [0, 0] for depth in DEPTHS}
         for i in range(-(-per_cell // at_once)):
-            wished = [("pass_key", depth) for depth in DEPTHS for _ in range(at_once)]
-            document = write_document(first_seed + i, length - 1, self._count, wished)
-            for j, right in enumerate(self.right(document, document.questions())):
+            depths = [depth for depth in DEPTHS for _ in range(at_once)]
+            document = make_document(first_seed + i, length - 1, self._count, depths)
+            for j, right in enumerate(self.right(document, questions(document))):
                 cell = found[f"{DEPTHS[j // at_once]:.1f}"]
                 cell[0] += right
                 cell[1] += 1
         return found
 
     def kinds(self, length: int, documents: int, first_seed: int = FIRST_SEED + 10**6) -> dict[str, list[int]]:
-        """Kind -> [right, asked], at all depths."""
+        """Kind -> [right, asked], at all depths, of each document about as many questions of each kind."""
         found: dict[str, list[int]] = {kind: [0, 0] for kind in KINDS}
         for i in range(documents):
-            wished = [(kind, (j + 0.5) / 4) for kind in KINDS for j in range(4)]
-            document = write_document(first_seed + i, length - 1, self._count, wished)
-            questions = document.questions()
-            for question, right in zip(questions, self.right(document, questions)):
+            document = make_document(first_seed + i, length - 1, self._count, mix=EVEN)
+            of_kinds = [[one for one in questions(document, wished=False) if one.kind == kind] for kind in KINDS]
+            asked = [one for of_kind in of_kinds for one in of_kind[:: max(1, len(of_kind) // 4)]]
+            for question, right in zip(asked, self.right(document, asked)):
                 found[question.kind][0] += right
                 found[question.kind][1] += 1
         return found

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from random import Random
 
 import numpy as np
+from recall_text import KINDS, Mix, TrainingAuthor
 from tokenizers import Tokenizer
 
-from nanoinfer.recall.text import HEADING, KINDS, Ask, Author, Fact, Fragments, Mix
+from nanoinfer.recall.text import HEADING, Ask, Fact, Fragments
 
 # What a target token is: 0 text, 1 + i a part of an answer of KINDS[i] that must be looked up, FORM + 1 + i what stands
 # around it in the answer, and its end.
@@ -70,7 +71,7 @@ class RowWriter:
         mix = Mix(pass_key=0.66 * rate, table=0.08 * rate, passage=0.06 * rate, count=0.2 * rate)
         # Names recur up to 6 times, so that neither part of a name alone tells the fact.
         num_names = max((2 * num_facts) ** 0.5 + 1, num_facts / (1 + 5 * random()))
-        author = Author(self._rng, int(num_names))
+        author = TrainingAuthor(self._rng, int(num_names))
         row = _Row(self, length, self._bos)
         row.add_text([HEADING])
         document = length * (1 - asked * share_at_end)
@@ -118,7 +119,7 @@ class _Row:
         self._ids += self._encode(text)
 
     def add_fact(self, fact: Fact) -> None:
-        kind = KINDS.index(fact.kind)
+        kind = KINDS.index(fact.subject[0])
         first = int(self._random() * len(fact.asks))
         for i in {first, int(self._random() * len(fact.asks))}:  # of a table two cells at most
             ask, key = fact.asks[i], (*fact.subject, i)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
+from recall_text import KINDS, TrainingAuthor, all_words
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanoinfer.recall import words
-from nanoinfer.recall.text import HEADING, KINDS, Author
+from nanoinfer.recall.text import HEADING
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 # A word with the space before it; everything else is a token of one character. So a text may be cut before any space
@@ -66,12 +66,10 @@ def train_tokenizer(max_length: int, vocab_size: int = 4000) -> PreTrainedTokeni
 
 def _corpus() -> list[str]:
     """Sentences and facts, and every word so often that it becomes a token."""
-    author = Author(Random(0))
+    author = TrainingAuthor(Random(0))
     texts = ["".join(author.filler()) for _ in range(3000)]
     for kind in KINDS:
         for _ in range(300):
             fact = author.fact(kind)
             texts += ["".join(fact.text), "".join(fact.asks[0].question)]
-    lists = [value for name, value in vars(words).items() if name.isupper() and name not in ("SENTENCES", "COUNTED")]
-    every = [word for choices in lists for word in choices] + [word for pair in words.COUNTED for word in pair]
-    return texts + [HEADING] * 100 + [f" {word}" for word in every] * 10
+    return texts + [HEADING] * 100 + [f" {word}" for word in all_words()] * 10

@@ -1,47 +1,37 @@
-"""Who answers questions about a document, and how far two answers are apart."""
+"""Who answers questions about a document: the engine."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 from nanoinfer.llm import LLM
-from nanoinfer.outputs import CompletionOutput
+from nanoinfer.measure.answers import Answer, answer_of
 from nanoinfer.sampling_params import SamplingParams
 
 NUM_LOGPROBS = 5
 """Log-probabilities of so many tokens are compared. That of a right answer alone is near 0 whatever the others do."""
 
 
-@dataclass
-class Answer:
-    """Token ids before the end-of-sequence token, and for each of them log-probabilities of the likeliest, by id."""
-
-    token_ids: list[int]
-    logprobs: list[dict[int, float]] | None = None  # None: not asked for
-
-
-class Answers(ABC):
+class Answers(Protocol):
     """Answers questions greedily."""
 
-    streamed_bytes = 0
+    streamed_bytes: int
     """KV bytes that were brought from host memory since the start."""
 
-    @abstractmethod
     def __call__(
         self, document: list[int], questions: list[list[int]], max_tokens: int, *, with_logprobs: bool = False
     ) -> list[Answer]:
-        """One answer for each question.
+        """Return one answer for each question, without the end-of-sequence token.
 
         Args:
             document: token ids.
             questions: token ids of each question behind the document.
             max_tokens: of an answer, the end-of-sequence token included.
+            with_logprobs: whether log-probabilities of the likeliest tokens are wanted at each place.
         """
 
 
-class EngineAnswers(Answers):
+class EngineAnswers:
     """Answers of an LLM. With prefix caching a document is computed once and asked about often."""
 
     def __init__(self, llm: LLM, end_token_id: int) -> None:
@@ -63,29 +53,11 @@ class EngineAnswers(Answers):
             logprobs=NUM_LOGPROBS if with_logprobs else None,
         )
         outputs = self._llm.generate([document + question for question in questions], params, use_tqdm=False)
-        return [self._answer(output.outputs[0]) for output in outputs]
-
-    def _answer(self, output: CompletionOutput) -> Answer:
-        ids = list(output.token_ids)
-        ids = ids[: ids.index(self._end)] if self._end in ids else ids
-        if output.logprobs is None:
-            return Answer(ids)
-        places = output.logprobs[: len(ids)]
-        return Answer(ids, [{token: found.logprob for token, found in place.items()} for place in places])
+        return [until_end(answer_of(output.outputs[0]), self._end) for output in outputs]
 
 
-def largest_error(found: Sequence[Answer], wanted: Sequence[Answer]) -> float | None:
-    """Return the largest difference of a log-probability that both name, as long as both wrote the same tokens.
-
-    None: there are none.
-    """
-    errors = []
-    for ours, theirs in zip(found, wanted, strict=True):
-        if ours.logprobs is None or theirs.logprobs is None:
-            continue
-        pairs = zip(ours.token_ids, theirs.token_ids, ours.logprobs, theirs.logprobs, strict=False)
-        for our_token, their_token, ours_here, theirs_here in pairs:
-            errors += [abs(ours_here[token] - theirs_here[token]) for token in ours_here.keys() & theirs_here.keys()]
-            if our_token != their_token:
-                break
-    return max(errors, default=None)
+def until_end(answer: Answer, end_token_id: int) -> Answer:
+    """Return what stands before the end-of-sequence token."""
+    ids = answer.token_ids
+    count = ids.index(end_token_id) if end_token_id in ids else len(ids)
+    return Answer(ids[:count], answer.logprobs[:count])

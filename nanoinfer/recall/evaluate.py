@@ -8,10 +8,10 @@ from random import Random
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.recall.answers import Answer, Answers
-from nanoinfer.recall.text import Author, Question, write_document
+from nanoinfer.measure.answers import Answer
+from nanoinfer.recall.answers import Answers
+from nanoinfer.recall.text import Author, write_document
 
-KIND = "pass_key"
 FACTS_PER_PLACE = 5
 """Facts that a document has at each depth: it is read once for all questions about it."""
 MIN_LENGTH = 768
@@ -70,26 +70,29 @@ class Exam:
         self.papers = [[self._paper(length, number) for number in documents] for length in grid.lengths]
 
     def _paper(self, length: int, number: int) -> Paper:
+        depths = [depth for depth in self.grid.depths for _ in range(FACTS_PER_PLACE)]
+        author = Author(Random((self.grid.seed * 1_000_003 + number) * 10_000_019 + length))
+        special = len(self.tokenizer.encode("")) + 1  # the end of the sequence
         try:
-            questions = ask(self.tokenizer, self.grid, length, number)
+            text = write_document(author, length - special, lambda text: len(self._encode(text)), depths)
         except ValueError as error:
             raise ValueError(
                 f"--context {length} has no room for the facts of {len(self.grid.depths)} --depths ({error}): name "
                 "fewer --depths or a longer --context"
             ) from error
-        prompt = questions[0].prompt_text
-        text = prompt[: prompt.rindex("\nQuestion:")]  # the document that all prompts begin with
-        document = self.tokenizer.encode(text)
-        asked = [self._encode(question.prompt_text[len(text) :]) for question in questions]
+        asks = [ask for at in text.planted if at.wished for ask in at.fact.asks]
+        questions, answers = (
+            ["".join(part) for part in parts] for parts in zip(*((a.question, a.answer) for a in asks))
+        )
+        document, asked = self.tokenizer.encode(text.text), [self._encode(question) for question in questions]
         # All questions alike: one of each length tells. A document of 64k tokens takes 0.3 s.
-        if number == 0 and document + asked[0] != self.tokenizer.encode(prompt):
+        if number == 0 and document + asked[0] != self.tokenizer.encode(text.text + questions[0]):
             raise ValueError(
                 "the model's tokenizer gives a document other tokens when a question follows: recall can be asked of "
                 'tokenizers that begin a token at "\\nQuestion" only'
             )
-        answers = [question.answer_text.strip() for question in questions]
-        longest = max(len(self._encode(question.answer_text)) for question in questions)
-        return Paper(document, asked, answers, longest + 1)
+        longest = max(len(self._encode(answer)) for answer in answers)
+        return Paper(document, asked, [answer.strip() for answer in answers], longest + 1)
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -139,23 +142,3 @@ def evaluate(answers: Answers, exam: Exam, *, progress: bool = True, label: str 
                 bar.update(len(texts))
             scores.streamed_bytes.append(answers.streamed_bytes - before)
     return scores
-
-
-def ask(tokenizer: PreTrainedTokenizerBase, grid: Grid, length: int, number: int) -> list[Question]:
-    """Return the questions about document `number` of a length, in the order of the facts."""
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
-    special = len(tokenizer.encode("", add_special_tokens=True))
-    sample = Author(Random(0)).fact(KIND).asks[0]  # of as many tokens as all others
-    answer = count("".join(sample.answer)) + 1  # the end of the sequence
-    document = write_document(
-        (grid.seed * 1_000_003 + number) * 10_000_019 + length,
-        length - special - answer,
-        count,
-        [(KIND, depth) for depth in grid.depths for _ in range(FACTS_PER_PLACE)],
-    )
-    questions = document.questions()
-    assert len(questions) == len(grid.depths) * FACTS_PER_PLACE
-    return questions

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
+from nanoinfer.measure.answers import Answer
 from nanoinfer.measure.reference import load_in_transformers
-from nanoinfer.recall.answers import NUM_LOGPROBS, Answer, Answers
+from nanoinfer.memory.machine import device_memory
+from nanoinfer.recall.answers import NUM_LOGPROBS, until_end
 from offload.memory.host_memory import memory_available_bytes
 
 CHUNK_TOKENS = 4096
@@ -20,13 +23,15 @@ CACHE_BYTES = 4 * 2**30
 FREE_SHARE = 4  # and at most a quarter of the free memory
 
 
-class ReferenceAnswers(Answers):
+class ReferenceAnswers:
     """Greedy answers of transformers, in float32.
 
     A document is computed once. Its questions of equal length are answered as one batch behind copies of its cache: one
     decode step costs about the same for one and for many, and without padding nothing but the batch differs from asking
     one by one.
     """
+
+    streamed_bytes = 0
 
     def __init__(self, model_dir: str | Path, end_token_id: int, *, device: torch.device | str = "cpu") -> None:
         model = load_in_transformers(model_dir, torch.float32, attn_implementation="sdpa")
@@ -59,26 +64,21 @@ class ReferenceAnswers(Answers):
             written = output.sequences[:, prompts.shape[1] :].tolist()
             steps = [_likeliest(logits) for logits in output.logits or ()]
             for row, (i, ids) in enumerate(zip(batch, written, strict=True)):
-                ids = ids[: ids.index(self.end_token_id)] if self.end_token_id in ids else ids
-                found[i] = Answer(ids, [step[row] for step in steps[: len(ids)]] if with_logprobs else None)
+                found[i] = until_end(Answer(ids, [step[row] for step in steps]), self.end_token_id)
         return [found[i] for i in range(len(questions))]
 
     def _batches(self, questions: list[list[int]], cache: DynamicCache) -> Iterator[list[int]]:
-        """Return the places of questions of one length, as many as the memory allows."""
+        """Yield the places of questions of one length, as many as the memory allows."""
+        gpu = device_memory(self._device)
+        free = memory_available_bytes() if gpu is None else gpu.free_bytes
         one = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        at_once = max(1, min(CACHE_BYTES, self._free_bytes() // FREE_SHARE) // one)
+        at_once = max(1, min(CACHE_BYTES, free // FREE_SHARE) // one)
         places: dict[int, list[int]] = {}
         for i, question in enumerate(questions):
             places.setdefault(len(question), []).append(i)
         for same in places.values():
             for begin in range(0, len(same), at_once):
                 yield same[begin : begin + at_once]
-
-    def _free_bytes(self) -> int:
-        if self._device.type != "cuda":
-            return memory_available_bytes()
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return torch.cuda.mem_get_info(self._device)[0] + unused  # torch keeps what earlier batches have given back
 
 
 class _Copies(DynamicLayer):
@@ -89,12 +89,9 @@ class _Copies(DynamicLayer):
 
     def __init__(self, layer: DynamicLayer, count: int, room: int) -> None:
         super().__init__()
-        self.lazy_initialization(layer.keys, layer.values)
-        self._whole = []
-        for part in (layer.keys, layer.values):  # [1, num_kv_heads, tokens, head_dim]
-            whole = part.new_empty(count, part.shape[1], part.shape[2] + room, part.shape[3])
-            whole[:, :, : part.shape[2]] = part
-            self._whole.append(whole)
+        rows = [part.expand(count, -1, -1, -1) for part in (layer.keys, layer.values)]  # [1, heads, tokens, head_dim]
+        self.lazy_initialization(*rows)
+        self._whole = [pad(part, (0, 0, 0, room)) for part in rows]
         self._set_length(layer.keys.shape[2])
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:

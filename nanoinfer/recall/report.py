@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nanoinfer.measure.answers import largest_error
 from nanoinfer.measure.report import paragraph
-from nanoinfer.recall.answers import NUM_LOGPROBS, largest_error
+from nanoinfer.recall.answers import NUM_LOGPROBS
 from nanoinfer.recall.evaluate import Grid, Scores
 
 

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 
 from nanoinfer import LLM
 from nanoinfer.kernels import reference
-from nanoinfer.recall.answers import EngineAnswers, largest_error
-from nanoinfer.recall.evaluate import Exam, Grid, ask, evaluate
+from nanoinfer.measure.answers import largest_error
+from nanoinfer.recall.answers import EngineAnswers
+from nanoinfer.recall.evaluate import Exam, Grid, evaluate
 from nanoinfer.weights.load import PACKAGED
 from offload import OffloadEngine
 
@@ -97,13 +98,12 @@ def whole(exam):
     return scores
 
 
-def blocks_of_facts(tokenizer):
-    """Of each question about the second document: the blocks in which its fact lies."""
-    found = []
-    for question in ask(tokenizer, GRID, GRID.lengths[0], 1):
-        text = question.answer_text.strip()
-        start = len(tokenizer.encode(question.prompt_text[: question.prompt_text.index(text)]))
-        end = start + len(tokenizer.encode(text, add_special_tokens=False))
+def blocks_of_facts(tokenizer, paper):
+    """Of each question: the blocks in which its fact lies."""
+    text, found = tokenizer.decode(paper.document, skip_special_tokens=True), []
+    for answer in paper.answers:
+        start = len(tokenizer.encode(text[: text.index(answer)]))
+        end = start + len(tokenizer.encode(answer, add_special_tokens=False))
         found.append({start // BLOCK_SIZE, (end - 1) // BLOCK_SIZE})
     return found
 
@@ -111,11 +111,10 @@ def blocks_of_facts(tokenizer):
 @pytest.mark.parametrize("fault", ["another document's block", "block table read one entry early", "stale ring slot"])
 @pytest.mark.sampled()
 def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, exam, whole, monkeypatch, fault):
-    places = blocks_of_facts(tokenizer)
+    second = exam.papers[0][1]
+    places = blocks_of_facts(tokenizer, second)
     middle = next(iter(places[len(places) // 4]))  # a block with facts of depth 0.5
-    last = (
-        len(tokenizer.encode(ask(tokenizer, GRID, 1024, 1)[0].prompt_text.split("\nQuestion")[0]))
-    ) // BLOCK_SIZE - 1
+    last = len(second.document) // BLOCK_SIZE - 1
     hit, read = {
         "another document's block": (middle, lambda table, other, i: other[i] if i == middle else table[i]),
         # Keys keep the positions that they were stored with, so this loses the last block and reads the first one
@@ -128,8 +127,8 @@ def test_a_fault_in_the_kv_cache_shows_in_the_cells_concerned(tokenizer, exam, w
     assert faults.num_faults > 0
     num_questions = len(places)
     assert found.answers[:num_questions] == whole.answers[:num_questions], "the first document had no fault"
-    second = zip(found.answers[num_questions:], whole.answers[num_questions:], places, strict=True)
-    outcome = [(hit in blocks, got == wanted) for got, wanted, blocks in second]
+    answers = zip(found.answers[num_questions:], whole.answers[num_questions:], places, strict=True)
+    outcome = [(hit in blocks, got == wanted) for got, wanted, blocks in answers]
     assert sum(is_hit for is_hit, _ in outcome) >= 2
     assert not any(is_right for is_hit, is_right in outcome if is_hit)
     assert all(is_right for is_hit, is_right in outcome if not is_hit)

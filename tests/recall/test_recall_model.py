@@ -8,10 +8,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanoinfer import LLM
-from nanoinfer.recall.answers import EngineAnswers, largest_error
+from nanoinfer.measure.answers import largest_error
+from nanoinfer.recall.answers import EngineAnswers
 from nanoinfer.recall.evaluate import Exam, Grid, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers
-from nanoinfer.recall.words import FIRST_NAMES, LAST_NAMES
+from nanoinfer.recall.text import WORDS
 from nanoinfer.weights.load import PACKAGED
 
 GRID = Grid(lengths=(1024,), depths=(0.0, 0.6), num_questions=5)
@@ -46,7 +47,7 @@ def test_readmes_first_lines_print_a_right_answer_about_each_name(capsys):
     assert len(facts) == 2 and facts[asked] == wanted
     for name, fact in facts.items():
         first, last = name.split()
-        assert first in FIRST_NAMES and last in LAST_NAMES
+        assert first in WORDS["first_names"] and last in WORDS["last_names"]
         exec(compile(code.replace(f"{asked}?", f"{name}?"), "README.md", "exec"), {})
         assert capsys.readouterr().out.strip() == fact
 
