@@ -42,11 +42,14 @@ class Resident(Decoder):
         for layer, piece in enumerate(others, start=1):
             torch.manual_seed(layer)
             small, large = (torch.randn(n, self.spec.hidden_size).to(self.spec.dtype) for n in self.num_rows)
+            if self.norm.weight.is_cuda:
+                small, large = small.pin_memory(), large.pin_memory()
             landing = Landing(layer % 2, until=len(found) + 1)  # two places in turn, larger than a ring slot
             transfers = Vectors(small), Vectors(large, landing)
             cut = Cut(None, transfers) if self.brings else Cut()
             found.append(Piece("end", lambda tensors, held, layer=layer: self.end(layer, tensors), cut))
-            given = layer, piece.cut, transfers
+            here = [one.to(self.norm.weight.device).view(-1).view(torch.uint8) for one in (small, large)]
+            given = layer, piece.cut, transfers, here
             found.append(Piece(piece.kind, lambda *both, given=given: self.begin(*given, *both), piece.cut))
         return found
 
@@ -54,10 +57,10 @@ class Resident(Decoder):
         tensors.drop_q()
         self.after_attention(layer - 1, tensors.x, tensors.attention)
 
-    def begin(self, layer, cut, transfers, tensors, held):
-        for transfer in transfers[self.brings :]:  # what passes through the ring was used already
-            here = transfer.values.to(tensors.x.device).view(-1).view(torch.uint8)
-            memory = held.places[transfer.landing.place] if self.brings else here
+    def begin(self, layer, cut, transfers, here, tensors, held):
+        if self.brings:  # what passes through the ring was used already
+            transfers, here = transfers[1:], [held.places[transfers[1].landing.place]]
+        for transfer, memory in zip(transfers, here, strict=True):
             transfer.use(tensors.x, tensors.num_live, memory)
         if layer == len(self.layers):
             tensors.set_x(self.norm(tensors.x))
