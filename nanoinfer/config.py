@@ -156,8 +156,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None or is_share(value) and name == "gpu_memory_limit":
                 continue
-            if name != "resident_kv_limit" or value != 0 or isinstance(value, bool):
-                (parse_memory if name in ("gpu_memory_limit", "host_memory_limit") else parse_bytes)(value, name)
+            parse = parse_memory if name.endswith("memory_limit") else parse_bytes
+            is_zero = name == "resident_kv_limit" and value == 0 and not isinstance(value, bool)
+            object.__setattr__(self, name, 0 if is_zero else parse(value, name))
         share = self.gpu_memory_utilization
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
         self._check("gpu_memory_utilization", is_number and 0 < share <= 1, "above 0 and at most 1, such as 0.9")

@@ -11,12 +11,32 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "
 _LEAST_MEMORY = 1000  # a number below it is not meant as bytes where it has no unit
 
 
-def parse_bytes(value: int | float | str, name: str) -> int:
+class Size(int):
+    """A number of bytes, which messages and commands show as it was given, such as "12GiB"."""
+
+    def __new__(cls, num_bytes: int, given: float | str) -> Size:
+        size = super().__new__(cls, num_bytes)
+        size.given = given
+        return size
+
+    def __getnewargs__(self) -> tuple[int, float | str]:
+        return int(self), self.given
+
+    def __repr__(self) -> str:
+        return repr(self.given)
+
+    def __str__(self) -> str:
+        return str(self.given)
+
+
+def parse_bytes(value: float | str, name: str) -> Size:
     """Return the bytes from a number or from text such as "12GiB" (2^30) or "12GB" (10^9).
 
     Raises:
         ValueError: the text is no size, or the size is not positive.
     """
+    if isinstance(value, Size):
+        return value
     size = value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
@@ -25,14 +45,14 @@ def parse_bytes(value: int | float | str, name: str) -> int:
         size = float(match[1]) * _UNITS[match[2].lower()]
     if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < float("inf"):
         raise ValueError(f'{name}={value!r} must be a positive number of bytes or text such as "12GiB"')
-    return int(size)
+    return Size(size, value)
 
 
-def parse_memory(value: int | float | str, name: str) -> int:
+def parse_memory(value: float | str, name: str) -> Size:
     """Return the bytes of a limit of memory, as `parse_bytes` does; ValueError also where the unit was forgotten."""
     size = parse_bytes(value, name)
     if size < _LEAST_MEMORY and not re.search("[a-zA-Z]", str(value)):
-        raise ValueError(f'{name}={value!r} is {size} bytes: did you mean "{str(value).strip()}GiB"?')
+        raise ValueError(f'{name}={value!r} is {size:d} bytes: did you mean "{str(value).strip()}GiB"?')
     return size
 
 

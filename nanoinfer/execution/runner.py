@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend
 from nanoinfer.common.exact import num_threads, threads
-from nanoinfer.common.units import GIB, parse_bytes
+from nanoinfer.common.units import GIB
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.activations import Activations
 from nanoinfer.execution.block_copies import BlockCopies
@@ -342,7 +342,7 @@ def _kept_limit(config: EngineConfig, row_bytes: int) -> int | None:
     """
     if config.may_offload or config.host_memory_limit is None:
         return None
-    return max(0, parse_bytes(config.host_memory_limit, "host_memory_limit") - row_bytes)
+    return max(0, config.host_memory_limit - row_bytes)
 
 
 def _num_threads(model: Decoder) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer.common.units import GIB, format_gib, format_size, parse_bytes
+from nanoinfer.common.units import GIB, format_gib, format_size
 from nanoinfer.config import EngineConfig
 from nanoinfer.kv.residency import promotion_margin
 from nanoinfer.memory.floors import bytes_read_per_step
@@ -187,7 +187,7 @@ def plan(
         path = write_shape(str(model), directory) if model in SHAPES else model
         specs = Specs(read_checkpoint(path, config.hf_overrides, names=SHAPES))
     spec = specs.of(config)
-    host_bytes = memory_available_bytes() if host_memory is None else parse_bytes(host_memory, "host_memory")
+    host_bytes = memory_available_bytes() if host_memory is None else int(config.host_memory_limit)
     asked = Forecast(
         model=str(model),
         context=context or min(DEFAULT_CONTEXT, spec.max_position),
@@ -201,8 +201,8 @@ def plan(
 
 
 def _budget(config: EngineConfig, host_available: int) -> int:
-    if config.gpu_memory_limit is not None and not isinstance(config.gpu_memory_limit, float):
-        return parse_bytes(config.gpu_memory_limit, "gpu_memory")
+    if isinstance(config.gpu_memory_limit, int):  # no share
+        return int(config.gpu_memory_limit)
     if not torch.cuda.is_available():
         raise ValueError('this machine has no GPU whose memory could be taken: state it, such as gpu_memory="12GiB"')
     device = torch.device("cuda", torch.cuda.current_device())
@@ -370,8 +370,7 @@ class _Forecaster:
     def _with_host(self, num_bytes: int) -> _Forecaster:
         config = self.config
         if config.host_memory_limit is not None:
-            limit = parse_bytes(config.host_memory_limit, "host_memory") + num_bytes
-            config = replace(config, host_memory_limit=limit)
+            config = replace(config, host_memory_limit=config.host_memory_limit + num_bytes)
         asked = replace(self.asked, host_budget_bytes=self.asked.host_budget_bytes + num_bytes)
         return replace(self, asked=asked, config=config)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from nanoinfer.common.units import GIB, format_gib, is_share, parse_bytes
+from nanoinfer.common.units import GIB, format_gib
 from nanoinfer.config import EngineConfig
 from nanoinfer.kernels.attention.spec import MAX_TILES_APART
 from nanoinfer.kernels.linear.counts import num_parts, padded_rows
@@ -112,7 +112,7 @@ def make_plan(
     layout = spec.layout
     slot_bytes = max(DEFAULT_RING_SLOT_BYTES, layout.layer_block_bytes)
     if config.ring_slot_bytes is not None:
-        slot_bytes = parse_bytes(config.ring_slot_bytes, "ring_slot_bytes")
+        slot_bytes = int(config.ring_slot_bytes)
         if slot_bytes < layout.layer_block_bytes:
             raise ValueError(
                 f"ring_slot_bytes={config.ring_slot_bytes!r} cannot hold one layer of a KV block: give at least "
@@ -155,8 +155,7 @@ def _spend(
     max_blocks = -(-max_model_len // layout.block_size)
     blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * max_num_seqs)
     resident = config.resident_kv_limit
-    if resident is not None:
-        resident = int(resident and parse_bytes(resident, "resident_kv_limit")) // layout.block_bytes
+    resident = None if resident is None else resident // layout.block_bytes
     # Attention partials, float32; the tables of items and ring chunks, of decode and prefill, take 60 bytes per split
     # and window, and the record of each ring slot 16 per split.
     heads, windows = spec.attention, spec.attention.windows
@@ -288,7 +287,7 @@ def _refuse_gpu(config: EngineConfig, plan: MemoryPlan) -> None:
 def _with_host(config: EngineConfig, plan: MemoryPlan, available_bytes: int) -> MemoryPlan:
     most = -(-plan.max_model_len // config.block_size) * plan.max_num_seqs
     if config.host_memory_limit is not None:
-        limit = parse_bytes(config.host_memory_limit, "host_memory_limit")
+        limit = config.host_memory_limit
         if limit > available_bytes and config.may_offload:
             raise ValueError(
                 f"host_memory_limit={config.host_memory_limit!r} is {limit / GIB:.2f} GiB, "
@@ -351,7 +350,7 @@ def gpu_budget(config: EngineConfig, memory: DeviceMemory | None, host_available
             return int(host_available_bytes * 0.4)
         return min(int(memory.total_bytes * config.gpu_memory_utilization), memory.usable_bytes)
     total = psutil.virtual_memory().total if memory is None else memory.total_bytes
-    limit = int(limit * total) if is_share(limit) else parse_bytes(limit, "gpu_memory_limit")
+    limit = int(limit * total if isinstance(limit, float) else limit)  # a float is a share
     if memory is not None and limit > memory.usable_bytes:
         given = f"gpu_memory_limit={config.gpu_memory_limit!r} is {format_gib(limit)} GiB"
         has = f"the GPU has {format_gib(total)} GiB, {format_gib(memory.free_bytes)} of them free now"

@@ -1,6 +1,10 @@
 """How the budget is spent: numbers from the config alone."""
 
+import copy
+import json
+import pickle
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +99,19 @@ def test_the_pool_has_as_many_blocks_as_the_plan_and_a_longest_request_runs(tmp_
 )
 def test_sizes_are_read_as_written(text, size):
     assert parse_bytes(text, "limit") == size
+
+
+def test_a_config_holds_numbers_that_are_shown_as_they_were_given():
+    given = dict(host_memory_limit="12GiB", ring_slot_bytes="1.5k", gpu_memory_limit=2e9, resident_kv_limit=0)
+    config = EngineConfig(model="unused", **given)
+    wanted = dict(host_memory_limit=12 * GIB, ring_slot_bytes=1536, gpu_memory_limit=2 * 10**9, resident_kv_limit=0)
+    for one in (config, replace(config, seed=1), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        for name, size in wanted.items():
+            value = getattr(one, name)
+            assert isinstance(value, int) and value == size and f"{value!r} {value}" == f"{given[name]!r} {given[name]}"
+    assert replace(config, host_memory_limit=config.host_memory_limit + 1).host_memory_limit == 12 * GIB + 1
+    assert type(EngineConfig(model="unused", gpu_memory_limit=0.5).gpu_memory_limit) is float  # a share
+    assert json.dumps(config.host_memory_limit) == str(12 * 2**30)
 
 
 def test_graph_batch_sizes_follow_the_rules():
