@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nanoinfer.measure.report import draw_steps  # noqa: E402
+from nanoinfer.bench.rows import draw_steps  # noqa: E402
 
 LATEST = ROOT / "docs" / "measurements" / "latest.json"
 PEERS = LATEST.with_name("peers.json")  # what tools/gpu_bench.py --llama-cpp wrote

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.initialization import no_init_weights
 
+from nanoinfer.measure.answers import Answer
 from nanoinfer.measure.reference import load_in_transformers
 from nanoinfer.measure.run import PROGRESS_DELAY_S, Row, random_prompts
 from nanoinfer.memory.floors import bytes_read_per_step, kv_bytes
@@ -107,5 +108,5 @@ def measure_reference(
     middle = [length + output_len // 2 for length in lengths]
     row.least_bytes = kv_bytes(spec, middle), bytes_read_per_step(spec, middle)
     row.peak_gpu_bytes = torch.cuda.max_memory_reserved(device) if is_cuda else None
-    row.outputs = [(tokens, []) for tokens in output[:, lengths[0] :].tolist()]
+    row.outputs = [Answer(tokens) for tokens in output[:, lengths[0] :].tolist()]
     return row

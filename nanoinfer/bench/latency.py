@@ -25,6 +25,14 @@ from nanoinfer.options.measuring import (
 )
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
+LINES = {
+    "time to first token": "{time_to_first_token!m:.1f} ms median, {least!m:.1f} to {most!m:.1f}",
+    "time per output token": "{seconds_per_token!m:.3f} ms median, {seconds_per_token_p99!m:.3f} p99, {num_steps} "
+    "steps, bound by {bound}",
+    "floor per token": "{floor_seconds!m:.3f} ms ({read_bytes_per_step!G:.2f} GB read, {streamed_bytes_per_step!G:.2f} "
+    "GB streamed): {ratio_to_floor:.2f} times the floor",
+    "total latency": "{avg_latency:.4f} s average; {of_percentiles}",
+}
 
 
 def run(options: argparse.Namespace) -> dict:
@@ -49,7 +57,9 @@ def run(options: argparse.Namespace) -> dict:
         f"{name}, {rows[-1].mode} mode: {options.batch_size} x {options.input_len} tokens in, "
         f"{options.output_len} out, {counted(options.num_iters, 'time')}"
     )
-    print(paragraph(title, _lines(figures)))
+    first = figures["times_to_first_token"]
+    percentiles = ", ".join(f"p{p} {seconds:.4f}" for p, seconds in figures["percentiles"].items())
+    print(paragraph(title, LINES, figures | dict(least=min(first), most=max(first), of_percentiles=percentiles)))
     print(explain(before, device))
     write_figures(options.output_json, figures, options.command_line, device, before)
     return figures
@@ -103,31 +113,3 @@ def summary(rows: list[Row], output_len: int, before: Floors, after: Floors) -> 
         "bound": whole.bound,
         "peak_gpu_bytes": whole.peak_gpu_bytes,
     }
-
-
-def _lines(figures: dict) -> list[tuple[str, str]]:
-    first = figures["times_to_first_token"]
-    streamed = figures["streamed_bytes_per_step"]
-    moved = f"{figures['read_bytes_per_step'] / 1e9:.2f} GB read"
-    if streamed:
-        moved += f", {streamed / 1e9:.2f} GB streamed"
-    return [
-        (
-            "time to first token",
-            f"{figures['time_to_first_token'] * 1e3:.1f} ms median, {min(first) * 1e3:.1f} to {max(first) * 1e3:.1f}",
-        ),
-        (
-            "time per output token",
-            f"{figures['seconds_per_token'] * 1e3:.3f} ms median, {figures['seconds_per_token_p99'] * 1e3:.3f} p99, "
-            f"{figures['num_steps']} steps, bound by {figures['bound']}",
-        ),
-        (
-            "floor per token",
-            f"{figures['floor_seconds'] * 1e3:.3f} ms ({moved}): {figures['ratio_to_floor']:.2f} times the floor",
-        ),
-        (
-            "total latency",
-            f"{figures['avg_latency']:.4f} s average; "
-            + ", ".join(f"p{p} {seconds:.4f}" for p, seconds in figures["percentiles"].items()),
-        ),
-    ]

@@ -13,12 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from nanoinfer.bench.hf import CACHES, load_reference, measure_reference
+from nanoinfer.bench.rows import compare, plot, report
 from nanoinfer.config import QUANTISED, EngineConfig
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.trace import write_trace
 from nanoinfer.llm import LLM
-from nanoinfer.measure.report import explain, plot, table, write_figures
-from nanoinfer.measure.run import TRACED_OUTPUT_LEN, Row, compare, free_memory, measure, release
+from nanoinfer.measure.report import explain, write_figures
+from nanoinfer.measure.run import TRACED_OUTPUT_LEN, Row, free_memory, measure, release
 from nanoinfer.memory.floors import Floors, measure_floors
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.models.base import ModelSpec
@@ -192,7 +193,7 @@ def run(options: argparse.Namespace) -> list[Row]:
         rows, floors = this_run.measure()
     if this_run.checks:
         compare(rows)
-    print(in_options(table(rows), options.parser))
+    print(in_options(report(rows), options.parser))
     print(explain(floors, device))
     figures = {"rows": [row.figures() for row in rows]}
     write_figures(options.json, figures, options.command_line, device, floors)

@@ -26,6 +26,23 @@ from nanoinfer.sampling_params import SamplingParams
 
 # Prompts take the first ids of every vocabulary, so that the load is the same for all models.
 PROMPT_VOCABULARY = 2000
+LINES = {
+    "requests": "{requests_per_second:,.2f} per second, {seconds:.2f} s in all",
+    "output tokens": "{output_tokens_per_second:,.0f} per second ({output_tokens:,})",
+    "all tokens": "{total_tokens_per_second:,.0f} per second ({total_tokens:,})",
+    "prefill": "{prefill_seconds:.2f} s in {num_prefill_steps:,} steps",
+    "decode": "{decode_seconds:.2f} s in {num_decode_steps:,} steps of {mean_batch:.1f} sequences on average, bound by "
+    "{bound}",
+    "one decode step": "{step_seconds!m:.3f} ms; the host works {host_seconds_per_step!m:.3f} ms of it, the device "
+    "{device_seconds_per_step!m:.3f} ms (from a sample, without sampling)",
+}
+# Shown where the figure that comes first is not 0.
+LINES_WHERE_ANY = {
+    "prefix cache": ("prefix_cache_hit_rate", "{prefix_cache_hit_rate:.1%} of the prompts' tokens were found"),
+    "prefill graphs": ("prefill_graph_hit_rate", "{prefill_graph_hit_rate:.1%} of the prefill steps ran from them"),
+    "streamed": ("streamed_bytes", "{streamed_bytes!G:,.1f} GB"),
+    "preemptions": ("num_preemptions", "{num_preemptions:,}"),
+}
 
 
 def make_load(
@@ -79,6 +96,7 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
         "num_requests": len(load.prompts),
         "prompt_tokens": load.num_prompt_tokens,
         "output_tokens": load.num_output_tokens,
+        "total_tokens": total,
         "seconds": seconds,
         "requests_per_second": len(load.prompts) / seconds,
         "output_tokens_per_second": load.num_output_tokens / seconds,
@@ -116,35 +134,7 @@ def run(options: argparse.Namespace) -> dict:
         f"{name}, {figures['mode']} mode: {counted(options.num_prompts, 'request')} of "
         f"{options.input_len} tokens in and {options.output_len} out, temperature {options.temperature:g}"
     )
-    print(paragraph(title, _lines(figures)))
+    lines = LINES | {name: text for name, (figure, text) in LINES_WHERE_ANY.items() if figures[figure]}
+    print(paragraph(title, lines, figures))
     write_figures(options.output_json, figures, options.command_line, device)
     return figures
-
-
-def _lines(figures: dict) -> list[tuple[str, str]]:
-    streamed, preempted = figures["streamed_bytes"], figures["num_preemptions"]
-    prefix_hits, graph_hits = figures["prefix_cache_hit_rate"], figures["prefill_graph_hit_rate"]
-    return [
-        ("requests", f"{figures['requests_per_second']:,.2f} per second, {figures['seconds']:.2f} s in all"),
-        ("output tokens", f"{figures['output_tokens_per_second']:,.0f} per second ({figures['output_tokens']:,})"),
-        (
-            "all tokens",
-            f"{figures['total_tokens_per_second']:,.0f} per second "
-            f"({figures['prompt_tokens'] + figures['output_tokens']:,})",
-        ),
-        ("prefill", f"{figures['prefill_seconds']:.2f} s in {figures['num_prefill_steps']:,} steps"),
-        (
-            "decode",
-            f"{figures['decode_seconds']:.2f} s in {figures['num_decode_steps']:,} steps of "
-            f"{figures['mean_batch']:.1f} sequences on average, bound by {figures['bound']}",
-        ),
-        (
-            "one decode step",
-            f"{figures['step_seconds'] * 1e3:.3f} ms; the host works {figures['host_seconds_per_step'] * 1e3:.3f} ms "
-            f"of it, the device {figures['device_seconds_per_step'] * 1e3:.3f} ms (from a sample, without sampling)",
-        ),
-        *([("prefix cache", f"{prefix_hits:.1%} of the prompts' tokens were found")] if prefix_hits else []),
-        *([("prefill graphs", f"{graph_hits:.1%} of the prefill steps ran from them")] if graph_hits else []),
-        *([("streamed", f"{streamed / 1e9:,.1f} GB")] if streamed else []),
-        *([("preemptions", f"{preempted:,}")] if preempted else []),
-    ]

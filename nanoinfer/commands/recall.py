@@ -32,7 +32,7 @@ from nanoinfer.recall.answers import EngineAnswers
 from nanoinfer.recall.evaluate import Exam, Grid, Scores, evaluate
 from nanoinfer.recall.formats import AS_IT_IS, WeightFormat, divergences, prompts_of
 from nanoinfer.recall.reference import ReferenceAnswers
-from nanoinfer.recall.report import compare_formats, figures, plot, table
+from nanoinfer.recall.report import figures, plot, report
 from nanoinfer.weights.load import check_safetensors, find_model
 
 DEFAULT_LENGTHS = {"cuda": "1k,2k,4k,8k,16k,32k,64k", "cpu": "1k,2k"}
@@ -59,8 +59,7 @@ def run(options: argparse.Namespace) -> dict[str, Scores]:
     )
     model_dir = find_model(options.model or "recall")
     check_safetensors(model_dir)
-    formats = _formats(options, model_dir, device, grid.lengths[-1])
-    runs = _runs(modes, formats, device)
+    runs, formats = _runs(options, modes, model_dir, device, grid.lengths[-1])
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     exam = Exam(tokenizer, grid)
     checkpoint = {"model": model_dir.name, "checkpoint_sha256": checkpoint_sha256(model_dir)}
@@ -79,13 +78,12 @@ def run(options: argparse.Namespace) -> dict[str, Scores]:
             write_figures(options.json, checkpoint | content, options.command_line, device)
             if options.plot:
                 plot(options.plot, content)
-        asked = dict.fromkeys(weights for weights, _, _ in formats)
-        if AS_IT_IS in asked and len(asked) > 1:
-            found = divergences(model_dir, [weights for weights in asked if weights != AS_IT_IS], prompts, device)
+        if AS_IT_IS in formats and len(formats) > 1:
+            found = divergences(model_dir, [weights for weights in formats if weights != AS_IT_IS], prompts, device)
             write_figures(options.json, checkpoint | content | {"mean_kl_nats": found}, options.command_line, device)
     finally:  # an interrupted run shows the results that it has
         if results:
-            print("\n".join([table(figures(results, grid)), *compare_formats(found, prompts)]))
+            print(report(figures(results, grid), found, sum(map(len, prompts))))
     return results
 
 
@@ -96,10 +94,15 @@ def _depths(text: str) -> tuple[float, ...]:
         raise ValueError(f"--depths {text!r} must be numbers from 0 to 1, such as 0,0.5,1") from error
 
 
-def _formats(
-    options: argparse.Namespace, model_dir: Path, device: torch.device, longest: int
-) -> list[tuple[WeightFormat, str, dict[str, Any]]]:
-    """Return each format of weights, each format of KV and the LLM's arguments for both, for `longest` tokens."""
+def _runs(
+    options: argparse.Namespace, modes: list[str], model_dir: Path, device: torch.device, longest: int
+) -> tuple[dict[str, dict[str, Any] | None], list[WeightFormat]]:
+    """Return for each mode in each format, by the report's name for it, the LLM's arguments for contexts of `longest`
+    tokens, None for transformers; and the formats of weights.
+
+    Raises:
+        ValueError: what the engine would raise when it starts; the modes before it would have run in vain.
+    """
     common = shared_engine_arguments(options) | dict(
         model=model_dir,
         load_format="auto",
@@ -109,37 +112,24 @@ def _formats(
     )
     texts = (options.quantization, options.head_quantization, options.kv_cache_dtype)
     names = [["none"] if text is None else [name.strip() for name in text.split(",")] for text in texts]
-    formats = []
-    for *chosen, kv in product(*map(dict.fromkeys, names)):
-        quantization, head_quantization = (None if name == "none" else name for name in chosen)
-        weights = WeightFormat(quantization=quantization, head_quantization=head_quantization)
-        arguments = common | asdict(weights) | dict(kv_cache_dtype=kv)
-        # A wrong value is refused also where transformers alone answer.
-        spec = Setup(EngineConfig(**arguments), device).spec
-        if arguments["max_model_len"] > spec.max_position:
+    runs: dict[str, dict[str, Any] | None] = {}
+    formats: dict[WeightFormat, None] = {}
+    for mode, *chosen, kv in product(modes, *map(dict.fromkeys, names)):
+        weights = WeightFormat(*(None if name == "none" else name for name in chosen))
+        arguments = ENGINE_MODES.get(mode, {}) | common | asdict(weights) | dict(kv_cache_dtype=kv)
+        setup = Setup(EngineConfig(**arguments), device)
+        if arguments["max_model_len"] > setup.spec.max_position:
             raise ValueError(
                 f"--context {longest} and {ANSWER_ROOM} tokens for longer answers are beyond the model's own "
-                f"limit of {spec.max_position} positions: lower --context"
+                f"limit of {setup.spec.max_position} positions: lower --context"
             )
-        formats.append((weights, kv, arguments))
-    return formats
-
-
-def _runs(
-    modes: list[str], formats: list[tuple[WeightFormat, str, dict[str, Any]]], device: torch.device
-) -> dict[str, dict[str, Any] | None]:
-    """Return for each mode in each format, by the report's name for it, the LLM's arguments; None for transformers."""
-    runs: dict[str, dict[str, Any] | None] = {}
-    for mode in modes:
-        if mode not in ENGINE_MODES:
+        formats[weights] = None
+        if mode in ENGINE_MODES:
+            setup.plan()
+            runs[" ".join(filter(None, (mode, weights.name, "" if kv == "auto" else kv)))] = arguments
+        else:
             runs[mode] = None
-            continue
-        for weights, kv, arguments in formats:
-            label = " ".join(filter(None, (mode, weights.name, "" if kv == "auto" else kv)))
-            runs[label] = ENGINE_MODES[mode] | arguments
-            # Raises where the engine would when it starts; the modes before it would have run in vain.
-            Setup(EngineConfig(**runs[label]), device).plan()
-    return runs
+    return runs, list(formats)
 
 
 def checkpoint_sha256(model_dir: Path) -> str | None:

@@ -33,7 +33,10 @@ def until_tokens_differ(wanted: Sequence[int], found: Sequence[int]) -> Iterator
 def first_difference(wanted: Answer, found: Answer) -> int | None:
     """Return the first place where a token or a log-probability differs in any bit; None if there is none."""
     for place in until_tokens_differ(wanted.token_ids, found.token_ids):
-        if any(one[place : place + 1] != other[place : place + 1] for one, other in zip(wanted, found, strict=True)):
+        if (
+            wanted.token_ids[place] != found.token_ids[place]
+            or wanted.logprobs[place:][:1] != found.logprobs[place:][:1]
+        ):
             return place
     lengths = len(wanted.token_ids), len(found.token_ids)
     return None if lengths[0] == lengths[1] else min(lengths)

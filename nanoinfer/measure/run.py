@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -14,8 +13,8 @@ from tqdm import tqdm
 
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.llm import LLM
+from nanoinfer.measure.answers import Answer, answer_of
 from nanoinfer.memory.floors import Floors, bytes_read_per_step
-from nanoinfer.outputs import CompletionOutput
 from nanoinfer.requests.request import Request
 from nanoinfer.sampling_params import SamplingParams
 
@@ -53,7 +52,7 @@ class Row:
     num_steps: int = 0
     check: str | None = None
     problem: str | None = None
-    outputs: list[tuple[list[int], list[float]]] = field(default_factory=list, repr=False)
+    outputs: list[Answer] = field(default_factory=list, repr=False)
     steps: list[float] = field(default_factory=list, repr=False)  # the steps that the median is computed from
     least_bytes: tuple[float, float] | None = field(default=None, repr=False)  # streamed and read, for `add_floor`
 
@@ -138,7 +137,7 @@ def measure(
     """Run prompts of `lengths` tokens at once, greedily, `output_len` tokens each. `Row.add_floor` adds the floor.
 
     Args:
-        with_logprobs: for `compare`. Each step is then read before the next is launched, so its times mean nothing.
+        with_logprobs: to compare them. Each step is then read before the next is launched, so its times mean nothing.
         trace: called to stop a trace of the last prefill chunks and first decode steps; tracing slows these steps down.
 
     Raises:
@@ -177,7 +176,7 @@ def measure(
     row.kv_resident_share = engine.meter.resident_share
     row.peak_gpu_bytes = engine.runner.peak_bytes()
     row.host_bytes = engine.runner.offload.host.num_bytes
-    row.outputs = [_tokens_and_logprobs(request.output().outputs[0]) for request in requests]
+    row.outputs = [answer_of(request.output().outputs[0]) for request in requests]
     return row
 
 
@@ -230,34 +229,6 @@ def _why_no_step(llm: LLM, lengths: list[int], output_len: int) -> str:
         return f"{batch} sequences never decode at once: they need {needed} KV blocks, {num_blocks} fit: raise the " \
                f"{limit} memory limit or lower the batch"  # fmt: skip
     return f"{batch} sequences never decode at once: the first had ended when the last one started, raise output_len"
-
-
-def _tokens_and_logprobs(completion: CompletionOutput) -> tuple[list[int], list[float]]:
-    if completion.logprobs is None:
-        return completion.token_ids, []
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    return completion.token_ids, [entry[token].logprob for token, entry in pairs]
-
-
-def compare(rows: list[Row]) -> None:
-    """Note for each row of our modes whether its bits equal those of the first row with its batch and context."""
-    firsts: dict[tuple[int, int], Row] = {}
-    for row in rows:
-        if not row.outputs or row.mode.startswith("hf"):
-            continue
-        first = firsts.setdefault((row.batch, row.context), row)
-        if first is not row:
-            row.check = _first_difference(row, first) or f"identical to {first.mode}"
-
-
-def _first_difference(row: Row, first: Row) -> str | None:
-    """Return the first place where tokens or log-probabilities differ in any bit; None if there is none."""
-    for sequence, pair in enumerate(zip(row.outputs, first.outputs, strict=True)):
-        both = (itertools.zip_longest(tokens, logprobs) for tokens, logprobs in pair)
-        for place, (found, wanted) in enumerate(itertools.zip_longest(*both)):
-            if found != wanted:
-                return f"DIFFERS from {first.mode} in sequence {sequence} at token {place}"
-    return None
 
 
 def release(llm: LLM) -> None:

@@ -28,7 +28,7 @@ MAX_PROMPTS = 4
 ROWS_AT_ONCE = 64
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WeightFormat:
     """What the weights are quantised to while they are read, as `EngineConfig` names it; all None: nothing is."""
 

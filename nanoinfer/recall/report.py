@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nanoinfer.measure.answers import largest_error
-from nanoinfer.measure.report import paragraph
+from nanoinfer.measure.report import paragraph, table
 from nanoinfer.recall.answers import NUM_LOGPROBS
 from nanoinfer.recall.evaluate import Grid, Scores
 
@@ -40,44 +40,39 @@ def figures(results: dict[str, Scores], grid: Grid) -> dict:
     }
 
 
-def table(found: dict) -> str:
+def report(found: dict, divergences: dict[str, float], num_tokens: int) -> str:
     """Return `figures` in words: a line for each mode and length, a column for each depth; and what tells modes apart.
 
-    For each mode but the first a sentence says whether it gave the first one's answers.
+    For each mode but the first a sentence says whether it gave the first one's answers. divergences: of formats of
+    weights over `num_tokens` tokens, by name.
     """
     results = found["results"]
-    width = max(len("mode"), *map(len, results))
-    head = f"{'mode':<{width}}  {'tokens':>7}  " + "  ".join(f"{depth:>5.0%}" for depth in found["depths"])
-    head += "  log-prob error  streamed MB"
-    lines = [f"{'':<{width}}  {'':>7}  depth of the fact", head, "-" * len(head)]
-    for name, scores in results.items():
-        columns = (scores[key] for key in ("accuracy", "largest_logprob_error", "streamed_bytes"))
-        for length, accuracy, error, streamed in zip(found["lengths"], *columns, strict=True):
-            cells = "  ".join(f"{value:>5.2f}" for value in accuracy)
-            shown = "-" if error is None else f"{error:.4f}"
-            lines.append(f"{name:<{width}}  {length:>7,}  {cells}  {shown:>14}  {streamed / 1e6:>11,.1f}")
+    keys = ("accuracy", "largest_logprob_error", "streamed_bytes")
+    rows = [
+        dict(mode=name, tokens=length, accuracy=accuracy, error=error, streamed=streamed)
+        for name, scores in results.items()
+        for length, accuracy, error, streamed in zip(found["lengths"], *map(scores.get, keys), strict=True)
+    ]
+    depths = [(f"at {depth:.0%}", f"{{accuracy[{i}]:.2f}}") for i, depth in enumerate(found["depths"])]
+    ends = [("log-prob error", "{error:.4f}"), ("streamed MB", "{streamed!M:,.1f}")]
+    lines = [table(rows, [("mode", "{mode}"), ("tokens", "{tokens:,}"), *depths, *ends])]
     (first, wanted), *others = results.items()
     lines.append(
-        f"share of right answers, {found['questions_per_cell']} questions a cell; log-prob error: the largest "
-        f"difference from {first}'s among the {NUM_LOGPROBS} likeliest tokens at each place of the first document's "
-        "answers; streamed: KV read from host memory"
+        f"share of right answers by depth of the fact, {found['questions_per_cell']} questions a cell; log-prob error: "
+        f"the largest difference from {first}'s among the {NUM_LOGPROBS} likeliest tokens at each place of the first "
+        "document's answers; streamed: KV read from host memory"
     )
     for name, scores in others:
         same = f"{scores['equal_answers']} of {found['questions']} answers equal"
         cells = "every cell equal" if scores["accuracy"] == wanted["accuracy"] else "CELLS DIFFER"
         lines.append(f"{name} against {first}: {same}, {cells}")
+    if divergences:
+        title = (
+            "mean KL divergence of the next token's distribution from that of the checkpoint as it is, in nats, over "
+            f"{num_tokens:,} tokens of the shortest contexts, in float32"
+        )
+        lines.append(paragraph(title, {name: f"{value:.2e}" for name, value in divergences.items()}, {}))
     return "\n".join(lines)
-
-
-def compare_formats(divergences: dict[str, float], prompts: list[list[int]]) -> list[str]:
-    """A line for each format of weights under a title: how far it moves the model's distributions."""
-    if not divergences:
-        return []
-    title = (
-        "mean KL divergence of the next token's distribution from that of the checkpoint as it is, in nats, over "
-        f"{sum(map(len, prompts)):,} tokens of the shortest contexts, in float32"
-    )
-    return [paragraph(title, [(name, f"{value:.2e}") for name, value in divergences.items()])]
 
 
 def plot(path: str | Path, found: dict) -> None:

@@ -87,7 +87,7 @@ def verify(
             reference = reference or found
             # The reference is compared with itself, too: this finds logits that are not finite.
             compare(reference, found, report, None if is_exact else ROUNDING[setup.spec.dtype])
-        tell("\n".join(report.lines(is_exact)))
+        tell(report.text(is_exact))
     return Verdict(setting=setting, runs=reports, is_exact=is_exact)
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nanoinfer.measure.answers import until_tokens_differ
+from nanoinfer.measure.report import listed
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
@@ -66,12 +69,11 @@ class RunReport:
             return "the reference"
         return "identical" if is_exact else f"equal to rounding (up to {self.largest_difference:.1e} of the largest)"
 
-    def lines(self, is_exact: bool) -> list[str]:
-        """Return the lines of the run in the report: its result, what happened, and each difference."""
-        lines = [f"{self.name:<10}{self.what}: {self.result(is_exact)}"]
-        if self.facts and self.left_out is None:
-            lines.append(f"{'':<10}{', '.join(self.facts)}")
-        return lines + [f"{'':<10}{mismatch}" for mismatch in self.mismatches]
+    def text(self, is_exact: bool) -> str:
+        """Return what the report says of the run: its result, what happened, and each difference."""
+        facts = [", ".join(self.facts)] if self.facts and self.left_out is None else []
+        lines = [f"{self.what}: {self.result(is_exact)}", *facts, *map(str, self.mismatches)]
+        return listed({self.name: "\n".join(lines)}, width=10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +110,8 @@ class Verdict:
 
     def report(self) -> str:
         """Return the whole report: what was compared, each run, each difference, and the verdict as the last line."""
-        lines = [*self.setting, ""]
-        for run in self.runs:
-            lines += run.lines(self.is_exact)
-        return "\n".join([*lines, "", self.line()])
+        runs = [run.text(self.is_exact) for run in self.runs]
+        return "\n".join([*self.setting, "", *runs, "", self.line()])
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ def compare(reference: list[Answer], found: list[Answer], report: RunReport, tol
             text = f"{len(got)} tokens with {len(got_rows)} rows of logits instead of {len(wanted)} tokens"
             report.mismatches.append(Mismatch(request=answer.request, position=None, text=text))
             continue
-        for position, row in enumerate(got_rows):
+        for position in until_tokens_differ(wanted, got):
             report.num_tokens += 1
-            report.num_logits += row.numel()
-            text = _difference(wanted_rows[position], row, report, tolerance)
-            if text is None and wanted[position] != got[position]:
-                if tolerance is not None:
-                    break  # two tokens were nearly tied; all later tokens have a different context
+            report.num_logits += got_rows[position].numel()
+            text = _difference(wanted_rows[position], got_rows[position], report, tolerance)
+            if (
+                text is None and wanted[position] != got[position] and tolerance is None
+            ):  # else the two were nearly tied
                 text = "the logits are equal"
             if text is not None:
                 if wanted[position] != got[position]:

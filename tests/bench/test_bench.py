@@ -11,10 +11,11 @@ import torch
 from tiny_models import make_checkpoint
 
 from nanoinfer.bench import offload
+from nanoinfer.bench.rows import COLUMNS, compare, report
 from nanoinfer.commands import main as cli
 from nanoinfer.commands.bench import main
-from nanoinfer.measure.report import COLUMNS, table
-from nanoinfer.measure.run import Row, compare
+from nanoinfer.measure.answers import Answer
+from nanoinfer.measure.run import Row
 from nanoinfer.memory import floors
 from nanoinfer.memory.floors import Floors, bytes_read_per_step
 from nanoinfer.options import measuring as bench_options
@@ -216,12 +217,22 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(monkeypatch, 
 
 
 def test_a_difference_between_modes_is_shown():
-    rows = [Row("offload", 1, 8, outputs=[([1, 2], [0.0, 0.0])]), Row("resident", 1, 8, outputs=[([1, 3], [0.0, 0.0])])]
+    def answer(tokens, *logprobs):
+        return Answer(tokens, [{token: number} for token, number in zip(tokens, logprobs, strict=True)])
+
+    rows = [Row("offload", 1, 8, outputs=[answer([1, 2], 0.0, 0.0)]), Row("resident", 1, 8)]
+    rows[1].outputs = [answer([1, 3], 0.0, 0.0)]
     compare(rows)
-    assert rows[1].check == "DIFFERS from offload in sequence 0 at token 1" and rows[1].check in table(rows)
-    rows[1].outputs = [([1, 2], [0.0, 1e-7])]
+    assert rows[1].check == "DIFFERS from offload in sequence 0 at token 1" and rows[1].check in report(rows)
+    rows[1].outputs = [answer([1, 2], 0.0, 1e-7)]
     compare(rows)
     assert rows[1].check == "DIFFERS from offload in sequence 0 at token 1", "one bit of a log-probability counts"
+    rows[1].outputs = [answer([1], 0.0)]
+    compare(rows)
+    assert rows[1].check == "DIFFERS from offload in sequence 0 at token 1", "what is missing counts"
+    rows[1].outputs = [answer([1, 2], 0.0, 0.0)]
+    compare(rows)
+    assert rows[1].check == "identical to offload"
 
 
 def test_the_floor_is_the_slower_of_link_and_device():

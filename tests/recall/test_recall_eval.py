@@ -19,7 +19,7 @@ from nanoinfer.recall import reference
 from nanoinfer.recall.answers import EngineAnswers
 from nanoinfer.recall.evaluate import FACTS_PER_PLACE, Exam, Grid, evaluate
 from nanoinfer.recall.reference import ReferenceAnswers
-from nanoinfer.recall.report import figures, table
+from nanoinfer.recall.report import figures, report
 
 TOOLS = str(Path(__file__).resolve().parents[2] / "tools")
 if TOOLS not in sys.path:
@@ -79,7 +79,7 @@ def test_whoever_reads_all_is_right_everywhere_and_whoever_sees_half_is_wrong_be
     last = evaluate(Reader(tokenizer, lambda text: text[len(text) // 3 :]), exam, progress=False)
     assert last.accuracy == [[0.0, 1.0, 1.0]] * 2
     found = figures({"all": scores, "half": last}, GRID)
-    text = table(found)
+    text = report(found, {}, 0)
     assert "1,024" in text and "5 questions a cell" in text and text.count("1.00") == 10 and text.count("0.00") == 2
     assert text.splitlines()[-1] == "half against all: 20 of 30 answers equal, CELLS DIFFER"
     found = found["results"]
