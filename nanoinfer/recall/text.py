@@ -120,7 +120,7 @@ class Document:
 
     def __init__(self, author: Author, count: Callable[[Fragments], int]) -> None:
         self._author, self._count, self._text = author, count, [HEADING]
-        self.num_tokens, self.planted = count([HEADING]), list[Planted]()
+        self.num_tokens, self.planted = count(self._text), list[Planted]()
 
     @property
     def text(self) -> str:
@@ -128,7 +128,7 @@ class Document:
 
     def add(self, fact: Fact, *, wished: bool) -> None:
         self.planted.append(Planted(fact, self.num_tokens, wished))
-        self._add(fact.text, self._count(fact.text))
+        self._add(fact.text)
 
     def fill(self, target: int, *, strictly: bool) -> None:
         """Add filler and distractors until `target` tokens are half a sentence away at most.
@@ -136,22 +136,18 @@ class Document:
         strictly: stay below the target, and stop where no sentence is short enough.
         """
         failures = 0
-        while self.num_tokens < target and failures < 8:
-            left = target - self.num_tokens
+        while (left := target - self.num_tokens) > 0 and failures < 8:
             fact = self._author.distractor(left) if left > 2 * SENTENCE_TOKENS else None
             if fact:
                 self.add(fact, wished=False)
-                continue
-            text = self._author.filler()
-            size = self._count(text)
-            if size > (left if strictly else 2 * left):
-                failures += 1
+            elif self._count(text := self._author.filler()) <= (left if strictly else 2 * left):
+                self._add(text)
             else:
-                self._add(text, size)
+                failures += 1
 
-    def _add(self, text: Fragments, size: int) -> None:
+    def _add(self, text: Fragments) -> None:
         self._text += text
-        self.num_tokens += size
+        self.num_tokens += self._count(text)
 
 
 def write_document(
@@ -171,10 +167,13 @@ def write_document(
         ValueError: the wished facts do not fit.
     """
     count_tokens = cache(count_tokens)
-    document = Document(author, lambda fragments: sum(map(count_tokens, fragments)))
-    facts = [author.pass_key() for _ in depths]
-    sizes = [sum(map(count_tokens, fact.text)) for fact in facts]
-    reserve = max((sum(map(count_tokens, ask.question + ask.answer)) for fact in facts for ask in fact.asks), default=0)
+
+    def count(fragments: Fragments) -> int:
+        return sum(map(count_tokens, fragments))
+
+    document, facts = Document(author, count), [author.pass_key() for _ in depths]
+    sizes = [count(fact.text) for fact in facts]
+    reserve = max((count(ask.question + ask.answer) for fact in facts for ask in fact.asks), default=0)
     length, after = num_tokens - reserve, sum(sizes)
     if document.num_tokens + after > length:
         raise ValueError(
