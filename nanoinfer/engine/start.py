@@ -8,14 +8,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.execution.memory import MemoryPlan, reserved_bytes
 from nanoinfer.execution.runner import ModelRunner
 from nanoinfer.kv.admission import Admission
 from nanoinfer.kv.cache import KVCache
 from nanoinfer.kv.gpu_copies import GPUCopies
 from nanoinfer.kv.mover import Mover
 from nanoinfer.kv.tables import BlockTables
-from nanoinfer.memory.machine import reserved_bytes, resolve_device
-from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.setup import Setup
 from nanoinfer.weights.fill import check_kv_scales
 from nanoinfer.weights.generation_config import end_token_ids, sampling_defaults

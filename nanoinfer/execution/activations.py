@@ -11,12 +11,11 @@ from tqdm import tqdm
 
 from nanoinfer.attention.base import AttentionBackend, KeyRange
 from nanoinfer.common.units import GIB
+from nanoinfer.execution.memory import MemoryPlan, reserved_bytes
 from nanoinfer.execution.pieces import Around, Pieces
 from nanoinfer.execution.products import check_products, run_ours
 from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.kernels.linear.counts import MAX_ROWS, padded_rows
-from nanoinfer.memory.machine import reserved_bytes
-from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import Held
 from nanoinfer.models.step_tensors import StepTensors

@@ -40,7 +40,7 @@ class PrefillProgram:
         # ranges; then block tables and ring chunks. Every sequence of the step may have a history on the host (a shared
         # prefix, a switch), with each of its blocks in a separate ring slot.
         blocks = min(plan.max_splits, max_seqs * resources.max_blocks_per_seq)
-        num_rows = padded_rows(max_tokens) if runtime.device.type == "cuda" else max_tokens
+        num_rows = padded_rows(max_tokens) if runtime.device.type != "cpu" else max_tokens
         size = 4 + len(self._padding) * num_rows + 1 + max_seqs * resources.max_blocks_per_seq
         size += (6 + bool(states.of_layer) + len(resources.windows)) * max_seqs
         size += 3 * (9 + 2 * bool(states.of_layer) + 2 * len(resources.windows))  # each table begins at a multiple of 4

@@ -55,7 +55,7 @@ class PrefillPieces:
 
     def __init__(self, resources: Resources, table: DeviceTable, padding: tuple[int, ...]) -> None:
         device, max_tokens = resources.runtime.device, resources.plan.max_num_batched_tokens
-        self._pads = device.type == "cuda"
+        self._pads = device.type != "cpu"
         self.capture_num_tokens = capture_num_tokens = resources.config.graph_num_tokens(max_tokens, self._pads)
         assert max(capture_num_tokens, default=0) <= max_tokens, "a padded step must fit into the table"
         self.counters = PrefillCounters()

@@ -10,9 +10,9 @@ import torch
 from nanoinfer.attention.base import AttentionBackend
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.graphs import Graphs
+from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.pieces import Pieces
 from nanoinfer.execution.recurrent import RecurrentStates
-from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.pieces import Held
 from offload import KVLayout, Places, Ring, Runtime, Stream

@@ -23,6 +23,7 @@ from nanoinfer.execution.activations import Activations
 from nanoinfer.execution.block_copies import BlockCopies
 from nanoinfer.execution.decode import DecodeProgram, DecodeStep
 from nanoinfer.execution.graphs import Graphs, GraphWork
+from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.execution.mixed import MixedStep
 from nanoinfer.execution.prefill import PrefillProgram, PrefillStep
 from nanoinfer.execution.read_back import PendingTokens
@@ -30,7 +31,6 @@ from nanoinfer.execution.recurrent import RecurrentStates
 from nanoinfer.execution.resources import Resources
 from nanoinfer.execution.stream_shares import stream_shares
 from nanoinfer.layers.linear import Head, Linear
-from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.sampling.reference import logprobs_of

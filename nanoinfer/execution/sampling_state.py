@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nanoinfer.execution.tables import RowState
+from nanoinfer.sampling.reference import sampling_workspace
 from nanoinfer.sampling.settings import MAX_COUNT, ROW, ROW_WORDS, RowSampling, SettingsTable
 from offload import Runtime, Staging, Stream
 
@@ -35,7 +36,8 @@ class SamplingState:
     def __init__(self, runtime: Runtime, rows: RowState, vocab_size: int, max_batch: int) -> None:
         num_rows, device = len(rows.token), runtime.device
         self.vocab_size, self.rows = vocab_size, rows
-        lines = self._lines([(row, RowSampling()) for row in range(num_rows)])
+        lines = self._lines([(0, RowSampling())]).repeat(num_rows, axis=0)
+        lines.view(ROW)["row"] = np.arange(num_rows)[:, None]
         self.settings = SettingsTable(torch.tensor(lines, device=device))
         self.seen = torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
         self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device)
@@ -44,7 +46,7 @@ class SamplingState:
         self._seen_updates = torch.zeros_like(self.seen)
         self._seen_staging = Staging(runtime, self.seen.numel(), torch.int32)
         self._counts_staging = Staging(runtime, vocab_size, torch.int16)  # for one row: pinned memory is expensive
-        self.space = rows.operations.sampling_workspace(max_batch, vocab_size, device)
+        self.space = sampling_workspace(max_batch, vocab_size, device)
 
     def update(self, stream: Stream, settings: Several[tuple[int, RowSampling]]) -> None:
         """Upload settings, each with its row, for all work enqueued on `stream` from here on."""

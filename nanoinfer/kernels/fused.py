@@ -13,7 +13,6 @@ from nanoinfer.kernels.linear.rows import linear_parts as linear_parts
 from nanoinfer.kernels.step.rows import step_inputs as step_inputs
 from nanoinfer.kernels.step.rows import update_rows as update_rows
 from nanoinfer.kernels.step.sample import sample_rows as sample_rows
-from nanoinfer.kernels.step.sample import sampling_workspace as sampling_workspace
 
 
 def has_activation(activation: str, x: Tensor) -> bool:

@@ -193,8 +193,3 @@ def step_inputs(batch_rows: Tensor, state: tuple[Tensor, ...], inputs: tuple[Ten
     positions.copy_(lengths - 1)
     blocks = block_table[batch_rows.long(), positions // block_size]
     slots.copy_(blocks * block_size + positions % block_size)
-
-
-def sampling_workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, Tensor]:
-    """Nothing: `sample_rows` allocates what it needs."""
-    return {}

@@ -20,10 +20,11 @@ import torch
 
 from nanoinfer.common.units import GIB, format_gib, format_size
 from nanoinfer.config import EngineConfig
+from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.kv.residency import promotion_margin
 from nanoinfer.memory.floors import bytes_read_per_step
 from nanoinfer.memory.machine import device_memory
-from nanoinfer.memory.plan import MemoryPlan, gpu_budget, make_plan
+from nanoinfer.memory.plan import gpu_budget, make_plan
 from nanoinfer.memory.proposals import Proposal, Proposer
 from nanoinfer.memory.setup import Specs
 from nanoinfer.models.base import ModelSpec

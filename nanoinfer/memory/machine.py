@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer.common.units import GIB, format_gib
+from nanoinfer.execution.memory import reserved_bytes
 
 # What a process takes of the GPU beside torch's allocator once its context is there: code of kernels and libraries, and
 # the nodes of graphs.
@@ -65,15 +66,6 @@ def resolve_device(name: str) -> torch.device:
             )
         device = torch.device("cuda", device.index or 0)
     return device
-
-
-def reserved_bytes(device: torch.device) -> int:
-    """Give unused caches back; return the bytes that torch's allocator still holds on the device, 0 on the CPU."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device)
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import psutil
 
 from nanoinfer.common.units import GIB, format_gib
 from nanoinfer.config import EngineConfig
-from nanoinfer.kernels.attention.spec import MAX_TILES_APART
+from nanoinfer.execution.buffers import buffer_bytes, split_bytes
+from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.kernels.linear.counts import num_parts, padded_rows
 from nanoinfer.memory.machine import OUTSIDE_BYTES, DeviceMemory
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.sampling.reference import logprobs_bytes
 from nanoinfer.sampling.reference import workspace_bytes as reference_bytes
-from nanoinfer.sampling.settings import state_bytes
 
 DEFAULT_RING_SLOT_BYTES = 32 * 2**20
 # Workspaces that the matrix library keeps, eagerly and in graphs, and what torch's allocator adds by rounding buffers
 # to segments of 2 or 20 MiB: 94 to 135 MiB were measured over seven engines of two shapes.
 LIBRARY_BYTES = 140 * 2**20
-# Bytes of one row in the step's tables, block tables aside.
-TABLE_ROW_BYTES = 256
 # Activations come from one segment (`Activations.reserve`), so that they cannot take more by being scattered over many.
 # The allocator's best fit leaves holes in it: 8 % at most, worked out tensor by tensor for eleven shapes of 0.6B to
 # 70B.
@@ -30,74 +28,6 @@ ACTIVATION_MARGIN_BYTES = 16 * 2**20
 # Share of the budget for the partials and tables of more splits than two for each block: 16 questions about one
 # document of 64k tokens are 4,112 splits of 257 blocks, 70 MiB in a 4B model.
 SHARED_SPLITS_SHARE = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """What each part of the engine takes, in bytes, and the sizes that follow.
-
-    Attributes:
-        activation_bytes: transient memory of the largest prefill step, or of sampling if that takes more.
-        workspace_bytes: fixed buffers of decode and of small prefill steps, and tables, without the attention partials
-            of whole blocks.
-        library_bytes: workspaces of libraries, and rounding.
-        graph_bytes: private memory of the captured graphs.
-        split_bytes: attention partials of one split, and its entries in tables.
-        num_gpu_blocks: KV blocks of the GPU pool, the scratch block included.
-        max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
-        max_splits: splits of whole blocks that one decode step may attend to.
-    """
-
-    budget_bytes: int
-    weight_bytes: int
-    activation_bytes: int
-    workspace_bytes: int
-    library_bytes: int
-    graph_bytes: int
-    ring_bytes: int
-    block_bytes: int
-    split_bytes: int
-    blocks_per_slot: int
-    num_gpu_blocks: int
-    num_host_blocks: int
-    max_resident_blocks: int | None
-    max_splits: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-    @property
-    def fixed_bytes(self) -> int:
-        """All but the KV pool and the partials that grow with it."""
-        buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
-        return self.weight_bytes + self.activation_bytes + self.ring_bytes + buffers
-
-    @property
-    def pool_bytes(self) -> int:
-        """The KV pool on the GPU, with the attention partials of all that can be attended to."""
-        return self.num_gpu_blocks * self.block_bytes + self.max_splits * self.split_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """What the engine takes on the GPU at its peak."""
-        return self.fixed_bytes + self.pool_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """The host pool."""
-        return self.num_host_blocks * self.block_bytes
-
-    def one_line(self) -> str:
-        """Return the plan as the engine prints it at start-up."""
-        gib = format_gib
-        buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
-        return (
-            f"{gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB: weights {gib(self.weight_bytes)}, KV pool "
-            f"{gib(self.pool_bytes)} ({self.num_gpu_blocks - 1} blocks), ring {gib(self.ring_bytes)}, activations "
-            f"{gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
-            f"host pool up to {gib(self.host_bytes)} GiB ({self.num_host_blocks} blocks); "
-            f"max_model_len {self.max_model_len}, prefill steps of {self.max_num_batched_tokens} tokens"
-        )
 
 
 def make_plan(
@@ -156,44 +86,33 @@ def _spend(
     blocks_per_slot = min(slot_bytes // layout.layer_block_bytes, max_blocks * max_num_seqs)
     resident = config.resident_kv_limit
     resident = None if resident is None else resident // layout.block_bytes
-    # Attention partials, float32; the tables of items and ring chunks, of decode and prefill, take 60 bytes per split
-    # and window, and the record of each ring slot 16 per split.
-    heads, windows = spec.attention, spec.attention.windows
-    split_bytes = heads.num_q_heads * (heads.head_dim + 2) * 4 + 60 * len(windows) + 16 * config.num_ring_slots
-    size = spec.dtype.itemsize
-    # Rows of decode buffers: logits, hidden states, queries, attention outputs; four block tables of each row.
-    max_batch = max(config.graph_batch_sizes(max_num_seqs)[-1], max_num_seqs)
-    row = size * (spec.vocab_size + spec.hidden_size + 2 * spec.attention.q_size) + TABLE_ROW_BYTES
-    workspace = state_bytes(max_num_seqs, spec.vocab_size, max_batch)
-    workspace += (max_num_seqs + 1) * spec.row_bytes
-    workspace += max_batch * row + max_num_seqs * 20 * max_blocks + 16 * padded_rows(max_num_batched_tokens)
-    # Of small prefill steps: positions, hidden states, queries, attention outputs.
-    graph_tokens = max(config.graph_num_tokens(max_num_batched_tokens, is_cuda), default=0)
-    workspace += MAX_TILES_APART * split_bytes  # partials of blocks that are cut into tiles
-    workspace += graph_tokens * (8 + size * (spec.hidden_size + 2 * spec.attention.q_size))
-    scratch_bytes = spec.gpu_scratch_bytes if is_cuda else spec.scratch_bytes
-    plan = MemoryPlan(
-        budget_bytes=budget_bytes,
-        weight_bytes=spec.weight_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
-        activation_bytes=_activation_bytes(spec, max_num_batched_tokens, max_batch, is_cuda),
-        workspace_bytes=workspace,
-        library_bytes=LIBRARY_BYTES if is_cuda else 0,
-        graph_bytes=0 if config.enforce_eager or not is_cuda else graph_bytes(spec, max_batch, graph_tokens),
-        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes + sum(spec.place_bytes),
-        block_bytes=layout.block_bytes,
-        split_bytes=split_bytes,
+    batch_sizes = tuple(config.graph_batch_sizes(max_num_seqs))
+    token_counts = tuple(config.graph_num_tokens(max_num_batched_tokens, is_cuda))
+    max_batch, has_graphs = max(batch_sizes[-1], max_num_seqs), is_cuda and not config.enforce_eager
+    sizes = MemoryPlan(
         blocks_per_slot=blocks_per_slot,
-        num_gpu_blocks=0,
-        num_host_blocks=0,
-        max_resident_blocks=resident,
-        max_splits=0,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
+    of_split = split_bytes(spec, config.num_ring_slots)
+    scratch_bytes = spec.gpu_scratch_bytes if is_cuda else spec.scratch_bytes
+    plan = replace(
+        sizes,
+        budget_bytes=budget_bytes,
+        weight_bytes=spec.weight_bytes + scratch_bytes + spec.rope_bytes(max_model_len),
+        activation_bytes=_activation_bytes(spec, max_num_batched_tokens, max_batch, is_cuda),
+        workspace_bytes=buffer_bytes(spec, sizes, batch_sizes, token_counts, config.num_ring_slots),
+        library_bytes=LIBRARY_BYTES if is_cuda else 0,
+        graph_bytes=graph_bytes(spec, max_batch, max(token_counts, default=0)) if has_graphs else 0,
+        ring_bytes=config.num_ring_slots * blocks_per_slot * layout.layer_block_bytes + sum(spec.place_bytes),
+        block_bytes=layout.block_bytes,
+        split_bytes=of_split,
+        max_resident_blocks=resident,
+    )
     # Each block of the pool brings room for two splits, because rows may share blocks.
-    rows = max_num_seqs * split_bytes
-    num_blocks = max(0, budget_bytes - plan.fixed_bytes - rows) // (layout.block_bytes + 2 * split_bytes)
+    rows = max_num_seqs * of_split
+    num_blocks = max(0, budget_bytes - plan.fixed_bytes - rows) // (layout.block_bytes + 2 * of_split)
     if not is_cuda or config.enable_cpu_offload is True:
         # A pool larger than all rows can fill is of no use: on the CPU it would take the user's own memory, and in
         # offload mode the host holds what does not fit.

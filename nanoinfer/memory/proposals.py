@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from nanoinfer.common.units import format_gib
 from nanoinfer.config import EngineConfig
-from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.models.checkpoints import checkpoint_named
 from nanoinfer.models.shapes import SHAPES
 from nanoinfer.options.engine import option_words

@@ -130,6 +130,19 @@ def _sort_keys(values: torch.Tensor) -> torch.Tensor:
     return (bits.long() << 32) - torch.arange(values.shape[1], device=values.device)
 
 
+def sampling_workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Allocate what the kernels' launches pass to each other, for batches of up to `max_batch` rows."""
+    by_tile = max_batch, -(-vocab_size // TILE_TOKENS)
+    floats, integers = dict(dtype=torch.float32, device=device), dict(dtype=torch.int32, device=device)
+    return {
+        "tile_max": torch.empty(by_tile, **floats),
+        "tile_weight": torch.empty(by_tile, **floats),
+        "peak": torch.empty(max_batch, **floats),
+        "cut": torch.empty(max_batch, **integers),
+        "cut_id": torch.empty(max_batch, **integers),
+    }
+
+
 def workspace_bytes(num_rows: int, vocab_size: int) -> int:
     """Return the most bytes that `sample` takes temporarily, beside logits of any type; the kernels need none."""
     return _REFERENCE_BYTES_PER_ELEMENT * num_rows * vocab_size + logprobs_bytes(num_rows, vocab_size)

@@ -141,10 +141,3 @@ class SamplingBatch:
         top_k, top_p = self.settings["top_k"], self.settings["top_p"]
         has_top_k = (top_k > 0) & (top_k < self.vocab_size)
         return (~self.is_greedy & (has_top_k | (top_p < 1))).nonzero()[:, 0]
-
-
-def state_bytes(max_num_seqs: int, vocab_size: int, max_batch: int) -> int:
-    """Device bytes of all rows' settings and the kernels' workspace, for as long as an engine lives."""
-    row = 2 * ROW.itemsize  # settings and their upload
-    row += 2 * 4 * -(-vocab_size // 32) + 2 * vocab_size  # seen tokens and their upload, counts
-    return (max_num_seqs + 1) * row + max_batch * (12 + 8 * -(-vocab_size // TILE_TOKENS))

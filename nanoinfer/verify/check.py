@@ -10,9 +10,9 @@ import torch
 
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
+from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.measure.logits import check_can_keep
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.memory.plan import MemoryPlan
 from nanoinfer.memory.setup import Setup
 from nanoinfer.verify.play import attempt
 from nanoinfer.verify.report import Answer, RunReport, Verdict, compare

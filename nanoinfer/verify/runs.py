@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.memory.plan import MemoryPlan
+from nanoinfer.execution.memory import MemoryPlan
 from nanoinfer.verify.workload import Workload
 
 Stats = dict[str, Any]

@@ -13,10 +13,8 @@ from sampling_cases import MIXED_ROWS, build, check_rows, make_state, random_log
 from simulated import SimulatedRuntime
 from torch.profiler import ProfilerActivity, profile
 
-from nanoinfer.execution.sampling_state import SamplingState
-from nanoinfer.execution.tables import RowState
 from nanoinfer.sampling import reference as sampler
-from nanoinfer.sampling.settings import MAX_COUNT, RowSampling, state_bytes
+from nanoinfer.sampling.settings import MAX_COUNT, RowSampling
 
 VOCAB_SIZE = 40
 
@@ -130,18 +128,6 @@ def test_kernels_penalise_as_the_reference_in_any_combination(fuzz, monkeypatch)
     logits[::4, 3] = torch.nan
     logits[1::4] = (logits[1::4] * 4).round() / 4  # many equal scores
     check_rows(rows, logits, steps=3 if fuzz else 2)
-
-
-@pytest.mark.parametrize(("max_num_seqs", "vocab_size", "max_batch"), [(1, 40, 1), (5, 2049, 8), (64, 151_936, 64)])
-def test_a_state_takes_what_it_says(max_num_seqs, vocab_size, max_batch):
-    pytest.importorskip("triton")
-    from nanoinfer.kernels.step import sample as kernels
-
-    runtime = SimulatedRuntime()
-    state = SamplingState(runtime, RowState(runtime, max_num_seqs, 1), vocab_size, max_batch)
-    tensors = [value for value in vars(state).values() if isinstance(value, torch.Tensor)] + [state.settings.words]
-    tensors += kernels.sampling_workspace(max_batch, vocab_size, torch.device("cpu")).values()
-    assert sum(tensor.nbytes for tensor in tensors) == state_bytes(max_num_seqs, vocab_size, max_batch)
 
 
 def peak_bytes(work) -> int:

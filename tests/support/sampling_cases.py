@@ -52,7 +52,7 @@ def make_state(
     """A state in which row i is sampled as settings[i], and these rows as a batch."""
     runtime = SimulatedRuntime() if runtime is None else runtime
     rows = RowState(runtime, len(settings), 1)
-    state = SamplingState(runtime, rows, vocab_size, len(settings))
+    state = SamplingState(runtime, rows, vocab_size, max(1, len(settings)))
     state.counts.fill_(-99)  # rows without a penalty never look at them, others begin at zero
     runtime.synchronize()
     stream = runtime.stream("compute")
@@ -61,7 +61,6 @@ def make_state(
     runtime.synchronize()
     if kernels is not None:
         rows.operations = kernels
-        state.space = kernels.sampling_workspace(max(1, len(settings)), vocab_size, runtime.device)
     return state, torch.arange(len(settings), dtype=torch.int32, device=runtime.device)
 
 

@@ -339,19 +339,6 @@ def _choose_kernel(
         tl.store(row_lengths + row, tl.load(row_lengths + row) + 1)
 
 
-def sampling_workspace(max_batch: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Allocate what the launches pass to each other, for batches of up to `max_batch` rows."""
-    by_tile = max_batch, triton.cdiv(vocab_size, sampler.TILE_TOKENS)
-    floats, integers = dict(dtype=torch.float32, device=device), dict(dtype=torch.int32, device=device)
-    return {
-        "tile_max": torch.empty(by_tile, **floats),
-        "tile_weight": torch.empty(by_tile, **floats),
-        "peak": torch.empty(max_batch, **floats),
-        "cut": torch.empty(max_batch, **integers),
-        "cut_id": torch.empty(max_batch, **integers),
-    }
-
-
 def sample_rows(logits: torch.Tensor, rows: torch.Tensor, state, tokens: torch.Tensor) -> None:
     """Sample the next token of each row, and advance the rows' step, seen tokens and counts.
 

@@ -1,0 +1,68 @@
+"""What the programs of an engine hold on its device, counted: they are built on `meta`, where nothing is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from types import SimpleNamespace
+
+import torch
+
+from nanoinfer.attention.torch_backend import TorchBackend
+from nanoinfer.execution.decode import DecodeProgram
+from nanoinfer.execution.memory import MemoryPlan
+from nanoinfer.execution.prefill import PrefillProgram
+from nanoinfer.execution.recurrent import RecurrentStates
+from nanoinfer.execution.resources import Resources
+from nanoinfer.models.base import ModelSpec
+from offload import Places, Ring
+
+
+@lru_cache(maxsize=4096)
+def buffer_bytes(
+    spec: ModelSpec, sizes: MemoryPlan, batch_sizes: tuple[int, ...], token_counts: tuple[int, ...], num_ring_slots: int
+) -> int:
+    """Return the bytes of all buffers, tables and states of an engine but the KV pool, the ring and its places.
+
+    batch_sizes, token_counts: what is captured, of decode and of small prefill steps.
+    """
+    runtime = SimpleNamespace(device=torch.device("meta"), staging=lambda count, dtype: None, event=lambda: None)
+    config = SimpleNamespace(graph_batch_sizes=lambda rows: batch_sizes, graph_num_tokens=lambda *most: token_counts)
+    resources = Resources(
+        config=config,
+        plan=sizes,
+        runtime=runtime,
+        compute=None,
+        model=SimpleNamespace(spec=spec, pieces=list),
+        backend=TorchBackend(spec.attention, "meta"),
+        layout=spec.layout,
+        ring=Ring(runtime, spec.layout, num_ring_slots, sizes.blocks_per_slot),
+        gpu_kv=None,
+        states=RecurrentStates(spec, sizes.max_num_seqs, runtime.device),
+        places=Places(runtime, spec.place_bytes),
+        graphs={},
+    )
+    held = [DecodeProgram(resources), PrefillProgram(resources), resources.states]
+    return sum(_storages(held, {id(resources.places.bytes)}).values())
+
+
+def _storages(owner: object, seen: set[int]) -> dict[int, int]:
+    """Return the bytes of each storage that an object holds, itself or through what it is made of."""
+    if id(owner) in seen:
+        return {}
+    seen.add(id(owner))
+    if isinstance(owner, torch.Tensor):
+        return {owner.untyped_storage()._cdata: owner.untyped_storage().nbytes()}
+    if type(owner).__module__.startswith("nanoinfer."):
+        owner = getattr(owner, "__dict__", {})
+    found: dict[int, int] = {}
+    for one in owner.values() if isinstance(owner, dict) else owner if isinstance(owner, list | tuple) else ():
+        found |= _storages(one, seen)
+    return found
+
+
+def split_bytes(spec: ModelSpec, num_ring_slots: int) -> int:
+    """Return by how much the buffers grow with each split that a decode step may attend to."""
+    sizes = MemoryPlan(max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1, blocks_per_slot=1)
+    none, one = (buffer_bytes(spec, replace(sizes, max_splits=count), (1,), (), num_ring_slots) for count in (0, 1))
+    return one - none

@@ -1,0 +1,86 @@
+"""The memory that an engine may take on its device, and that torch holds there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.common.units import format_gib
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What each part of the engine takes, in bytes, and the sizes that follow; 0 until it is worked out.
+
+    Attributes:
+        activation_bytes: transient memory of the largest prefill step, or of sampling if that takes more.
+        workspace_bytes: fixed buffers of decode and of small prefill steps, and tables, without the attention partials
+            of whole blocks.
+        library_bytes: workspaces of libraries, and rounding.
+        graph_bytes: private memory of the captured graphs.
+        split_bytes: attention partials of one split, and its entries in tables.
+        num_gpu_blocks: KV blocks of the GPU pool, the scratch block included.
+        max_resident_blocks: full blocks that may stay on the GPU in offload mode; None: as many as there is room for.
+        max_splits: splits of whole blocks that one decode step may attend to.
+    """
+
+    budget_bytes: int = 0
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+    workspace_bytes: int = 0
+    library_bytes: int = 0
+    graph_bytes: int = 0
+    ring_bytes: int = 0
+    block_bytes: int = 0
+    split_bytes: int = 0
+    blocks_per_slot: int = 0
+    num_gpu_blocks: int = 0
+    num_host_blocks: int = 0
+    max_resident_blocks: int | None = None
+    max_splits: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the KV pool and the partials that grow with it."""
+        buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
+        return self.weight_bytes + self.activation_bytes + self.ring_bytes + buffers
+
+    @property
+    def pool_bytes(self) -> int:
+        """The KV pool on the GPU, with the attention partials of all that can be attended to."""
+        return self.num_gpu_blocks * self.block_bytes + self.max_splits * self.split_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """What the engine takes on the GPU at its peak."""
+        return self.fixed_bytes + self.pool_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The host pool."""
+        return self.num_host_blocks * self.block_bytes
+
+    def one_line(self) -> str:
+        """Return the plan as the engine prints it at start-up."""
+        gib = format_gib
+        buffers = self.workspace_bytes + self.library_bytes + self.graph_bytes
+        return (
+            f"{gib(self.total_bytes)} of {gib(self.budget_bytes)} GiB: weights {gib(self.weight_bytes)}, KV pool "
+            f"{gib(self.pool_bytes)} ({self.num_gpu_blocks - 1} blocks), ring {gib(self.ring_bytes)}, activations "
+            f"{gib(self.activation_bytes)}, buffers and graphs {gib(buffers)}; "
+            f"host pool up to {gib(self.host_bytes)} GiB ({self.num_host_blocks} blocks); "
+            f"max_model_len {self.max_model_len}, prefill steps of {self.max_num_batched_tokens} tokens"
+        )
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Give unused caches back; return the bytes that torch's allocator still holds on the device, 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
