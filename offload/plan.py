@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -44,11 +44,11 @@ class Transfer(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Landing:
+class Landing(NamedTuple):
     """Where a transfer lies that does not pass through the ring.
 
-    place: number of the place; until: number of the last piece that reads what lies there.
+    place: number of the place; until: number of the last piece that reads what lies there. A tuple, as `Need` is: each
+    step looks a schedule up by them.
     """
 
     place: int
@@ -172,8 +172,7 @@ class StreamPlan:
         return [(cut, transfer) for cut, found in enumerate(self.at) for transfer in found]
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """What passes at a cut: how many transfers through the ring, and behind these the landings of the others."""
 
     through_ring: int = 0

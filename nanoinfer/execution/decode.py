@@ -86,6 +86,12 @@ class DecodeProgram:
         if indices[0] == 0 and indices[-1] < len(pieces) - 1:
             self._buffers.x[:size].copy_(tensors.x)
 
+    def run_section(self, is_cut: bool, section: int, size: int) -> None:
+        """Run a section of a step on the current stream; `is_cut`: of one in which KV may stream at every attention."""
+        ends = self.section_ends[is_cut]
+        indices = range(ends[section - 1] + 1 if section else 0, ends[section] + 1)
+        self.run_pieces(indices, size, self.attention.whole_rows and not is_cut)
+
     def sample(self, size: int) -> None:
         """Sample the next token of each row of a padded batch of `size` rows, whose logits the last piece has left."""
         self.sampling.sample(self.logits[:size], self.batch_rows[:size], self.tokens[:size])
@@ -148,13 +154,9 @@ class DecodeProgram:
             yield GraphWork(("use", kind, slot), "ring slot graphs", prepare, [use])
 
     def _sections(self, is_cut: bool, size: int) -> GraphWork:
-        launches = [self._section(is_cut, section, size) for section in range(len(self.section_ends[is_cut]))]
+        sections = range(len(self.section_ends[is_cut]))
+        launches = [partial(self.run_section, is_cut, section, size) for section in sections]
         return GraphWork(_key_of_sections(is_cut, size), f"decode graphs, batch {size}", self._reset_tables, launches)
-
-    def _section(self, is_cut: bool, section: int, size: int) -> Callable[[], None]:
-        ends = self.section_ends[is_cut]
-        indices = range(ends[section - 1] + 1 if section else 0, ends[section] + 1)
-        return partial(self.run_pieces, indices, size, self.attention.whole_rows and not is_cut)
 
     def _reset_tables(self) -> None:
         """Fill the tables with padding rows only, for the warm-up run before a capture to compute."""
@@ -226,12 +228,6 @@ class DecodeProgram:
         self.last = result if may_repeat else None
         return result
 
-    def run_section(self, is_cut: bool, section: int, size: int) -> None:
-        """Enqueue a section of a step; `is_cut`: of one in which KV may stream at every attention."""
-        key = _key_of_sections(is_cut, size)
-        is_graph = self.enqueue(key, self._section(is_cut, section, size), section)
-        self.counters.eager_steps += section == 0 and not is_graph
-
     def enqueue(self, key: Hashable, work: Callable[[], None], number: int = 0) -> bool:
         """Enqueue what `works` has under this key, or `work` if it is not captured. Return whether it is."""
         is_graph = self.resources.graphs.run(key, work, number)
@@ -301,13 +297,9 @@ class DecodeStep(OffloadStep):
     until: np.ndarray
     shares: np.ndarray | None = None
 
-    @property
-    def section_ends(self) -> tuple[int, ...]:
-        return self.program.section_ends[self._is_cut]
-
-    @property
-    def _is_cut(self) -> bool:
-        return any(self.chunks)
+    def __post_init__(self) -> None:
+        self.is_cut = any(self.chunks)
+        self.section_ends, self._key = self.program.section_ends[self.is_cut], _key_of_sections(self.is_cut, self.size)
 
     def is_repeated_by(self, step: StepPlan) -> bool:
         """Whether the next step reads just what this one reads.
@@ -319,7 +311,9 @@ class DecodeStep(OffloadStep):
         return bool(np.all(step.ends <= self.until))
 
     def compute(self, section: int) -> None:
-        self.program.run_section(self._is_cut, section, self.size)
+        program = self.program
+        is_graph = program.enqueue(self._key, partial(program.run_section, self.is_cut, section, self.size), section)
+        program.counters.eager_steps += section == 0 and not is_graph
 
     def sample(self) -> None:
         """Enqueue the sampling behind the layers."""
