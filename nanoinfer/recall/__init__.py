@@ -1,1 +1,1 @@
-"""The text that the project's own small model, "recall", is trained on and asked about."""
+"""Questions about facts in long contexts, asked of the model that comes along or of another one."""
