@@ -165,7 +165,7 @@ class OffloadEngine:
                 case Release(place):
                     self.runtime.poison(self.compute, places.bytes[place])
                     self.compute.record(places.released[place])
-        self._first = (self._first + sum(need.through_ring for need in plan.needs)) % ring.num_ring_slots
+        self._first = (self._first + plan.num_through_ring) % ring.num_ring_slots
         if step.write_through:
             self._note_writes()
         if operation and self.counters.num_fills > num_fills:

@@ -167,6 +167,10 @@ class StreamPlan:
         return tuple(known[id(found)] for found in self.at)
 
     @cached_property
+    def num_through_ring(self) -> int:
+        return sum(need.through_ring for need in self.needs)
+
+    @cached_property
     def transfers(self) -> list[tuple[int, Transfer]]:
         """All (cut, transfer) pairs of the step, in the order in which they pass."""
         return [(cut, transfer) for cut, found in enumerate(self.at) for transfer in found]
