@@ -1,12 +1,11 @@
 """LayerNorm of rows, with the residual sum before it: `rms_norm` for models that subtract the mean and add a bias."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch.pdl import let_next_in, wait_for_inputs
-from nanoinfer.kernels.layer.rms_norm import residual_sum, rounded, sum_options
+from nanoinfer.kernels.layer.rms_norm import launch_norm, residual_sum, rounded
 
 
 @triton.jit
@@ -59,11 +58,4 @@ def layer_norm(
 
     bias: [size]. offset: the weight counts from 1, and the sum with 1 is rounded. Else as `rms_norm.rms_norm`.
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    options = sum_options(x, other, out)
-    if len(x):
-        layer_norm_kernel[(len(x),)](
-            x, x if other is None else other, weight, bias, out, x.stride(0),
-            0 if other is None else other.stride(-2), eps, OFFSET=offset, FACTOR=factor, **options,
-        )  # fmt: skip
-    return out
+    return launch_norm(layer_norm_kernel, x, (weight, bias), eps, other, out, factor, OFFSET=offset)

@@ -95,28 +95,30 @@ def rms_norm(
     `other` as the parts of a sum, [splits, N, size] float32, packed. offset,
     rounds_once: as in `HeadSteps`. factor: None: 1.
     """
+    return launch_norm(
+        rms_norm_kernel, x, (weight,), eps, other, out, factor, OFFSET=offset, ROUNDS_ONCE=rounds_once
+    )  # fmt: skip
+
+
+def launch_norm(
+    kernel, x: Tensor, vectors: tuple[Tensor, ...], eps: float, other: Tensor | None, out: Tensor | None,
+    factor: float | None, **how: bool,
+) -> Tensor:  # fmt: skip
+    """Launch a norm with the sum before it, as `rms_norm` says. vectors: the kernel's, [size] each."""
     num_rows, size = x.shape
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device) if out is None else out
-    options = sum_options(x, other, out)
-    if num_rows:
-        rms_norm_kernel[(num_rows,)](
-            x, x if other is None else other, weight, out, x.stride(0), 0 if other is None else other.stride(-2), eps,
-            OFFSET=offset, ROUNDS_ONCE=rounds_once, FACTOR=factor, **options,
-        )  # fmt: skip
-    return out
-
-
-def sum_options(x: Tensor, other: Tensor | None, out: Tensor) -> dict[str, object]:
-    """Check the arguments of a norm, and return what its launch needs for the sum before it."""
-    size = x.shape[1]
-    assert x.stride(1) == 1 and (other is None or other.stride(-1) == 1), "values of a row must be packed"
+    added = x if other is None else other
+    assert x.stride(1) == 1 and added.stride(-1) == 1, "values of a row must be packed"
     # Another alignment would be another binary, and might sum in another order.
-    assert x.data_ptr() % 16 == 0 and (other is None or other.data_ptr() % 16 == 0), "tensors must be aligned"
-    num_splits = other.shape[0] if other is not None and other.dim() == 3 else 0
-    assert not num_splits or other.is_contiguous() and other.dtype == torch.float32, "parts are packed float32"
+    assert x.data_ptr() % 16 == 0 and added.data_ptr() % 16 == 0, "tensors must be aligned"
+    num_splits = added.shape[0] if added.dim() == 3 else 0
+    assert not num_splits or added.is_contiguous() and added.dtype == torch.float32, "parts are packed float32"
     assert out.is_contiguous(), "rows must be packed"
     tile = next_power_of_2(size)
-    return dict(
-        SIZE=size, TILE=tile, ADD=other is not None, NUM_SPLITS=num_splits, num_warps=min(16, max(1, tile // 256)),
-        **launch_options(x),
-    )  # fmt: skip
+    if num_rows:
+        kernel[(num_rows,)](
+            x, added, *vectors, out, x.stride(0), 0 if other is None else other.stride(-2), eps, SIZE=size, TILE=tile,
+            ADD=other is not None, NUM_SPLITS=num_splits, FACTOR=factor, num_warps=min(16, max(1, tile // 256)),
+            **how, **launch_options(x),
+        )  # fmt: skip
+    return out
