@@ -12,7 +12,7 @@ from nanoinfer.models import registry
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 COMMON = dict(load_format="dummy", dtype="bfloat16", capture_num_tokens=[64, 128], max_num_seqs=8, progress_bar=False)
-COMMON |= dict(max_num_batched_tokens=256, max_model_len=2048, ring_slot_bytes=2**18, skip_tokenizer_init=True)
+COMMON |= dict(max_num_batched_tokens=128, max_model_len=2048, ring_slot_bytes=2**18, skip_tokenizer_init=True)
 COMMON |= dict(gpu_memory_limit="4GiB", host_memory_limit="2GiB")
 SIZES = dict(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, hidden_size=256)
 
