@@ -24,9 +24,7 @@ def _option(default: Any, check: Check) -> Any:
     return field(default=default, metadata={"check": check})
 
 
-def must_be(allowed: str, accepts: Callable[[Any], object]) -> Check:
-    """Return the check that accepts these values. allowed: the same in words, as they follow "must be"."""
-
+def _must_be(allowed: str, accepts: Callable[[Any], object]) -> Check:
     def check(name: str, value: Any) -> Any:
         if not accepts(value):
             raise ValueError(f"{name}={value!r} must be {allowed}")
@@ -46,19 +44,19 @@ def _one_of(*allowed: str) -> Check:
 
 
 def _count(least: int, reason: str = "") -> Check:
-    return must_be(f"a whole number of at least {least}{reason}", lambda value: _is_number(value, int, least))
+    return _must_be(f"a whole number of at least {least}{reason}", lambda value: _is_number(value, int, least))
 
 
 def _block_size(name: str, value: Any) -> int:
-    return must_be("a multiple of 16, such as 256", lambda value: value % 16 == 0)(name, _count(16)(name, value))
+    return _must_be("a multiple of 16, such as 256", lambda value: value % 16 == 0)(name, _count(16)(name, value))
 
 
 def _share_or_memory(name: str, value: Any) -> float | Size:
-    return value if isinstance(value, float) and 0 < value <= 1 else parse_memory(name, value)
+    return value if isinstance(value, float) and 0 < value <= 1 else parse_memory(value, name)
 
 
 def _zero_or_size(name: str, value: Any) -> int:
-    return 0 if _is_number(value, int | float) and value == 0 else parse_bytes(name, value)
+    return 0 if _is_number(value, int | float) and value == 0 else parse_bytes(value, name)
 
 
 def _is_number(value: object, kind: Any, least: float = 0) -> bool:
@@ -73,16 +71,16 @@ def _are_fields(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
-_FLAG = must_be("True or False", lambda value: isinstance(value, bool))
-_PATH = must_be("a checkpoint's directory or a hub id", lambda value: isinstance(value, str | Path) and str(value))
-_FIELDS = must_be("None or a dict of the config's fields", _are_fields)
-_METHOD = must_be('None or text, such as "int4" or "awq"', lambda value: isinstance(value, str))
-_DEVICE = must_be('text: "auto", "cuda", "cuda:1" or "cpu"', lambda value: isinstance(value, str))
-_SHARE = must_be("above 0 and at most 1, such as 0.9", lambda value: _is_number(value, int | float) and 0 < value <= 1)
-_OFFLOAD = must_be('True, False or "auto"', lambda value: isinstance(value, bool) or value == "auto")
+_FLAG = _must_be("True or False", lambda value: isinstance(value, bool))
+_PATH = _must_be("a checkpoint's directory or a hub id", lambda value: isinstance(value, str | Path) and str(value))
+_FIELDS = _must_be("None or a dict of the config's fields", _are_fields)
+_METHOD = _must_be('None or text, such as "int4" or "awq"', lambda value: isinstance(value, str))
+_DEVICE = _must_be('text: "auto", "cuda", "cuda:1" or "cpu"', lambda value: isinstance(value, str))
+_SHARE = _must_be("above 0 and at most 1, such as 0.9", lambda value: _is_number(value, int | float) and 0 < value <= 1)
+_OFFLOAD = _must_be('True, False or "auto"', lambda value: isinstance(value, bool) or value == "auto")
 _LIST = "list of whole numbers of at least 1"
-_BATCHES = must_be(f'None, "staged" or a {_LIST}', lambda value: value == "staged" or value and _are_counts(value))
-_TOKENS = must_be(f"None, [] for none, or a {_LIST}, such as [16, 64, 256]", _are_counts)
+_BATCHES = _must_be(f'None, "staged" or a {_LIST}', lambda value: value == "staged" or value and _are_counts(value))
+_TOKENS = _must_be(f"None, [] for none, or a {_LIST}, such as [16, 64, 256]", _are_counts)
 
 
 @partial(check_keywords, table=ENGINE, taker="LLM")
@@ -175,11 +173,11 @@ class EngineConfig:
     gpu_memory_limit: int | float | str | None = _option(None, _share_or_memory)
     resident_kv_limit: int | str | None = _option(None, _zero_or_size)
     num_gpu_blocks_override: int | None = _option(None, _count(1))
-    host_memory_limit: int | str | None = _option(None, parse_memory)
+    host_memory_limit: int | str | None = _option(None, lambda name, value: parse_memory(value, name))
     block_size: int = _option(256, _block_size)
     enable_cpu_offload: bool | str = _option(False, _OFFLOAD)
     num_ring_slots: int = _option(4, _count(2, ": one slot is filled while another is read"))
-    ring_slot_bytes: int | str | None = _option(None, parse_bytes)
+    ring_slot_bytes: int | str | None = _option(None, lambda name, value: parse_bytes(value, name))
     enforce_eager: bool = _option(False, _FLAG)
     cuda_graph_batch_sizes: list[int] | str | None = _option(None, _BATCHES)
     capture_num_tokens: list[int] | None = _option(None, _TOKENS)

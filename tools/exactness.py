@@ -30,7 +30,6 @@ from exactness_local import local_server
 from exactness_servers import ServerAsker
 from exactness_workload import Workload, all_answers, make_workload
 
-from nanoinfer.commands.run_command import run_command
 from nanoinfer.common.errors import choose
 from nanoinfer.common.units import counted
 from nanoinfer.config import EngineConfig
@@ -41,12 +40,13 @@ from nanoinfer.memory.setup import Setup
 from nanoinfer.options.measuring import (
     add_engine_arguments,
     add_model_arguments,
+    check_at_least,
+    check_can_write,
     counts,
     open_model,
     shared_engine_arguments,
-    writable,
 )
-from nanoinfer.options.parser import Parser, at_least, in_options, length
+from nanoinfer.options.parser import Parser, in_options, length, run_command
 
 DEFAULT_VOCAB_SIZE = 1000
 # The conditions that are compared with each request alone, in this order.
@@ -61,7 +61,7 @@ CONDITIONS = {
 }
 
 
-def add_arguments(parser: Parser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
         "--base-url", metavar="URL",
@@ -70,23 +70,25 @@ def add_arguments(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--api-key", help="bearer token for --base-url (default: $OPENAI_API_KEY, where it is set)")
     parser.add_argument("--vocab-size", type=int, help="prompts for --base-url have token ids below it (default: 1000)")
-    parser.add_argument("--requests", type=int, default=16, check=at_least(1), help="that are compared")
+    parser.add_argument("--requests", type=int, default=16, help="that are compared (default: %(default)s)")
     parser.add_argument(
         "--batch", default="2,16,64,256",
         help="requests at once, filled up with others that are not compared (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--output-len", type=length, default=32, check=at_least(1), help="tokens to generate")
+    parser.add_argument("--output-len", type=length, default=32, help="tokens to generate (default: %(default)s)")
     parser.add_argument(
         "--conditions", default=",".join(CONDITIONS),
         help="which of them, such as batch,server; default: all. "
         + ", ".join(f"{name}: {what}" for name, what in CONDITIONS.items()),
     )  # fmt: skip
-    parser.add_argument("--output-json", metavar="FILE", check=writable, help="write all figures")
+    parser.add_argument("--output-json", metavar="FILE", help="write all figures")
     add_engine_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> dict:
     """Run the benchmark, print the report and return its figures; `identical` is the result."""
+    check_at_least(options, requests=1, output_len=1)
+    check_can_write(options.output_json)
     sizes = counts(options.batch, "--batch")
     names = [name.strip() for name in options.conditions.split(",")]
     for name in names:

@@ -16,7 +16,13 @@ from nanoinfer.measure.report import explain, paragraph, write_figures
 from nanoinfer.measure.run import Row, free_memory, measure
 from nanoinfer.memory.floors import Floors, measure_floors
 from nanoinfer.memory.machine import resolve_device
-from nanoinfer.options.measuring import ENGINE_MODES, open_model, shared_engine_arguments
+from nanoinfer.options.measuring import (
+    ENGINE_MODES,
+    check_at_least,
+    check_can_write,
+    open_model,
+    shared_engine_arguments,
+)
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 LINES = {
@@ -32,7 +38,10 @@ LINES = {
 def run(options: argparse.Namespace) -> dict:
     """Run the iterations, print the report and return its figures (see `summary`)."""
     device = resolve_device(options.device)
+    # The first token of a prompt comes from its prefill, so a single token has no decode step.
+    check_at_least(options, input_len=1, output_len=2, batch_size=1, num_iters=1, num_iters_warmup=0)
     choose("--mode", options.mode, ENGINE_MODES)
+    check_can_write(options.output_json)
     arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)
     arguments["max_model_len"] = options.input_len + options.output_len
     if options.max_num_seqs is None:

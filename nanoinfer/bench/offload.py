@@ -25,6 +25,9 @@ from nanoinfer.memory.machine import resolve_device
 from nanoinfer.models.base import ModelSpec
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
+    check_at_least,
+    check_can_plot,
+    check_can_write,
     counts,
     mode_names,
     open_model,
@@ -61,6 +64,9 @@ class _Run:
                 "weights: leave it out, or write the checkpoint with nanoinfer quantize and give --model DIR without "
                 "these options"
             )
+        check_at_least(options, output_len=1)
+        check_can_write(options.json, options.plot, options.profile)
+        check_can_plot(options.plot)
         default_contexts = "1k,8k,32k" if self.device.type == "cuda" else "256,1k"
         self.contexts = counts(options.context or default_contexts, "--context")
         self.batches = counts(options.batch, "--batch")

@@ -14,7 +14,14 @@ from nanoinfer.measure.report import paragraph, write_figures
 from nanoinfer.measure.run import Load, random_prompts
 from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.setup import Setup
-from nanoinfer.options.measuring import ENGINE_MODES, bounds, open_model, shared_engine_arguments
+from nanoinfer.options.measuring import (
+    ENGINE_MODES,
+    bounds,
+    check_at_least,
+    check_can_write,
+    open_model,
+    shared_engine_arguments,
+)
 from nanoinfer.sampling_params import SamplingParams
 
 # Prompts take the first ids of every vocabulary, so that the load is the same for all models.
@@ -113,7 +120,9 @@ def run_load(llm: LLM, load: Load, *, progress: bool = False) -> dict:
 def run(options: argparse.Namespace) -> dict:
     """Run the load, print the report and return its figures (see `run_load`)."""
     device = resolve_device(options.device)
+    check_at_least(options, num_prompts=1)
     choose("--mode", options.mode, ENGINE_MODES)
+    check_can_write(options.output_json)
     lengths = bounds(options.input_len, "--input-len"), bounds(options.output_len, "--output-len")
     arguments = ENGINE_MODES[options.mode] | shared_engine_arguments(options)
     with open_model(options, device.type) as (model, name):

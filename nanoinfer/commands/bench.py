@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from nanoinfer.commands.run_command import run_command
+from nanoinfer.commands.full_device import advised_when_full
 from nanoinfer.options import bench, offload
-from nanoinfer.options.parser import Parser
+from nanoinfer.options.parser import Parser, run_command
 
 DEFAULT = "offload"
 # What a benchmark is for, and its options. Its own module, such as `nanoinfer.bench.latency`, is imported when it runs.
@@ -63,4 +63,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="bench_offload.py", description=BENCHMARKS["offload"][0])
     offload.add_arguments(parser)
     parser.set_defaults(benchmark="offload", command_line=f"python bench_offload.py {shlex.join(given)}".strip())
-    return run_command(parser, given, run)
+    return run_command(parser, given, advised_when_full(run))

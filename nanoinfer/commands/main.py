@@ -17,21 +17,21 @@ from importlib import import_module
 
 import nanoinfer
 from nanoinfer.commands import bench, plan, quantize, serve, verify
-from nanoinfer.commands.run_command import run_command
+from nanoinfer.commands.full_device import advised_when_full
 from nanoinfer.options import recall
 from nanoinfer.options.engine import add_engine_options, engine_arguments
-from nanoinfer.options.parser import Parser, length
+from nanoinfer.options.parser import Parser, length, run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `nanoinfer ...` and return its exit status; see `run_command`."""
+    """Run `nanoinfer ...` and return its exit status; see `options.parser.run_command`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser()
     parser.set_defaults(command_line=f"nanoinfer {shlex.join(given)}")
     if not given:
         parser.print_help()
         return 0
-    return run_command(parser, bench.with_default(given), lambda options: options.run(options))
+    return run_command(parser, bench.with_default(given), advised_when_full(lambda options: options.run(options)))
 
 
 def make_parser() -> Parser:

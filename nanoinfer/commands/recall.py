@@ -21,6 +21,8 @@ from nanoinfer.memory.machine import resolve_device
 from nanoinfer.memory.setup import Setup
 from nanoinfer.options.measuring import (
     ENGINE_MODES,
+    check_can_plot,
+    check_can_write,
     counts,
     mode_names,
     shared_engine_arguments,
@@ -46,6 +48,8 @@ def run(options: argparse.Namespace) -> dict[str, Scores]:
         raise ValueError(f"--shape {options.shape} has random weights, which answer nothing: give a model")
     device = resolve_device(options.device)
     modes = mode_names(options.mode, MODES)
+    check_can_write(options.json, options.plot)
+    check_can_plot(options.plot)
     contexts = DEFAULT_LENGTHS[device.type] if options.context is None else options.context
     grid = Grid(
         lengths=tuple(counts(contexts, "--context")),

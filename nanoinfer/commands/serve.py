@@ -13,20 +13,19 @@ import time
 from typing import Any
 
 import nanoinfer
-from nanoinfer.commands.run_command import INTERRUPTED
 from nanoinfer.common.units import counted, parse_bytes
-from nanoinfer.config import EngineConfig, must_be
+from nanoinfer.config import EngineConfig
 from nanoinfer.options.engine import add_engine_options, engine_arguments
-from nanoinfer.options.parser import Parser
+from nanoinfer.options.parser import INTERRUPTED
 
 _CLOSING_SECONDS = 5.0  # for clients to read the ends of their answers
 _FORCED_SECONDS = 0.5  # the same after a second SIGINT
 
 
-def add_arguments(parser: Parser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="checkpoint directory or hub id")
-    parser.add_argument("--host", default="127.0.0.1", help='"0.0.0.0": all interfaces')
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument("--host", default="127.0.0.1", help='"0.0.0.0": all interfaces (default: %(default)s)')
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
     parser.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names that clients use (default: MODEL)"
     )
@@ -38,19 +37,19 @@ def add_arguments(parser: Parser) -> None:
         help="web pages that may use the server from a browser, such as '[\"http://localhost:3000\"]'; "
         "'[\"*\"]': all (default: none)",
     )  # fmt: skip
-    parser.add_argument("--max-queue", type=int, default=1024, help="waiting sequences beyond which the answer is 429")
     parser.add_argument(
-        "--max-queue-bytes", default="256MiB", metavar="SIZE", check=parse_bytes,
-        help="bytes of waiting requests beyond which the answer is 429",
+        "--max-queue", type=int, default=1024, help="waiting sequences beyond which the answer is 429 (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-queue-bytes", default="256MiB", metavar="SIZE",
+        help="bytes of waiting requests beyond which the answer is 429 (%(default)s)",
     )  # fmt: skip
-    is_some = must_be("more than 0 seconds", lambda seconds: seconds > 0)
-    for name, default, check, text in (
-        ("--body-timeout", 60.0, is_some, "for the head of a request to arrive, and for its body"),
-        ("--max-step-seconds", 120.0, is_some, "a step that runs for longer makes /health say 503"),
-        ("--shutdown-timeout", 30.0, must_be("0 or more seconds", lambda seconds: seconds >= 0),
-         "for running requests to end after SIGTERM or SIGINT"),
-    ):  # fmt: skip
-        parser.add_argument(name, type=float, default=default, metavar="SECONDS", check=check, help=text)
+    for name, seconds, text in (
+        ("--body-timeout", 60.0, "for the head of a request to arrive, and for its body"),
+        ("--max-step-seconds", 120.0, "a step that runs for longer makes /health say 503"),
+        ("--shutdown-timeout", 30.0, "for running requests to end after SIGTERM or SIGINT"),
+    ):
+        parser.add_argument(name, type=float, default=seconds, metavar="SECONDS", help=f"{text} (%(default)s)")
     add_engine_options(parser, defaults={"enable_cpu_offload": "auto"})
 
 
@@ -67,14 +66,20 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{error.name} is not installed: pip install 'nanoinfer[serve]'") from error
     if options.api_key == "":  # as of a variable that is not set: anybody could guess it
         raise ValueError("--api-key is empty: give a key, or leave the option out to serve without one")
+    if not options.shutdown_timeout >= 0:  # also where it is NaN
+        raise ValueError(f"--shutdown-timeout is {options.shutdown_timeout}, it must be 0 or more seconds")
+    for name in ("body_timeout", "max_step_seconds"):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, it must be more than 0 seconds")
     origins = allowed_origins(options.allowed_origins)
+    max_queue_bytes = parse_bytes(options.max_queue_bytes, "--max-queue-bytes")
     config = EngineConfig(model=options.model, progress_bar=sys.stderr.isatty(), **engine_arguments(options))
     # Bind the port before the model is loaded, because loading takes long. The socket does not listen yet.
     with _bind(options.host, options.port) as listener:
         engine = AsyncEngine(
             lambda: nanoinfer.LLMEngine(config),
             max_queue=options.max_queue,
-            max_queue_bytes=options.max_queue_bytes,
+            max_queue_bytes=max_queue_bytes,
             max_step_seconds=options.max_step_seconds,
         )
         try:

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=length,
         help="prompt tokens of the longest request, such as 4k; default: what resident mode can hold",
     )
-    parser.add_argument("--requests", type=int, default=4, help="requests of several lengths")
-    parser.add_argument("--output-len", type=length, default=32, help="tokens to generate")
+    parser.add_argument("--requests", type=int, default=4, help="requests of several lengths (default: %(default)s)")
+    parser.add_argument("--output-len", type=length, default=32, help="tokens to generate (default: %(default)s)")
     add_engine_options(parser, ENGINE_OPTIONS)
 
 

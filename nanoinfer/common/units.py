@@ -29,7 +29,7 @@ class Size(int):
         return str(self.given)
 
 
-def parse_bytes(name: str, value: float | str) -> Size:
+def parse_bytes(value: float | str, name: str) -> Size:
     """Return the bytes from a number or from text such as "12GiB" (2^30) or "12GB" (10^9).
 
     Raises:
@@ -48,9 +48,9 @@ def parse_bytes(name: str, value: float | str) -> Size:
     return Size(size, value)
 
 
-def parse_memory(name: str, value: float | str) -> Size:
+def parse_memory(value: float | str, name: str) -> Size:
     """Return the bytes of a limit of memory, as `parse_bytes` does; ValueError also where the unit was forgotten."""
-    size = parse_bytes(name, value)
+    size = parse_bytes(value, name)
     if size < _LEAST_MEMORY and not re.search("[a-zA-Z]", str(value)):
         raise ValueError(f'{name}={value!r} is {size:d} bytes: did you mean "{str(value).strip()}GiB"?')
     return size

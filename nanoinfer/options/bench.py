@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from nanoinfer.options.measuring import add_engine_arguments, add_model_arguments, writable
-from nanoinfer.options.parser import Parser, at_least, length
+import argparse
+
+from nanoinfer.options.measuring import add_engine_arguments, add_model_arguments
+from nanoinfer.options.parser import length
 
 
-def add_latency_arguments(parser: Parser) -> None:
+def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
     _add_arguments_of_one_mode(parser)
-    for name, kind, default, least, text in (
-        ("--input-len", length, 1024, 1, "tokens of each prompt"),
-        # The first token of a prompt comes from its prefill, so a single token has no decode step.
-        ("--output-len", length, 128, 2, "tokens to generate"),
-        ("--batch-size", int, 1, 1, "sequences at once"),
-        ("--num-iters", int, 5, 1, "times that the batch runs"),
-        ("--num-iters-warmup", int, 1, 0, "times before, which do not count"),
-    ):
-        parser.add_argument(name, type=kind, default=default, check=at_least(least), help=text)
+    parser.add_argument("--input-len", type=length, default=1024, help="tokens of each prompt (default: %(default)s)")
+    parser.add_argument("--output-len", type=length, default=128, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1, help="sequences at once (default: %(default)s)")
+    parser.add_argument("--num-iters", type=int, default=5, help="times that the batch runs (default: %(default)s)")
+    parser.add_argument(
+        "--num-iters-warmup", type=int, default=1, help="times before, which do not count (default: %(default)s)"
+    )
 
 
-def add_throughput_arguments(parser: Parser) -> None:
+def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     _add_arguments_of_one_mode(parser)
-    for name in ("--input-len", "--output-len"):
-        parser.add_argument(name, default="100-1024", help="tokens, a number or a range")
-    parser.add_argument("--num-prompts", type=int, default=256, check=at_least(1), help="requests")
-    parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy")
+    for name in ("input", "output"):
+        parser.add_argument(
+            f"--{name}-len", default="100-1024", help="tokens, a number or a range (default: %(default)s)"
+        )
+    parser.add_argument("--num-prompts", type=int, default=256, help="requests (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.6, help="0: greedy (default: %(default)s)")
 
 
-def _add_arguments_of_one_mode(parser: Parser) -> None:
+def _add_arguments_of_one_mode(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_engine_arguments(parser)
     parser.add_argument(
         "--mode",
         default="resident",
         help="where KV lies: resident = on the GPU, auto = in host memory, too, once the GPU is full, offload = from "
-        "the start, streamed = offload with every full block in host memory",
+        "the start, streamed = offload with every full block in host memory (default: %(default)s)",
     )
-    parser.add_argument("--output-json", metavar="FILE", check=writable, help="write all figures")
+    parser.add_argument("--output-json", metavar="FILE", help="write all figures")

@@ -76,6 +76,8 @@ def option_words(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> li
             words += [option, _WORDS[value]]
         elif isinstance(value, bool):
             words.append(option if value else f"--no-{option[2:]}")
+        elif isinstance(value, dict):
+            words += [option, json.dumps(value)]
         elif isinstance(value, list):
             words += [option, ",".join(map(str, value)) or "none"]
         else:

@@ -85,22 +85,29 @@ def mode_names(text: str, allowed: Collection[str]) -> list[str]:
     return names
 
 
-def writable(name: str, path: str) -> str:
-    """For `check=`: refuse a file that cannot be written, so that hours of measuring do not end in this error."""
-    if path and Path(path).is_dir():
-        raise ValueError(f"{path!r} is a directory: name a file")
-    if path and not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"the directory of {path!r} does not exist: make it first")
-    return path
+def check_can_write(*paths: str | None) -> None:
+    """Raise ValueError if a file cannot be written, so that hours of measuring do not end in this error."""
+    for path in paths:
+        if path and Path(path).is_dir():
+            raise ValueError(f"{path!r} is a directory: name a file")
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"the directory of {path!r} does not exist: make it first")
 
 
-def picture(name: str, path: str) -> str:
-    """For `check=`: refuse also what matplotlib cannot write, and any picture where it is not installed."""
+def check_can_plot(path: str | None) -> None:
+    """Raise ValueError if a picture is wanted, but matplotlib cannot write this format or is not installed."""
     if path and Path(path).suffix.lower() not in PICTURES:
-        raise ValueError(f"--{name} {path!r} must end in {', '.join(PICTURES)}: they say what is drawn")
+        raise ValueError(f"--plot {path!r} must end in {', '.join(PICTURES)}: they say what is drawn")
     if path and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--{name} needs matplotlib: pip install matplotlib")
-    return writable(name, path)
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+
+
+def check_at_least(options: argparse.Namespace, **minima: int) -> None:
+    """Raise ValueError if an option is below its minimum; the keywords are the options' names."""
+    for name, minimum in minima.items():
+        value = getattr(options, name)
+        if value < minimum:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {minimum}")
 
 
 def bounds(text: str, option: str) -> tuple[int, int]:

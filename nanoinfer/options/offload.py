@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from nanoinfer.options import recall
-from nanoinfer.options.measuring import add_engine_arguments, add_model_arguments, picture, writable
-from nanoinfer.options.parser import Parser, at_least, length
+from nanoinfer.options.measuring import add_engine_arguments, add_model_arguments
+from nanoinfer.options.parser import length
 
 # Each task's options that have other defaults in the other task, or no meaning there. These defaults are not the
 # parser's, so that it is known which options were given.
@@ -16,7 +16,7 @@ TASKS = {
 }
 
 
-def add_arguments(parser: Parser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options. Engine options have the engine's defaults."""
     decode, asked = TASKS["decode"], TASKS["recall"]
     add_model_arguments(parser)
@@ -26,13 +26,11 @@ def add_arguments(parser: Parser) -> None:
         "--task",
         default="decode",
         choices=TASKS,
-        help="decode = times of decode steps, recall = answers about long contexts",
+        help="decode = times of decode steps, recall = answers about long contexts (default: %(default)s)",
     )
     parser.add_argument("--context", help="prompt tokens, such as 1k,8k,32k (k = 1024)")
     parser.add_argument("--batch", help=f"sequences at once, such as 1,8 (default: {decode['batch']})")
-    parser.add_argument(
-        "--output-len", type=length, check=at_least(1), help=f"tokens to generate (default: {decode['output_len']})"
-    )
+    parser.add_argument("--output-len", type=length, help=f"tokens to generate (default: {decode['output_len']})")
     parser.add_argument(
         "--mode",
         help="streamed = offload with every full block in host memory, offload = with what fits on the GPU, auto = "
@@ -45,14 +43,11 @@ def add_arguments(parser: Parser) -> None:
         action=argparse.BooleanOptionalAction,
         help="compare tokens and log-probabilities of our modes; default: where at least two of them run",
     )
-    parser.add_argument("--json", metavar="FILE", check=writable, help="write all figures")
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument(
-        "--profile", metavar="FILE", check=writable,
-        help="write a trace of the last case of each mode, for https://ui.perfetto.dev",
-    )  # fmt: skip
-    parser.add_argument(
-        "--plot", metavar="FILE.png", check=picture, help="draw ms per token, or accuracy, over context"
+        "--profile", metavar="FILE", help="write a trace of the last case of each mode, for https://ui.perfetto.dev"
     )
+    parser.add_argument("--plot", metavar="FILE.png", help="draw ms per token, or accuracy, over context")
     recall.add_grid_arguments(parser)
 
 

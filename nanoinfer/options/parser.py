@@ -1,16 +1,21 @@
-"""Shared by all commands: how options are read, and how messages name them."""
+"""Shared by all commands: how options are read, how messages name them, and how a command ends."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from nanoinfer.common.errors import MEANT, nearest
 from nanoinfer.common.unsupported import ENGINE
-from nanoinfer.config import Check, must_be
+
+REFUSED = 2
+# The exit status that a shell reports for a process ended by a signal: 128 plus the signal's number.
+INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 OFFLOAD = {"on": True, "auto": "auto", "off": False}
 """The words for the values of `enable_cpu_offload`."""
@@ -31,22 +36,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.set_defaults(parser=self)
-
-    def add_argument(self, *names: str, check: Check | None = None, **kwargs: Any) -> argparse.Action:
-        """Declare an option: besides argparse's arguments what its value must be. Its help ends with the default."""
-        default, text = kwargs.get("default"), kwargs.get("help") or ""
-        if isinstance(default, str | int | float) and "action" not in kwargs and "(default" not in text:
-            kwargs["help"] = f"{text} (default: %(default)s)"
-        action = super().add_argument(*names, **kwargs)
-        action.check = check
-        return action
-
-    def check(self, options: argparse.Namespace) -> None:
-        """Put what the checks return in the place of the values; ValueError if one is not allowed."""
-        for action in self._actions:
-            value = getattr(options, action.dest, None)
-            if value is not None and getattr(action, "check", None) is not None:
-                setattr(options, action.dest, action.check(action.dest, value))
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
         """Refuse unknown arguments here; argparse would pass them up to the parser of all commands."""
@@ -83,11 +72,6 @@ def _hint(name: str, known: Collection[str]) -> str:
     return f": did you mean {guess}?" if guess else ""
 
 
-def at_least(least: int) -> Check:
-    """For `check=` of an option with a number."""
-    return must_be(f"at least {least}", lambda value: value >= least)
-
-
 def length(text: str) -> int:
     """For `type=` of an option: parse a whole number of tokens; "4k" is 4096. No minimum is checked."""
     match = re.fullmatch(r"\s*(-?[0-9]+)([kK]?)\s*", text)
@@ -118,3 +102,29 @@ def in_options(text: str, parser: argparse.ArgumentParser) -> str:
             text = text.replace(f"{offload} {value!r}", f"{offload} {word}")
             text = text.replace(f'{offload} "{value}"', f"{offload} {word}")
     return text
+
+
+def run_command(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], command: Callable[[argparse.Namespace], int]
+) -> int:
+    """Read the arguments, run the command and return its exit status, or the status for the error that ended it.
+
+    The user's errors and Ctrl-C are reported in one line on stderr. A closed output pipe (`| head -1`) is not reported.
+    """
+    options = parser.parse_args(arguments)
+    name = options.parser.prog
+    try:
+        try:
+            return command(options)
+        finally:
+            sys.stdout.flush()  # so that a broken pipe is noticed here and not when the interpreter ends
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end, so stdout must lead to an open file.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (ValueError, MemoryError, OSError) as error:
+        print(f"{name}: {in_options(str(error), options.parser)}", file=sys.stderr)
+        return REFUSED

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from nanoinfer.options.measuring import ENGINE_MODES, add_engine_arguments, add_model_arguments, picture, writable
-from nanoinfer.options.parser import Parser
+import argparse
+
+from nanoinfer.options.measuring import ENGINE_MODES, add_engine_arguments, add_model_arguments
 
 MODES = ("hf", *ENGINE_MODES)
 DEFAULTS = dict(mode="hf,resident,offload", depths="0,0.25,0.5,0.75,1", questions=20)
@@ -16,7 +17,7 @@ HELP_OF_LISTS = {
 }
 
 
-def add_arguments(parser: Parser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the evaluation and of the engine."""
     add_model_arguments(parser, "default: recall, the model that comes along", has_shapes=False)
     parser.add_argument("--context", help="tokens, such as 1k,16k; default: 1k to 64k on a GPU, 1k,2k on a CPU")
@@ -25,14 +26,14 @@ def add_arguments(parser: Parser) -> None:
         help=f"of {', '.join(MODES)}; hf = transformers in float32, the reference where it is the first "
         "(default: %(default)s)",
     )
-    parser.add_argument("--json", metavar="FILE", check=writable, help="write all figures")
-    parser.add_argument("--plot", metavar="FILE.png", check=picture, help="draw accuracy over length and depth")
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw accuracy over length and depth")
     add_grid_arguments(parser)
     add_engine_arguments(parser, HELP_OF_LISTS, without=("hf_overrides",))
     parser.set_defaults(**DEFAULTS)
 
 
-def add_grid_arguments(parser: Parser) -> None:
+def add_grid_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the questions, without defaults."""
     parser.add_argument("--depths", help=f"where facts lie (default: {DEFAULTS['depths']})")
     parser.add_argument(

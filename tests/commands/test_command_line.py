@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from nanoinfer.commands import main as cli
-from nanoinfer.commands.run_command import run_command
 from nanoinfer.options.engine import add_engine_options
-from nanoinfer.options.parser import Parser, in_options, length
+from nanoinfer.options.parser import Parser, in_options, length, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 NANOINFER = [sys.executable, "-m", "nanoinfer"]

@@ -30,7 +30,7 @@ def test_a_limit_above_what_is_free_is_refused_with_one_that_works():
     assert "0.91 GiB are held by the driver and by what else runs on the GPU, such as a desktop" in said
     assert "nvidia-smi" in said and "this process" not in said
     assert 'give at most "10.5GiB"' in said
-    assert budget(gpu_memory_limit="10.5GiB") == parse_bytes("", "10.5GiB") <= CARD.free_bytes - OUTSIDE_BYTES
+    assert budget(gpu_memory_limit="10.5GiB") == parse_bytes("10.5GiB", "") <= CARD.free_bytes - OUTSIDE_BYTES
     for limit in ("11GiB", "10.6GiB", 0.95):
         with pytest.raises(ValueError, match='give at most "10.5GiB"'):
             budget(gpu_memory_limit=limit)

@@ -98,7 +98,7 @@ def test_the_pool_has_as_many_blocks_as_the_plan_and_a_longest_request_runs(tmp_
     "text, size", [("12GiB", 12 * 2**30), ("500MB", 500 * 10**6), ("1.5k", 1536), (" 7 gib ", 7 * 2**30), (123, 123)]
 )
 def test_sizes_are_read_as_written(text, size):
-    assert parse_bytes("limit", text) == size
+    assert parse_bytes(text, "limit") == size
 
 
 def test_a_config_holds_numbers_that_are_shown_as_they_were_given():
